@@ -1,0 +1,284 @@
+"""Every metric Vitals knows, once: name, unit, type, where it is measured, what it means.
+
+Row schemas, the exposition, the query API's series, the dashboards and docs/METRICS.md are derived
+from these rows. A name carries its unit in base units (seconds, bytes, watts, celsius; ratios 0 to
+1). ``column`` is the name in a row; ``scope`` says who writes it: numbers that are equal on all
+ranks (``run``) are written by global rank 0 only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainvitals.records import EVENT_SCHEMA, Column, Schema
+
+Kind = Literal["gauge", "counter", "info"]
+Scope = Literal["run", "rank", "gpu", "node", "process", "agent", "collector", "hooks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric."""
+
+    name: str
+    """Prometheus name: what ``/metrics`` and dashboards call it."""
+    help: str
+    unit: str
+    """Base unit: seconds, bytes, ratio, watts, celsius, hertz, tokens, or "" for a plain number."""
+    kind: Kind = "gauge"
+    scope: Scope
+    stream: str = ""
+    """The row stream that carries it, or "" where it exists only on ``/metrics``."""
+    column: str = ""
+    dtype: Literal["f8", "i8"] = "f8"
+    labels: tuple[str, ...] = ("run",)
+
+
+def _step(
+    column: str,
+    unit: str,
+    text: str,
+    *,
+    scope: Scope = "run",
+    dtype: Literal["f8", "i8"] = "f8",
+    kind: Kind = "gauge",
+    name: str = "",
+) -> MetricSpec:
+    labels = ("run",) if scope == "run" else ("run", "rank")
+    return MetricSpec(
+        name=name or f"train_{column}",
+        help=text,
+        unit=unit,
+        kind=kind,
+        scope=scope,
+        stream="steps",
+        column=column,
+        dtype=dtype,
+        labels=labels,
+    )
+
+
+STEP_METRICS: tuple[MetricSpec, ...] = (
+    _step("loss", "", "Training loss of the step: weighted mean over all ranks."),
+    _step("loss_max", "", "Largest loss of a rank in the step."),
+    _step("loss_max_rank", "", "Rank with the largest or a non-finite loss.", dtype="i8"),
+    _step("grad_norm", "", "L2 norm of all gradients before clipping."),
+    _step("grad_norm_clipped", "", "L2 norm of all gradients after clipping."),
+    _step("loss_limit", "", "Loss above which the step would be skipped; absent in warm-up."),
+    _step("grad_norm_limit", "", "Gradient norm above which the step would be skipped."),
+    _step("learning_rate", "", "Learning rate of the first parameter group, as applied."),
+    _step("lr_factor", "ratio", "Factor the ladder puts on the learning rate; 1 is untouched."),
+    _step("loss_scale", "", "Loss scale of the gradient scaler."),
+    _step("verdict", "", "Bits: 1 loss and 2 gradients non-finite, 4 loss and 8 norm outlier, "
+          "16 scaler overflow, 32 a rank failed to prepare.", dtype="i8"),
+    _step("skipped", "", "1 where the update was not applied.", dtype="i8"),
+    _step("culprit_rank", "", "Rank that alone made the step bad, or -1.", dtype="i8"),
+    _step("nonfinite_params", "", "Ranks that found non-finite parameters; measured after a bad "
+          "step only.", dtype="i8"),
+    _step("readback_lag", "", "Steps between an update and its handling on the host.", dtype="i8"),
+    _step("tokens_seen", "tokens", "Tokens consumed, skipped steps included, over all ranks.",
+          dtype="i8", kind="counter", name="train_tokens_total"),
+    _step("tokens_trained", "tokens", "Tokens whose update was applied.", dtype="i8",
+          kind="counter", name="train_tokens_trained_total"),
+    _step("tokens_per_second", "tokens", "Tokens of all ranks per second of the step."),
+    _step("mfu_ratio", "ratio", "Model FLOPs utilization, 0 to 1; absent where the peak of the "
+          "device is unknown."),
+    _step("rank_loss", "", "This rank's own loss.", scope="rank"),
+    _step("step_duration_seconds", "seconds", "Wall time from the end of the last step to the end "
+          "of this one.", scope="rank"),
+    _step("data_wait_seconds", "seconds", "Part of the step spent waiting for the next batch.",
+          scope="rank"),
+    _step("monitor_seconds", "seconds", "Part of the step spent inside Vitals on the host.",
+          scope="rank"),
+    _step("memory_allocated_bytes", "bytes", "Device memory in tensors at the end of the step.",
+          scope="rank"),
+    _step("memory_peak_bytes", "bytes", "Peak device memory in tensors since the run started.",
+          scope="rank"),
+    _step("epoch", "", "Epoch of the batch.", scope="rank", dtype="i8"),
+    _step("batch_index", "", "Index of the batch in its epoch: which data fed this step.",
+          scope="rank", dtype="i8"),
+)
+
+ROW_COLUMNS: tuple[Column, ...] = (
+    Column("step", "i8"),
+    Column("attempt", "i8"),
+    Column("time_unix_ns", "i8"),
+    Column("monotonic_ns", "i8"),
+)
+"""First columns of every stream."""
+
+
+def steps_schema(*, num_groups: int = 1) -> Schema:
+    """Return the schema of the ``steps`` stream; groups after the first get ``learning_rate.N``."""
+    extra = tuple(Column(f"learning_rate.{i}", "f8") for i in range(1, num_groups))
+    metrics = tuple(Column(m.column, m.dtype) for m in STEP_METRICS)
+    return Schema("steps", ROW_COLUMNS + metrics + extra)
+
+
+LAYER_METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        name="train_layer_grad_norm",
+        help="L2 norm of one layer's gradients before clipping; on /metrics as top-k only.",
+        unit="",
+        scope="run",
+        stream="layers",
+        column="grad_norm",
+        labels=("run", "layer"),
+    ),
+)
+
+LAYERS_SCHEMA = Schema(
+    "layers",
+    (*ROW_COLUMNS, Column("layer", "i8"), *(Column(m.column, m.dtype) for m in LAYER_METRICS)),
+)
+
+SCALARS_SCHEMA = Schema("scalars", (*ROW_COLUMNS, Column("name", "i8"), Column("value", "f8")))
+"""The sparse stream of ``Monitor.observe`` and ``Monitor.evaluate``."""
+
+
+def _host(
+    scope: Scope,
+    column: str,
+    unit: str,
+    text: str,
+    *,
+    kind: Kind = "gauge",
+    dtype: Literal["f8", "i8"] = "f8",
+) -> MetricSpec:
+    labels = {"gpu": ("node", "gpu"), "node": ("node",), "process": ("run", "rank")}[scope]
+    prefix = "train_process" if scope == "process" else scope
+    suffix = "_total" if kind == "counter" else ""
+    return MetricSpec(
+        name=f"{prefix}_{column}{suffix}",
+        help=text,
+        unit=unit,
+        kind=kind,
+        scope=scope,
+        stream=scope,
+        column=column,
+        dtype=dtype,
+        labels=labels,
+    )
+
+
+GPU_METRICS: tuple[MetricSpec, ...] = (
+    _host("gpu", "utilization_ratio", "ratio", "Part of the time a kernel was running."),
+    _host("gpu", "memory_used_bytes", "bytes", "Device memory in use."),
+    _host("gpu", "memory_total_bytes", "bytes", "Device memory there is."),
+    _host("gpu", "temperature_celsius", "celsius", "Core temperature."),
+    _host("gpu", "power_watts", "watts", "Power drawn."),
+    _host("gpu", "power_limit_watts", "watts", "Power limit in force."),
+    _host("gpu", "sm_clock_hertz", "hertz", "Clock of the streaming multiprocessors."),
+    _host("gpu", "throttle_reasons", "", "NVML bit mask of clock throttle reasons.", dtype="i8"),
+    _host("gpu", "ecc_uncorrected_errors", "", "Uncorrected memory errors since the driver "
+          "loaded.", dtype="i8", kind="counter"),
+)
+
+NODE_METRICS: tuple[MetricSpec, ...] = (
+    _host("node", "cpu_ratio", "ratio", "Part of all cores in use."),
+    _host("node", "load1", "", "Load average over one minute."),
+    _host("node", "memory_used_bytes", "bytes", "Memory in use, caches excluded."),
+    _host("node", "memory_total_bytes", "bytes", "Memory there is."),
+    _host("node", "shm_free_bytes", "bytes", "Free bytes where the journals lie."),
+    _host("node", "network_receive_bytes", "bytes", "Bytes received.", kind="counter"),
+    _host("node", "network_transmit_bytes", "bytes", "Bytes sent.", kind="counter"),
+)
+
+PROCESS_METRICS: tuple[MetricSpec, ...] = (
+    _host("process", "alive", "", "1 while the rank's process exists.", dtype="i8"),
+    _host("process", "cpu_seconds", "seconds", "CPU time of the rank, user and system.",
+          kind="counter"),
+    _host("process", "resident_memory_bytes", "bytes", "Resident memory of the rank."),
+    _host("process", "threads", "", "Threads of the rank.", dtype="i8"),
+    _host("process", "open_fds", "", "Open file descriptors of the rank.", dtype="i8"),
+)
+
+
+def _samples(stream: str, keys: tuple[Column, ...], metrics: tuple[MetricSpec, ...]) -> Schema:
+    return Schema(stream, ROW_COLUMNS + keys + tuple(Column(m.column, m.dtype) for m in metrics))
+
+
+GPU_SCHEMA = _samples("gpu", (), GPU_METRICS)
+NODE_SCHEMA = _samples("node", (), NODE_METRICS)
+PROCESS_SCHEMA = _samples(
+    "process", (Column("rank", "i8"), Column("pid", "i8")), PROCESS_METRICS
+)
+"""Node and process rows carry step -1 and attempt 0: they are ordered by time, not by step."""
+
+
+def _plain(
+    name: str, scope: Scope, text: str, *, kind: Kind = "counter", unit: str = "",
+    labels: tuple[str, ...] = (),
+) -> MetricSpec:
+    return MetricSpec(name=name, help=text, unit=unit, kind=kind, scope=scope, labels=labels)
+
+
+EXPOSED_METRICS: tuple[MetricSpec, ...] = (
+    _plain("train_step", "run", "Last step seen.", kind="gauge", labels=("run",)),
+    _plain("train_steps_total", "run", "Attempted steps seen.", labels=("run",)),
+    _plain("train_skipped_steps_total", "run", "Updates not applied.", labels=("run", "reason")),
+    _plain("train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")),
+    _plain("train_nonfinite_total", "run", "Steps with a non-finite loss or gradient.",
+           labels=("run",)),
+    _plain("train_run_state", "run", "1 for the run's present state.", kind="gauge",
+           labels=("run", "state")),
+    _plain("train_run_info", "run", "Attributes of a run; the value is 1.", kind="info",
+           labels=("run", "name", "project", "mode")),
+    _plain("train_swallowed_errors_total", "hooks", "Errors of Vitals kept from the loop.",
+           labels=("run", "where")),
+    _plain("agent_up_timestamp_seconds", "agent", "When the agent last finished a cycle.",
+           kind="gauge", unit="seconds"),
+    _plain("agent_spool_bytes", "agent", "Bytes in the spool.", kind="gauge", unit="bytes"),
+    _plain("agent_spooled_rows_total", "agent", "Rows written to the spool."),
+    _plain("agent_shipped_rows_total", "agent", "Rows the collector has stored."),
+    _plain("agent_dropped_rows_total", "agent", "Rows lost before the spool, or dropped from it "
+           "when it was full."),
+    _plain("agent_corrupt_rows_total", "agent", "Rows or batches set aside because a checksum did "
+           "not hold."),
+    _plain("agent_ship_errors_total", "agent", "Failed tries to reach the collector."),
+    _plain("agent_commands_total", "agent", "Commands put into mailboxes."),
+    _plain("collector_ingested_rows_total", "collector", "New rows stored."),
+    _plain("collector_duplicate_rows_total", "collector", "Rows received again and not stored."),
+    _plain("collector_lost_rows_total", "collector", "Rows that never came: gaps in sequence "
+           "numbers.", labels=()),
+    _plain("collector_rejected_batches_total", "collector", "Batches refused.",
+           labels=("reason",)),
+    _plain("collector_alert_firing", "collector", "1 while the alert fires.", kind="gauge",
+           labels=("run", "alert", "severity")),
+    _plain("collector_alerts_total", "collector", "Alerts that began to fire.",
+           labels=("alert", "severity")),
+    _plain("collector_notifications_total", "collector", "Notifications by outcome.",
+           labels=("notifier", "outcome")),
+    _plain("collector_commands_total", "collector", "Commands by status.", labels=("status",)),
+)
+
+CATALOG: tuple[MetricSpec, ...] = (
+    STEP_METRICS + LAYER_METRICS + GPU_METRICS + NODE_METRICS + PROCESS_METRICS + EXPOSED_METRICS
+)
+
+
+def spec(name: str) -> MetricSpec:
+    """Return the metric of that name, given as exposed or as ``stream.column``.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for metric in CATALOG:
+        if name in (metric.name, f"{metric.stream}.{metric.column}"):
+            return metric
+    raise KeyError(name)
+
+
+__all__ = [
+    "CATALOG",
+    "EVENT_SCHEMA",
+    "GPU_SCHEMA",
+    "LAYERS_SCHEMA",
+    "NODE_SCHEMA",
+    "PROCESS_SCHEMA",
+    "SCALARS_SCHEMA",
+    "MetricSpec",
+    "spec",
+    "steps_schema",
+]

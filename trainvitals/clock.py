@@ -1,0 +1,25 @@
+"""Time as a value that is handed in, so that no decision reads a clock of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What the edges read time from; tests hand in ``trainvitals.testing.ManualClock``."""
+
+    def time_ns(self) -> int:
+        """Wall time in nanoseconds since the Unix epoch; may jump. For display only."""
+        ...
+
+    def monotonic_ns(self) -> int:
+        """Nanoseconds from an arbitrary start; never goes back. For durations."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    time_ns = staticmethod(time.time_ns)
+    monotonic_ns = staticmethod(time.monotonic_ns)

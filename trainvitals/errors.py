@@ -1,0 +1,110 @@
+"""Every error Vitals raises on purpose, in one tree.
+
+VitalsError
+|-- UsageError                 V1xx  what a person asked for cannot be done as asked
+|   |-- ConfigError            V11x  a setting has a wrong value
+|   `-- MissingDependencyError V12x  an optional package is not installed
+|-- FormatError                V2xx  bytes are not what they should be
+|   |-- NewerVersionError      V21x  written by a newer Vitals
+|   `-- CheckpointCorruptError V22x  a checkpoint does not match its manifest
+|-- StorageError               V3xx  a file, directory or database cannot be used
+|   `-- InsecurePathError      V31x  wrong owner, mode, or a link where none may be
+|-- TransportError             V4xx  the other side did not answer, or refused
+|   `-- UnauthorizedError      V41x  the token is missing, wrong, or lacks the scope
+|-- CheckpointError            V5xx  no checkpoint can be saved, verified or restored
+`-- TrainingHalted             V6xx  the ladder stopped the run; the only error ``Monitor.step`` raises
+
+A code never changes its meaning. The text says what happened, the value met, what was expected,
+and the hint the way out.
+"""
+
+from __future__ import annotations
+
+
+class VitalsError(Exception):
+    """Base of all errors above; prints as ``text [CODE]`` with the hint below it."""
+
+    code = "V000"
+
+    def __init__(self, text: str, *, hint: str = "", code: str = "") -> None:
+        super().__init__(text)
+        self.text = text
+        self.hint = hint
+        if code:
+            self.code = code
+
+    def __str__(self) -> str:
+        body = f"{self.text} [{self.code}]"
+        return f"{body}\n\nhint: {self.hint}" if self.hint else body
+
+
+class UsageError(VitalsError):
+    """What was asked for cannot be done as asked."""
+
+    code = "V100"
+
+
+class ConfigError(UsageError):
+    """A setting has a wrong name, type or value."""
+
+    code = "V110"
+
+
+class MissingDependencyError(UsageError):
+    """An optional package is needed and not installed."""
+
+    code = "V120"
+
+
+class FormatError(VitalsError):
+    """Bytes are damaged or are not of the expected format."""
+
+    code = "V200"
+
+
+class NewerVersionError(FormatError):
+    """Data was written by a newer version of Vitals than this one."""
+
+    code = "V210"
+
+
+class CheckpointCorruptError(FormatError):
+    """A checkpoint's bytes do not match its manifest."""
+
+    code = "V220"
+
+
+class StorageError(VitalsError):
+    """A file, directory or database cannot be used."""
+
+    code = "V300"
+
+
+class InsecurePathError(StorageError):
+    """A private path has the wrong owner or mode, or is a link."""
+
+    code = "V310"
+
+
+class TransportError(VitalsError):
+    """The other side did not answer, or refused."""
+
+    code = "V400"
+
+
+class UnauthorizedError(TransportError):
+    """The token is missing, wrong, or lacks the scope."""
+
+    code = "V410"
+
+
+class CheckpointError(VitalsError):
+    """No checkpoint can be saved, verified or restored."""
+
+    code = "V500"
+
+
+class TrainingHalted(VitalsError):
+    """The ladder stopped the run: budgets are spent or an operator said halt."""
+
+    code = "V600"

@@ -1,0 +1,220 @@
+"""What is asked of a collector and what it answers: the query API's bodies, defined once.
+
+The collector answers with these as JSON (``msgspec.json``), the client and the dashboard decode
+them. JSON has no NaN: a missing or non-finite value is ``null``, and ``nonfinite`` says which were
+NaN or infinite.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trainvitals.records import Command, CommandAction, Decision, Finding, RunInfo
+
+RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
+Health = Literal["healthy", "acting", "critical", "unknown"]
+Severity = Literal["page", "notify", "log"]
+Branch = Literal["lineage", "discarded", "all"]
+"""``lineage``: the stitched curve of the present attempt and its ancestors up to their forks;
+``discarded``: the rows that rollbacks left behind; ``all``: both."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the list of runs."""
+
+    run_id: str
+    name: str
+    project: str
+    user: str
+    tags: tuple[str, ...]
+    mode: str
+    state: RunState
+    health: Health
+    world_size: int
+    started_unix_ns: int
+    last_seen_unix_ns: int
+    last_step: int
+    loss: float | None
+    grad_norm: float | None
+    num_skips: int
+    num_rollbacks: int
+    num_attempts: int
+    num_firing_alerts: int
+    last_decision: str = ""
+
+
+class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
+    """One branch of the lineage; ``ordinal`` counts from 1 for people."""
+
+    id: int
+    ordinal: int
+    parent: int | None
+    fork_step: int
+    started_unix_ns: int
+    last_step: int
+    reason: str
+
+
+class SourceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One incarnation of a source: a rank's process, a GPU or a node as an agent saw it."""
+
+    source: str
+    incarnation: str
+    node: str
+    pid: int
+    started_unix_ns: int
+    last_seen_unix_ns: int
+    num_rows: int
+    num_lost_rows: int
+    streams: tuple[str, ...]
+
+
+class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a run that is not a curve."""
+
+    summary: RunSummary
+    info: RunInfo
+    attempts: tuple[AttemptView, ...]
+    sources: tuple[SourceView, ...]
+    metrics: tuple[str, ...]
+    """Series there are: ``stream.column`` (``steps.loss``, ``gpu.power_watts``, ``scalars.NAME``)."""
+
+
+class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
+    """A NaN or infinite value; never left out by downsampling."""
+
+    step: int
+    attempt: int
+    kind: Literal["nan", "+inf", "-inf"]
+
+
+class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One series, downsampled so that every drawn bucket keeps its minimum and maximum."""
+
+    run_id: str
+    metric: str
+    source: str
+    unit: str
+    branch: Branch
+    num_total: int
+    step: tuple[int, ...]
+    time_unix_ns: tuple[int, ...]
+    attempt: tuple[int, ...]
+    value: tuple[float | None, ...]
+    nonfinite: tuple[NonFiniteMark, ...]
+
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One source's row of one step; values that were not measured are absent."""
+
+    source: str
+    incarnation: str
+    attempt: int
+    values: dict[str, float | int | None]
+    nonfinite: tuple[str, ...]
+
+
+class FindingView(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding and when it was recorded."""
+
+    run_id: str
+    time_unix_ns: int
+    finding: Finding
+
+
+class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
+    """A ledger entry and when it was recorded."""
+
+    run_id: str
+    time_unix_ns: int
+    decision: Decision
+
+
+class StepView(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one step: every rank's row, what was found, what was decided."""
+
+    run_id: str
+    step: int
+    rows: tuple[StepRow, ...]
+    findings: tuple[FindingView, ...]
+    decisions: tuple[DecisionView, ...]
+
+
+class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
+    """The latest state of a checkpoint or snapshot."""
+
+    checkpoint_id: str
+    step: int
+    attempt: int
+    state: str
+    where: str
+    num_bytes: int
+    detail: str
+    time_unix_ns: int
+
+
+class EventView(msgspec.Struct, frozen=True, kw_only=True):
+    """Any other event, as a line for people."""
+
+    time_unix_ns: int
+    source: str
+    step: int
+    attempt: int
+    kind: str
+    text: str
+
+
+class AlertView(msgspec.Struct, frozen=True, kw_only=True):
+    """One alert of the inbox."""
+
+    fingerprint: str
+    name: str
+    run_id: str
+    severity: Severity
+    state: Literal["pending", "firing", "resolved"]
+    summary: str
+    labels: dict[str, str]
+    step: int
+    started_unix_ns: int
+    updated_unix_ns: int
+    ended_unix_ns: int | None = None
+    acknowledged_by: str = ""
+    silenced_until_unix_ns: int = 0
+    silence_reason: str = ""
+
+
+class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a person asks the ladder to do."""
+
+    action: CommandAction
+    reason: str
+    checkpoint_id: str = ""
+    argument: float = 0.0
+    ttl_seconds: float = 60.0
+
+
+class CommandView(msgspec.Struct, frozen=True, kw_only=True):
+    """A command and what became of it."""
+
+    command: Command
+    status: Literal["pending", "delivered", "done", "refused", "expired", "invalid"]
+    detail: str = ""
+    step: int = -1
+
+
+class AckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Acknowledge or silence an alert."""
+
+    by: str
+    reason: str = ""
+    silence_seconds: float = 0.0
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every error answer."""
+
+    code: str
+    text: str
+    hint: str = ""
