@@ -1,0 +1,64 @@
+"""Entry of the console script: commands in, exit code out, an error as text and never a traceback.
+
+Exit codes: 0 ok, 1 failed, 2 wrong usage, 130 interrupted. Data goes to stdout, everything else to
+stderr.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from trainvitals import __version__
+from trainvitals.cli.programs import missing_package, register_all
+from trainvitals.errors import UsageError, VitalsError
+
+
+def build_app() -> tuple[typer.Typer, dict[str, str]]:
+    """Return the app with every command on it, and which program brought which command."""
+    app = typer.Typer(
+        name="vitals",
+        help="Keeps PyTorch training runs healthy.",
+        epilog="Example: vitals demo",
+        rich_markup_mode=None,  # plain help: the same text in a terminal, a pipe and docs/CLI.md
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback(invoke_without_command=True)
+    def vitals(
+        context: typer.Context,
+        version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    ) -> None:
+        if version:
+            typer.echo(f"vitals {__version__}")
+        elif context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    return app, register_all(app)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code where the command did not exit by itself."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    app, owners = build_app()
+    program = next((owners[word] for word in arguments if word in owners), "")
+    try:
+        app(args=arguments, prog_name="vitals")
+    except KeyboardInterrupt:
+        return 130
+    except VitalsError as error:
+        return report(error)
+    except ModuleNotFoundError as error:
+        if not program:
+            raise
+        return report(missing_package(program, error))
+    return 0
+
+
+def report(error: VitalsError) -> int:
+    """Print the error with its code and way out on stderr; return the exit code for it."""
+    typer.echo(f"error: {error}", err=True)
+    return 2 if isinstance(error, UsageError) else 1

@@ -1,0 +1,130 @@
+"""Finds the commands of every installed program, without importing a program by name.
+
+A program announces `register(app: typer.Typer) -> None` in the entry point group
+`trainvitals.commands`. A program whose packages are missing keeps its commands: each then says what
+to install. House rule for `register`: import what is heavy inside the command, and end every
+command's help with `epilog="Example: vitals ..."`.
+"""
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+
+import typer
+
+from trainvitals.errors import MissingDependencyError, UsageError, VitalsError
+
+GROUP = "trainvitals.commands"
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "demo": ("demo",),
+    "up": ("up",),
+    "run": ("run",),
+    "doctor": ("doctor",),
+    "agent": ("agent",),
+    "collector": ("collector", "runs", "show", "why", "tail", "alerts", "command"),
+    "dashboard": ("dashboard",),
+    "deploy": ("deploy",),
+}
+"""Command names by who brings them, for the message where that program cannot be loaded."""
+
+OWN = ("demo", "up", "run", "doctor")
+"""Modules of `trainvitals.cli` with a `register` of their own."""
+
+EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "run": "all"}
+"""The extra a program needs, where it is not called as the program."""
+
+HOUSE = frozenset(
+    {
+        "trainvitals",
+        "trainer_hooks",
+        "vitals_agent",
+        "vitals_collector",
+        "vitals_dashboard",
+        "vitals_deploy",
+    }
+)
+
+
+def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
+    """Return the error that says what to install so that `program` works."""
+    module = (error.name or str(error)).partition(".")[0]
+    if module in HOUSE:
+        return UsageError(
+            f"`vitals {program}` is not part of this installation: {error}",
+            hint="reinstall with pip install --force-reinstall --no-deps trainvitals",
+        )
+    extra = EXTRAS.get(program, program)
+    if module == "torch":
+        extra = "torch"
+    return MissingDependencyError(
+        f"`vitals {program}` needs the package {module}, which is not installed",
+        hint=f"pip install 'trainvitals[{extra}]'",
+    )
+
+
+def register_all(app: typer.Typer, *, found: Iterable[EntryPoint] | None = None) -> dict[str, str]:
+    """Add every command to the app; return which program brought each command.
+
+    Args:
+        app: gets the commands.
+        found: the programs' entry points; None looks up the installed ones.
+    """
+    owners: dict[str, str] = {}
+    for name in OWN:
+        _register(app, name, lambda name=name: _own(name), owners)
+    points = entry_points(group=GROUP) if found is None else found
+    for point in sorted(points, key=lambda point: point.name):
+        _register(app, point.name, point.load, owners)
+    return owners
+
+
+def _own(name: str) -> Callable[[typer.Typer], None]:
+    register: Callable[[typer.Typer], None] = import_module(f"trainvitals.cli.{name}").register
+    return register
+
+
+def _register(
+    app: typer.Typer,
+    program: str,
+    load: Callable[[], Callable[[typer.Typer], None]],
+    owners: dict[str, str],
+) -> None:
+    before = _names(app)
+    try:
+        load()(app)
+    except ModuleNotFoundError as error:
+        failure = missing_package(program, error)
+    except Exception as error:  # noqa: BLE001 - one broken program must not take the others away; shown when its command is asked for
+        failure = UsageError(
+            f"`vitals {program}` cannot be loaded: {type(error).__name__}: {error}",
+            hint="reinstall trainvitals; if that does not help, this is a bug to report",
+        )
+    else:
+        owners.update(dict.fromkeys(_names(app) - before, program))
+        return
+    for command in COMMANDS.get(program, (program,)):
+        if command not in _names(app):
+            _add_placeholder(app, command, failure)
+            owners[command] = program
+
+
+def _names(app: typer.Typer) -> set[str]:
+    groups = {group.name for group in app.registered_groups}
+    commands = {
+        info.name or typer.main.get_command_name(getattr(info.callback, "__name__", ""))
+        for info in app.registered_commands
+    }
+    return {name for name in groups | commands if isinstance(name, str)}
+
+
+def _add_placeholder(app: typer.Typer, command: str, failure: VitalsError) -> None:
+    def explain() -> None:
+        raise failure
+
+    app.command(
+        command,
+        help=f"Not available: {failure.text}.",
+        epilog=f"Example: {failure.hint}",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(explain)
