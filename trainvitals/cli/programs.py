@@ -7,6 +7,7 @@ command's help with `epilog="Example: vitals ..."`.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
@@ -72,7 +73,7 @@ def register_all(app: typer.Typer, *, found: Iterable[EntryPoint] | None = None)
     """
     owners: dict[str, str] = {}
     for name in OWN:
-        _register(app, name, lambda name=name: _own(name), owners)
+        _register(app, name, partial(_own, name), owners)
     points = entry_points(group=GROUP) if found is None else found
     for point in sorted(points, key=lambda point: point.name):
         _register(app, point.name, point.load, owners)

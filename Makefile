@@ -1,0 +1,58 @@
+# Every target makes its own environment in .venv first; needs only make and Python 3.11 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FAST := not slow and not dist and not servers and not browser
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-slow lint bench docs screenshot clean
+
+help:
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make the environment in .venv (the other targets do it too)
+
+demo: $(STAMP) ## train a small model with injected faults, watch it heal (ARGS="--headless --compare --keep")
+	$(BIN)/vitals demo $(ARGS)
+
+test: lint ## lint, then every test except the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-fast: $(STAMP) ## tests that start no ranks, servers or browser
+	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+
+test-slow: $(STAMP) ## the tests that need minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy, and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## what Vitals costs on this machine
+	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
+	$(BIN)/python docs/build_docs.py
+	$(BIN)/vitals deploy all --output deploy --force
+
+screenshot: $(STAMP) ## take the README's picture of the dashboard (needs chromium)
+	$(BIN)/python docs/screenshot.py $(ARGS)
+
+clean: ## remove .venv, caches and build outputs; runs in vitals_runs/ stay
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Vitals needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; \
+	  echo "hint: name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "error: $(PYTHON) cannot make a virtual environment" >&2; \
+	  echo "hint: on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	@touch $(STAMP)

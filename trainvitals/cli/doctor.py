@@ -1,0 +1,194 @@
+"""`vitals doctor`: looks at this machine and says what will not work, and what to do about it."""
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trainvitals import __version__
+from trainvitals.errors import VitalsError
+
+Status = Literal["ok", "note", "fail"]
+
+MIN_SHARED_BYTES = 64 << 20
+"""Less free shared memory than this is worth a word: Docker's default is 64 MB in all, and
+DataLoader workers need most of it."""
+
+PROGRAM_PACKAGES: dict[str, tuple[str, ...]] = {
+    "agent": ("prometheus_client", "pynvml", "psutil"),
+    "collector": (
+        "sqlalchemy",
+        "alembic",
+        "fastapi",
+        "uvicorn",
+        "prometheus_client",
+        "tsdownsample",
+    ),
+    "postgresql": ("psycopg",),
+    "dashboard": ("streamlit",),
+    "grafana": ("grafana_api",),
+}
+"""Modules behind each extra, held against pyproject.toml by a test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing looked at: what was met, and the way out where it is not well."""
+
+    name: str
+    status: Status
+    text: str
+    hint: str = ""
+
+
+def check_versions() -> Iterator[Check]:
+    """Yield the versions of Vitals, Python and the system."""
+    yield Check(
+        name="vitals",
+        status="ok",
+        text=f"{__version__} on Python {platform.python_version()}, {platform.system()}",
+    )
+    if sys.platform not in ("linux", "darwin"):
+        yield Check(
+            name="system",
+            status="fail",
+            text=f"{platform.system()} is not supported",
+            hint="train on Linux; on macOS the hooks, the file journal and the demo work",
+        )
+
+
+def check_torch(installed: Callable[[str], str | None]) -> Check:
+    """Return whether the torch that is installed can be guarded; none is only worth a word."""
+    found = installed("torch")
+    if found is None:
+        return Check(
+            name="torch",
+            status="note",
+            text="not installed: nothing can be trained from this environment",
+            hint="install the build your cluster needs, or pip install 'trainvitals[torch]'",
+        )
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    if release < (2, 6):
+        return Check(
+            name="torch",
+            status="fail",
+            text=f"{found} is too old; 2.6 or newer is needed",
+            hint="older ones run code from checkpoints they load: pip install 'torch>=2.6'",
+        )
+    return Check(name="torch", status="ok", text=found)
+
+
+def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
+    """Yield for each optional program whether its packages are there."""
+    for program, modules in PROGRAM_PACKAGES.items():
+        missing = [module for module in modules if not importable(module)]
+        yield Check(
+            name=program,
+            status="note" if missing else "ok",
+            text=f"without {', '.join(missing)}" if missing else "installed",
+            hint=f"pip install 'trainvitals[{program}]'" if missing else "",
+        )
+
+
+def check_private_base(environ: Mapping[str, str]) -> Check:
+    """Return whether journals and mailboxes can be kept where only this user reaches them."""
+    from trainvitals.io.private import ensure_private_dir, private_base
+
+    try:
+        base = ensure_private_dir(private_base(environ))
+    except VitalsError as error:
+        return Check(name="private base", status="fail", text=error.text, hint=error.hint)
+    return Check(name="private base", status="ok", text=f"{base}, mode 0700, owned by this user")
+
+
+def check_shared_memory(environ: Mapping[str, str]) -> Check:
+    """Return whether the journals lie in memory, with room left for the DataLoader's workers."""
+    from trainvitals.io.private import is_memory_backed, private_base
+
+    base = private_base(environ).parent
+    if not is_memory_backed(base):
+        return Check(
+            name="shared memory",
+            status="note",
+            text=f"{base} is on a disk: journals go through a queue and a writing thread",
+            hint="mount a tmpfs there, or point VITALS_SHM at one",
+        )
+    free = shutil.disk_usage(base).free
+    if free < MIN_SHARED_BYTES:
+        return Check(
+            name="shared memory",
+            status="fail",
+            text=f"{free / 1e6:.0f} MB free in {base}; journals and DataLoader workers share it",
+            hint="docker run --shm-size=1g, or an emptyDir with medium Memory in Kubernetes",
+        )
+    return Check(name="shared memory", status="ok", text=f"{free / 1e6:.0f} MB free in {base}")
+
+
+def check_run_directory(environ: Mapping[str, str]) -> Check:
+    """Return whether run directories can be made where `VITALS_DIR` says."""
+    wanted = Path(environ.get("VITALS_DIR", "vitals_runs")).absolute()
+    existing = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return Check(name="run directories", status="ok", text=str(wanted))
+    return Check(
+        name="run directories",
+        status="fail",
+        text=f"{wanted} cannot be made or written: {existing} refuses it",
+        hint="point VITALS_DIR at a directory you may write to",
+    )
+
+
+def examine(environ: Mapping[str, str]) -> list[Check]:
+    """Return every check of this machine, in the order they are shown."""
+    return [
+        *check_versions(),
+        check_torch(_installed_version),
+        *check_programs(lambda module: find_spec(module) is not None),
+        check_private_base(environ),
+        check_shared_memory(environ),
+        check_run_directory(environ),
+    ]
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def render(checks: list[Check]) -> str:
+    """Return the checks as lines of text, each with its way out below."""
+    width = max(len(check.name) for check in checks)
+    lines: list[str] = []
+    for check in checks:
+        lines.append(f"{check.status:<4}  {check.name:<{width}}  {check.text}")
+        if check.hint:
+            lines.append(f"{'':<{width + 8}}-> {check.hint}")
+    return "\n".join(lines)
+
+
+def register(app: typer.Typer) -> None:
+    """Add `vitals doctor`."""
+
+    @app.command(epilog="Example: vitals doctor --format json")
+    def doctor(
+        format: Annotated[
+            Literal["table", "json"], typer.Option(help="How to print the checks.")
+        ] = "table",
+    ) -> None:
+        """Check this machine; say what is missing and the way out. Exits 1 when a check fails."""
+        checks = examine(os.environ)
+        as_json = json.dumps([asdict(check) for check in checks], indent=2)
+        typer.echo(as_json if format == "json" else render(checks))
+        if any(check.status == "fail" for check in checks):
+            raise typer.Exit(1)
