@@ -1,0 +1,1 @@
+"""The collector: ingest, store, query API, alerts and commands of many runs."""

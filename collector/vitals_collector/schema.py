@@ -1,0 +1,305 @@
+"""Every table of the store, once; ``migrations`` carries a database from version to version.
+
+What people filter by are rows. Numbers stay the bytes that came: a batch is one row of ``batches``.
+Bodies (``body``) are msgpack of the record of that name, because JSON has no NaN. Times are
+nanoseconds since the Unix epoch. Text is what people wrote and may be anything but NUL.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# SQLite only counts up an INTEGER key by itself.
+_ROW_ID = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _run_id(*, primary_key: bool = False) -> Column[str]:
+    return Column(
+        "run_id", String(26), ForeignKey("runs.run_id"), primary_key=primary_key, nullable=False
+    )
+
+
+def _number(name: str, default: int = 0) -> Column[int]:
+    return Column(name, BigInteger, nullable=False, default=default, server_default=str(default))
+
+
+def _text(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False, default="", server_default="")
+
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("run_id", String(26), primary_key=True),
+    _text("name"),
+    _text("project"),
+    _text("user_name"),
+    _text("mode"),
+    _number("world_size"),
+    _number("started_unix_ns"),
+    Column("info", LargeBinary, nullable=False, default=b"", server_default=""),
+    _number("info_unix_ns"),
+)
+"""``info`` is the RunInfo of the newest RunStarted; empty where only rows came so far."""
+
+attempts = Table(
+    "attempts",
+    metadata,
+    _run_id(primary_key=True),
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("parent", BigInteger, nullable=True),
+    _number("fork_step"),
+    _number("started_unix_ns"),
+    _text("reason"),
+)
+
+sources = Table(
+    "sources",
+    metadata,
+    _run_id(primary_key=True),
+    Column("incarnation", String(16), primary_key=True),
+    Column("source", Text, nullable=False),
+    _text("node"),
+    _number("pid"),
+    _number("rank", -1),
+    _number("local_rank", -1),
+    _number("world_size"),
+    _text("gpu_uuid"),
+    _number("started_unix_ns"),
+    _number("last_seen_unix_ns"),
+    _number("last_received_unix_ns"),
+    _number("last_step", -1),
+    _number("last_attempt"),
+    _number("last_step_unix_ns"),
+    Column("loss", Float, nullable=True),
+    Column("grad_norm", Float, nullable=True),
+    _text("ended_state"),
+    _text("ended_reason"),
+    _number("ended_unix_ns"),
+)
+"""One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
+clock, and 0 where the rows were read from a folder."""
+
+streams = Table(
+    "streams",
+    metadata,
+    _run_id(primary_key=True),
+    Column("incarnation", String(16), primary_key=True),
+    Column("stream", String(16), primary_key=True),
+    _number("last_seq", -1),
+    _number("num_rows"),
+    _number("num_lost"),
+)
+"""The high-water mark of each (run, incarnation, stream): what makes at-least-once exactly once."""
+
+row_schemas = Table(
+    "row_schemas",
+    metadata,
+    Column("digest", String(64), primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    _run_id(),
+    Column("incarnation", String(16), nullable=False),
+    Column("source", Text, nullable=False),
+    Column("stream", String(16), nullable=False),
+    Column("schema_digest", String(64), ForeignKey("row_schemas.digest"), nullable=False),
+    Column("first_seq", BigInteger, nullable=False),
+    Column("num_rows", BigInteger, nullable=False),
+    Column("min_step", BigInteger, nullable=False),
+    Column("max_step", BigInteger, nullable=False),
+    Column("min_attempt", BigInteger, nullable=False),
+    Column("max_attempt", BigInteger, nullable=False),
+    Column("min_time_unix_ns", BigInteger, nullable=False),
+    Column("max_time_unix_ns", BigInteger, nullable=False),
+    _number("clock_offset_ns"),
+    Column("row_bytes", LargeBinary, nullable=False),
+    UniqueConstraint("run_id", "incarnation", "stream", "first_seq"),
+    Index("ix_batches_lookup", "run_id", "stream", "source", "min_step", "max_step"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    _run_id(),
+    Column("incarnation", String(16), nullable=False),
+    Column("source", Text, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    _number("time_unix_ns"),
+    _number("step"),
+    _number("attempt"),
+    Column("kind", String(64), nullable=False),
+    _text("summary"),
+    Column("body", LargeBinary, nullable=False),
+    UniqueConstraint("run_id", "incarnation", "seq"),
+    Index("ix_events_lookup", "run_id", "kind", "time_unix_ns"),
+)
+"""Every event; ``body`` is msgpack of the tagged ``records.Event``, empty for an unknown type."""
+
+findings = Table(
+    "findings",
+    metadata,
+    _run_id(primary_key=True),
+    Column("incarnation", String(16), primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    _number("time_unix_ns"),
+    _number("step"),
+    _number("attempt"),
+    _number("rank", -1),
+    _text("kind"),
+    _text("level"),
+    _text("detector"),
+    Column("body", LargeBinary, nullable=False),
+    Index("ix_findings_lookup", "run_id", "step"),
+)
+
+decisions = Table(
+    "decisions",
+    metadata,
+    _run_id(primary_key=True),
+    Column("incarnation", String(16), primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    _number("time_unix_ns"),
+    _number("ledger_seq"),
+    _text("action"),
+    _number("step"),
+    _number("decided_at_step"),
+    _number("attempt"),
+    _text("rule"),
+    _text("cause"),
+    _number("rank", -1),
+    Column("acted", Boolean, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("ix_decisions_lookup", "run_id", "step"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    _run_id(primary_key=True),
+    Column("checkpoint_id", String(255), primary_key=True),
+    Column("place", String(8), primary_key=True),
+    _number("step"),
+    _number("attempt"),
+    _text("state"),
+    _number("num_bytes"),
+    _text("detail"),
+    _number("time_unix_ns"),
+)
+"""The latest state of each; ``place`` is the event's ``where``, a reserved word in SQL."""
+
+names = Table(
+    "names",
+    metadata,
+    _run_id(primary_key=True),
+    Column("incarnation", String(16), primary_key=True),
+    Column("stream", String(16), primary_key=True),
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    _text("name"),
+)
+
+commands = Table(
+    "commands",
+    metadata,
+    _run_id(primary_key=True),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    _text("action"),
+    _text("issued_by"),
+    _number("issued_unix_ns"),
+    _number("expires_unix_ns"),
+    Column("status", String(16), nullable=False),
+    _text("detail"),
+    _number("step", -1),
+    _number("updated_unix_ns"),
+    Column("body", LargeBinary, nullable=False),
+    Index("ix_commands_status", "run_id", "status"),
+)
+"""``body`` is msgpack of the signed ``records.Command``."""
+
+alerts = Table(
+    "alerts",
+    metadata,
+    Column("fingerprint", String(64), primary_key=True),
+    _run_id(),
+    _text("name"),
+    Column("severity", String(8), nullable=False),
+    Column("state", String(16), nullable=False),
+    _text("summary"),
+    _text("labels"),
+    _number("step", -1),
+    _number("started_unix_ns"),
+    _number("updated_unix_ns"),
+    Column("ended_unix_ns", BigInteger, nullable=True),
+    _text("acknowledged_by"),
+    _number("acknowledged_unix_ns"),
+    _number("notified_unix_ns"),
+    Column("body", LargeBinary, nullable=False, default=b"", server_default=""),
+    Index("ix_alerts_lookup", "run_id", "state"),
+)
+"""``labels`` is a JSON object; ``body`` belongs to the engine (its life cycle's state)."""
+
+silences = Table(
+    "silences",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    Column("fingerprint", String(64), nullable=False, index=True),
+    _text("created_by"),
+    _text("reason"),
+    _number("starts_unix_ns"),
+    _number("ends_unix_ns"),
+)
+
+engine_state = Table(
+    "engine_state",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    _number("updated_unix_ns"),
+)
+"""Small states that must outlive a restart of the collector, by name."""
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    _number("time_unix_ns"),
+    _text("actor"),
+    _text("action"),
+    _text("subject"),
+    _text("detail"),
+)
+"""Who asked for what: appended, never changed."""
+
+positions = Table(
+    "positions",
+    metadata,
+    Column("spool", Text, primary_key=True),
+    Column("position", LargeBinary, nullable=False),
+)
+"""How far each spool of a watched folder is ingested; written with the rows, in one transaction."""
