@@ -1,0 +1,1 @@
+"""The node agent: keeps what the ranks wrote, samples the node, ships, delivers commands."""

@@ -1,0 +1,67 @@
+"""Rows the agent writes itself: each source with its own incarnation and sequence numbers."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from trainvitals.clock import Clock
+from trainvitals.identity import Identity
+from trainvitals.records import EVENT_SCHEMA, Event, Schema, Value, encode_event
+from trainvitals.wire import BatchHeader, encode_batch
+
+
+class OwnSource:
+    """One source of the agent (the node, or one GPU) within one run.
+
+    Args:
+        identity: who writes; a new incarnation for each start of the agent, so that numbers
+            which count from 0 again are never taken for rows that were stored before.
+        put: takes a batch's bytes; where it raises, the rows are lost, and the next batch of the
+            stream says how many were.
+    """
+
+    def __init__(self, identity: Identity, put: Callable[[bytes], object], clock: Clock) -> None:
+        self.identity = identity
+        self._put = put
+        self._clock = clock
+        self._next_seq: dict[str, int] = {}
+        self._dropped: dict[str, int] = {}
+
+    def sample(self, schema: Schema, values: Sequence[Mapping[str, Value]]) -> None:
+        """Write one row per mapping, taken now; a column that is not in it is missing."""
+        stamp: dict[str, Value] = {
+            "step": -1,
+            "attempt": 0,
+            "time_unix_ns": self._clock.time_ns(),
+            "monotonic_ns": self._clock.monotonic_ns(),
+        }
+        rows = [{**stamp, **one} for one in values]
+        self._write(schema, [[row.get(c.name) for c in schema.columns] for row in rows])
+
+    def say(self, event: Event, *, step: int = -1, attempt: int = 0) -> None:
+        """Write an event."""
+        rows = encode_event(
+            event,
+            step=step,
+            attempt=attempt,
+            time_unix_ns=self._clock.time_ns(),
+            monotonic_ns=self._clock.monotonic_ns(),
+        )
+        self._write(EVENT_SCHEMA, rows)
+
+    def _write(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> None:
+        if not rows:
+            return
+        first = self._next_seq.get(schema.stream, 0)
+        dropped = self._dropped.get(schema.stream, 0)
+        header = BatchHeader(
+            identity=self.identity,
+            stream_schema=schema,
+            first_seq=first,
+            num_rows=len(rows),
+            dropped=dropped,
+        )
+        body = b"".join(schema.pack(first + i, row) for i, row in enumerate(rows))
+        # Numbered before it is put: a row that is lost leaves a gap that everyone can see.
+        self._next_seq[schema.stream] = first + len(rows)
+        self._dropped[schema.stream] = dropped + len(rows)
+        self._put(encode_batch(header, body))
+        self._dropped[schema.stream] = 0

@@ -1,0 +1,51 @@
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from tests.agent.builders import identity
+from vitals_agent.process import COLUMNS, RankProcess
+
+
+@pytest.fixture
+def sleeper():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def test_a_living_rank_gives_every_column(sleeper):
+    values = RankProcess(identity(pid=sleeper.pid)).sample()
+    assert set(COLUMNS) == set(values)
+    assert 1 == values["alive"]
+    assert values["resident_memory_bytes"] > 1e5
+
+
+def test_a_killed_rank_is_gone_even_while_its_parent_has_not_reaped_it(sleeper):
+    process = RankProcess(identity(pid=sleeper.pid))
+    assert process.alive()
+    sleeper.kill()
+    deadline = time.monotonic() + 20
+    while process.alive():  # the kernel takes a moment
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert {"alive": 0} == process.sample()
+
+
+def test_a_process_younger_than_the_journal_is_another_one_with_a_used_pid(sleeper):
+    hour_ago = time.monotonic_ns() - 3600 * 10**9
+    stale = msgspec.structs.replace(identity(pid=sleeper.pid), started_monotonic_ns=hour_ago)
+    assert not RankProcess(stale).alive()
+
+
+def test_a_journal_of_an_earlier_boot_has_no_process():
+    earlier = msgspec.structs.replace(identity(pid=os.getpid()), boot_id="another-boot")
+    assert not RankProcess(earlier).alive()
+
+
+def test_a_journal_without_a_pid_has_no_process():
+    assert {"alive": 0} == RankProcess(identity(pid=0)).sample()
