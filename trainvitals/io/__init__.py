@@ -1,1 +1,1 @@
-"""What touches the machine: private folders, journal, mailbox, spool, run directory, HTTP client."""
+"""What touches the machine: private folders, journal, mailbox, spool, run directory, client."""

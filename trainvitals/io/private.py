@@ -13,7 +13,7 @@ from pathlib import Path
 from trainvitals.errors import InsecurePathError, StorageError
 
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs"})
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  the one place there is; checked by ensure_private_dir
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def private_base(environ: Mapping[str, str]) -> Path:
@@ -47,7 +47,7 @@ def ensure_private_dir(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        pass  # noqa: S110  whatever is there is judged below
+        pass  # whatever is there is judged below
     except OSError as error:
         raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
     _check(path, path.lstat(), stat.S_ISDIR, "folder")
@@ -78,7 +78,7 @@ def open_private(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def is_memory_backed(path: Path) -> bool:
-    """Return whether the file system of ``path`` is memory, so that mapping it never waits for a disk.
+    """Return whether the file system of ``path`` is memory, so that mapping it waits for no disk.
 
     Unknown is False: the slow way is always right.
     """

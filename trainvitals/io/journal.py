@@ -1,0 +1,408 @@
+"""The way out of a rank: rows in bounded segments in shared memory, one small copy a step.
+
+    <private base>/<run_id>/run.json
+    <private base>/<run_id>/<source>-<incarnation>/<stream>-<NNNNNN>.seg, closed
+
+Everything that can fail while training is counted in ``dropped`` and never raised. Newest wins:
+at the bound the oldest sealed segment goes, samples before events, which may hold half the bound.
+"""
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from trainvitals.errors import StorageError, UsageError
+from trainvitals.identity import Identity, check_run_id
+from trainvitals.io.journal_reader import JournalReader
+from trainvitals.io.private import ensure_private_dir, is_memory_backed, open_private
+from trainvitals.io.segments import (
+    CLOSED,
+    ClosedMarker,
+    MappedSegment,
+    PlainSegment,
+    SegmentFile,
+    SegmentHeader,
+    encode_header,
+    segment_name,
+)
+from trainvitals.records import EVENT_SCHEMA, STREAMS, Event, Schema, Value, encode_event
+
+__all__ = [
+    "JournalReader",
+    "JournalRef",
+    "JournalWriter",
+    "StreamWriter",
+    "announce_run",
+    "discover",
+    "journal_directory",
+    "mark_closed",
+]
+
+_MEMORY_SHARE = 0.05
+_MAX_QUEUED_ROWS = 2048
+_CLOSE_SECONDS = 2.0
+_RETRY_ROWS = 64
+
+
+class JournalRef(msgspec.Struct, frozen=True, order=True):
+    """A journal that was found: its folder, its run, and where the run's directory is, if known."""
+
+    run_id: str
+    directory: Path
+    run_dir: Path | None = None
+
+
+class _RunPointer(msgspec.Struct, frozen=True):
+    run_id: str
+    run_dir: str
+
+
+def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
+    """Make the run's folder under the private base, note where its run directory is, return it."""
+    folder = ensure_private_dir(base / check_run_id(run_id))
+    pointer = msgspec.json.encode(_RunPointer(run_id, str(run_dir.absolute())))
+    _write_small(folder / "run.json", pointer)
+    return folder
+
+
+def journal_directory(run_folder: Path, identity: Identity) -> Path:
+    """Return the folder of one writer's journal in the run's folder."""
+    return run_folder / f"{identity.source.replace(':', '-')}-{identity.incarnation}"
+
+
+def discover(base: Path) -> list[JournalRef]:
+    """Return the journals of all runs under the private base; what is not one is passed over."""
+    found: list[JournalRef] = []
+    for folder in _folders(base):
+        try:
+            check_run_id(folder.name)
+        except UsageError:
+            continue
+        run_dir = _run_dir_of(folder)
+        found += [JournalRef(folder.name, path, run_dir) for path in _folders(folder)]
+    return sorted(found)
+
+
+def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
+    """Put the closed marker: nothing will be written any more. For a writer that is known dead."""
+    _write_small(
+        directory / CLOSED, msgspec.json.encode(ClosedMarker(next_seq=dict(next_seq or {})))
+    )
+
+
+class JournalWriter:
+    """All streams of one writer. Thread-safe; closed in a forked child; cannot be pickled.
+
+    Args:
+        directory: made if missing (0700); must hold no journal yet.
+        identity: goes into each segment's header.
+        max_bytes: bound over all streams; at most 5 % of the memory that is free.
+        segment_bytes: size of a segment, less where the bound is small.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: Identity,
+        *,
+        max_bytes: int = 1 << 20,
+        segment_bytes: int = 1 << 16,
+    ) -> None:
+        self.directory = ensure_private_dir(directory)
+        self.identity = identity.check()
+        if any(directory.iterdir()):
+            raise StorageError(f"{directory} holds a journal already; each start needs its own")
+        self.in_memory = is_memory_backed(directory)
+        self.max_bytes = max_bytes
+        if self.in_memory:
+            status = os.statvfs(directory)
+            free = int(status.f_bavail * status.f_frsize * _MEMORY_SHARE)
+            self.max_bytes = min(max_bytes, max(free, 4096))
+        # Room for two segments of each stream, so that there is always a sealed one to give up.
+        share = self.max_bytes // (2 * len(STREAMS))
+        self.segment_bytes = max(2048, min(segment_bytes, share))
+        self.last_error: OSError | None = None
+        self._streams: dict[str, StreamWriter] = {}
+        self._segments: deque[tuple[str, Path, int]] = deque()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._flusher = None if self.in_memory else _Flusher(self._streams)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is written any more; always so in a forked child."""
+        return self._is_closed or os.getpid() != self._pid
+
+    @property
+    def dropped(self) -> int:
+        """Rows that could not be written, over all streams."""
+        return sum(stream.dropped for stream in self._streams.values())
+
+    def open_stream(self, schema: Schema) -> "StreamWriter":
+        """Return the writer of ``schema.stream``; with other columns a new segment is begun."""
+        schema.check()
+        with self._lock:
+            stream = self._streams.get(schema.stream)
+            if stream is None:
+                stream = self._streams[schema.stream] = StreamWriter(self, schema, self._lock)
+            else:
+                stream._change_schema(schema)
+            return stream
+
+    def close(self) -> None:
+        """Write what is queued, put the closed marker, unmap. Does nothing in a forked child."""
+        if self.closed:
+            return
+        with self._lock:
+            self._is_closed = True
+        if self._flusher is not None:
+            self._flusher.stop()
+        for stream in self._streams.values():
+            stream._shut()
+        try:
+            mark_closed(
+                self.directory, {s.schema.stream: s.next_seq for s in self._streams.values()}
+            )
+        except OSError as error:
+            self.last_error = error
+
+    def __reduce__(self) -> str:
+        raise UsageError(
+            "a journal cannot be pickled: it belongs to one process",
+            hint="do not hand the monitor to DataLoader workers",
+        )
+
+    def _new_segment(self, schema: Schema, first_seq: int, index: int, num_rows: int) -> "_Slots":
+        """Return a fresh segment with room for ``num_rows`` rows at least. May raise OSError."""
+        header = encode_header(
+            SegmentHeader(
+                identity=self.identity, stream_schema=schema, first_seq=first_seq, index=index
+            )
+        )
+        needed = len(header) + num_rows * schema.row_size
+        size = max(self.segment_bytes, needed)
+        if size > self.max_bytes // 2 and size > needed:
+            size = needed
+        self._make_room(size, schema.stream)
+        path = self.directory / segment_name(schema.stream, index)
+        kind = MappedSegment if self.in_memory else PlainSegment
+        file: SegmentFile = kind(path, header, size)
+        self._segments.append((schema.stream, path, size))
+        return _Slots(file, schema, len(header), first_seq)
+
+    def _make_room(self, size: int, stream: str) -> None:
+        if size > self.max_bytes:
+            raise OSError(28, f"{size} bytes are more than the journal's bound {self.max_bytes}")
+        if self._used() + size <= self.max_bytes:
+            return
+        kept = [entry for entry in self._segments if entry[1].exists()]
+        self._segments = deque(kept)
+        while self._used() + size > self.max_bytes:
+            victim = self._victim()
+            if victim is None:
+                raise OSError(28, f"the journal's bound of {self.max_bytes} bytes is reached")
+            victim[1].unlink(missing_ok=True)
+            self._segments.remove(victim)
+
+    def _used(self) -> int:
+        return sum(size for _, _, size in self._segments)
+
+    def _victim(self) -> tuple[str, Path, int] | None:
+        """The oldest sealed segment: of samples, unless events hold more than half the bound."""
+        events = EVENT_SCHEMA.stream
+        active = {stream._path for stream in self._streams.values()}
+        sealed = [entry for entry in self._segments if entry[1] not in active]
+        held = sum(size for name, _, size in self._segments if name == events)
+        if held <= self.max_bytes // 2:
+            sealed = [entry for entry in sealed if entry[0] != events] or sealed
+        else:
+            sealed = [entry for entry in sealed if entry[0] == events] or sealed
+        return sealed[0] if sealed else None
+
+
+class _Slots:
+    """A segment file with the place of its rows."""
+
+    def __init__(self, file: SegmentFile, schema: Schema, offset: int, first_seq: int) -> None:
+        self.file = file
+        self.schema = schema
+        self.offset = offset
+        self.first_seq = first_seq
+        self.end_seq = first_seq + (file.num_bytes - offset) // schema.row_size
+
+
+class StreamWriter:
+    """One stream of a journal; made by ``JournalWriter.open_stream``."""
+
+    def __init__(self, journal: JournalWriter, schema: Schema, lock: threading.Lock) -> None:
+        self.schema = schema
+        self.dropped = 0
+        self.next_seq = 0
+        self._journal = journal
+        self._lock = lock
+        self._pid = os.getpid()
+        self._slots: _Slots | None = None
+        self._index = 0
+        self._retry_at = 0
+        self._queue: deque[tuple[Schema, int, list[bytes]]] = deque()
+        self._num_queued = 0
+
+    def append(self, values: Sequence[Value]) -> int:
+        """Write one row and return its sequence number; -1 where the journal is closed.
+
+        Never raises for want of memory: the row is counted in ``dropped``, its number is used up.
+        """
+        if os.getpid() != self._pid:
+            return -1
+        with self._lock:
+            return self._append([values])
+
+    def append_event(
+        self, event: Event, *, step: int, attempt: int, time_unix_ns: int, monotonic_ns: int
+    ) -> int:
+        """Write an event, whole or not at all, and return its last row's sequence number."""
+        if os.getpid() != self._pid:
+            return -1
+        rows = encode_event(
+            event, step=step, attempt=attempt, time_unix_ns=time_unix_ns, monotonic_ns=monotonic_ns
+        )
+        with self._lock:
+            return self._append(rows)
+
+    def __reduce__(self) -> str:
+        return self._journal.__reduce__()
+
+    def _append(self, rows: Sequence[Sequence[Value]]) -> int:
+        if self._journal._is_closed:
+            self.dropped += len(rows)
+            return -1
+        seq = self.next_seq
+        packed = [self.schema.pack(seq + i, values) for i, values in enumerate(rows)]
+        self.next_seq = seq + len(rows)
+        if self._journal._flusher is None:
+            self._store(self.schema, seq, packed)
+        else:
+            self._enqueue(seq, packed)
+        return seq + len(rows) - 1
+
+    def _store(self, schema: Schema, seq: int, packed: list[bytes]) -> None:
+        slots = self._slots
+        try:
+            if slots is None or seq + len(packed) > slots.end_seq or slots.schema != schema:
+                slots = self._roll(schema, seq, len(packed))
+                if slots is None:
+                    self.dropped += len(packed)
+                    return
+            for i, row in enumerate(packed, start=seq - slots.first_seq):
+                slots.file.write(slots.offset + i * len(row), row)
+        except OSError as error:
+            self._journal.last_error = error
+            self.dropped += len(packed)
+
+    def _roll(self, schema: Schema, seq: int, num_rows: int) -> _Slots | None:
+        """Begin a new segment; None while one was refused a few rows ago."""
+        self._shut()
+        if seq < self._retry_at:
+            return None
+        self._retry_at = seq + _RETRY_ROWS
+        slots = self._journal._new_segment(schema, seq, self._index, num_rows)
+        self._retry_at = 0
+        self._index += 1
+        self._slots = slots
+        return slots
+
+    def _enqueue(self, seq: int, packed: list[bytes]) -> None:
+        flusher = self._journal._flusher
+        assert flusher is not None
+        self._queue.append((self.schema, seq, packed))
+        self._num_queued += len(packed)
+        while self._num_queued > _MAX_QUEUED_ROWS and len(self._queue) > 1:
+            gone = len(self._queue.popleft()[2])
+            self._num_queued -= gone
+            self.dropped += gone
+        flusher.wake()
+
+    def _flush(self) -> None:
+        """Write what is queued; only the writing thread calls this."""
+        with self._lock:
+            taken = list(self._queue)
+            self._queue.clear()
+            self._num_queued = 0
+        for schema, seq, packed in taken:
+            self._store(schema, seq, packed)
+
+    def _change_schema(self, schema: Schema) -> None:
+        """Pack by the new columns from here on; the next row begins a segment."""
+        self.schema = schema
+
+    @property
+    def _path(self) -> Path | None:
+        return self._slots.file.path if self._slots is not None else None
+
+    def _shut(self) -> None:
+        if self._slots is not None:
+            self._slots.file.close()
+            self._slots = None
+
+
+class _Flusher:
+    """The writing thread of a journal on disk."""
+
+    def __init__(self, streams: Mapping[str, StreamWriter]) -> None:
+        self._streams = streams
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="vitals-journal", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Drain and end; a disk that blocks is waited for 2 seconds and no longer."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            last = self._stopping
+            for stream in list(self._streams.values()):
+                stream._flush()
+            if last:
+                return
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _run_dir_of(folder: Path) -> Path | None:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return Path(
+            msgspec.json.decode((folder / "run.json").read_bytes(), type=_RunPointer).run_dir
+        )
+    return None
+
+
+def _write_small(path: Path, raw: bytes) -> None:
+    """Write the file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, raw)
+    finally:
+        os.close(fd)
+    temporary.rename(path)

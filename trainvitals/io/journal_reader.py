@@ -1,0 +1,232 @@
+"""Reads a journal while it is written, and after its writer died at any moment."""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from trainvitals.errors import FormatError, NewerVersionError
+from trainvitals.identity import Identity
+from trainvitals.io.segments import (
+    CLOSED,
+    ClosedMarker,
+    SegmentHeader,
+    list_segments,
+    read_bytes,
+    read_header,
+    runs_of_rows,
+)
+from trainvitals.records import EVENT_SCHEMA, Schema
+from trainvitals.wire import MAX_BODY_BYTES, Batch, BatchHeader
+
+_Known = tuple[SegmentHeader, int]
+_Listing = dict[str, list[tuple[int, Path]]]
+
+
+class JournalReader:
+    """Tails the journal in one folder; a single reader owns a journal and frees what it released.
+
+    ``dropped`` counts rows that will never be read: overwritten before that, never
+    written for want of memory, or damaged. ``set_aside`` names segments that cannot be read at all.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.dropped = 0
+        self.set_aside: set[Path] = set()
+        self._known: dict[Path, _Known] = {}
+        self._next: dict[str, int] = {}
+        self._identity: Identity | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who writes; None until the first segment is there."""
+        if self._identity is None:
+            self._learn(list_segments(self.directory), closed=self._marker() is not None)
+        return self._identity
+
+    def resume_after(self, positions: dict[str, int]) -> None:
+        """Go on after these sequence numbers; call before the first ``read``."""
+        self._next.update({stream: seq + 1 for stream, seq in positions.items()})
+
+    def read(self, *, max_rows: int = 1024) -> list[Batch]:
+        """Return what is new, at most ``max_rows`` a stream (an event's rows are never parted).
+
+        Raises:
+            NewerVersionError: a segment is of a newer format; said once; it is set aside and
+                the next call goes on with the others.
+        """
+        marker = self._marker()  # before the listing, so that what is sealed is complete when read
+        listing = list_segments(self.directory)
+        self._learn(listing, closed=marker is not None)
+        batches: list[Batch] = []
+        for stream, segments in sorted(listing.items()):
+            batches += self._read_stream(stream, segments, marker is not None, max_rows)
+        return batches
+
+    @property
+    def finished(self) -> bool:
+        """Whether the writer said goodbye (or was pronounced dead) and all was read."""
+        marker = self._marker()
+        if marker is None:
+            return False
+        listing = list_segments(self.directory)
+        for stream, segments in listing.items():
+            if any(self._rest(stream, path) for _, path in segments):
+                return False
+        for stream, end in marker.next_seq.items():
+            self.dropped += max(0, end - self._next.get(stream, 0))
+            self._next[stream] = max(end, self._next.get(stream, 0))
+        return True
+
+    def release(self, stream: str, seq: int) -> None:
+        """Delete the stream's sealed segments of which every row is at or below ``seq``."""
+        closed = self._marker() is not None
+        segments = list_segments(self.directory).get(stream, [])
+        self._learn({stream: segments}, closed=closed)
+        for i, (_, path) in enumerate(segments):
+            later = self._known.get(segments[i + 1][1]) if i + 1 < len(segments) else None
+            if later is not None:
+                done = later[0].first_seq - 1 <= seq
+            else:
+                done = closed and i + 1 == len(segments) and self._next.get(stream, 0) - 1 <= seq
+                done = done and not self._rest(stream, path)
+            if not done:
+                return
+            path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the whole journal; call when it is finished and released."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in list(self.directory.iterdir()):
+                path.unlink(missing_ok=True)
+            self.directory.rmdir()
+
+    def _marker(self) -> ClosedMarker | None:
+        try:
+            raw = read_bytes(self.directory / CLOSED, 0, 65_536)
+        except FileNotFoundError:
+            return None
+        try:
+            return msgspec.json.decode(raw, type=ClosedMarker)
+        except msgspec.DecodeError:
+            return (
+                ClosedMarker()
+            )  # that it is there says enough: memory was full when it was written
+
+    def _learn(self, listing: _Listing, *, closed: bool) -> None:
+        for segments in listing.values():
+            for i, (_, path) in enumerate(segments):
+                if path in self._known or path in self.set_aside:
+                    continue
+                try:
+                    self._known[path] = read_header(path)
+                    self._identity = self._known[path][0].identity
+                except FileNotFoundError:
+                    continue
+                except NewerVersionError:
+                    self.set_aside.add(path)
+                    raise
+                except FormatError:
+                    if closed or i + 1 < len(segments):
+                        self.set_aside.add(path)
+
+    def _read_stream(
+        self, stream: str, segments: list[tuple[int, Path]], closed: bool, max_rows: int
+    ) -> list[Batch]:
+        batches: list[Batch] = []
+        for i, (_, path) in enumerate(segments):
+            sealed = closed or i + 1 < len(segments)
+            left = max_rows - sum(b.header.num_rows for b in batches)
+            if left <= 0 or path not in self._known:
+                continue
+            try:
+                batches += self._read_segment(path, left, sealed)
+            except FileNotFoundError:
+                continue  # evicted by the writer; the next row's number says how much went
+        return batches
+
+    def _read_segment(self, path: Path, max_rows: int, sealed: bool) -> list[Batch]:
+        header, base, raw = self._new_rows(path)
+        schema = header.stream_schema
+        size = schema.row_size
+        runs = list(runs_of_rows(schema, raw, base))
+        if len(runs) > 1 or (runs and runs[0][0] > 0):
+            # A row that was being written while it was copied looks damaged; before a later row
+            # was begun it was complete, so a second look tells the one from the other.
+            raw = self._new_rows(path)[2][: len(raw)]
+            runs = list(runs_of_rows(schema, raw, base))
+        batches: list[Batch] = []
+        for i, (begin, end) in enumerate(runs):
+            more = sealed or i + 1 < len(runs)
+            for first, last in _cuts(schema, raw, begin, end, max_rows, more=more):
+                batches.append(self._batch(header, base + first, raw[first * size : last * size]))
+                max_rows -= last - first
+                if max_rows <= 0:
+                    return batches
+        return batches
+
+    def _new_rows(self, path: Path) -> tuple[SegmentHeader, int, bytes]:
+        header, offset = self._known[path]
+        schema = header.stream_schema
+        base = max(self._next.get(schema.stream, 0), header.first_seq)
+        start = offset + (base - header.first_seq) * schema.row_size
+        return header, base, read_bytes(path, start, max(0, path.stat().st_size - start))
+
+    def _rest(self, stream: str, path: Path) -> bool:
+        """Whether complete rows of this segment are still to be read."""
+        if path not in self._known:
+            return False
+        try:
+            header, base, raw = self._new_rows(path)
+        except FileNotFoundError:
+            return False
+        schema = header.stream_schema
+        return any(
+            True
+            for begin, end in runs_of_rows(schema, raw, base)
+            for _ in _cuts(schema, raw, begin, end, end - begin, more=True)
+        )
+
+    def _batch(self, header: SegmentHeader, first_seq: int, rows: bytes) -> Batch:
+        stream = header.stream_schema.stream
+        num_rows = len(rows) // header.stream_schema.row_size
+        gap = max(0, first_seq - self._next.get(stream, 0))
+        self.dropped += gap
+        self._next[stream] = first_seq + num_rows
+        return Batch(
+            BatchHeader(
+                identity=header.identity,
+                stream_schema=header.stream_schema,
+                first_seq=first_seq,
+                num_rows=num_rows,
+                dropped=gap,
+            ),
+            rows,
+        )
+
+
+def _cuts(
+    schema: Schema, raw: bytes, begin: int, end: int, max_rows: int, *, more: bool
+) -> list[tuple[int, int]]:
+    """Return where to cut a run of rows into batches; for events, only after an event's last row.
+
+    ``more`` says that nothing will be added to the run: then the rest of a torn event is left out
+    for good, and is not waited for.
+    """
+    limit = max(1, min(max_rows, MAX_BODY_BYTES // schema.row_size))
+    if schema.stream != EVENT_SCHEMA.stream:
+        return [(i, min(i + limit, end)) for i in range(begin, end, limit)]
+    ends = [slot + 1 for slot in range(begin, end) if _ends_event(schema, raw, slot)]
+    cuts: list[tuple[int, int]] = []
+    first = begin
+    for i, here in enumerate(ends):
+        if i + 1 == len(ends) or ends[i + 1] - first > limit:
+            cuts.append((first, here))
+            first = here
+    return cuts
+
+
+def _ends_event(schema: Schema, raw: bytes, slot: int) -> bool:
+    fields = schema.unpack(memoryview(raw)[slot * schema.row_size : (slot + 1) * schema.row_size])
+    return fields.get("part") == int(fields.get("num_parts") or 1) - 1

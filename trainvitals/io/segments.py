@@ -1,0 +1,210 @@
+"""The segment: one file of one stream of a journal.
+
+    magic 4 | version u32 | header length u32 | crc32 of the header u32 | header | pad to 64 | rows
+
+The header is msgpack. Row ``first_seq + i`` lies at slot ``i`` and nowhere else; an unwritten slot
+is zero and fails its checksum. A segment appears under its name only with its header complete.
+It is sealed, and never written again, when a newer one of its stream or the closed marker is there.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from trainvitals.errors import FormatError, NewerVersionError, UsageError
+from trainvitals.identity import Identity
+from trainvitals.io.private import open_private
+from trainvitals.records import FORMAT_VERSION, STREAMS, Schema
+
+MAGIC = b"TVJ1"
+CLOSED = "closed"
+_PREFIX = struct.Struct("<4sIII")
+_MAX_HEADER_BYTES = 65_536
+
+
+class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a segment says of itself."""
+
+    identity: Identity
+    stream_schema: Schema
+    first_seq: int
+    index: int
+
+
+class ClosedMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """The writer's last word: where each stream ended; empty, where another spoke for the dead."""
+
+    next_seq: dict[str, int] = {}
+
+
+def segment_name(stream: str, index: int) -> str:
+    """Return the file name of a stream's segment."""
+    return f"{stream}-{index:06d}.seg"
+
+
+def list_segments(directory: Path) -> dict[str, list[tuple[int, Path]]]:
+    """Return each stream's segments as (index, path), oldest first; other files are passed over."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return found
+    for name in names:
+        stream, _, rest = name.rpartition("-")
+        number, dot, ending = rest.partition(".")
+        if stream in STREAMS and dot and ending == "seg" and number.isdigit():
+            found.setdefault(stream, []).append((int(number), directory / name))
+    for segments in found.values():
+        segments.sort()
+    return found
+
+
+def encode_header(header: SegmentHeader) -> bytes:
+    """Return the bytes before the first row, a multiple of 64."""
+    body = msgspec.msgpack.encode(header)
+    raw = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(body), zlib.crc32(body)) + body
+    return raw.ljust(-(-len(raw) // 64) * 64, b"\0")
+
+
+def read_header(path: Path) -> tuple[SegmentHeader, int]:
+    """Return a segment's header and the offset of its first row.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        FormatError: empty, torn or damaged.
+        NewerVersionError: written by a newer format.
+    """
+    raw = read_bytes(path, 0, _PREFIX.size + _MAX_HEADER_BYTES)
+    if len(raw) < _PREFIX.size:
+        raise FormatError(f"{path}: {len(raw)} bytes are no segment")
+    magic, version, size, crc = _PREFIX.unpack_from(raw)
+    if magic != MAGIC:
+        raise FormatError(f"{path}: a segment begins with {MAGIC!r}; this one with {magic!r}")
+    if version > FORMAT_VERSION:
+        raise NewerVersionError(
+            f"{path} has format version {version}; this Vitals reads up to {FORMAT_VERSION}",
+            hint="upgrade this program: pip install -U trainvitals",
+        )
+    body = raw[_PREFIX.size : _PREFIX.size + size]
+    if size > _MAX_HEADER_BYTES or len(body) != size or zlib.crc32(body) != crc:
+        raise FormatError(f"{path}: the segment's header is torn or damaged")
+    try:
+        header = msgspec.msgpack.decode(body, type=SegmentHeader)
+        header.identity.check()
+        header.stream_schema.check()
+    except (msgspec.DecodeError, UsageError) as error:
+        raise FormatError(f"{path}: the segment's header cannot be used: {error}") from error
+    return header, -(-(_PREFIX.size + size) // 64) * 64
+
+
+def read_bytes(path: Path, offset: int, size: int) -> bytes:
+    """Return up to ``size`` bytes from ``offset``. Never maps: a file may shrink under a map."""
+    fd = open_private(path)
+    try:
+        parts = []
+        while size > 0 and (part := os.pread(fd, size, offset)):
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def runs_of_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tuple[int, int]]:
+    """Yield each run of valid rows as (first slot, slot after the last).
+
+    A row is valid if its checksum holds and its number is the one of its slot.
+    """
+    size = schema.row_size
+    begin = -1
+    num = len(raw) // size
+    view = memoryview(raw)
+    for slot in range(num):
+        valid = schema.seq_of(view[slot * size : slot * size + size]) == first_seq + slot
+        if valid and begin < 0:
+            begin = slot
+        if not valid and begin >= 0:
+            yield begin, slot
+            begin = -1
+        if not valid and raw.count(0, slot * size) == len(raw) - slot * size:
+            return
+    if begin >= 0:
+        yield begin, num
+
+
+class SegmentFile(Protocol):
+    """Where rows go: mapped memory, or a file that only the writing thread touches."""
+
+    path: Path
+    num_bytes: int
+
+    def write(self, offset: int, row: bytes) -> None:
+        """Put the row at the offset."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file; it stays."""
+        ...
+
+
+class MappedSegment:
+    """A preallocated and mapped file: a row costs one small copy and survives the process."""
+
+    def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        temporary, fd = _create(path)
+        try:
+            # Before the map: no page to be had is an OSError here, and would be a SIGBUS later.
+            os.posix_fallocate(fd, 0, num_bytes)
+            self._map = mmap.mmap(fd, num_bytes)
+            self._map[: len(header)] = header
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    def write(self, offset: int, row: bytes) -> None:
+        """Put the row at the offset."""
+        self._map[offset : offset + len(row)] = row
+
+    def close(self) -> None:
+        """Unmap; what was written stays in the file."""
+        self._map.close()
+
+
+class PlainSegment:
+    """A file that grows by writing: for disks, where a map can block for 100s of milliseconds."""
+
+    def __init__(self, path: Path, header: bytes, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        temporary, self._fd = _create(path)
+        try:
+            os.write(self._fd, header)
+            temporary.rename(path)
+        except BaseException:
+            os.close(self._fd)
+            temporary.unlink()
+            raise
+
+    def write(self, offset: int, row: bytes) -> None:
+        """Put the row at the offset."""
+        os.pwrite(self._fd, row, offset)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _create(path: Path) -> tuple[Path, int]:
+    temporary = path.with_suffix(".tmp")
+    return temporary, open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
