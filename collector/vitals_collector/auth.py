@@ -1,0 +1,359 @@
+"""Who may ask: tokens with scopes, and the gate every request passes before any route.
+
+A node is shared, so loopback is no proof of anything: every route but ``/healthz`` needs a bearer
+token. The gate stands in front of the router and denies by default; ``require`` then asks each
+route's scope. A browser cannot be made to pass: cookies mean nothing here, a foreign ``Host`` (DNS
+rebinding) and a foreign ``Origin`` are refused on every method, and bodies are JSON or rows.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trainvitals.errors import (
+    FormatError,
+    InsecurePathError,
+    StorageError,
+    UnauthorizedError,
+    UsageError,
+    VitalsError,
+)
+from trainvitals.views import Problem
+from trainvitals.wire import MAX_BODY_BYTES, MAX_HEADER_BYTES, PREFIX
+
+TokenScope = Literal["read", "ingest", "control"]
+
+OPEN_PATHS = frozenset({"/healthz"})
+INGEST_PATH = "/v1/ingest"
+MAX_BATCH_BYTES = PREFIX.size + MAX_HEADER_BYTES + MAX_BODY_BYTES
+MAX_JSON_BYTES = 65_536
+BODY_SECONDS = 30.0
+"""A body that takes longer is a slow-loris, not a client."""
+
+_GRANTS: Mapping[str, frozenset[TokenScope]] = {
+    "read": frozenset({"read"}),
+    "ingest": frozenset({"ingest"}),
+    "control": frozenset({"control", "read"}),
+}
+_LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The three secrets of one collector; ``control`` may also read."""
+
+    read: str
+    ingest: str
+    control: str
+
+    def __repr__(self) -> str:
+        return "Tokens(...)"
+
+    def scopes(self, presented: str) -> frozenset[TokenScope]:
+        """Return what the presented token allows; nothing, where it is not one of ours."""
+        granted: frozenset[TokenScope] = frozenset()
+        given = presented.encode()
+        for name, scopes in _GRANTS.items():
+            # All three are compared, always: the time taken says nothing about which one matched.
+            if hmac.compare_digest(given, getattr(self, name).encode()):
+                granted |= scopes
+        return granted
+
+
+def load_or_create_tokens(path: Path) -> Tokens:
+    """Return the tokens in ``path``, making the file (0600, never through a link) where absent.
+
+    Raises:
+        InsecurePathError: the file is not ours alone.
+        FormatError: the file does not hold three tokens.
+        StorageError: it cannot be read or made.
+    """
+    fresh = Tokens(**{name: secrets.token_urlsafe(32) for name in _GRANTS})
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        return _read_tokens(path)
+    except OSError as error:
+        raise StorageError(f"{path}: the token file cannot be made: {error.strerror}") from error
+    with os.fdopen(handle, "wb") as file:
+        file.write(msgspec.json.encode(fresh) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return fresh
+
+
+def _read_tokens(path: Path) -> Tokens:
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            status = os.fstat(file.fileno())
+            raw = file.read(MAX_JSON_BYTES)
+    except OSError as error:
+        raise StorageError(f"{path}: the token file cannot be read: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise InsecurePathError(
+            f"{path} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}; "
+            "tokens must be yours alone (0600)",
+            hint=f"others may have read it: rm {path}, then start again for new tokens",
+        )
+    try:
+        tokens = msgspec.json.decode(raw, type=Tokens)
+    except msgspec.DecodeError as error:
+        raise FormatError(
+            f"{path} does not hold the three tokens: {error}",
+            hint=f"rm {path}, then start again for new tokens",
+        ) from error
+    if min(len(tokens.read), len(tokens.ingest), len(tokens.control)) < 20:
+        raise FormatError(
+            f"{path}: a token is shorter than 20 characters; it could be guessed",
+            hint=f"rm {path}, then start again for new tokens",
+        )
+    return tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Whom the gate lets in."""
+
+    tokens: Tokens
+    """The secrets of this collector."""
+    hosts: frozenset[str] = _LOOPBACK_NAMES
+    """Names in ``Host`` that are this server; ports do not matter (SSH forwards change them)."""
+    origins: frozenset[str] = field(default_factory=frozenset)
+    """Foreign origins that may call, such as ``https://vitals.example.org``."""
+
+
+def access_config(
+    tokens: Tokens,
+    *,
+    bound: str = "127.0.0.1",
+    hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
+) -> AccessConfig:
+    """Return the gate's settings for a server bound to ``bound`` and also known as ``hosts``."""
+    # A wildcard address is where one listens, never a name one is called by.
+    own = () if bound in ("0.0.0.0", "::", "") else (bound,)
+    names = {_bare(name) for name in (*own, *hosts)}
+    return AccessConfig(
+        tokens=tokens,
+        hosts=_LOOPBACK_NAMES | names,
+        origins=frozenset(origin.rstrip("/").lower() for origin in origins),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(_bare(host)).is_loopback
+    except ValueError:
+        return _bare(host) == "localhost"
+
+
+def check_bind(host: str, *, allow_remote: bool, tls: bool, allow_plain: bool = False) -> None:
+    """Refuse to listen to the network by accident, or in clear text by accident.
+
+    Raises:
+        UsageError: ``host`` is not loopback and the flags do not say that this is meant.
+    """
+    if is_loopback(host):
+        return
+    if not allow_remote:
+        raise UsageError(
+            f"--listen {host} can be reached from other machines; the default is 127.0.0.1",
+            hint="if that is meant, add --allow-remote with --tls-cert and --tls-key; "
+            "else reach it by `ssh -L`",
+        )
+    if not (tls or allow_plain):
+        raise UsageError(
+            f"--listen {host} without TLS would send tokens in clear text",
+            hint="add --tls-cert and --tls-key, or --allow-plain where a proxy ends TLS",
+        )
+
+
+def _bare(host: str) -> str:
+    """Return a ``Host`` value without port, brackets and case; "" where it is malformed."""
+    if host.count(":") > 1 and "[" not in host:
+        host = f"[{host}]"
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port
+    except ValueError:
+        return ""
+    extra = parts.username is not None or parts.path or parts.query or parts.fragment
+    return "" if extra else (parts.hostname or "").lower()
+
+
+class Gate:
+    """Refuses a request with a :class:`Problem` before any route sees it, or lets it through.
+
+    In this order: Host, Origin, token, content type, size. Nothing of the body is read before the
+    token is known to be one of ours.
+    """
+
+    def __init__(self, app: ASGIApp, *, config: AccessConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection; anything but HTTP and the lifespan is closed."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            raise UsageError(f"this server speaks HTTP only, not {scope['type']!r}")
+        try:
+            self._admit(scope)
+            body = await _read_body(scope, receive)
+        except _Refused as refused:
+            await problem_response(refused.status, refused.error)(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), _hardened(send))
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        self._check_host(headers.getlist("host"))
+        self._check_origin(headers)
+        scope.setdefault("state", {})["scopes"] = self._scopes(headers)
+        if not scope["state"]["scopes"] and scope["path"] not in OPEN_PATHS:
+            raise _Refused(
+                401,
+                UnauthorizedError(
+                    "this needs a token; there was none, or not one of this collector's",
+                    hint="send `Authorization: Bearer TOKEN` with a token of the collector's "
+                    "tokens.json (VITALS_TOKEN_FILE)",
+                ),
+            )
+        _check_content_type(scope, headers)
+
+    def _check_host(self, values: list[str]) -> None:
+        if len(values) != 1 or _bare(values[0]) not in self._config.hosts:
+            raise _Refused(
+                403,
+                UnauthorizedError(
+                    f"Host is {', '.join(values)!r}; this collector is not called that",
+                    hint="start it with --allow-host NAME for each name it is reached by",
+                    code="V411",
+                ),
+            )
+
+    def _check_origin(self, headers: Headers) -> None:
+        host = headers["host"].lower()
+        for origin in headers.getlist("origin"):
+            own = origin.lower() in (f"http://{host}", f"https://{host}")
+            if not own and origin.lower() not in self._config.origins:
+                raise _Refused(
+                    403,
+                    UnauthorizedError(
+                        f"Origin is {origin!r}; pages from elsewhere may not call this collector",
+                        code="V411",
+                    ),
+                )
+
+    def _scopes(self, headers: Headers) -> frozenset[TokenScope]:
+        values = headers.getlist("authorization")
+        scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
+        return (
+            self._config.tokens.scopes(token.strip()) if scheme.lower() == "bearer" else frozenset()
+        )
+
+
+def require(*scopes: TokenScope) -> Callable[[Request], None]:
+    """Return a FastAPI dependency that lets a caller with any of ``scopes`` pass.
+
+    The returned function carries ``scopes`` so that a test can compare every route with its own.
+    """
+
+    def check(request: Request) -> None:
+        granted: frozenset[TokenScope] = getattr(request.state, "scopes", frozenset())
+        if not granted & set(scopes):
+            raise UnauthorizedError(
+                f"the token lacks the scope {' or '.join(scopes)}",
+                hint="use the token of that name in the collector's tokens.json",
+                code="V412",
+            )
+
+    check.scopes = scopes  # type: ignore[attr-defined]
+    return check
+
+
+def problem_response(status: int, error: VitalsError) -> Response:
+    """Return an error as the JSON body every client of the collector knows."""
+    body = msgspec.json.encode(Problem(code=error.code, text=error.text, hint=error.hint))
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+class _Refused(Exception):  # noqa: N818 - an answer, not an error
+    def __init__(self, status: int, error: VitalsError) -> None:
+        super().__init__(error.text)
+        self.status = status
+        self.error = error
+
+
+def _check_content_type(scope: Scope, headers: Headers) -> None:
+    """Refuse the types a foreign page's form can send without asking first."""
+    if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    wanted = "application/octet-stream" if scope["path"] == INGEST_PATH else "application/json"
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if kind != wanted and (kind or has_body):
+        raise _Refused(
+            415, UsageError(f"Content-Type is {kind or 'missing'!r}; this takes {wanted}")
+        )
+
+
+async def _read_body(scope: Scope, receive: Receive) -> bytes:
+    limit = MAX_BATCH_BYTES if scope["path"] == INGEST_PATH else MAX_JSON_BYTES
+    too_large = _Refused(413, UsageError(f"the body is larger than {limit} bytes"))
+    length = Headers(scope=scope).get("content-length", "0")
+    if not length.isdigit() or int(length) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise too_large
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise _Refused(408, UsageError(f"the body took over {BODY_SECONDS:g} s")) from None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _hardened(send: Send) -> Send:
+    async def hardened(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers.setdefault("Cache-Control", "no-store")
+            headers["X-Content-Type-Options"] = "nosniff"
+            headers["X-Frame-Options"] = "DENY"
+        await send(message)
+
+    return hardened

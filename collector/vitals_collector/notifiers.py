@@ -1,0 +1,235 @@
+"""Where an alert goes: one-method notifiers that answer ``(recoverable, error)``.
+
+Addresses come from the local configuration or the command line only, never from the network; the
+address a name leads to is checked at each delivery and redirects are not followed, so no receiver
+can turn the collector against its own network. ``delivery.Dispatcher`` feeds them.
+
+The webhook's body, documented and versioned::
+
+    {"version": 1, "alerts": [AlertView, ...]}        (see ``trainvitals.views.AlertView``)
+"""
+
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from trainvitals.clock import Clock
+from trainvitals.errors import ConfigError
+from trainvitals.views import AlertView
+
+WEBHOOK_VERSION = 1
+_LOG = logging.getLogger("vitals.collector.notify")
+_METADATA = frozenset(
+    ipaddress.ip_address(a) for a in ("169.254.169.254", "100.100.100.200", "fd00:ec2::254")
+)
+
+
+class Result(NamedTuple):
+    """What became of one delivery; an empty ``error`` is success."""
+
+    recoverable: bool
+    error: str
+
+
+DELIVERED = Result(recoverable=False, error="")
+
+
+class Notifier(Protocol):
+    """One place that is told of alerts."""
+
+    name: str
+    reposts: bool
+    """Whether firing alerts are posted again at every interval."""
+
+    def notify(self, alerts: Sequence[AlertView]) -> Result:
+        """Deliver the alerts; never raises for what the other side does."""
+        ...
+
+
+class LogNotifier:
+    """Writes one line for each change."""
+
+    name = "log"
+    reposts = False
+
+    def notify(self, alerts: Sequence[AlertView]) -> Result:
+        """Log each alert: a page as an error, the rest as warning or information."""
+        levels = {"page": logging.ERROR, "notify": logging.WARNING, "log": logging.INFO}
+        for a in alerts:
+            _LOG.log(
+                levels[a.severity],
+                "alert %s %s run=%s step=%d severity=%s: %s",
+                a.name, a.state, a.run_id, a.step, a.severity, a.summary,
+            )  # fmt: skip
+        return DELIVERED
+
+
+class WebhookNotifier:
+    """Posts alerts as JSON to one address from the local configuration."""
+
+    reposts = False
+
+    def __init__(self, url: str, *, name: str = "webhook", timeout: float = 10.0) -> None:
+        self.name = name
+        self._url = check_url(url)
+        self._client = _client(timeout)
+
+    def notify(self, alerts: Sequence[AlertView]) -> Result:
+        """POST ``{"version": 1, "alerts": [...]}``."""
+        body = msgspec.json.encode({"version": WEBHOOK_VERSION, "alerts": list(alerts)})
+        return _post(self._client, self._url, body)
+
+    def close(self) -> None:
+        """Close kept connections."""
+        self._client.close()
+
+
+class AlertmanagerNotifier:
+    """Posts alerts to an Alertmanager (API v2), which then alone routes, groups and inhibits."""
+
+    name = "alertmanager"
+    reposts = True
+
+    def __init__(
+        self, url: str, *, clock: Clock, hold_seconds: float = 300.0, timeout: float = 10.0
+    ) -> None:
+        self._url = check_url(url).rstrip("/") + "/api/v2/alerts"
+        self._client = _client(timeout)
+        self._clock = clock
+        self._hold_ns = int(hold_seconds * 1e9)
+
+    def notify(self, alerts: Sequence[AlertView]) -> Result:
+        """POST the alerts; one that fires ends ``hold_seconds`` from now unless posted again."""
+        until = self._clock.time_ns() + self._hold_ns
+        posted = [_alertmanager_alert(a, until) for a in alerts if a.state != "pending"]
+        return _post(self._client, self._url, msgspec.json.encode(posted)) if posted else DELIVERED
+
+    def close(self) -> None:
+        """Close kept connections."""
+        self._client.close()
+
+
+def _alertmanager_alert(alert: AlertView, until_unix_ns: int) -> dict[str, object]:
+    ended = alert.ended_unix_ns if alert.state == "resolved" else None
+    own = {"alertname": alert.name, "run": alert.run_id, "severity": alert.severity}
+    annotations = {"summary": alert.summary, "step": str(alert.step)}
+    return {
+        "labels": {k: v for k, v in {**alert.labels, **own}.items() if v},
+        "annotations": annotations,
+        "startsAt": _rfc3339(alert.started_unix_ns),
+        "endsAt": _rfc3339(until_unix_ns if ended is None else ended),
+    }
+
+
+def _rfc3339(unix_ns: int) -> str:
+    return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
+
+
+# ---------------------------------------------------------------------------------- addresses
+
+
+def check_url(url: str) -> str:
+    """Return ``url`` if alerts may be posted there.
+
+    Raises:
+        ConfigError: not http(s), no host, or an address that is never a receiver.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigError(f"notifier address {_redacted(url)!r} is no URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"notifier address {_redacted(url)!r} must be http://HOST/... or https://HOST/..."
+        )
+    with contextlib.suppress(ValueError):  # a name is looked up when it is used
+        _refuse_address(str(ipaddress.ip_address(parts.hostname)))
+    return url
+
+
+def _redacted(url: str) -> str:
+    """Return ``url`` without user, password, path and query: those are where secrets are."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}" if rest else url[:16]
+
+
+def _refuse_address(text: str) -> None:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    if (
+        mapped in _METADATA
+        or mapped.is_link_local
+        or mapped.is_multicast
+        or mapped.is_unspecified
+        or (mapped.is_reserved and not mapped.is_loopback)
+    ):
+        raise ConfigError(f"notifier address leads to {text}: link-local and metadata are refused")
+
+
+class _PinnedTransport(httpx.HTTPTransport):
+    """Connects to the very address that was checked, so that a name cannot change in between."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise httpx.ConnectError(f"{host}: {error}", request=request) from error
+        for entry in found:
+            _refuse_address(str(entry[4][0]))
+        # The Host header is already set from the name; certificates are checked against it too.
+        request.extensions = {**request.extensions, "sni_hostname": host}
+        refused: httpx.ConnectError | None = None
+        for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+            request.url = request.url.copy_with(host=address)
+            try:
+                return super().handle_request(request)
+            except httpx.ConnectError as error:
+                refused = error
+        raise refused or httpx.ConnectError(f"{host} has no address", request=request)
+
+
+def _client(timeout: float) -> httpx.Client:
+    return httpx.Client(transport=_PinnedTransport(), timeout=timeout, follow_redirects=False)
+
+
+def _post(client: httpx.Client, url: str, body: bytes) -> Result:
+    try:
+        # The answer's body is never read: a receiver cannot fill our memory.
+        with client.stream(
+            "POST", url, content=body, headers={"Content-Type": "application/json"}
+        ) as answer:
+            status = answer.status_code
+    except httpx.HTTPError as error:
+        return Result(recoverable=True, error=f"{_redacted(url)}: {type(error).__name__}: {error}")
+    except ConfigError as error:
+        return Result(recoverable=False, error=error.text)
+    if 200 <= status < 300:
+        return DELIVERED
+    return Result(
+        recoverable=status >= 500 or status in (408, 429),
+        error=f"{_redacted(url)} answered {status}",
+    )
+
+
+def build_notifiers(
+    *, webhooks: Iterable[str] = (), alertmanager: str = "", clock: Clock
+) -> tuple[Notifier, ...]:
+    """Return the notifiers of a configuration; where an Alertmanager is given, it alone routes."""
+    if alertmanager:
+        return (LogNotifier(), AlertmanagerNotifier(alertmanager, clock=clock))
+    hooks = [
+        WebhookNotifier(url, name="webhook" if i == 0 else f"webhook-{i + 1}")
+        for i, url in enumerate(webhooks)
+    ]
+    return (LogNotifier(), *hooks)
