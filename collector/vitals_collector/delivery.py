@@ -133,7 +133,11 @@ class Dispatcher:
         return due
 
     def _deliver(self, notifier: Notifier, due: list[_Waiting]) -> None:
-        result = notifier.notify([w.alert for w in due])
+        try:
+            result = notifier.notify([w.alert for w in due])
+        except Exception as error:  # noqa: BLE001 - one notifier's fault must not silence the rest
+            _LOG.exception("notifier %s raised", notifier.name)
+            result = Result(recoverable=False, error=f"{type(error).__name__}: {error}")
         with self._lock:
             settled = [w.alert for w in due if self._after(notifier, w, result)]
         if result.error:

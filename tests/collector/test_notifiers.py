@@ -1,0 +1,418 @@
+import json
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from trainvitals.errors import ConfigError
+from trainvitals.views import AlertView
+from vitals_collector import notifiers
+from vitals_collector.delivery import DispatchConfig, Dispatcher
+from vitals_collector.notifiers import (
+    DELIVERED,
+    AlertmanagerNotifier,
+    LogNotifier,
+    Result,
+    WebhookNotifier,
+    build_notifiers,
+    check_url,
+)
+
+RUN = "01JD0000000000000000000000"
+SECOND = 1_000_000_000
+
+
+class ManualClock:
+    def __init__(self, unix: float = 1_700_000_000.0) -> None:
+        self.unix_ns = int(unix * 1e9)
+        self.mono_ns = 0
+
+    def time_ns(self) -> int:
+        return self.unix_ns
+
+    def monotonic_ns(self) -> int:
+        return self.mono_ns
+
+    def advance(self, seconds: float) -> None:
+        self.unix_ns += int(seconds * 1e9)
+        self.mono_ns += int(seconds * 1e9)
+
+
+def alert(fingerprint: str = "f1", state: str = "firing", **changes) -> AlertView:
+    fields = {
+        "fingerprint": fingerprint,
+        "name": "RunHalted",
+        "run_id": RUN,
+        "severity": "page",
+        "state": state,
+        "summary": "out of budget",
+        "labels": {"rank": "1"},
+        "step": 40,
+        "started_unix_ns": 1_700_000_000 * SECOND,
+        "updated_unix_ns": 1_700_000_000 * SECOND,
+        "ended_unix_ns": 1_700_000_060 * SECOND if state == "resolved" else None,
+    }
+    return AlertView(**{**fields, **changes})
+
+
+class Receiver(ThreadingHTTPServer):
+    """Answers with the given statuses, then 200; keeps what was posted."""
+
+    daemon_threads = True
+
+    def __init__(self, statuses: list[int], location: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.statuses = statuses
+        self.location = location
+        self.posted: list[tuple[str, str, bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/hook?key=s3cret"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posted.append((self.path, self.headers["Host"], body))
+        status = self.server.statuses.pop(0) if self.server.statuses else 200
+        self.send_response(status)
+        if self.server.location:
+            self.send_header("Location", self.server.location)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def receiver(*statuses: int, location: str = "") -> Iterator[Receiver]:
+    with Receiver(list(statuses), location) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def webhook(url: str) -> Iterator[WebhookNotifier]:
+    notifier = WebhookNotifier(url, timeout=5.0)
+    try:
+        yield notifier
+    finally:
+        notifier.close()
+
+
+# ------------------------------------------------------------------------------------ webhook
+
+
+def test_a_webhook_gets_the_alerts_as_documented():
+    with receiver() as server, webhook(server.url) as hook:
+        assert DELIVERED == hook.notify([alert()])
+        path, host, body = server.posted[0]
+    assert "/hook?key=s3cret" == path
+    assert host.startswith("127.0.0.1:")
+    document = json.loads(body)
+    assert {"version", "alerts"} == set(document)
+    assert alert() == msgspec.convert(document["alerts"][0], AlertView)
+
+
+def test_a_webhook_reached_by_name_sees_its_name():
+    with receiver() as server:
+        port = server.server_address[1]
+        with webhook(f"http://localhost:{port}/x") as hook:
+            assert DELIVERED == hook.notify([alert()])
+        assert f"localhost:{port}" == server.posted[0][1]
+
+
+@pytest.mark.parametrize(
+    ("status", "recoverable"),
+    [(400, False), (404, False), (408, True), (429, True), (500, True), (503, True)],
+)
+def test_an_answer_says_whether_another_try_makes_sense(status: int, recoverable: bool):
+    with receiver(status) as server, webhook(server.url) as hook:
+        result = hook.notify([alert()])
+    assert recoverable == result.recoverable
+    assert str(status) in result.error
+    assert "s3cret" not in result.error
+
+
+def test_a_redirect_is_an_error_and_is_not_followed():
+    with (
+        receiver() as trap,
+        receiver(302, location=trap.url) as server,
+        webhook(server.url) as hook,
+    ):
+        result = hook.notify([alert()])
+        assert [] == trap.posted
+    assert (False, True) == (result.recoverable, "302" in result.error)
+
+
+def test_a_receiver_that_is_down_is_recoverable():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with webhook(f"http://127.0.0.1:{port}/?key=s3cret") as hook:
+        result = hook.notify([alert()])
+    assert result.recoverable
+    assert "s3cret" not in result.error
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254/latest/meta-data",
+        "http://[fe80::1]/x",
+        "http://[fd00:ec2::254]/",
+        "http://[::ffff:169.254.169.254]/",
+        "http://0.0.0.0/",
+        "http://224.0.0.1/",
+        "http://100.100.100.200/",
+        "file:///etc/passwd",
+        "ftp://host/",
+        "http://",
+        "http://host:99999/",
+        "not a url",
+    ],
+)
+def test_addresses_that_are_never_receivers_are_refused_at_the_door(url: str):
+    with pytest.raises(ConfigError):
+        check_url(url)
+
+
+def test_a_refusal_does_not_repeat_the_secret_in_the_address():
+    with pytest.raises(ConfigError) as caught:
+        check_url("gopher://user:s3cret@host/s3cret?s3cret")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_name_that_leads_to_a_metadata_address_is_refused_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def rebound(host, port, **_):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("169.254.169.254", port))]
+
+    with webhook("http://hooks.example:80/") as hook:
+        monkeypatch.setattr(notifiers.socket, "getaddrinfo", rebound)
+        result = hook.notify([alert()])
+    assert (False, True) == (result.recoverable, "metadata" in result.error)
+
+
+def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with receiver() as server, webhook(server.url) as hook:
+        assert DELIVERED == hook.notify([alert()])
+
+
+def test_the_log_has_one_line_per_alert(caplog: pytest.LogCaptureFixture):
+    LogNotifier().notify([alert(), alert("f2", "resolved", severity="notify")])
+    assert ["ERROR", "WARNING"] == [r.levelname for r in caplog.records]
+    assert "RunHalted firing" in caplog.text
+
+
+# ----------------------------------------------------------------------------------- delivery
+
+
+class Fake:
+    def __init__(self, *results: Result, name: str = "fake", reposts: bool = False) -> None:
+        self.name = name
+        self.reposts = reposts
+        self.results = list(results)
+        self.got: list[list[tuple[str, str]]] = []
+
+    def notify(self, alerts) -> Result:
+        self.got.append([(a.fingerprint, a.state) for a in alerts])
+        return self.results.pop(0) if self.results else DELIVERED
+
+
+LATER = Result(recoverable=True, error="503")
+NEVER = Result(recoverable=False, error="404")
+
+
+def test_a_delivery_is_tried_again_with_doubling_waits_until_it_succeeds():
+    clock, fake = ManualClock(), Fake(LATER, LATER, LATER)
+    dispatcher = Dispatcher([fake], clock=clock)
+    dispatcher.submit(alert())
+    waits = []
+    while (wait := dispatcher.pump()) is not None:
+        waits.append(wait)
+        clock.advance(wait)
+    assert [1.0, 2.0, 4.0] == waits
+    assert {("fake", "retried"): 3, ("fake", "delivered"): 1} == dispatcher.outcomes()
+
+
+def test_what_cannot_succeed_is_given_up_at_once_and_counted():
+    fake = Fake(NEVER)
+    dispatcher = Dispatcher([fake], clock=ManualClock())
+    dispatcher.submit(alert())
+    assert dispatcher.pump() is None
+    assert {("fake", "failed"): 1} == dispatcher.outcomes()
+
+
+def test_tries_have_an_end():
+    clock, fake = ManualClock(), Fake(*[LATER] * 99)
+    dispatcher = Dispatcher([fake], clock=clock, config=DispatchConfig(max_tries=3))
+    dispatcher.submit(alert())
+    while (wait := dispatcher.pump()) is not None:
+        clock.advance(wait)
+    assert {("fake", "retried"): 2, ("fake", "failed"): 1} == dispatcher.outcomes()
+
+
+def test_the_newest_state_replaces_the_one_that_waits():
+    clock, fake = ManualClock(), Fake(LATER)
+    dispatcher = Dispatcher([fake], clock=clock)
+    dispatcher.submit(alert())
+    dispatcher.pump()
+    dispatcher.submit(alert(state="resolved"))
+    dispatcher.pump()
+    assert [[("f1", "firing")], [("f1", "resolved")]] == fake.got
+
+
+def test_the_queue_is_bounded_and_counts_what_it_drops():
+    fake = Fake()
+    dispatcher = Dispatcher([fake], clock=ManualClock(), config=DispatchConfig(max_pending=3))
+    for i in range(5):
+        dispatcher.submit(alert(f"f{i}"))
+    dispatcher.pump()
+    assert [[("f2", "firing"), ("f3", "firing"), ("f4", "firing")]] == fake.got
+    assert {("fake", "dropped"): 2, ("fake", "delivered"): 3} == dispatcher.outcomes()
+
+
+def test_a_firing_alert_is_posted_again_until_it_resolves_where_that_is_wanted():
+    clock, fake = ManualClock(), Fake(reposts=True)
+    dispatcher = Dispatcher([fake], clock=clock, config=DispatchConfig(repost_seconds=60))
+    dispatcher.submit(alert())
+    assert 60.0 == dispatcher.pump()
+    clock.advance(60)
+    dispatcher.pump()
+    dispatcher.submit(alert(state="resolved"))
+    assert dispatcher.pump() is None
+    assert [[("f1", "firing")]] * 2 + [[("f1", "resolved")]] == fake.got
+
+
+def test_a_state_is_settled_once_every_notifier_has_had_it():
+    clock, settled = ManualClock(), []
+    slow = Fake(LATER, name="slow")
+    reposting = Fake(name="am", reposts=True)
+    dispatcher = Dispatcher(
+        [reposting, slow], clock=clock, on_settled=lambda a: settled.append(a.state)
+    )
+    dispatcher.submit(alert())
+    dispatcher.pump()
+    assert [] == settled
+    clock.advance(1.0)
+    dispatcher.pump()
+    assert ["firing"] == settled
+
+
+def test_a_notifier_that_raises_is_counted_and_does_not_stop_the_others():
+    class Broken(Fake):
+        def notify(self, alerts) -> Result:
+            raise RuntimeError("bug")
+
+    good = Fake(name="good")
+    dispatcher = Dispatcher([Broken(name="broken"), good], clock=ManualClock())
+    dispatcher.submit(alert())
+    dispatcher.pump()
+    assert [[("f1", "firing")]] == good.got
+    assert 1 == dispatcher.outcomes()["broken", "failed"]
+
+
+def test_the_thread_delivers_and_stops():
+    delivered = threading.Event()
+    clock = ManualClock()
+    dispatcher = Dispatcher([Fake()], clock=clock, on_settled=lambda a: delivered.set())
+    dispatcher.start()
+    dispatcher.submit(alert())
+    assert delivered.wait(5.0)
+    dispatcher.close()
+    assert not [t for t in threading.enumerate() if t.name == "vitals-notify"]
+
+
+# ------------------------------------------------------------------------------- Alertmanager
+
+
+def test_where_an_alertmanager_is_configured_it_alone_routes():
+    built = build_notifiers(
+        webhooks=["http://127.0.0.1:1/"], alertmanager="http://127.0.0.1:9093", clock=ManualClock()
+    )
+    assert ["log", "alertmanager"] == [n.name for n in built]
+    several = build_notifiers(
+        webhooks=["http://127.0.0.1:1/", "http://127.0.0.1:2/"], clock=ManualClock()
+    )
+    assert ["log", "webhook", "webhook-2"] == [n.name for n in several]
+    Dispatcher([*built, *several], clock=ManualClock()).close()
+
+
+AMTOOL = shutil.which("prometheus-alertmanager")
+
+
+@pytest.fixture
+def alertmanager(tmp_path: Path) -> Iterator[str]:
+    if AMTOOL is None:
+        pytest.skip("no prometheus-alertmanager binary on this machine")
+    config = tmp_path / "am.yml"
+    config.write_text("route: {receiver: none}\nreceivers: [{name: none}]\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    arguments = [
+        AMTOOL,
+        f"--config.file={config}",
+        f"--storage.path={tmp_path / 'data'}",
+        f"--web.listen-address={address}",
+        "--cluster.listen-address=",
+    ]
+    with subprocess.Popen(arguments, stderr=subprocess.DEVNULL) as process:
+        try:
+            transport = httpx.HTTPTransport(retries=8)  # waits 0, 0.5, 1, 2 ... for the port
+            with httpx.Client(transport=transport) as http:
+                assert 200 == http.get(f"http://{address}/-/ready").status_code
+            yield f"http://{address}"
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+@pytest.mark.servers
+def test_a_real_alertmanager_takes_firing_and_resolved(alertmanager: str):
+    import time
+
+    clock = ManualClock(time.time())
+    notifier = AlertmanagerNotifier(alertmanager, clock=clock)
+    started = clock.time_ns() - 10 * SECOND
+    hostile = {"rank": "1", "note": '<script>"\n{{ template }}', "empty": ""}
+    firing = alert(started_unix_ns=started, labels=hostile)
+    try:
+        assert DELIVERED == notifier.notify([firing])
+        with httpx.Client() as http:
+            (shown,) = http.get(f"{alertmanager}/api/v2/alerts").json()
+            assert {
+                "alertname": "RunHalted",
+                "run": RUN,
+                "severity": "page",
+                "rank": "1",
+                "note": hostile["note"],
+            } == shown["labels"]
+            assert "out of budget" == shown["annotations"]["summary"]
+            ended = msgspec.structs.replace(
+                firing, state="resolved", ended_unix_ns=clock.time_ns() - SECOND
+            )
+            assert DELIVERED == notifier.notify([ended])
+            assert [] == http.get(f"{alertmanager}/api/v2/alerts").json()
+    finally:
+        notifier.close()
