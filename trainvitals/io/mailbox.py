@@ -1,0 +1,176 @@
+"""The way into a run: one page of shared memory that holds the newest command.
+
+    magic 4 | version u32 | number i64 | length u32 | crc32 u32 | command as msgpack
+
+The agent writes, rank 0 reads once a step for the price of a memory read. The checksum covers number,
+length and command, so a torn write is never acted on. Commands are signed with the run's key.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import mmap
+import os
+import struct
+import zlib
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from trainvitals.errors import FormatError, NewerVersionError, UnauthorizedError, UsageError
+from trainvitals.io.private import open_private
+from trainvitals.records import FORMAT_VERSION, Command
+
+MAGIC = b"TVM1"
+MAILBOX_BYTES = 4096
+_HEAD = struct.Struct("<4sIqII")
+_NUMBER = struct.Struct("<q")
+_COVERED = struct.Struct("<qI")
+_NUMBER_AT = 8
+
+
+class Mailbox:
+    """The newest command of a run; one writer, any number of readers."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.path = path
+        try:
+            if os.fstat(fd).st_size != MAILBOX_BYTES:
+                raise FormatError(f"{path} is no mailbox: it must have {MAILBOX_BYTES} bytes")
+            self._map = mmap.mmap(fd, MAILBOX_BYTES)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def create(cls, path: Path) -> "Mailbox":
+        """Open the mailbox, made empty first where there is none. Whoever comes first makes it."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        if not path.exists():
+            fd = open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                os.posix_fallocate(fd, 0, MAILBOX_BYTES)
+                os.pwrite(fd, _HEAD.pack(MAGIC, FORMAT_VERSION, 0, 0, zlib.crc32(bytes(12))), 0)
+                with contextlib.suppress(FileExistsError):
+                    os.link(temporary, path)  # unlike a rename, it never replaces one in use
+            finally:
+                os.close(fd)
+                temporary.unlink()
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "Mailbox":
+        """Open a mailbox that is there.
+
+        Raises:
+            FileNotFoundError: there is none.
+            FormatError: it is not a mailbox.
+            NewerVersionError: made by a newer format.
+        """
+        box = cls(open_private(path, os.O_RDWR), path)
+        magic, version, _, _, _ = _HEAD.unpack_from(box._map)
+        if magic == MAGIC and version == FORMAT_VERSION:
+            return box
+        box.close()
+        if magic == MAGIC and version > FORMAT_VERSION:
+            raise NewerVersionError(
+                f"{path} has format version {version}; this Vitals reads up to {FORMAT_VERSION}",
+                hint="upgrade this program: pip install -U trainvitals",
+            )
+        raise FormatError(f"{path} is no mailbox: it begins with {magic!r}")
+
+    def put(self, command: Command) -> None:
+        """Replace the command. A reader sees the old one, the new one, or a checksum that fails.
+
+        Raises:
+            UsageError: the command is too long for the page.
+        """
+        body = msgspec.msgpack.encode(command)
+        if _HEAD.size + len(body) > MAILBOX_BYTES:
+            raise UsageError(
+                f"the command takes {len(body)} bytes; a mailbox holds"
+                f" {MAILBOX_BYTES - _HEAD.size}",
+                hint="shorten the reason",
+            )
+        crc = zlib.crc32(body, zlib.crc32(_COVERED.pack(command.number, len(body))))
+        self._map[_HEAD.size : _HEAD.size + len(body)] = body
+        self._map[16:24] = struct.pack("<II", len(body), crc)
+        self._map[_NUMBER_AT:16] = _NUMBER.pack(command.number)  # last: it is what readers watch
+
+    def number(self) -> int:
+        """Return the newest command's number, 0 where there is none: one memory read."""
+        return int(_NUMBER.unpack_from(self._map, _NUMBER_AT)[0])
+
+    def read(self) -> Command:
+        """Return the newest command, whole. It is not verified: see ``verify_command``.
+
+        Raises:
+            FormatError: empty, torn or damaged; a torn write is whole at the next step.
+        """
+        raw = bytes(self._map)
+        _, _, number, size, crc = _HEAD.unpack_from(raw)
+        body = raw[_HEAD.size : _HEAD.size + size]
+        if number == 0:
+            raise FormatError("the mailbox is empty")
+        if len(body) != size or zlib.crc32(body, zlib.crc32(_COVERED.pack(number, size))) != crc:
+            raise FormatError("the command in the mailbox is torn or damaged")
+        try:
+            command = msgspec.msgpack.decode(body, type=Command)
+        except msgspec.DecodeError as error:
+            raise FormatError(f"the command in the mailbox cannot be read: {error}") from error
+        if command.number != number:
+            raise FormatError("the command in the mailbox is torn: its number differs")
+        return command
+
+    def close(self) -> None:
+        """Unmap the page; the mailbox stays."""
+        self._map.close()
+
+    def __enter__(self) -> "Mailbox":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def sign_command(command: Command, key: bytes) -> Command:
+    """Return the command with its signature: HMAC-SHA256 over everything else in it."""
+    return msgspec.structs.replace(command, signature=_signature(command, key))
+
+
+def verify_command(
+    command: Command, key: bytes, *, run_id: str, now_unix_ns: int, last_number: int
+) -> Command:
+    """Return the command if it is genuine, for this run, in time, and newer than the last.
+
+    Raises:
+        UnauthorizedError: it is not signed with this run's key.
+        UsageError: another run's, expired, or applied before.
+    """
+    if not hmac.compare_digest(_signature(command, key).encode(), command.signature.encode()):
+        raise UnauthorizedError(
+            f"command {command.number} is not signed with this run's key",
+            hint="commands are signed by `vitals command` and the collector with command.key",
+        )
+    if command.run_id != run_id:
+        raise UsageError(f"command {command.number} is for run {command.run_id}, not {run_id}")
+    if command.number <= last_number:
+        raise UsageError(
+            f"command {command.number} is not newer than {last_number}, the last one taken"
+        )
+    if now_unix_ns >= command.expires_unix_ns:
+        late = (now_unix_ns - command.expires_unix_ns) / 1e9
+        raise UsageError(
+            f"command {command.number} expired {late:.1f} seconds ago", hint="issue it again"
+        )
+    return command
+
+
+def _signature(command: Command, key: bytes) -> str:
+    canonical = msgspec.msgpack.encode(msgspec.structs.replace(command, signature=""))
+    return hmac.new(key, canonical, hashlib.sha256).hexdigest()
