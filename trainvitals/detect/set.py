@@ -1,0 +1,68 @@
+"""The detectors that run in every rank, as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from trainvitals.detect.nonfinite import NonFiniteDetector
+from trainvitals.detect.spike import GRAD_NORM_DEFAULTS, LOSS_DEFAULTS, SpikeConfig, SpikeDetector
+from trainvitals.records import Finding, StepRecord
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the device compares the next steps with; None: that rule has no say yet."""
+
+    loss: float | None = None
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectConfig:
+    """Settings of the detectors in the loop."""
+
+    loss: SpikeConfig = LOSS_DEFAULTS
+    """Outliers of the loss."""
+    grad_norm: SpikeConfig = GRAD_NORM_DEFAULTS
+    """Outliers of the gradient norm."""
+
+
+class DetectorSet:
+    """Feeds every detector the same record, in a fixed order."""
+
+    def __init__(self, config: DetectConfig | None = None) -> None:
+        config = config or DetectConfig()
+        self._nonfinite = NonFiniteDetector()
+        self._loss = SpikeDetector("loss", config.loss)
+        self._grad_norm = SpikeDetector("grad_norm", config.grad_norm)
+
+    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Take one step in and return all findings about it."""
+        return (
+            self._nonfinite.update(record)
+            + self._loss.update(record)
+            + self._grad_norm.update(record)
+        )
+
+    def limits(self) -> Limits:
+        """Return what the device compares the next steps with."""
+        return Limits(self._loss.limit(), self._grad_norm.limit())
+
+    def rebaseline(self, steps: int, *, metric: str = "") -> None:
+        """Forget the reference of one metric or of all, and have no limit for ``steps`` steps."""
+        for detector in (self._loss, self._grad_norm):
+            if metric in ("", detector.metric):
+                detector.rebaseline(steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        parts = (self._nonfinite, self._loss, self._grad_norm)
+        return {part.name: part.state_dict() for part in parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the set that gave ``state``; a detector it did not have starts anew."""
+        for part in (self._nonfinite, self._loss, self._grad_norm):
+            if part.name in state:
+                part.load_state_dict(state[part.name])

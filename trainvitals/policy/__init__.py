@@ -1,0 +1,28 @@
+"""What to do about findings: the ladder, its budgets, and the judge that runs in every rank."""
+
+from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
+from trainvitals.policy.ladder import Verdict, decide
+from trainvitals.policy.state import (
+    CheckpointRef,
+    Facts,
+    LadderConfig,
+    LadderState,
+    Mode,
+    Proposal,
+    lr_factor_at,
+)
+
+__all__ = [
+    "CheckpointRef",
+    "Facts",
+    "Judge",
+    "JudgeConfig",
+    "Judgement",
+    "LadderConfig",
+    "LadderState",
+    "Mode",
+    "Proposal",
+    "Verdict",
+    "decide",
+    "lr_factor_at",
+]
