@@ -1,0 +1,203 @@
+"""`vitals deploy ...`: writes the files of a deployment, or pushes the dashboard to Grafana."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.errors import StorageError, UsageError
+from vitals_deploy import alertmanager, dashboard, prometheus, slurm, systemd
+from vitals_deploy.files import write_files
+
+GENERATORS = {
+    "prometheus": prometheus.files,
+    "grafana": dashboard.files,
+    "alertmanager": alertmanager.files,
+    "systemd": systemd.files,
+    "slurm": slurm.files,
+}
+"""Each makes its files with the default settings when called without arguments."""
+
+READ_TOKEN = "vitals-read.token"
+
+Output = Annotated[Path, typer.Option(help="Directory the files are written to.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that differ.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `vitals deploy` with its commands."""
+    deploy = typer.Typer(
+        help="Write what Prometheus, Grafana, Alertmanager, systemd and Slurm need.",
+        epilog="Example: vitals deploy prometheus --output /etc/prometheus",
+        no_args_is_help=True,
+    )
+    deploy.command(
+        "prometheus",
+        epilog="Example: vitals deploy prometheus --collector 10.0.0.5:8420 --tokens tokens.json",
+    )(deploy_prometheus)
+    deploy.command(
+        "grafana",
+        epilog="Example: vitals deploy grafana --url http://127.0.0.1:3000 --token-file FILE",
+    )(deploy_grafana)
+    deploy.command(
+        "alertmanager",
+        epilog="Example: vitals deploy alertmanager --page-url https://pager.example.org/hook",
+    )(deploy_alertmanager)
+    deploy.command(
+        "systemd", epilog="Example: vitals deploy systemd --vitals /opt/vitals/bin/vitals"
+    )(deploy_systemd)
+    deploy.command("slurm", epilog="Example: vitals deploy slurm --nodes 4 --gpus 8 --script x.py")(
+        deploy_slurm
+    )
+    deploy.command("all", epilog="Example: vitals deploy all --output deploy")(deploy_all)
+    app.add_typer(deploy, name="deploy")
+
+
+def deploy_prometheus(
+    output: Output = Path("vitals-deploy/prometheus"),
+    collector: Annotated[str, typer.Option(help="Collector, host:port.")] = "127.0.0.1:8420",
+    alertmanager: Annotated[str, typer.Option(help="Alertmanager, host:port.")] = "127.0.0.1:9093",
+    runs: Annotated[
+        Path | None, typer.Option(help="Run directories whose agents are scraped.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="The collector's tokens.json: its read token is written.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Write the scrape configuration and the alert rules."""
+    targets = prometheus.agent_targets(runs) if runs else []
+    token = None if tokens is None else read_token(tokens, scope="read")
+    made = prometheus.files(collector=collector, alertmanager=alertmanager, agents=targets)
+    _write(output, made, force=force)
+    if token is not None:
+        typer.echo(_write_secret(output / READ_TOKEN, token))
+
+
+def deploy_grafana(
+    output: Output = Path("vitals-deploy/grafana"),
+    url: Annotated[str, typer.Option(help="Push to this Grafana instead of writing a file.")] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token of a Grafana service account.")
+    ] = None,
+    prometheus_url: Annotated[
+        str, typer.Option(help="Also create a data source for this Prometheus.")
+    ] = "",
+    force: Force = False,
+) -> None:
+    """Write the dashboard to a file, or push it to a Grafana."""
+    if not url:
+        _write(output, dashboard.files(), force=force)
+        return
+    if token_file is None:
+        raise UsageError(
+            "pushing to Grafana needs a token",
+            hint="write a service account's token to a file and name it with --token-file",
+        )
+    from vitals_deploy.grafana import GrafanaClient
+
+    client = GrafanaClient(url, _read_line(token_file))
+    try:
+        if prometheus_url:
+            client.ensure_datasource(prometheus_url)
+        folder = client.ensure_folder()
+        typer.echo(client.push_dashboard(dashboard.dashboard(), folder_uid=folder))
+    finally:
+        client.close()
+
+
+def deploy_alertmanager(
+    output: Output = Path("vitals-deploy/alertmanager"),
+    page_url: Annotated[
+        str, typer.Option(help="Webhook for what a human must act on.")
+    ] = "http://127.0.0.1:9095/page",
+    notify_url: Annotated[
+        str, typer.Option(help="Webhook for what is good to know.")
+    ] = "http://127.0.0.1:9095/notify",
+    force: Force = False,
+) -> None:
+    """Write an example configuration."""
+    _write(output, alertmanager.files(page_url=page_url, notify_url=notify_url), force=force)
+
+
+def deploy_systemd(
+    output: Output = Path("vitals-deploy/systemd"),
+    vitals: Annotated[
+        str, typer.Option(help="Absolute path of the vitals command.")
+    ] = "/opt/vitals/bin/vitals",
+    port: Annotated[int, typer.Option(min=1, max=65534, help="The collector's port.")] = 8420,
+    force: Force = False,
+) -> None:
+    """Write hardened units for a collector and a node's agent."""
+    _write(output, systemd.files(vitals=vitals, port=port), force=force)
+
+
+def deploy_slurm(
+    output: Output = Path("vitals-deploy/slurm"),
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 2,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of each node.")] = 8,
+    cpus: Annotated[int, typer.Option(min=1, help="Cores of each node.")] = 64,
+    runs: Annotated[
+        str, typer.Option(help="Run directories, on a shared file system.")
+    ] = "$HOME/vitals_runs",
+    script: Annotated[str, typer.Option(help="Training script with its arguments.")] = "train.py",
+    force: Force = False,
+) -> None:
+    """Write a batch script for a watched training job."""
+    made = slurm.files(nodes=nodes, gpus=gpus, cpus=cpus, runs=runs, command=script)
+    _write(output, made, force=force)
+
+
+def deploy_all(output: Output = Path("vitals-deploy"), force: Force = False) -> None:
+    """Write everything with the default settings, one directory each."""
+    for name, generate in GENERATORS.items():
+        _write(output / name, generate(), force=force)
+
+
+def read_token(path: Path, *, scope: str) -> str:
+    """Return the token of one scope from the file that the collector made.
+
+    Raises:
+        StorageError: the file cannot be read.
+        UsageError: it is no token file.
+    """
+    try:
+        token = json.loads(_read_line(path, whole=True))[scope]
+    except (ValueError, KeyError, TypeError):
+        token = None
+    if not isinstance(token, str):
+        raise UsageError(
+            f"{path} is not a token file with a token for {scope!r}",
+            hint="the collector makes tokens.json in its data directory",
+        )
+    return token
+
+
+def _read_line(path: Path, *, whole: bool = False) -> str:
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"{path} cannot be read: {error}", hint="name a text file that you may read"
+        ) from error
+    return text if whole else text.partition("\n")[0]
+
+
+def _write(directory: Path, files: dict[str, str], *, force: bool) -> None:
+    for path in write_files(directory, files, force=force):
+        typer.echo(path)
+
+
+def _write_secret(path: Path, token: str) -> Path:
+    try:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error}", hint="choose another directory with --output"
+        ) from error
+    return path
