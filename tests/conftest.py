@@ -1,0 +1,100 @@
+"""What holds around every test: a clean environment before, and nothing left behind after."""
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainvitals.identity import Identity, new_incarnation, new_run_id
+
+POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
+"""Threads of pools that belong to a library and end with the process."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose mark names what this machine lacks, and say what."""
+    for mark in item.iter_markers(name="servers"):
+        missing = [name for name in mark.args if shutil.which(str(name)) is None]
+        if missing:
+            pytest.skip(f"not installed: {', '.join(missing)}")
+    if item.get_closest_marker("browser") and shutil.which("chromium") is None:
+        pytest.skip("not installed: chromium")
+    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
+        pytest.skip("no NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide the developer's own settings; fail a test which leaves a changed environment."""
+    # Not the fixture `monkeypatch`: a test's own changes must be undone before we look.
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("VITALS_")]:
+            patch.delenv(name)
+        home = tmp_path_factory.getbasetemp() / "home"
+        patch.setenv("XDG_DATA_HOME", str(home / "data"))
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        before = dict(os.environ)
+        yield
+        after = dict(os.environ)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    changed -= {"PYTEST_CURRENT_TEST"}
+    # Importing a library may set its own defaults; ours and the launcher's may not stay behind.
+    ours = {name for name in changed if name.startswith(("VITALS_", "MASTER_", "RANK", "WORLD_"))}
+    assert set() == ours, f"the test left these variables changed: {sorted(ours)}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Fail a test which leaves a thread, a child process or a process group behind."""
+    threads = set(threading.enumerate())
+    children = _children()
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in threads]
+    left = [thread for thread in left if not thread.name.startswith(POOL_THREADS)]
+    deadline = time.monotonic() + 2.0
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    alive = [thread.name for thread in left if thread.is_alive()]
+    assert [] == alive, "the test left threads running"
+    assert set() == _children() - children, "the test left child processes"
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available():
+        assert not distributed.is_initialized(), "the test left a process group"
+
+
+def _children() -> set[str]:
+    found: set[str] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(path.read_text().split())
+        except OSError:
+            found.update()  # a thread that ended while we looked has no children
+    return found
+
+
+@pytest.fixture
+def run_id() -> str:
+    """Return a new run id."""
+    return new_run_id(time.time_ns())
+
+
+@pytest.fixture
+def identity(run_id: str) -> Identity:
+    """Return the identity of rank 0 of a run of two ranks."""
+    return Identity(
+        run_id=run_id,
+        incarnation=new_incarnation(),
+        source="rank:0",
+        node="node-a",
+        pid=os.getpid(),
+        rank=0,
+        local_rank=0,
+        world_size=2,
+        started_unix_ns=time.time_ns(),
+        started_monotonic_ns=time.monotonic_ns(),
+    )
