@@ -8,6 +8,7 @@ at the bound the oldest sealed segment goes, samples before events, which may ho
 """
 
 import contextlib
+import errno
 import os
 import threading
 from collections import deque
@@ -43,10 +44,11 @@ __all__ = [
     "mark_closed",
 ]
 
-_MEMORY_SHARE = 0.05
+_PAGE = 4096
 _MAX_QUEUED_ROWS = 2048
 _CLOSE_SECONDS = 2.0
 _RETRY_ROWS = 64
+_MIN_ROWS = 8
 
 
 class JournalRef(msgspec.Struct, frozen=True, order=True):
@@ -101,8 +103,9 @@ class JournalWriter:
     Args:
         directory: made if missing (0700); must hold no journal yet.
         identity: goes into each segment's header.
-        max_bytes: bound over all streams; at most 5 % of the memory that is free.
+        max_bytes: bound over all streams.
         segment_bytes: size of a segment, less where the bound is small.
+        max_share: bound as a share of the memory that is free, for DataLoader workers need it too.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class JournalWriter:
         *,
         max_bytes: int = 1 << 20,
         segment_bytes: int = 1 << 16,
+        max_share: float = 0.05,
     ) -> None:
         self.directory = ensure_private_dir(directory)
         self.identity = identity.check()
@@ -119,16 +123,11 @@ class JournalWriter:
             raise StorageError(f"{directory} holds a journal already; each start needs its own")
         self.in_memory = is_memory_backed(directory)
         self.max_bytes = max_bytes
-        if self.in_memory:
-            status = os.statvfs(directory)
-            free = int(status.f_bavail * status.f_frsize * _MEMORY_SHARE)
-            self.max_bytes = min(max_bytes, max(free, 4096))
-        # Room for two segments of each stream, so that there is always a sealed one to give up.
-        share = self.max_bytes // (2 * len(STREAMS))
-        self.segment_bytes = max(2048, min(segment_bytes, share))
+        self.segment_bytes = segment_bytes
+        self.max_share = max_share
         self.last_error: OSError | None = None
         self._streams: dict[str, StreamWriter] = {}
-        self._segments: deque[tuple[str, Path, int]] = deque()
+        self._segments: list[tuple[str, Path, int]] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._is_closed = False
@@ -161,8 +160,8 @@ class JournalWriter:
             return
         with self._lock:
             self._is_closed = True
-        if self._flusher is not None:
-            self._flusher.stop()
+        if self._flusher is not None and not self._flusher.stop():
+            return  # the disk blocks; its thread still holds the files
         for stream in self._streams.values():
             stream._shut()
         try:
@@ -185,41 +184,49 @@ class JournalWriter:
                 identity=self.identity, stream_schema=schema, first_seq=first_seq, index=index
             )
         )
+        bound = self._bound()
         needed = len(header) + num_rows * schema.row_size
-        size = max(self.segment_bytes, needed)
-        if size > self.max_bytes // 2 and size > needed:
-            size = needed
-        self._make_room(size, schema.stream)
+        wanted = max(self.segment_bytes, len(header) + _MIN_ROWS * schema.row_size)
+        # Room for two segments of each stream, so that there is always a sealed one to give up.
+        size = max(needed, min(wanted, bound // (2 * len(STREAMS))))
+        size = -(-size // _PAGE) * _PAGE
+        self._make_room(size, bound)
         path = self.directory / segment_name(schema.stream, index)
         kind = MappedSegment if self.in_memory else PlainSegment
         file: SegmentFile = kind(path, header, size)
         self._segments.append((schema.stream, path, size))
         return _Slots(file, schema, len(header), first_seq)
 
-    def _make_room(self, size: int, stream: str) -> None:
-        if size > self.max_bytes:
-            raise OSError(28, f"{size} bytes are more than the journal's bound {self.max_bytes}")
-        if self._used() + size <= self.max_bytes:
-            return
-        kept = [entry for entry in self._segments if entry[1].exists()]
-        self._segments = deque(kept)
-        while self._used() + size > self.max_bytes:
-            victim = self._victim()
+    def _bound(self) -> int:
+        """Bytes all segments may take now: what is free changes while training runs."""
+        if not self.in_memory:
+            return self.max_bytes
+        status = os.statvfs(self.directory)
+        free = status.f_bavail * status.f_frsize + self._used()
+        return min(self.max_bytes, int(free * self.max_share))
+
+    def _make_room(self, size: int, bound: int) -> None:
+        if size > bound // 2:
+            raise OSError(errno.ENOSPC, f"{size} bytes are too much for a journal of {bound}")
+        if self._used() + size > bound:  # the reader may have freed some
+            self._segments = [entry for entry in self._segments if entry[1].exists()]
+        while self._used() + size > bound:
+            victim = self._victim(bound)
             if victim is None:
-                raise OSError(28, f"the journal's bound of {self.max_bytes} bytes is reached")
+                raise OSError(errno.ENOSPC, f"the journal's bound of {bound} bytes is reached")
             victim[1].unlink(missing_ok=True)
             self._segments.remove(victim)
 
     def _used(self) -> int:
         return sum(size for _, _, size in self._segments)
 
-    def _victim(self) -> tuple[str, Path, int] | None:
+    def _victim(self, bound: int) -> tuple[str, Path, int] | None:
         """The oldest sealed segment: of samples, unless events hold more than half the bound."""
         events = EVENT_SCHEMA.stream
         active = {stream._path for stream in self._streams.values()}
         sealed = [entry for entry in self._segments if entry[1] not in active]
         held = sum(size for name, _, size in self._segments if name == events)
-        if held <= self.max_bytes // 2:
+        if held <= bound // 2:
             sealed = [entry for entry in sealed if entry[0] != events] or sealed
         else:
             sealed = [entry for entry in sealed if entry[0] == events] or sealed
@@ -294,7 +301,7 @@ class StreamWriter:
     def _store(self, schema: Schema, seq: int, packed: list[bytes]) -> None:
         slots = self._slots
         try:
-            if slots is None or seq + len(packed) > slots.end_seq or slots.schema != schema:
+            if slots is None or seq + len(packed) > slots.end_seq or slots.schema is not schema:
                 slots = self._roll(schema, seq, len(packed))
                 if slots is None:
                     self.dropped += len(packed)
@@ -337,9 +344,16 @@ class StreamWriter:
         for schema, seq, packed in taken:
             self._store(schema, seq, packed)
 
+    def _drop_queue(self) -> None:
+        with self._lock:
+            self.dropped += self._num_queued
+            self._queue.clear()
+            self._num_queued = 0
+
     def _change_schema(self, schema: Schema) -> None:
         """Pack by the new columns from here on; the next row begins a segment."""
-        self.schema = schema
+        if schema != self.schema:
+            self.schema = schema
 
     @property
     def _path(self) -> Path | None:
@@ -364,11 +378,15 @@ class _Flusher:
     def wake(self) -> None:
         self._wake.set()
 
-    def stop(self) -> None:
-        """Drain and end; a disk that blocks is waited for 2 seconds and no longer."""
+    def stop(self) -> bool:
+        """Drain and end; False where the disk blocks: then what is queued is counted as dropped."""
         self._stopping = True
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            for stream in self._streams.values():
+                stream._drop_queue()
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:

@@ -37,6 +37,7 @@ class JournalReader:
         self._known: dict[Path, _Known] = {}
         self._next: dict[str, int] = {}
         self._identity: Identity | None = None
+        self._unsaid: NewerVersionError | None = None
 
     @property
     def identity(self) -> Identity | None:
@@ -59,6 +60,9 @@ class JournalReader:
         marker = self._marker()  # before the listing, so that what is sealed is complete when read
         listing = list_segments(self.directory)
         self._learn(listing, closed=marker is not None)
+        if self._unsaid is not None:
+            error, self._unsaid = self._unsaid, None
+            raise error
         batches: list[Batch] = []
         for stream, segments in sorted(listing.items()):
             batches += self._read_stream(stream, segments, marker is not None, max_rows)
@@ -71,6 +75,7 @@ class JournalReader:
         if marker is None:
             return False
         listing = list_segments(self.directory)
+        self._learn(listing, closed=True)
         for stream, segments in listing.items():
             if any(self._rest(stream, path) for _, path in segments):
                 return False
@@ -124,9 +129,9 @@ class JournalReader:
                     self._identity = self._known[path][0].identity
                 except FileNotFoundError:
                     continue
-                except NewerVersionError:
+                except NewerVersionError as error:
                     self.set_aside.add(path)
-                    raise
+                    self._unsaid = error
                 except FormatError:
                     if closed or i + 1 < len(segments):
                         self.set_aside.add(path)

@@ -2,8 +2,8 @@
 
     magic 4 | version u32 | number i64 | length u32 | crc32 u32 | command as msgpack
 
-The agent writes, rank 0 reads once a step for the price of a memory read. The checksum covers number,
-length and command, so a torn write is never acted on. Commands are signed with the run's key.
+The agent writes, rank 0 reads once a step for the price of a memory read. The checksum covers
+number, length and command: a torn write is never acted on. Commands are signed with the run's key.
 """
 
 import contextlib

@@ -7,6 +7,7 @@ is zero and fails its checksum. A segment appears under its name only with its h
 It is sealed, and never written again, when a newer one of its stream or the closed marker is there.
 """
 
+import errno
 import mmap
 import os
 import struct
@@ -189,7 +190,7 @@ class PlainSegment:
         self.num_bytes = num_bytes
         temporary, self._fd = _create(path)
         try:
-            os.write(self._fd, header)
+            self.write(0, header)
             temporary.rename(path)
         except BaseException:
             os.close(self._fd)
@@ -198,7 +199,8 @@ class PlainSegment:
 
     def write(self, offset: int, row: bytes) -> None:
         """Put the row at the offset."""
-        os.pwrite(self._fd, row, offset)
+        if os.pwrite(self._fd, row, offset) != len(row):
+            raise OSError(errno.ENOSPC, f"{self.path}: no space left")
 
     def close(self) -> None:
         """Close the file."""
