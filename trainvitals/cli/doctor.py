@@ -99,38 +99,33 @@ def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
         )
 
 
-def check_private_base(environ: Mapping[str, str]) -> Check:
-    """Return whether journals and mailboxes can be kept where only this user reaches them."""
-    from trainvitals.io.private import ensure_private_dir, private_base
-
-    try:
-        base = ensure_private_dir(private_base(environ))
-    except VitalsError as error:
-        return Check(name="private base", status="fail", text=error.text, hint=error.hint)
-    return Check(name="private base", status="ok", text=f"{base}, mode 0700, owned by this user")
-
-
-def check_shared_memory(environ: Mapping[str, str]) -> Check:
-    """Return whether the journals lie in memory, with room left for the DataLoader's workers."""
+def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
+    """Yield whether journals lie where only this user reaches them, in memory, with room left."""
     from trainvitals.io.private import is_memory_backed, private_base
 
-    base = private_base(environ).parent
+    try:
+        base = private_base(environ)
+    except VitalsError as error:
+        yield Check(name="private base", status="fail", text=error.text, hint=error.hint)
+        return
+    yield Check(name="private base", status="ok", text=f"{base}, mode 0700, owned by this user")
+    free = shutil.disk_usage(base).free
     if not is_memory_backed(base):
-        return Check(
+        yield Check(
             name="shared memory",
             status="note",
             text=f"{base} is on a disk: journals go through a queue and a writing thread",
-            hint="mount a tmpfs there, or point VITALS_SHM at one",
+            hint="mount a tmpfs, and point VITALS_SHM at it",
         )
-    free = shutil.disk_usage(base).free
-    if free < MIN_SHARED_BYTES:
-        return Check(
+    elif free < MIN_SHARED_BYTES:
+        yield Check(
             name="shared memory",
             status="fail",
             text=f"{free / 1e6:.0f} MB free in {base}; journals and DataLoader workers share it",
             hint="docker run --shm-size=1g, or an emptyDir with medium Memory in Kubernetes",
         )
-    return Check(name="shared memory", status="ok", text=f"{free / 1e6:.0f} MB free in {base}")
+    else:
+        yield Check(name="shared memory", status="ok", text=f"{free / 1e6:.0f} MB free in {base}")
 
 
 def check_run_directory(environ: Mapping[str, str]) -> Check:
@@ -153,8 +148,7 @@ def examine(environ: Mapping[str, str]) -> list[Check]:
         *check_versions(),
         check_torch(_installed_version),
         *check_programs(lambda module: find_spec(module) is not None),
-        check_private_base(environ),
-        check_shared_memory(environ),
+        *check_memory(environ),
         check_run_directory(environ),
     ]
 

@@ -1,0 +1,188 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, requires
+
+import pytest
+import typer
+
+from trainvitals import __version__
+from trainvitals.cli import doctor, main, programs
+from trainvitals.errors import ConfigError, StorageError
+
+
+def app_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make `vitals agent` raise the error."""
+
+    def register(app: typer.Typer) -> None:
+        @app.command()
+        def agent() -> None:
+            raise error
+
+    point = EntryPoint("agent", "module:register", programs.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: register)
+    monkeypatch.setattr(programs, "entry_points", lambda **_: [point])
+
+
+def test_the_version_goes_to_stdout(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["--version"])
+    assert 0 == exit_.value.code
+    assert f"vitals {__version__}\n" == capsys.readouterr().out
+
+
+def test_without_a_command_the_help_is_shown_and_all_is_well(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main.main([])
+    assert 0 == exit_.value.code
+    assert "Commands:" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["bogus"])
+    captured = capsys.readouterr()
+    assert 2 == exit_.value.code
+    assert "" == captured.out
+    assert "No such command 'bogus'" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("spike.window is 3", hint="use 16"), 2), (StorageError("disk full"), 1)],
+)
+def test_an_error_of_ours_is_text_on_stderr_and_never_a_traceback(monkeypatch, capsys, error, code):
+    app_with(monkeypatch, error)
+    assert code == main.main(["agent"])
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert f"error: {error}\n" == captured.err
+
+
+def test_an_interrupt_exits_with_130(monkeypatch):
+    app_with(monkeypatch, KeyboardInterrupt())
+    with pytest.raises(SystemExit) as exit_:
+        sys.exit(main.main(["agent"]))
+    assert 130 == exit_.value.code
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
+    app_with(monkeypatch, ZeroDivisionError("bug"))
+    with pytest.raises(ZeroDivisionError, match="bug"):
+        main.main(["agent"])
+
+
+def test_a_package_that_is_missing_when_the_command_runs_says_what_to_install(monkeypatch, capsys):
+    app_with(monkeypatch, ModuleNotFoundError("No module named 'psutil'", name="psutil"))
+    assert 2 == main.main(["agent"])
+    error = capsys.readouterr().err
+    assert "`vitals agent` needs the package psutil" in error
+    assert "pip install 'trainvitals[agent]'" in error
+
+
+def test_a_program_whose_packages_are_missing_keeps_its_commands(monkeypatch, capsys):
+    missing = ModuleNotFoundError("No module named 'sqlalchemy'", name="sqlalchemy.engine")
+
+    def load(self: EntryPoint) -> None:
+        raise missing
+
+    point = EntryPoint("collector", "module:register", programs.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", load)
+    monkeypatch.setattr(programs, "entry_points", lambda **_: [point])
+    assert 2 == main.main(["runs", "--format", "json", "anything"])
+    assert "pip install 'trainvitals[collector]'" in capsys.readouterr().err
+
+
+def test_a_program_that_cannot_be_loaded_does_not_take_the_others_away(monkeypatch, capsys):
+    def load(self: EntryPoint) -> None:
+        raise SyntaxError("oh no")
+
+    monkeypatch.setattr(EntryPoint, "load", load)
+    points = [EntryPoint(n, "module:register", programs.GROUP) for n in ("agent", "deploy")]
+    monkeypatch.setattr(programs, "entry_points", lambda **_: points)
+    assert 2 == main.main(["deploy"])
+    assert "`vitals deploy` cannot be loaded: SyntaxError: oh no" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["--version"])
+    assert 0 == exit_.value.code
+
+
+def test_the_table_of_commands_is_what_the_programs_register():
+    _, owners = main.build_app()
+    found: dict[str, set[str]] = {}
+    for command, program in owners.items():
+        found.setdefault(program, set()).add(command)
+    assert {program: set(names) for program, names in programs.COMMANDS.items()} == found
+
+
+def test_python_dash_m_is_the_same_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "trainvitals", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"vitals {__version__}\n" == done.stdout
+
+
+class TestDoctor:
+    def test_every_check_that_is_not_well_names_a_way_out(self):
+        checks = [
+            doctor.check_torch(lambda _: None),
+            doctor.check_torch(lambda _: "2.5.1+cu121"),
+            *doctor.check_programs(lambda module: module != "psutil"),
+        ]
+        assert all(bool(check.hint) == (check.status != "ok") for check in checks)
+
+    @pytest.mark.parametrize(
+        ("version", "status"), [("2.13.0+cpu", "ok"), ("2.5.9", "fail"), (None, "note")]
+    )
+    def test_a_torch_that_is_too_old_fails_and_none_is_only_a_note(self, version, status):
+        assert status == doctor.check_torch(lambda _: version).status
+
+    def test_a_program_names_the_packages_it_lacks(self):
+        agent = next(iter(doctor.check_programs(lambda module: module != "pynvml")))
+        assert ("note", "without pynvml") == (agent.status, agent.text)
+
+    def test_the_packages_it_looks_for_are_those_of_the_extras(self):
+        modules = {"nvidia-ml-py": "pynvml", "psycopg": "psycopg"}
+        declared: dict[str, set[str]] = {}
+        for line in requires("trainvitals") or []:
+            match = re.match(r"([A-Za-z0-9-]+)[^;]*; extra == '(\w+)'", line)
+            if match and match[2] not in ("all", "torch"):
+                name = match[1].lower()
+                declared.setdefault(match[2], set()).add(modules.get(name, name.replace("-", "_")))
+        assert {k: set(v) for k, v in doctor.PROGRAM_PACKAGES.items()} == declared
+
+    def test_a_run_directory_that_cannot_be_made_fails(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        check = doctor.check_run_directory({"VITALS_DIR": str(tmp_path / "file" / "runs")})
+        assert "fail" == check.status
+        assert str(tmp_path / "file") in check.text
+
+    def test_a_base_that_others_may_enter_fails_with_a_way_out(self, monkeypatch, tmp_path, capsys):
+        base = tmp_path / f"trainvitals-{os.getuid()}"
+        base.mkdir()
+        base.chmod(0o777)
+        monkeypatch.setenv("VITALS_SHM", str(tmp_path))
+        with pytest.raises(SystemExit) as exit_:
+            main.main(["doctor"])
+        assert 1 == exit_.value.code
+        assert f"fail  private base     {base}" in capsys.readouterr().out
+
+    def test_too_little_shared_memory_fails(self, monkeypatch, tmp_path):
+        monkeypatch.setattr("trainvitals.io.private.is_memory_backed", lambda _: True)
+        monkeypatch.setattr(doctor, "MIN_SHARED_BYTES", 1 << 62)
+        checks = doctor.check_memory({"VITALS_SHM": str(tmp_path)})
+        assert ["ok", "fail"] == [check.status for check in checks]
+
+    def test_json_is_data_on_stdout(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.setenv("VITALS_SHM", str(tmp_path))
+        with pytest.raises(SystemExit) as exit_:
+            main.main(["doctor", "--format", "json"])
+        checks = json.loads(capsys.readouterr().out)
+        assert any(c["status"] == "fail" for c in checks) == bool(exit_.value.code)
+        assert {"vitals", "torch", "private base", "shared memory"} <= {c["name"] for c in checks}
