@@ -1,0 +1,276 @@
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from sqlalchemy import select
+
+from trainvitals.errors import UsageError
+from trainvitals.identity import Identity, new_run_id
+from trainvitals.io.mailbox import verify_command
+from trainvitals.io.rundir import RunDir
+from trainvitals.records import (
+    EVENT_SCHEMA,
+    CheckpointChanged,
+    Command,
+    CommandAck,
+    CommandAcknowledged,
+    Event,
+    RunInfo,
+    RunStarted,
+    encode_event,
+)
+from trainvitals.views import CommandRequest
+from trainvitals.wire import BatchHeader, encode_batch
+from vitals_collector import commands
+from vitals_collector.commands import CONFLICT, MAX_PENDING, UNKNOWN, issue, listed, mark_delivered
+from vitals_collector.ingest import ingest
+from vitals_collector.schema import audit
+from vitals_collector.store import Store, open_store
+
+SECOND = 1_000_000_000
+NOW = 1_700_000_000 * SECOND
+RUN = new_run_id(NOW)
+HALT = CommandRequest(action="halt", reason="wrong data")
+
+
+def rank_zero(run_id: str = RUN, incarnation: str = "a" * 16) -> Identity:
+    return Identity(run_id=run_id, incarnation=incarnation, source="rank:0", node="n0", rank=0)
+
+
+def send(store: Store, *events: Event, first_seq: int = 0, run_id: str = RUN, step: int = 5) -> int:
+    """Ingest events as rank 0 would; return the next sequence number."""
+    rows = [
+        row
+        for event in events
+        for row in encode_event(event, step=step, attempt=1, time_unix_ns=NOW, monotonic_ns=0)
+    ]
+    raw = b"".join(EVENT_SCHEMA.pack(first_seq + i, row) for i, row in enumerate(rows))
+    header = BatchHeader(
+        identity=rank_zero(run_id),
+        stream_schema=EVENT_SCHEMA,
+        first_seq=first_seq,
+        num_rows=len(rows),
+    )
+    ingest(store, encode_batch(header, raw))
+    return first_seq + len(rows)
+
+
+def checkpoint(name: str, state: str = "healthy") -> CheckpointChanged:
+    return CheckpointChanged(checkpoint_id=name, checkpoint_step=5, state=state, where="memory")
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    opened = open_store("sqlite://")
+    send(opened, RunStarted(info=RunInfo(name="a run")))
+    yield opened
+    opened.close()
+
+
+def ask(store: Store, request: CommandRequest = HALT, *, now: int = NOW, **kwargs):
+    return issue(store, RUN, request, issued_by="alice", now_unix_ns=now, **kwargs)
+
+
+def statuses(store: Store, now: int = NOW) -> list[str]:
+    return [view.status for view in listed(store, RUN, now_unix_ns=now)]
+
+
+def test_a_command_is_numbered_by_its_microsecond_and_waits(store: Store):
+    view = ask(store)
+    assert NOW // 1_000 == view.command.number
+    assert (NOW + 60 * SECOND, "alice", "") == (
+        view.command.expires_unix_ns,
+        view.command.issued_by,
+        view.command.signature,
+    )
+    assert (view,) == listed(store, RUN, now_unix_ns=NOW, status="pending")
+
+
+def test_numbers_grow_though_the_clock_stands_or_falls_back(store: Store):
+    numbers = [ask(store, now=now).command.number for now in (NOW, NOW, NOW - 5 * SECOND)]
+    first = NOW // 1_000
+    assert [first, first + 1, first + 2] == numbers
+
+
+@pytest.mark.parametrize("action", ["skip", "lr"])
+def test_actions_of_later_versions_are_a_clear_not_yet(store: Store, action: str):
+    with pytest.raises(UsageError, match="not yet"):
+        ask(store, CommandRequest(action=action, reason="x"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reason": ""},
+        {"reason": "   "},
+        {"reason": "x" * 501},
+        {"reason": "line\nbreak"},
+        {"reason": "nul\0"},
+        {"reason": "\x1b[2J"},
+        {"ttl_seconds": 0.0},
+        {"ttl_seconds": -1.0},
+        {"ttl_seconds": float("nan")},
+        {"ttl_seconds": float("inf")},
+        {"ttl_seconds": 3601.0},
+        {"argument": 1.0},
+        {"checkpoint_id": "c1"},
+    ],
+)
+def test_values_out_of_bounds_are_refused_and_leave_nothing(store: Store, changes: dict):
+    with pytest.raises(UsageError):
+        ask(store, msgspec.structs.replace(HALT, **changes))
+    assert [] == statuses(store)
+
+
+@pytest.mark.parametrize("run_id", [new_run_id(NOW + SECOND), "../../etc", "x", ""])
+def test_a_run_that_is_not_known_gets_no_command(store: Store, run_id: str):
+    with pytest.raises(UsageError):
+        issue(store, run_id, HALT, issued_by="alice", now_unix_ns=NOW)
+
+
+@pytest.mark.parametrize(
+    "name", ["nope", "../c1", "/etc/passwd", "c1/../c1", "C1", "c1\0", "' OR 1=1 --", "c1%2e"]
+)
+def test_a_rollback_names_an_announced_checkpoint_and_never_a_path(store: Store, name: str):
+    send(store, checkpoint("c1"), first_seq=1)
+    with pytest.raises(UsageError) as caught:
+        ask(store, CommandRequest(action="rollback", reason="x", checkpoint_id=name))
+    assert (UNKNOWN, "healthy are c1") == (caught.value.code, caught.value.hint)
+
+
+def test_only_a_healthy_checkpoint_can_be_named(store: Store):
+    seq = send(store, checkpoint("c1", "candidate"), checkpoint("c2", "bad"), first_seq=1)
+    for name in ("c1", "c2"):
+        with pytest.raises(UsageError) as caught:
+            ask(store, CommandRequest(action="rollback", reason="x", checkpoint_id=name))
+        assert caught.value.code == CONFLICT
+    send(store, checkpoint("c1"), first_seq=seq)
+    view = ask(store, CommandRequest(action="rollback", reason="x", checkpoint_id="c1"))
+    assert "c1" == view.command.checkpoint_id
+
+
+def test_another_runs_checkpoint_is_unknown(store: Store):
+    other = new_run_id(NOW + SECOND)
+    send(store, RunStarted(info=RunInfo()), checkpoint("theirs"), run_id=other)
+    with pytest.raises(UsageError):
+        ask(store, CommandRequest(action="rollback", reason="x", checkpoint_id="theirs"))
+
+
+def test_the_queue_of_waiting_commands_is_bounded_and_empties_by_itself(store: Store):
+    for _ in range(MAX_PENDING):
+        ask(store)
+    with pytest.raises(UsageError) as caught:
+        ask(store)
+    assert caught.value.code == CONFLICT
+    ask(store, now=NOW + 61 * SECOND)
+
+
+def test_delivery_is_noted_once_and_takes_it_off_the_list(store: Store):
+    number = ask(store).command.number
+    for _ in range(2):
+        view = mark_delivered(store, RUN, number, by="agent", now_unix_ns=NOW)
+        assert "delivered" == view.status
+    assert () == listed(store, RUN, now_unix_ns=NOW, status="pending")
+    with store.read() as connection:
+        actions = connection.execute(select(audit.c.action).order_by(audit.c.id)).scalars().all()
+    assert ["command halt", "delivered"] == actions
+
+
+def test_a_command_that_is_not_known_cannot_be_delivered(store: Store):
+    with pytest.raises(UsageError) as caught:
+        mark_delivered(store, RUN, 1, by="agent", now_unix_ns=NOW)
+    assert caught.value.code == UNKNOWN
+
+
+def test_an_expired_command_is_not_handed_out(store: Store):
+    number = ask(store).command.number
+    late = NOW + 60 * SECOND
+    assert () == listed(store, RUN, now_unix_ns=late, status="pending")
+    assert ["expired"] == statuses(store, late)
+    with pytest.raises(UsageError, match="expired"):
+        mark_delivered(store, RUN, number, by="agent", now_unix_ns=late)
+
+
+def test_expiry_is_written_down_once(store: Store):
+    ask(store)
+    assert 0 == commands.expire(store, NOW)
+    assert [1, 0] == [commands.expire(store, NOW + 60 * SECOND) for _ in range(2)]
+    assert {"expired": 1} == commands.counts(store)
+
+
+def test_the_acknowledgement_is_what_became_of_it_even_after_expiry(store: Store):
+    number = ask(store).command.number
+    commands.expire(store, NOW + 60 * SECOND)
+    ack = CommandAck(number=number, status="done", step=31, detail="the run halts")
+    send(store, CommandAcknowledged(ack=ack), first_seq=1)
+    (view,) = listed(store, RUN, now_unix_ns=NOW + 70 * SECOND)
+    assert ("done", 31, "the run halts") == (view.status, view.step, view.detail)
+    assert view == mark_delivered(store, RUN, number, by="agent", now_unix_ns=NOW)
+
+
+def test_an_acknowledgement_of_another_run_or_number_changes_nothing(store: Store):
+    number = ask(store).command.number
+    other = new_run_id(NOW + SECOND)
+    ack = CommandAck(number=number, status="done", step=1, detail="")
+    send(store, CommandAcknowledged(ack=ack), run_id=other)
+    wrong = msgspec.structs.replace(ack, number=number + 1)
+    send(store, CommandAcknowledged(ack=wrong), first_seq=1)
+    assert ["pending"] == statuses(store)
+
+
+# ------------------------------------------------------------------------------ watched folder
+
+
+def test_in_a_watched_folder_the_command_is_left_signed_with_the_runs_key(
+    store: Store, tmp_path: Path
+):
+    run_dir = RunDir.create(tmp_path, RUN)
+    key = run_dir.command_key(create=True)
+    view = ask(store, folders=[tmp_path / "other", tmp_path])
+    assert "delivered" == view.status
+    (command,) = run_dir.take_commands()
+    assert command == verify_command(command, key, run_id=RUN, now_unix_ns=NOW, last_number=0)
+    assert [] == run_dir.take_commands()
+
+
+def test_a_command_that_was_changed_or_replayed_does_not_verify(store: Store, tmp_path: Path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    key = run_dir.command_key(create=True)
+    ask(store, folders=[tmp_path])
+    (command,) = run_dir.take_commands()
+
+    def verify(forged: Command, *, now: int = NOW, last: int = 0, run_id: str = RUN) -> None:
+        verify_command(forged, key, run_id=run_id, now_unix_ns=now, last_number=last)
+
+    forgeries = [
+        {"action": "rollback"},
+        {"expires_unix_ns": NOW + 10**15},
+        {"number": command.number + 1},
+        {"signature": ""},
+    ]
+    for change in forgeries:
+        with pytest.raises(Exception, match="not signed"):
+            verify(msgspec.structs.replace(command, **change))
+    with pytest.raises(UsageError, match="not newer"):
+        verify(command, last=command.number)
+    with pytest.raises(UsageError, match="expired"):
+        verify(command, now=command.expires_unix_ns)
+
+
+def test_a_folder_without_a_key_leaves_the_command_for_an_agent(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    RunDir.create(tmp_path, RUN)
+    assert "pending" == ask(store, folders=[tmp_path]).status
+    assert "command.key is missing" in caplog.text
+
+
+def test_a_key_that_others_can_read_is_not_used(store: Store, tmp_path: Path):
+    run_dir = RunDir.create(tmp_path, RUN)
+    run_dir.command_key(create=True)
+    (run_dir.path / "command.key").chmod(0o644)
+    assert stat.S_IMODE((run_dir.path / "command.key").stat().st_mode) == 0o644
+    assert "pending" == ask(store, folders=[tmp_path]).status
+    assert [] == run_dir.take_commands()
