@@ -1,0 +1,35 @@
+"""The part of Vitals that lives in the training process.
+
+    monitor = trainer_hooks.watch(model, optimizer, scheduler)
+    ...
+    monitor.step(loss, max_norm=1.0)
+
+Importing it costs next to nothing: torch-side modules are loaded at the first use of ``watch``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_hooks.healer import CheckpointSettings
+    from trainer_hooks.monitor import Monitor
+    from trainer_hooks.outcome import StepOutcome
+    from trainer_hooks.wrap import watch
+
+__all__ = ["CheckpointSettings", "Monitor", "StepOutcome", "watch"]
+
+_HOMES = {
+    "CheckpointSettings": "trainer_hooks.healer",
+    "Monitor": "trainer_hooks.monitor",
+    "StepOutcome": "trainer_hooks.outcome",
+    "watch": "trainer_hooks.wrap",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainer_hooks' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

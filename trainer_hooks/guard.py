@@ -1,0 +1,166 @@
+"""Applies an update, or leaves no trace of it: parameters, moments, counters and buffers.
+
+Fused optimizers take the verdict on the device through ``found_inf``: nothing waits for it. For all
+others the host reads the verdict and does not call ``step()``. Never a multiplication by zero: 0 *
+NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainvitals.errors import UsageError
+
+_HONOURS_FOUND_INF = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer.step()`` itself honours ``found_inf`` on the device.
+
+    Only these classes exactly: several others carry the attribute and ignore it, and a subclass may
+    have replaced ``step``. SGD with dampening cannot be skipped on its first step.
+    """
+    return type(optimizer) in _HONOURS_FOUND_INF and all(
+        group.get("fused") and not group.get("dampening") for group in optimizer.param_groups
+    )
+
+
+class BufferShadow:
+    """Keeps the model's buffers as they were before forward; a bad step gets them back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._live = [b for b in model.buffers() if b.numel()]
+        self._kept = [b.detach().clone() for b in self._live]
+        self._versions = [b._version for b in self._live]
+
+    def keep(self) -> None:
+        """Copy the buffers that changed since the last call; call before the next forward."""
+        for i, live in enumerate(self._live):
+            if live._version != self._versions[i]:
+                self._kept[i].copy_(live)
+                self._versions[i] = live._version
+
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set every changed buffer to what was kept. Does not wait."""
+        for i, live in enumerate(self._live):
+            if live._version != self._versions[i]:
+                live.copy_(torch.where(bad.to(live.device) != 0, self._kept[i], live))
+
+
+class OptimizerGuard:
+    """One optimizer under the verdict."""
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS needs a closure, and a closure runs backward where no rank can agree on it",
+                hint="use an optimizer whose step() takes no closure",
+            )
+        self.optimizer = optimizer
+        self.on_device = takes_found_inf(optimizer)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._flags: dict[torch.device, Tensor] = {}
+        if self.on_device:
+            _create_momentum(optimizer)
+
+    def apply(self, bad: Tensor, *, skip_on_host: bool | None, lr_factor: float) -> None:
+        """Step the optimizer unless the verdict is bad.
+
+        Args:
+            bad: 0.0 or 1.0 on the device.
+            skip_on_host: the same verdict already read, where an optimizer needs the host; None
+                leaves it on the device.
+            lr_factor: multiplies every group's rate around this step alone.
+        """
+        if skip_on_host:
+            self._mark_stepped()
+            return
+        with self._scaled_rates(lr_factor):
+            if self.on_device and skip_on_host is None:
+                self._step_with_flag(bad)
+            else:
+                self.optimizer.step()
+        self._mark_stepped()
+
+    def _step_with_flag(self, bad: Tensor) -> None:
+        device = bad.device
+        flag = self._flags.get(device)
+        if flag is None:
+            flag = self._flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        flag.copy_(bad)
+        optimizer = self.optimizer
+        optimizer.found_inf = flag  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _mark_stepped(self) -> None:
+        """Tell the scheduler and the scaler that this step was attempted, as both expect."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._scaler is not None:
+            from torch.amp.grad_scaler import OptState
+
+            self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.STEPPED
+
+    @contextmanager
+    def _scaled_rates(self, factor: float) -> Iterator[None]:
+        """Multiply ``group['lr']`` and put the very object back: schedulers never see it."""
+        if factor == 1.0:
+            yield
+            return
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def _create_momentum(optimizer: Optimizer) -> None:
+    """Give fused SGD its momentum buffers: skipped on its first step it keeps uninitialised ones.
+
+    A buffer of zeros makes the first step equal to SGD's own first step only without dampening;
+    with it ``takes_found_inf`` says no.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(param)
+
+
+def overflow_flag(
+    scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], device: torch.device
+) -> Tensor | None:
+    """Unscale the gradients once and return whether any overflowed, on the device."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    from torch.amp.grad_scaler import OptState
+
+    found: list[Tensor] = []
+    for optimizer in optimizers:
+        state = scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            scaler.unscale_(optimizer)
+        found.extend(t.to(device) for t in state["found_inf_per_device"].values())
+    if not found:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return (torch.stack([f.reshape(()) for f in found]).sum() > 0).to(torch.float64)

@@ -1,0 +1,269 @@
+"""The host's part of a step: record it, judge it, act on the judgement, write it down.
+
+Runs on every rank with the same reduced numbers, so every rank decides alike; rank 0 alone writes
+what is equal on all. Nothing here enters a collective.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer_hooks.emit import Emitter
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.healer import Healer
+from trainer_hooks.inbox import Inbox
+from trainer_hooks.pack import PackLayout, Reduced, Root
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.reading import Derived, agreed, rank_losses, step_record
+from trainer_hooks.signals import HostStep, Utilization
+from trainvitals.clock import Clock
+from trainvitals.errors import TrainingHalted
+from trainvitals.identity import new_attempt_id
+from trainvitals.io.rundir import RunDir
+from trainvitals.policy import CommandWords, Judge, Judgement
+from trainvitals.records import (
+    COMMAND_CODES,
+    CommandAck,
+    CommandAcknowledged,
+    Decision,
+    DecisionMade,
+    FindingRaised,
+    Note,
+    RunEnded,
+    StepRecord,
+    Value,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Host:
+    """What a rank keeps between steps on the host."""
+
+    mode: str
+    ranks: Ranks
+    layout: PackLayout
+    judge: Judge
+    healer: Healer | None
+    emitter: Emitter
+    inbox: Inbox | None
+    run_dir: RunDir
+    faults: FaultCounter
+    clock: Clock
+    utilization: Utilization
+    attempt: int
+    tokens_seen: int = 0
+    tokens_trained: int = 0
+    probe_parameters: bool = False
+    """Whether the next pack should say if parameters are finite: after a bad step only."""
+    digest: int = 0
+    halted: TrainingHalted | None = None
+    _known_checkpoints: dict[str, str] = field(default_factory=dict)
+    _disagreed: bool = False
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.ranks.rank == 0
+
+    # ------------------------------------------------------------------------ before a step
+
+    def root_words(self, step: int) -> Root | None:
+        """Return rank 0's limits and its verified command; None on the other ranks."""
+        if not self.is_root:
+            return None
+        with self.faults.fail_open("limits"):
+            limits = self.judge.limits()
+            action, target, number = 0, -1.0, 0
+            command = None
+            if self.inbox is not None:
+                command = self.inbox.poll(
+                    step=step, refuse=lambda ack: self.acknowledge(ack, step=step)
+                )
+            if command is not None:
+                number, action = command.number, COMMAND_CODES[command.action]
+                if command.checkpoint_id and self.healer is not None:
+                    target = float(self.healer.step_of(command.checkpoint_id))
+            return Root(
+                loss_limit=limits.loss,
+                grad_norm_limit=limits.grad_norm,
+                command_number=number,
+                command_action=action,
+                command_argument=target,
+                next_attempt=new_attempt_id(self.clock.time_ns()),
+            )
+        return Root()
+
+    def acknowledge(self, ack: CommandAck, *, step: int) -> None:
+        """Say what became of a command; rank 0 speaks for all."""
+        if self.is_root:
+            event = CommandAcknowledged(ack=ack)
+            self.emitter.event(event, step=step, attempt=self.attempt)
+
+    # ------------------------------------------------------------------------- after a step
+
+    def handle(self, numbers: list[float], host: HostStep, *, now_step: int) -> Decision | None:
+        """Handle one step's numbers; return the decision to carry out, if there is one.
+
+        Args:
+            numbers: the reduced pack and the device's own figures.
+            host: what this rank measured in that step.
+            now_step: the step in whose call this happens.
+        """
+        if host.attempt != self.attempt:
+            return None
+        reduced = Reduced(self.layout, numbers[: self.layout.size])
+        derived = Derived.of(numbers[self.layout.size :])
+        record = step_record(
+            reduced,
+            derived,
+            step=host.step,
+            attempt=host.attempt,
+            skipped=derived.blocked and self.mode != "observe",
+            learning_rate=host.learning_rates[0],
+        )
+        if self.healer is not None:
+            self.healer.returned(reduced, step=host.step)
+        judgement = self.judge.judge(
+            record,
+            decided_at_step=now_step,
+            checkpoints=() if self.healer is None else self.healer.refs(),
+            command=_command_words(reduced),
+            next_attempt=int(reduced.root["next_attempt"]),
+        )
+        self._after_judgement(record, reduced, judgement)
+        self._write(host, record, reduced, derived, judgement)
+        if self.healer is not None:
+            self.healer.promote(host.step, self.judge.last_unhealthy_step)
+        return judgement.decision
+
+    def _after_judgement(self, record: StepRecord, reduced: Reduced, judgement: Judgement) -> None:
+        self.probe_parameters = bool(record.nonfinite_ranks) or any(
+            f.kind == "nonfinite" for f in judgement.findings
+        )
+        action = judgement.decision.action if judgement.decision else "continue"
+        words = (record.step, record.attempt, record.skipped, action)
+        # Sixteen bits: sums of digests in shared slots stay exact, and a chance match is rare.
+        self.digest = zlib.crc32(repr(words).encode()) & 0xFFFF
+        if not self._disagreed and not agreed(reduced):
+            self._disagreed = True
+            self._note(
+                "split_verdict",
+                f"ranks disagree on the verdict of step {record.step - 1}: digests "
+                f"{reduced.by_rank('digest')[:8]}",
+                record.step,
+                "error",
+            )
+
+    def _write(
+        self,
+        host: HostStep,
+        record: StepRecord,
+        reduced: Reduced,
+        derived: Derived,
+        judgement: Judgement,
+    ) -> None:
+        tokens = host.tokens if host.tokens is not None else _tokens(host, reduced)
+        if tokens is not None:
+            self.tokens_seen += tokens
+            self.tokens_trained += 0 if record.skipped else tokens
+        slot = self.layout.slot
+        extra: dict[str, Value] = {"rank_loss": rank_losses(reduced)[slot]}
+        if self.is_root:
+            extra |= self._root_columns(host, record, derived, tokens)
+        self.emitter.step(host, record, extra)
+        self.emitter.layers(host, reduced, found=bool(judgement.findings))
+        if self.is_root:
+            for finding in judgement.findings:
+                self.emitter.event(
+                    FindingRaised(finding=finding), step=record.step, attempt=record.attempt
+                )
+            if judgement.ack is not None:
+                self.acknowledge(judgement.ack, step=record.step)
+
+    def _root_columns(
+        self, host: HostStep, record: StepRecord, derived: Derived, tokens: int | None
+    ) -> dict[str, Value]:
+        ranks = record.nonfinite_ranks
+        rate = None
+        if tokens is not None and host.duration_seconds:
+            rate = tokens / host.duration_seconds
+        scale = derived.loss_scale
+        return {
+            "verdict": derived.bits,
+            "culprit_rank": ranks[0] if len(ranks) == 1 else -1,
+            "nonfinite_params": record.nonfinite_params,
+            "loss_scale": None if scale != scale else scale,
+            "tokens_seen": None if tokens is None else self.tokens_seen,
+            "tokens_trained": None if tokens is None else self.tokens_trained,
+            "tokens_per_second": rate,
+            "mfu_ratio": self.utilization.ratio(rate),
+        }
+
+    # ------------------------------------------------------------------------------ acting
+
+    def carry_out(self, decision: Decision, *, now_step: int) -> int:
+        """Do what the ladder decided, and return the step that comes next.
+
+        The plan journal is written before the deed: a relaunch finds what was meant.
+
+        Raises:
+            TrainingHalted: the decision is to stop.
+        """
+        if self.is_root:
+            self.emitter.event(
+                DecisionMade(decision=decision), step=decision.step, attempt=decision.attempt
+            )
+        if not decision.acted or decision.action in ("skip_step", "accept_level", "continue"):
+            return now_step + 1
+        if self.is_root:
+            self.run_dir.append_plan({"facts": self.judge.facts_dict()})
+        if decision.action == "halt":
+            self._halt(decision)
+        assert self.healer is not None, "only a run with checkpoints rolls back"
+        meta = self.healer.roll_back(decision)
+        self.tokens_trained = int(meta.get("tokens_trained", 0))
+        self.attempt = decision.new_attempt
+        self.judge.rolled_back(detector_state=meta["judge"], attempt=decision.new_attempt)
+        self.probe_parameters, self.digest = False, 0
+        return decision.rollback_to_step
+
+    def _halt(self, decision: Decision) -> None:
+        halted = TrainingHalted(
+            f"the run was stopped at step {decision.step}: {decision.reason}",
+            hint=f"`vitals why {self.run_dir.run_id} {decision.step}` explains; "
+            f"`vitals resume {self.run_dir.run_id}` allows a new start",
+        )
+        if self.is_root:
+            self.run_dir.write_halted(reason=decision.reason, step=decision.step)
+            event = RunEnded(state="halted", reason=decision.reason)
+            self.emitter.event(event, step=decision.step, attempt=decision.attempt)
+        self.halted = halted
+        raise halted
+
+    def snapshot_meta(self) -> dict[str, object]:
+        """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
+        return {"judge": self.judge.detector_state(), "tokens_trained": self.tokens_trained}
+
+    def _note(
+        self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]
+    ) -> None:
+        if self.is_root:
+            event = Note(code=code, text=text, severity=severity)
+            self.emitter.event(event, step=step, attempt=self.attempt)
+
+
+def _tokens(host: HostStep, reduced: Reduced) -> int | None:
+    return int(sum(reduced.by_rank("weight"))) if host.weighted else None
+
+
+def _command_words(reduced: Reduced) -> CommandWords | None:
+    number = int(reduced.root["command_number"])
+    if not number:
+        return None
+    return CommandWords(
+        number=number,
+        action=int(reduced.root["command_action"]),
+        target_step=int(reduced.root["command_argument"]),
+    )

@@ -1,0 +1,355 @@
+"""The monitor of a training loop: one call a step, in the order of DESIGN section 4.
+
+prepare (fails open) -> exchange (one collective) -> verdict and update, on the device -> the host
+handles the step of ``lag`` steps ago (``trainer_hooks.host``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_hooks.batches import Batches, Position
+from trainer_hooks.guard import BufferShadow, OptimizerGuard, overflow_flag
+from trainer_hooks.host import Host
+from trainer_hooks.norms import GradNorms
+from trainer_hooks.outcome import StepOutcome
+from trainer_hooks.pack import Local, Packer
+from trainer_hooks.readback import Readback
+from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
+from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
+from trainvitals.errors import UsageError
+from trainvitals.records import (
+    ChangeExpected,
+    DataWindowSkipped,
+    Decision,
+    RunEnded,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Device:
+    """What lives on the device: filled, summed, judged and applied without waiting."""
+
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[Any, ...]
+    scaler: torch.amp.GradScaler | None
+    norms: GradNorms
+    packer: Packer
+    guards: tuple[OptimizerGuard, ...]
+    shadow: BufferShadow
+    readback: Readback[HostStep]
+
+    @property
+    def reads_verdict(self) -> bool:
+        """Whether an optimizer needs the verdict on the host: then every rank reads it at once."""
+        return not all(guard.on_device for guard in self.guards)
+
+
+class Monitor:
+    """Guards one training loop. Made by ``watch``; use it as a context manager."""
+
+    def __init__(
+        self,
+        device: Device,
+        host: Host,
+        *,
+        tokens_per_step: int | None,
+        first_step: int = 0,
+        on_close: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._clock = StepClock(host.clock)
+        self._tokens_per_step = tokens_per_step
+        self._first_step = self._step = first_step
+        self._on_close = tuple(on_close)
+        self._micro: tuple[Tensor, Tensor | float] | None = None
+        self._batches: Batches | None = None
+        self._positions: dict[int, Position] = {}
+        self._closed = False
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a Monitor belongs to one process and cannot be pickled")
+
+    @property
+    def step_index(self) -> int:
+        """Index of the next update; counts skipped ones, is set back by a rollback."""
+        return self._step
+
+    @property
+    def run_id(self) -> str:
+        """The run's ULID, equal on all ranks."""
+        return self._host.run_dir.run_id
+
+    @property
+    def attempt(self) -> int:
+        """Id of the present branch of the run."""
+        return self._host.attempt
+
+    @property
+    def swallowed_errors(self) -> dict[str, int]:
+        """Errors of ours that were kept from the loop, by place."""
+        return dict(self._host.faults.counts)
+
+    # ------------------------------------------------------------------------- the loop's calls
+
+    def batches(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Any]:
+        """Yield batches of ``loader``, timing the wait; goes on past a poisoned window.
+
+        Owns the epochs and calls ``sampler.set_epoch``. After a rollback it moves on: the window is
+        passed over by index and never loaded.
+        """
+        waited = self._clock.waited_for_data
+        stream = Batches(loader, epochs=epochs, clock=self._host.clock, waited=waited)
+        self._batches = stream
+        return iter(stream)
+
+    def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Add one micro-batch's loss to the step; call once per backward when accumulating."""
+        part = loss.detach().to(torch.float64) * weight
+        if self._micro is None:
+            self._micro = (part, weight)
+        else:
+            self._micro = (self._micro[0] + part, self._micro[1] + weight)
+
+    def observe(self, **values: float) -> None:
+        """Record scalars of your own at the present step."""
+        self._host.emitter.scalars(values, step=self._step, attempt=self.attempt)
+
+    def evaluate(self, **values: float) -> None:
+        """Record validation metrics at the present step, as ``eval/NAME``."""
+        self.observe(**{f"eval/{name}": value for name, value in values.items()})
+
+    def expect(self, reason: str, *, steps: int = 200) -> None:
+        """Announce a planned change: the finite rules take a new baseline. Call it on all ranks."""
+        self._host.judge.rebaseline(steps)
+        if self._host.is_root:
+            event = ChangeExpected(reason=reason, steps=steps)
+            self._host.emitter.event(event, step=self._step, attempt=self.attempt)
+
+    def step(
+        self,
+        loss: Tensor | float | None = None,
+        *,
+        weight: Tensor | float | None = None,
+        max_norm: float | None = None,
+    ) -> StepOutcome:
+        """Clip, update, schedule and zero the gradients, unless the update would do harm.
+
+        Call after ``backward()``; it replaces ``clip_grad_norm_``, ``optimizer.step()``,
+        ``scheduler.step()`` and ``zero_grad()``.
+
+        Args:
+            loss: this rank's loss, a 0-dimensional tensor (not read on the host) or a number.
+            weight: its weight in the mean over ranks, usually the rank's number of tokens.
+            max_norm: the gradient norm to clip to; None does not clip.
+
+        Raises:
+            TrainingHalted: the ladder stopped the run; the only error raised once training runs.
+            UsageError: no parameter has a gradient at the very first step.
+        """
+        if self._host.halted is not None:
+            raise self._host.halted
+        self._clock.enter()
+        device = self._device
+        grads, weighted = self._prepare(loss, weight)
+        self._host.ranks.reduce(device.packer.pack)
+        verdict = judge_on_device(device.packer.layout, device.packer.pack)
+        self._update(verdict, grads, max_norm)
+        attempted = self._step
+        ready = device.readback.push(
+            torch.cat((device.packer.pack, verdict.derived(), self._loss_scale())),
+            self._host_step(max_norm, weighted),
+        )
+        self._step += 1
+        if self._host.healer is not None:
+            self._host.healer.after_step(self._step, self.attempt, self._host.snapshot_meta)
+        decision = self._host_side(ready, attempted)
+        return StepOutcome(step=attempted, next_step=self._step, decision=decision)
+
+    # ---------------------------------------------------------------------------- one step
+
+    def _prepare(
+        self, loss: Tensor | float | None, weight: Tensor | float | None
+    ) -> tuple[list[Tensor], bool]:
+        """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more."""
+        device, host = self._device, self._host
+        root = host.root_words(self._step)
+        overflow = overflow_flag(device.scaler, device.optimizers, device.norms.device)
+        grads: list[Tensor] = []
+        prepared = weighted = False
+        with host.faults.fail_open("prepare"):
+            if self._micro is not None:
+                total, weight = self._micro
+                self._micro, loss = None, total / weight
+            weighted = weight is not None
+            where, grads = device.norms.gradients()
+            device.packer.clear()
+            device.norms.squares_into(device.packer.squares, where, grads)
+            device.packer.fill(self._local(loss, weight, len(grads), overflow), root)
+            prepared = True
+        if not prepared:
+            device.packer.clear()
+            device.packer.fill(Local(loss=None, weight=0.0, failed=True), root)
+        elif not grads and self._step == self._first_step and host.ranks.world_size == 1:
+            raise UsageError(
+                "no parameter of the optimizers has a gradient at the first step",
+                hint="call monitor.step(loss) after loss.backward(), with the optimizers that "
+                "hold the model's parameters",
+            )
+        return grads, weighted
+
+    def _local(
+        self,
+        loss: Tensor | float | None,
+        weight: Tensor | float | None,
+        num_gradients: int,
+        overflow: Tensor | None,
+    ) -> Local:
+        norms, host = self._device.norms, self._host
+        if loss is not None and not isinstance(loss, Tensor):
+            loss = torch.tensor(loss, dtype=torch.float64, device=norms.device)
+        return Local(
+            loss=loss,
+            weight=1.0 if weight is None else weight,
+            overflow=overflow,
+            nonfinite_params=norms.nonfinite_parameters() if host.probe_parameters else None,
+            num_gradients=num_gradients,
+            snapshot_ok=host.healer is not None and host.healer.snapshot_ok,
+            digest=host.digest,
+        )
+
+    def _update(self, verdict: Verdict, grads: list[Tensor], max_norm: float | None) -> None:
+        """Clip and step every optimizer under the verdict; then scaler, schedulers, gradients."""
+        device = self._device
+        guarding = self._host.mode != "observe"
+        bad = verdict.bad if guarding else torch.zeros_like(verdict.bad)
+        skip_on_host = bool(bad.item()) if device.reads_verdict else None
+        if max_norm is not None and grads and not skip_on_host:
+            coefficient = clip_coefficient(verdict.grad_norm, max_norm)
+            torch._foreach_mul_(grads, coefficient.to(grads[0].dtype))
+        factor = self._host.judge.lr_factor_at(self._step)
+        for guard in device.guards:
+            guard.apply(bad, skip_on_host=skip_on_host, lr_factor=factor)
+        if guarding:
+            device.shadow.put_back(bad)
+        device.shadow.keep()
+        if device.scaler is not None and device.scaler.is_enabled():
+            device.scaler.update()
+        for scheduler in device.schedulers:
+            scheduler.step()
+        for optimizer in device.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _loss_scale(self) -> Tensor:
+        """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
+        scale = getattr(self._device.scaler, "_scale", None)
+        if scale is None:
+            device = self._device.norms.device
+            return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
+        return scale.detach().to(torch.float64).reshape(1)
+
+    def _host_step(self, max_norm: float | None, weighted: bool) -> HostStep:
+        clock = self._host.clock
+        duration, wait, inside = self._clock.finish()
+        allocated, peak = device_memory(self._device.norms.device)
+        position = self._batches.position if self._batches is not None else None
+        if position is not None:
+            self._positions[self._step] = position
+            self._positions.pop(self._step - 4096, None)
+        return HostStep(
+            step=self._step,
+            attempt=self.attempt,
+            time_unix_ns=clock.time_ns(),
+            monotonic_ns=clock.monotonic_ns(),
+            duration_seconds=duration,
+            data_wait_seconds=wait,
+            monitor_seconds=inside,
+            learning_rates=learning_rates(self._device.optimizers),
+            lr_factor=self._host.judge.lr_factor_at(self._step),
+            max_norm=max_norm,
+            tokens=self._tokens_per_step,
+            weighted=weighted,
+            memory_allocated_bytes=allocated,
+            memory_peak_bytes=peak,
+            epoch=None if position is None else position.epoch,
+            batch_index=None if position is None else position.batch,
+        )
+
+    def _host_side(
+        self, ready: tuple[list[float], HostStep] | None, attempted: int
+    ) -> Decision | None:
+        if ready is None:
+            return None
+        decision = self._host.handle(*ready, now_step=attempted)
+        if decision is None:
+            return None
+        self._step = self._host.carry_out(decision, now_step=attempted)
+        if decision.acted and decision.action == "rollback":
+            self._after_rollback(decision)
+        return decision
+
+    def _after_rollback(self, decision: Decision) -> None:
+        """Forget what is in flight and move the data on past the poisoned window."""
+        self._device.readback.discard()
+        self._device.shadow.keep()
+        self._clock.restart()
+        for optimizer in self._device.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        stream = self._batches
+        if stream is None or stream.position is None:
+            return
+        onset = self._positions.get(decision.step, stream.position)
+        here = stream.position
+        first = Position(here.epoch, here.batch + 1)
+        past = Position(onset.epoch, onset.batch + decision.skip_batches)
+        target = stream.move_to(max(first, past))
+        if self._host.is_root:
+            event = DataWindowSkipped(
+                epoch=onset.epoch,
+                first_batch=onset.batch,
+                last_batch=target.batch,
+                reason=decision.reason,
+            )
+            self._host.emitter.event(event, step=self._step, attempt=self.attempt)
+
+    # ------------------------------------------------------------------------------- the end
+
+    def close(self, *, failed: str = "") -> None:
+        """Write down what is still in flight and say goodbye. Enters no collective."""
+        if self._closed:
+            return
+        self._closed = True
+        host = self._host
+        with host.faults.fail_open("close"):
+            while host.halted is None and (ready := self._device.readback.pop()) is not None:
+                host.handle(*ready, now_step=self._step)
+        if host.is_root and host.halted is None:
+            state = "failed" if failed else "finished"
+            event = RunEnded(state=state, reason=failed)
+            host.emitter.event(event, step=self._step, attempt=self.attempt)
+        host.emitter.close()
+        for call in self._on_close:
+            with host.faults.fail_open("close"):
+                call()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(failed="" if error is None else f"{type(error).__name__}: {error}"[:500])
+
+
+__all__ = ["Device", "Monitor"]

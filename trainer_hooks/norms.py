@@ -1,0 +1,130 @@
+"""Squares of all gradients in one fused pass, so that one sum over the ranks gives exact norms.
+
+At ``watch()`` the ranks compare (name, global offset, shape) of what each holds; a local square is
+divided by its number of holders. The sum over ranks then is the global square in DDP (every rank
+holds all), FSDP (each holds a part) and their products, without weights from placements.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_hooks.ranks import Ranks
+from trainvitals.errors import UsageError
+
+Shard = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor (a Partial one reduced first), or the tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    placements = tensor.placements  # type: ignore[attr-defined]
+    if any(p.is_partial() for p in placements):
+        from torch.distributed.tensor import Replicate
+
+        full = [Replicate() if p.is_partial() else p for p in placements]
+        tensor = tensor.redistribute(placements=full)  # type: ignore[attr-defined]
+    local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def _shard(name: str, param: Tensor) -> Shard:
+    if not hasattr(param, "to_local"):
+        return name, (0,) * param.dim(), tuple(param.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        param.shape,
+        param.device_mesh,  # type: ignore[attr-defined]
+        param.placements,  # type: ignore[attr-defined]
+    )
+    return name, tuple(offset), tuple(shape)
+
+
+def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
+    """Return the optimizers' parameters by name, in optimizer order.
+
+    The optimizers' and never the model's: FSDP2 may hold other objects there. A parameter the model
+    does not know is named after its place in the optimizer.
+
+    Raises:
+        UsageError: there are none, or two optimizers hold the same parameter.
+    """
+    names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                if id(param) in seen:
+                    raise UsageError(
+                        f"parameter {names.get(id(param), i)!r} is in two optimizers or groups",
+                        hint="give each parameter to one optimizer: it would be stepped twice",
+                    )
+                seen.add(id(param))
+                found[names.get(id(param), f"optimizer{o}.group{g}.{i}")] = param
+    if not found:
+        raise UsageError(
+            "the optimizers hold no parameters", hint="pass the optimizers that train the model"
+        )
+    return found
+
+
+class GradNorms:
+    """The gradients of all watched parameters and their squares; collective when made."""
+
+    def __init__(self, params: dict[str, Tensor], ranks: Ranks) -> None:
+        self.names = tuple(params)
+        self._params: Sequence[Tensor] = tuple(params.values())
+        self.device = local_tensor(self._params[0]).device
+        shards = [_shard(name, param) for name, param in params.items()]
+        held = Counter(shard for rank in ranks.gather(shards) for shard in rank)
+        self._share = torch.tensor(
+            [1.0 / held[shard] for shard in shards], dtype=torch.float64, device=self.device
+        )
+        self.num_parameters = sum(p.numel() for p in self._params)
+
+    def gradients(self) -> tuple[list[int], list[Tensor]]:
+        """Return the positions that have a gradient and those gradients, sparse ones coalesced."""
+        where, grads = [], []
+        for i, param in enumerate(self._params):
+            grad = param.grad
+            if grad is None:
+                continue
+            local = local_tensor(grad)
+            if local.is_sparse:
+                local = local.coalesce().values()
+            if local.numel() == 0:
+                continue
+            where.append(i)
+            grads.append(local)
+        return where, grads
+
+    def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
+        """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.
+
+        Norms are taken in float64: a finite gradient of 1e30 must stay a finite outlier, where a
+        float32 square would be Inf. No value reaches the host.
+        """
+        if not grads:
+            return
+        norms = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float64))  # type: ignore[call-arg]
+        if len(grads) == len(self._params):
+            torch.mul(norms * norms, self._share, out=out)
+        else:
+            index = torch.tensor(where, device=self.device)
+            out.index_copy_(0, index, norms * norms * self._share[index])
+
+    def nonfinite_parameters(self) -> Tensor:
+        """Return 1.0 where any local parameter holds a NaN or Inf, on the device, float64."""
+        with torch.no_grad():
+            locals_ = [t for t in map(local_tensor, self._params) if t.numel()]
+            norms = torch.stack(torch._foreach_norm(locals_, float("inf"), dtype=torch.float64))  # type: ignore[call-arg]
+            return (~torch.isfinite(norms).all()).to(torch.float64)

@@ -1,0 +1,30 @@
+"""What ``Monitor.step`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainvitals.records import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What became of a step, as far as the host knows it already.
+
+    The verdict itself stays on the device; a decision concerns the step ``readback_lag`` steps ago.
+    """
+
+    step: int
+    """Index of the update that was just attempted."""
+    next_step: int
+    """Index of the update that comes next; smaller than ``step`` after a rollback."""
+    decision: Decision | None = None
+    """The ladder's decision that this call carried out or recorded, if there was one."""
+
+    @property
+    def rolled_back_to(self) -> int | None:
+        """The step the run went back to in this call, None if it did not."""
+        decision = self.decision
+        if decision is None or decision.action != "rollback" or not decision.acted:
+            return None
+        return decision.rollback_to_step

@@ -1,0 +1,210 @@
+"""The one vector the ranks sum in a step: its layout, its filling, and its reading on the host.
+
+    squares of every parameter | rank 0's words | RANK_FIELDS of rank 0 | of rank 1 | ...
+
+A rank writes its own slots and leaves the others zero, so a sum is also a gather: maximum, spread
+and culprit come out of the same collective. Above MAX_SLOTS ranks, neighbours share a slot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.ranks import Ranks
+
+MAX_SLOTS = 1024
+
+RANK_FIELDS = (
+    "weighted_loss",  # loss times weight
+    "weight",  # 0 where the rank has no loss
+    "bad_squares",  # 1 where this rank's own gradients are not finite
+    "overflow",  # the gradient scaler's own flag
+    "failed",  # the rank's prepare failed: its numbers do not count
+    "num_gradients",
+    "nonfinite_params",
+    "snapshot_ok",  # the rank holds the snapshot that was last taken
+    "digest",  # of the last verdict: a mismatch is an incident
+)
+ROOT_FIELDS = (
+    "loss_limit",
+    "grad_norm_limit",
+    "command_number",
+    "command_action",
+    "command_argument",
+    "next_attempt",  # id for the branch that a rollback would open
+)
+RankField = Literal[
+    "weighted_loss",
+    "weight",
+    "bad_squares",
+    "overflow",
+    "failed",
+    "num_gradients",
+    "nonfinite_params",
+    "snapshot_ok",
+    "digest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """Where each number lies; equal on all ranks by construction."""
+
+    num_params: int
+    num_slots: int
+    slot: int
+
+    @classmethod
+    def of(cls, num_params: int, ranks: Ranks) -> PackLayout:
+        """Return the layout for this job and this rank's slot in it."""
+        slots = min(ranks.world_size, MAX_SLOTS)
+        return cls(num_params, slots, ranks.rank * slots // ranks.world_size)
+
+    @property
+    def root(self) -> int:
+        """First of rank 0's words."""
+        return self.num_params
+
+    @property
+    def ranks(self) -> int:
+        """First of the rank slots."""
+        return self.num_params + len(ROOT_FIELDS)
+
+    @property
+    def size(self) -> int:
+        """Numbers in the pack."""
+        return self.ranks + self.num_slots * len(RANK_FIELDS)
+
+    def mine(self, field: RankField) -> int:
+        """Position of this rank's ``field``."""
+        return self.ranks + self.slot * len(RANK_FIELDS) + RANK_FIELDS.index(field)
+
+    def slots(self, pack: Tensor) -> Tensor:
+        """Return the rank slots as a view of shape (num_slots, fields)."""
+        return pack[self.ranks :].view(self.num_slots, len(RANK_FIELDS))
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What one rank brings to the exchange besides its gradients' squares.
+
+    ``loss`` and ``weight`` may be device tensors; everything else is a host number.
+    """
+
+    loss: Tensor | None
+    weight: Tensor | float
+    overflow: Tensor | None = None
+    nonfinite_params: Tensor | None = None
+    num_gradients: int = 0
+    failed: bool = False
+    snapshot_ok: bool = False
+    digest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Rank 0's words: the limits in force and its verified command. None is no limit."""
+
+    loss_limit: float | None = None
+    grad_norm_limit: float | None = None
+    command_number: int = 0
+    command_action: int = 0
+    command_argument: float = 0.0
+    next_attempt: int = 0
+
+    def words(self) -> list[float]:
+        """Return the numbers in the order of ROOT_FIELDS."""
+        return [
+            math.inf if self.loss_limit is None else self.loss_limit,
+            math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
+            float(self.command_number),
+            float(self.command_action),
+            self.command_argument,
+            float(self.next_attempt),
+        ]
+
+
+class Packer:
+    """Fills the persistent pack of this rank."""
+
+    def __init__(self, layout: PackLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.pack = torch.zeros(layout.size, dtype=torch.float64, device=device)
+        pinned = device.type == "cuda"
+        # Two host buffers in turn: the copy of the last step may still be under way.
+        self._host = [
+            torch.zeros(layout.size - layout.num_params, dtype=torch.float64, pin_memory=pinned)
+            for _ in range(3)
+        ]
+        self._turn = 0
+
+    @property
+    def squares(self) -> Tensor:
+        """The part of the pack that the norms go to, zeroed by ``fill``."""
+        return self.pack[: self.layout.num_params]
+
+    def fill(self, local: Local, root: Root | None) -> None:
+        """Write all but the squares; ``root`` on rank 0 alone. Waits for nothing."""
+        layout, base = self.layout, self.layout.num_params
+        self._turn = (self._turn + 1) % len(self._host)
+        host = self._host[self._turn].zero_()
+        numbers: dict[RankField, float] = {
+            "failed": float(local.failed),
+            "num_gradients": float(local.num_gradients),
+            "snapshot_ok": float(local.snapshot_ok),
+            "digest": float(local.digest),
+        }
+        for field, number in numbers.items():
+            host[layout.mine(field) - base] = number
+        if root is not None:
+            host[: len(ROOT_FIELDS)] = torch.tensor(root.words(), dtype=torch.float64)
+        self.pack[base:].copy_(host, non_blocking=True)
+        if not local.failed:
+            self._fill_tensors(local)
+
+    def _fill_tensors(self, local: Local) -> None:
+        pack, layout = self.pack, self.layout
+        if local.loss is not None:
+            loss = local.loss.detach().to(torch.float64).reshape(())
+            pack[layout.mine("weighted_loss")] = loss * local.weight
+            pack[layout.mine("weight")] = local.weight
+        if local.overflow is not None:
+            pack[layout.mine("overflow")] = local.overflow.reshape(())
+        if local.nonfinite_params is not None:
+            pack[layout.mine("nonfinite_params")] = local.nonfinite_params
+        bad = ~torch.isfinite(self.squares).all()
+        pack[layout.mine("bad_squares")] = bad.to(torch.float64)
+
+    def clear(self) -> None:
+        """Set every number to zero before a step's numbers are written."""
+        self.pack.zero_()
+
+
+class Reduced:
+    """The summed pack on the host: plain numbers that every rank holds alike."""
+
+    def __init__(self, layout: PackLayout, numbers: list[float]) -> None:
+        self.layout = layout
+        self.squares = numbers[: layout.num_params]
+        self.root = dict(zip(ROOT_FIELDS, numbers[layout.root : layout.ranks], strict=True))
+        width = len(RANK_FIELDS)
+        flat = numbers[layout.ranks : layout.ranks + layout.num_slots * width]
+        self._by_field = {field: flat[i::width] for i, field in enumerate(RANK_FIELDS)}
+
+    def by_rank(self, field: RankField) -> list[float]:
+        """Return the field's value of every slot, in rank order."""
+        return self._by_field[field]
+
+    def ranks_where(self, field: RankField) -> tuple[int, ...]:
+        """Return the slots whose value is not zero."""
+        return tuple(r for r, value in enumerate(self._by_field[field]) if value != 0.0)
+
+    def limit(self, field: Literal["loss_limit", "grad_norm_limit"]) -> float | None:
+        """Return the limit that was in force, None where there was none."""
+        value = self.root[field]
+        return None if math.isinf(value) else value

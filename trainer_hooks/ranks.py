@@ -1,0 +1,56 @@
+"""Which rank this is, and the few collectives that are allowed: at set-up, and one per step."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the ranks of the job.
+
+    ``side`` is a gloo group of our own for set-up and checkpoints: on the training's group a
+    background collective hangs the job. It is None in a single process.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    side: dist.ProcessGroup | None
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Return this process's place; collective when ``torch.distributed`` is initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(0, 1, 0, None)
+        side = dist.new_group(backend="gloo")
+        local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        return cls(dist.get_rank(), dist.get_world_size(), local, cast(dist.ProcessGroup, side))
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank. Set-up only: it waits."""
+        if self.side is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.side)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order. Set-up only: it waits."""
+        if self.side is None:
+            return [value]
+        out: list[T] = [value] * self.world_size
+        dist.all_gather_object(out, value, group=self.side)
+        return out
+
+    def reduce(self, pack: torch.Tensor) -> None:
+        """Sum ``pack`` over the training's own group, in place: the one collective of a step."""
+        if self.world_size > 1:
+            dist.all_reduce(pack, op=dist.ReduceOp.SUM)

@@ -1,0 +1,64 @@
+"""The verdict on a step, taken on the device from reduced numbers: the same on every rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.pack import RANK_FIELDS, ROOT_FIELDS, PackLayout
+
+BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
+"""Bits of ``steps.verdict``; the first four and OVERFLOW keep the update from being applied."""
+
+NUM_DERIVED = 3
+
+_FIELD = {name: i for i, name in enumerate(RANK_FIELDS)}
+_ROOT = {name: i for i, name in enumerate(ROOT_FIELDS)}
+
+
+class Verdict(NamedTuple):
+    """Device tensors, all 0-dimensional float64."""
+
+    bad: Tensor
+    """Exactly 0.0 or 1.0: whether the update must not be applied."""
+    bits: Tensor
+    loss: Tensor
+    grad_norm: Tensor
+
+    def derived(self) -> Tensor:
+        """Return the numbers that go to the host beside the pack: bits, loss, norm."""
+        return torch.stack((self.bits, self.loss, self.grad_norm))
+
+
+def judge_on_device(layout: PackLayout, pack: Tensor) -> Verdict:
+    """Return the verdict on the reduced pack. Pure; no value reaches the host.
+
+    A loss or norm that is not finite is bad at once; a finite one only above rank 0's limit. Where
+    a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
+    scaler's overflow keeps the update back but is no fault.
+    """
+    slots, root = layout.slots(pack), pack[layout.root : layout.ranks]
+    sums = slots.sum(dim=0)
+    weight = sums[_FIELD["weight"]]
+    has_loss = weight != 0
+    loss = sums[_FIELD["weighted_loss"]] / torch.where(has_loss, weight, torch.ones_like(weight))
+    norm = pack[: layout.num_params].sum().sqrt()
+    whole = sums[_FIELD["failed"]] == 0
+    overflow = sums[_FIELD["overflow"]] > 0
+    bits = (
+        (has_loss & ~torch.isfinite(loss)) * BAD_LOSS
+        + (~torch.isfinite(norm) & ~overflow) * BAD_GRADIENTS
+        + (has_loss & whole & (loss > root[_ROOT["loss_limit"]])) * LOSS_OUTLIER
+        + (whole & torch.isfinite(norm) & (norm > root[_ROOT["grad_norm_limit"]])) * NORM_OUTLIER
+        + overflow * OVERFLOW
+        + (~whole) * RANK_FAILED
+    )
+    bad = (bits & (RANK_FAILED - 1)) != 0
+    return Verdict(bad.to(torch.float64), bits.to(torch.float64), loss, norm)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return min(1, max_norm / (norm + 1e-6)), the factor of ``clip_grad_norm_``."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,355 @@
+"""``watch``: puts a monitor together around an existing loop. Collective; it may raise.
+
+Everything that reads the environment, makes files, or talks to other ranks at the start is here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_hooks.attributes import run_info
+from trainer_hooks.emit import Emitter, Layers
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard import BufferShadow, OptimizerGuard
+from trainer_hooks.healer import CheckpointSettings, Healer
+from trainer_hooks.host import Host
+from trainer_hooks.inbox import Inbox
+from trainer_hooks.monitor import Device, Monitor
+from trainer_hooks.norms import GradNorms, named_parameters
+from trainer_hooks.pack import Packer, PackLayout
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.readback import Readback
+from trainer_hooks.signals import HostStep, Utilization
+from trainer_hooks.starter import missing_packages, start_agent
+from trainer_hooks.verdict import NUM_DERIVED
+from trainvitals.clock import Clock, SystemClock
+from trainvitals.errors import MissingDependencyError, TrainingHalted, UsageError, VitalsError
+from trainvitals.identity import (
+    Identity,
+    new_attempt_id,
+    new_incarnation,
+    new_run_id,
+    safe_node_id,
+)
+from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
+from trainvitals.io.mailbox import Mailbox
+from trainvitals.io.private import private_base
+from trainvitals.io.rundir import RunDir
+from trainvitals.policy import Judge, JudgeConfig
+from trainvitals.records import AttemptStarted, Note, RankStarted, RunInfo, RunStarted
+
+Mode = Literal["off", "observe", "guard", "heal"]
+_MODES = ("off", "observe", "guard", "heal")
+_OLDEST_TORCH = (2, 6)
+
+
+def watch(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    schedulers: Any | Sequence[Any] | None = None,
+    *,
+    run: str | None = None,
+    mode: Mode = "guard",
+    scaler: torch.amp.GradScaler | None = None,
+    checkpoints: CheckpointSettings | str | Path | bool | None = None,
+    dir: str | Path | None = None,
+    tokens_per_step: int | None = None,
+    config: Mapping[str, object] | None = None,
+    tags: Sequence[str] = (),
+    state: Mapping[str, Any] | None = None,
+) -> Monitor:
+    """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
+
+    Args:
+        model: the module, wrapped (DDP) or not.
+        optimizers: one or several; every watched parameter is in exactly one.
+        schedulers: advanced once per attempted step.
+        run: a name for people.
+        mode: ``observe`` decides and records, ``guard`` also skips, ``heal`` also rolls back (and
+            needs ``checkpoints``); ``off`` does nothing but train. ``VITALS_MODE=off|observe``
+            overrides the code.
+        scaler: the gradient scaler, not yet unscaled.
+        checkpoints: where verified checkpoints go; True puts them into the run directory.
+        dir: where run directories go; else ``VITALS_DIR``, else ``./vitals_runs``.
+        tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
+        config: hyperparameters to keep with the run.
+        tags: words to find the run by.
+        state: further objects with ``state_dict``/``load_state_dict`` that a rollback restores.
+
+    Raises:
+        UsageError: an argument cannot work; the text says which and what to do.
+        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+    """
+    _check_torch()
+    environ = dict(os.environ)
+    chosen = _mode(mode, environ, checkpoints)
+    all_optimizers = tuple([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+    all_schedulers = tuple(_as_list(schedulers))
+    if chosen == "off":
+        from trainer_hooks.off import Unwatched
+
+        return cast(Monitor, Unwatched(all_optimizers, all_schedulers, scaler))
+    ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
+    device = _device(model, all_optimizers, all_schedulers, scaler, ranks)
+    place = _open_run(ranks, environ, dir, clock)
+    emitter = Emitter(
+        _journal(place, ranks, faults, clock, device.norms.device),
+        clock=clock,
+        faults=faults,
+        is_root=ranks.rank == 0,
+        num_groups=sum(len(o.param_groups) for o in all_optimizers),
+        layers=Layers(device.norms.names),
+    )
+    healer = None
+    if chosen == "heal":
+        healer = Healer.make(
+            _settings(checkpoints, place.run_dir),
+            model=model,
+            device=device,
+            extra=state or {},
+            ranks=ranks,
+            emitter=emitter,
+        )
+    host = Host(
+        mode=chosen,
+        ranks=ranks,
+        layout=device.packer.layout,
+        judge=Judge(JudgeConfig(), mode=chosen, attempt=place.attempt),
+        healer=healer,
+        emitter=emitter,
+        inbox=_inbox(place, ranks, clock),
+        run_dir=place.run_dir,
+        faults=faults,
+        clock=clock,
+        utilization=Utilization(device.norms.num_parameters, ranks.world_size, device.norms.device),
+        attempt=place.attempt,
+    )
+    info = run_info(
+        name=run or "",
+        environ=environ,
+        mode=chosen,
+        config=config or {},
+        tags=tags,
+        world_size=ranks.world_size,
+        readback_lag=device.readback.lag,
+        num_params=device.norms.num_parameters,
+        run_dir=str(place.run_dir.path),
+    )
+    _say_hello(host, place, info)
+    if healer is not None:
+        healer.first(place.attempt, host.snapshot_meta)
+    if ranks.local_rank == 0:
+        _start_agent(host, place, environ)
+    return Monitor(device, host, tokens_per_step=tokens_per_step)
+
+
+def _device(
+    model: nn.Module,
+    optimizers: tuple[Optimizer, ...],
+    schedulers: tuple[Any, ...],
+    scaler: torch.amp.GradScaler | None,
+    ranks: Ranks,
+) -> Device:
+    """Lay out what works on the device; the ranks compare what each holds."""
+    params = named_parameters(model, optimizers)
+    norms = GradNorms(params, ranks)
+    guards = tuple(OptimizerGuard(o, scaler) for o in optimizers)
+    layout = PackLayout.of(len(params), ranks)
+    # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
+    lag = 1 if all(guard.on_device for guard in guards) else 0
+    size = layout.size + NUM_DERIVED + 1
+    return Device(
+        optimizers=optimizers,
+        schedulers=schedulers,
+        scaler=scaler,
+        norms=norms,
+        packer=Packer(layout, norms.device),
+        guards=guards,
+        shadow=BufferShadow(model),
+        readback=Readback[HostStep](lag=lag, size=size, device=norms.device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a run's files are; the same on all ranks but for the node's own base."""
+
+    run_dir: RunDir
+    folder: Path
+    attempt: int
+    node: str
+
+
+def _open_run(
+    ranks: Ranks, environ: Mapping[str, str], directory: str | Path | None, clock: Clock
+) -> _Place:
+    """Make or find the run on rank 0 and tell all ranks; its error is raised on every rank."""
+    told: tuple[str, str, int] | VitalsError | None = None
+    if ranks.rank == 0:
+        try:
+            told = _open_on_root(environ, directory, clock)
+        except VitalsError as error:
+            told = error
+    told = ranks.broadcast(told)
+    if isinstance(told, VitalsError):
+        raise told
+    assert told is not None
+    run_id, path, attempt = told
+    folder = announce_run(private_base(environ), run_id, Path(path))
+    node = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
+    return _Place(RunDir(Path(path)), folder, attempt, node)
+
+
+def _open_on_root(
+    environ: Mapping[str, str], directory: str | Path | None, clock: Clock
+) -> tuple[str, str, int]:
+    base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
+    run_id = environ.get("VITALS_RUN_ID") or new_run_id(clock.time_ns())
+    run_dir = RunDir.create(base, run_id)
+    marker = run_dir.halted()
+    if marker is not None:
+        raise TrainingHalted(
+            f"run {run_id} was stopped at step {marker.step}: {marker.reason}",
+            hint=f"after looking into it, `vitals resume {run_dir.path}` allows a new start",
+        )
+    run_dir.command_key(create=True)
+    return run_id, str(run_dir.path), new_attempt_id(clock.time_ns())
+
+
+def _journal(
+    place: _Place, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
+) -> JournalWriter | None:
+    """Open this rank's journal; without one training goes on, and the fault is counted."""
+    uuid = ""
+    if device.type == "cuda":
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    with faults.fail_open("journal.open"):
+        identity = Identity(
+            run_id=place.run_dir.run_id,
+            incarnation=new_incarnation(),
+            source=f"rank:{ranks.rank}",
+            node=place.node,
+            pid=os.getpid(),
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            world_size=ranks.world_size,
+            started_unix_ns=clock.time_ns(),
+            started_monotonic_ns=clock.monotonic_ns(),
+            boot_id=_boot_id(),
+            gpu_uuid=uuid,
+        )
+        return JournalWriter(journal_directory(place.folder, identity), identity)
+    return None
+
+
+def _inbox(place: _Place, ranks: Ranks, clock: Clock) -> Inbox | None:
+    if ranks.rank != 0:
+        return None
+    applied = [entry.get("command_number", 0) for entry in place.run_dir.read_plan()]
+    path = place.folder / "mailbox"
+    return Inbox(
+        mailbox=Mailbox.open(path) if path.exists() else Mailbox.create(path),
+        key=place.run_dir.command_key(),
+        run_id=place.run_dir.run_id,
+        clock=clock,
+        last_number=max((int(cast(int, n)) for n in applied), default=0),
+    )
+
+
+def _say_hello(host: Host, place: _Place, info: RunInfo) -> None:
+    ranks, emitter = host.ranks, host.emitter
+    started = RankStarted(
+        rank=ranks.rank,
+        local_rank=ranks.local_rank,
+        world_size=ranks.world_size,
+        pid=os.getpid(),
+        node=place.node,
+    )
+    emitter.event(started, step=0, attempt=place.attempt)
+    if ranks.rank != 0:
+        return
+    with host.faults.fail_open("run.json"):
+        place.run_dir.write_info(info)
+    emitter.event(RunStarted(info=info), step=0, attempt=place.attempt)
+    attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
+    emitter.event(attempt, step=0, attempt=place.attempt)
+    if info.readback_lag == 0:
+        text = "an optimizer takes the verdict on the host: each step waits for it"
+        emitter.event(Note(code="host_path", text=text), step=0, attempt=place.attempt)
+
+
+def _start_agent(host: Host, place: _Place, environ: Mapping[str, str]) -> None:
+    choice = environ.get("VITALS_AGENT", "auto")
+    if choice not in ("auto", "off"):
+        raise UsageError(
+            f"VITALS_AGENT is {choice!r}; it must be auto or off",
+            hint="unset it to let local rank 0 start the node's agent",
+        )
+    if choice == "off":
+        return
+    missing = missing_packages()
+    if missing:
+        text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
+        host.emitter.event(Note(code="no_agent", text=text), step=0, attempt=place.attempt)
+        return
+    with host.faults.fail_open("agent.start"):
+        start_agent(place.run_dir.path.parent, place.run_dir.run_id, environ)
+
+
+def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
+    override = environ.get("VITALS_MODE")
+    if override is not None and override not in ("off", "observe"):
+        raise UsageError(
+            f"VITALS_MODE is {override!r}; the environment can only say off or observe",
+            hint="guard and heal are chosen in the code: watch(..., mode='heal')",
+        )
+    chosen = override or mode
+    if chosen not in _MODES:
+        raise UsageError(f"mode is {chosen!r}; it must be one of {', '.join(_MODES)}")
+    if chosen == "heal" and not checkpoints:
+        raise UsageError(
+            "mode 'heal' rolls back, and needs checkpoints to go back to",
+            hint="watch(..., mode='heal', checkpoints=True) keeps them in the run directory",
+        )
+    return cast(Mode, chosen)
+
+
+def _settings(
+    checkpoints: CheckpointSettings | str | Path | bool | None, run_dir: RunDir
+) -> CheckpointSettings:
+    if isinstance(checkpoints, CheckpointSettings):
+        return checkpoints
+    if isinstance(checkpoints, str | Path):
+        return CheckpointSettings(directory=Path(checkpoints))
+    return CheckpointSettings(directory=run_dir.checkpoints_dir)
+
+
+def _check_torch() -> None:
+    numbers = torch.__version__.split("+")[0].split(".")[:2]
+    if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
+        raise MissingDependencyError(
+            f"torch is {torch.__version__}; at least 2.6 is needed",
+            hint="upgrade torch in the way your cluster installs it",
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
