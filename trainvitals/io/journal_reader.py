@@ -36,6 +36,7 @@ class JournalReader:
         self.set_aside: set[Path] = set()
         self._known: dict[Path, _Known] = {}
         self._next: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         self._identity: Identity | None = None
         self._unsaid: NewerVersionError | None = None
 
@@ -197,7 +198,9 @@ class JournalReader:
         stream = header.stream_schema.stream
         num_rows = len(rows) // header.stream_schema.row_size
         gap = max(0, first_seq - self._next.get(stream, 0))
-        self.dropped += gap
+        seen = max(self._seen.get(stream, 0), self._next.get(stream, 0))
+        self.dropped += max(0, first_seq - seen)  # read again after a failure, it counts once
+        self._seen[stream] = max(seen, first_seq + num_rows)
         self._next[stream] = first_seq + num_rows
         return Batch(
             BatchHeader(

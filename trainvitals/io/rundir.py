@@ -139,8 +139,10 @@ class RunDir:
                 f"{path} is missing; commands for this run cannot be signed or verified",
                 hint="it is made when the run starts; was the folder copied without it?",
             ) from None
-        with open(fd, "rb") as file:
-            raw = file.read(4 * _KEY_BYTES)
+        try:
+            raw = os.read(fd, 4 * _KEY_BYTES)
+        finally:
+            os.close(fd)
         try:
             key = bytes.fromhex(raw.decode("ascii"))
         except ValueError:
@@ -159,12 +161,11 @@ class RunDir:
         return path
 
     def take_commands(self) -> list[Command]:
-        """Return the commands that were left, oldest first, each once; unreadable ones are renamed."""
+        """Return the commands that were left, oldest first, each once; damaged ones are renamed."""
         folder = self.path / "commands"
         taken: list[Command] = []
-        paths = (
-            [p for p in folder.iterdir() if _COMMAND_FILE.match(p.name)] if folder.is_dir() else []
-        )
+        found = folder.iterdir() if folder.is_dir() else ()
+        paths = [path for path in found if _COMMAND_FILE.match(path.name)]
         for path in sorted(paths, key=lambda p: int(p.stem)):
             raw = _read(path)
             if raw is None:
@@ -191,7 +192,7 @@ class RunDir:
             return HaltMarker(reason="the halt marker is damaged; its reason is lost")
 
     def write_halted(self, marker: HaltMarker) -> None:
-        """Mark the run as stopped; durable when this returns. Call before anything else of a halt."""
+        """Mark the run as stopped; durable when this returns. A halt does this first."""
         raw = msgspec.json.format(msgspec.json.encode(marker), indent=2)
         replace_file(self.path / "HALTED", raw + b"\n")
 
@@ -203,7 +204,7 @@ class RunDir:
     # ------------------------------------------------------------------------------- plan
 
     def append_plan(self, entry: Mapping[str, object]) -> None:
-        """Add a line to the plan journal; durable when this returns. Only global rank 0 calls it."""
+        """Add a line to the plan journal; durable when this returns. For global rank 0 only."""
         line = msgspec.json.encode(dict(entry)) + b"\n"
         path = self.path / "plan.jsonl"
         is_new = not path.exists()
@@ -222,7 +223,7 @@ class RunDir:
         """Return the plan journal's entries; a torn last line is passed over.
 
         Raises:
-            FormatError: a line before the last is damaged. Budgets would come back: no guess is made.
+            FormatError: a line before the last is damaged. A guess could give budgets back.
         """
         raw = _read(self.path / "plan.jsonl") or b""
         entries: list[dict[str, object]] = []
@@ -259,9 +260,7 @@ def sync_folder(path: Path) -> None:
     """Make names in the folder durable, where its file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # some network file systems refuse; rename is all there is
+        with contextlib.suppress(OSError):  # some network file systems refuse to
             os.fsync(fd)
     finally:
         os.close(fd)

@@ -106,7 +106,11 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
 
 def read_bytes(path: Path, offset: int, size: int) -> bytes:
     """Return up to ``size`` bytes from ``offset``. Never maps: a file may shrink under a map."""
-    fd = open_private(path)
+    return read_fd(open_private(path), offset, size)
+
+
+def read_fd(fd: int, offset: int = 0, size: int = 1 << 20) -> bytes:
+    """Return up to ``size`` bytes from ``offset`` and close the descriptor."""
     try:
         parts = []
         while size > 0 and (part := os.pread(fd, size, offset)):

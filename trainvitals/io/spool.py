@@ -9,6 +9,7 @@ history: nothing is removed, and what does not fit is refused. Without it the ol
 """
 
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -56,7 +57,7 @@ class Spool:
         self.directory = directory
         self.max_bytes = max_bytes
         self.keep = keep
-        self.corrupt = 0
+        self._corrupt_at: set[Position] = set()
         self._file_bytes = max(1, min(file_bytes, max_bytes // 4))
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -79,6 +80,11 @@ class Spool:
         return self._state.dropped_rows
 
     @property
+    def corrupt(self) -> int:
+        """Damaged stretches that were met and passed over; they stay in their file."""
+        return len(self._corrupt_at)
+
+    @property
     def acked(self) -> Position:
         """Up to where everything is acknowledged."""
         return self._state.acked
@@ -88,7 +94,7 @@ class Spool:
         return dict(self._last)
 
     def append(self, raw: bytes) -> bool:
-        """Add a batch; durable after the next ``sync``. False: refused and counted (``keep``, full).
+        """Add a batch; durable after the next ``sync``. False: full (``keep``); counted.
 
         Raises:
             FormatError: it is no valid batch.
@@ -114,14 +120,21 @@ class Spool:
 
     def sync(self) -> None:
         """Make everything appended so far durable."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StorageError(f"{self._file.name}: cannot be made durable: {error}") from error
 
     def pending(self, limit: int) -> list[tuple[Position, bytes]]:
-        """Return the oldest batches that are not acknowledged, each with the position to ``ack``."""
+        """Return the oldest unacknowledged batches, each with the position to ``ack``."""
         found: list[tuple[Position, bytes]] = []
-        for item in _scan_folder(self.directory, self._state.acked, lambda number: True):
-            found.append(item)
+        for position, raw in _scan_folder(self.directory, self._state.acked):
+            if raw is None:
+                self._corrupt_at.add(position)
+                continue
+            found.append((position, raw))
             if len(found) >= limit:
                 break
         return found
@@ -139,10 +152,9 @@ class Spool:
     def close(self) -> None:
         """Sync, save the state, close the file."""
         if self._file is not None:
-            self.sync()
+            self._save_state()
             self._file.close()
             self._file = None
-        self._save_state()
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:06d}.tvs"
@@ -150,9 +162,8 @@ class Spool:
     def _current(self, size: int) -> tuple[BinaryIO, int]:
         """Return the file to append to, beginning a new one where the present one is full."""
         number = max(self._sizes, default=-1)
-        if self._file is not None and self._sizes[number] + size > self._file_bytes:
-            if self._sizes[number] > 0:
-                self.close()
+        if self._file is not None and 0 < self._sizes[number] > self._file_bytes - size:
+            self.close()
         if self._file is None:
             number = max(number, self._state.acked.file - 1, self._state.scanned.file - 1) + 1
             self._file = self._path(number).open("xb", buffering=0)
@@ -179,7 +190,8 @@ class Spool:
         start = acked.offset if number == acked.file else 0
         with self._path(number).open("rb") as file:
             found = _scan_file(file, start, complete=True)
-            return sum(decode_batch(raw).header.num_rows for _, raw in found if raw is not None)
+            headers = [_header(raw) for _, raw in found if raw is not None]
+            return sum(header.num_rows for header in headers if header is not None)
 
     def _remove(self, number: int) -> None:
         if self._file is not None and number == max(self._sizes):
@@ -200,17 +212,22 @@ class Spool:
             if number < scanned.file:
                 continue
             start = scanned.offset if number == scanned.file else 0
+            end = min(start, self._sizes[number])
             with self._path(number).open("rb") as file:
-                end = min(start, self._sizes[number])
-                for end, raw in _scan_file(file, end, complete=number < newest):
+                for here, raw in _scan_file(file, end, complete=number < newest):
+                    end = here
+                    header = None if raw is None else _header(raw)
                     if raw is None:
-                        self.corrupt += 1
-                    else:
-                        self._note(decode_batch(raw).header)
+                        self._corrupt_at.add(Position(number, here))
+                    if header is not None:
+                        self._note(header)
             if number == newest and end < self._sizes[number]:
                 os.truncate(self._path(number), end)
                 self._sizes[number] = end
         if newest >= 0:
+            if self._state.acked.file == newest:
+                offset = min(self._state.acked.offset, self._sizes[newest])
+                self._state.acked = Position(newest, offset)
             self._file = self._path(newest).open("r+b", buffering=0)
             self._file.seek(0, os.SEEK_END)
 
@@ -221,11 +238,15 @@ class Spool:
             return _State()
 
     def _save_state(self) -> None:
+        self.sync()  # the state must not speak of bytes that a crash could take
         newest = max(self._sizes, default=-1)
         if newest >= 0:
             self._state.scanned = Position(newest, self._sizes[newest])
         self._state.last_seqs = [(*key, seq) for key, seq in sorted(self._last.items())]
-        replace_file(self.directory / _STATE, msgspec.json.encode(self._state))
+        try:
+            replace_file(self.directory / _STATE, msgspec.json.encode(self._state))
+        except OSError as error:
+            raise StorageError(f"{self.directory / _STATE}: cannot be written: {error}") from error
 
 
 def read_batches(
@@ -247,12 +268,14 @@ def read_batches(
             return True
         return now - changed > GROWING_SECONDS
 
-    yield from _scan_folder(directory, start or Position(), settled)
+    for position, raw in _scan_folder(directory, start or Position(), settled):
+        if raw is not None:
+            yield position, raw
 
 
 def _scan_folder(
-    directory: Path, start: Position, settled: Callable[[int], bool]
-) -> Iterator[tuple[Position, bytes]]:
+    directory: Path, start: Position, settled: Callable[[int], bool] = lambda number: True
+) -> Iterator[tuple[Position, bytes | None]]:
     files = [(number, path) for number, path in _files(directory) if number >= start.file]
     for i, (number, path) in enumerate(files):
         is_newest = i + 1 == len(files)
@@ -263,10 +286,9 @@ def _scan_folder(
             continue  # acknowledged or dropped by its owner
         with file:
             for end, raw in _scan_file(file, offset, complete=not is_newest):
-                if raw is not None:
-                    yield Position(number, end), raw
-                elif is_newest and not settled(number):
+                if raw is None and is_newest and not settled(number):
                     return
+                yield Position(number, end), raw
 
 
 def _scan_file(
@@ -298,11 +320,21 @@ def _batch_at(file: BinaryIO, offset: int) -> bytes | None:
     prefix = file.read(PREFIX.size)
     try:
         size = batch_size(prefix)
-        raw = prefix + file.read(size - len(prefix))
-        decode_batch(raw)
     except FormatError:
         return None
+    raw = prefix + file.read(size - len(prefix))
+    crc = PREFIX.unpack_from(raw)[3]
+    if len(raw) != size or zlib.crc32(memoryview(raw)[PREFIX.size :]) != crc:
+        return None
     return raw
+
+
+def _header(raw: bytes) -> BatchHeader | None:
+    """The header of an intact batch; None where it is of a newer version, which is passed on."""
+    try:
+        return decode_batch(raw).header
+    except FormatError:
+        return None
 
 
 def _next_batch(file: BinaryIO, offset: int) -> int | None:

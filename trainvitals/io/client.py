@@ -1,0 +1,319 @@
+"""Speaks to a collector over HTTP: ingest for agents, queries and orders for people.
+
+Bodies are ``trainvitals.views``. What goes wrong is one of our errors: TransportError where trying
+again may help, UnauthorizedError for the token, else what the collector says (FormatError for bytes
+it will never take, UsageError for what cannot be done as asked). No proxy is used and no redirect
+followed: the token goes to the address that was given and nowhere else.
+"""
+
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from trainvitals.errors import (
+    FormatError,
+    NewerVersionError,
+    TransportError,
+    UnauthorizedError,
+    UsageError,
+    VitalsError,
+)
+from trainvitals.io.private import open_private
+from trainvitals.io.segments import read_fd
+from trainvitals.views import (
+    AckRequest,
+    AlertView,
+    Branch,
+    CheckpointView,
+    CommandRequest,
+    CommandView,
+    DecisionView,
+    EventView,
+    FindingView,
+    Problem,
+    RunDetail,
+    RunSummary,
+    SeriesReply,
+    StepView,
+)
+from trainvitals.wire import IngestReply
+
+T = TypeVar("T")
+
+_SETTLED = frozenset({400, 404, 405, 409, 410, 413, 415, 422})
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a collector, by scope; what a program was not given is empty."""
+
+    read: str = ""
+    ingest: str = ""
+    control: str = ""
+
+
+class CollectorAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a collector is and what may be done there."""
+
+    url: str
+    tokens: Tokens = Tokens()
+
+
+class _CollectorFile(msgspec.Struct, frozen=True):
+    url: str
+    pid: int = 0
+
+
+class CollectorClient:
+    """A collector's API. Thread-safe; close it, or use it in a ``with``.
+
+    Args:
+        url: ``http://host:port``.
+        token: of the scope that the calls need.
+        timeout: seconds for each of connecting, sending and waiting.
+        transport: for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        *,
+        timeout: float = 5.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:
+            parsed = httpx.URL("")
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise UsageError(
+                f"the collector's address is {url!r}; it must be http://host:port",
+                hint="`vitals collector` prints its address when it starts",
+            )
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=timeout,
+            trust_env=False,
+            verify=ssl.create_default_context() if parsed.scheme == "https" else False,
+            transport=transport,
+        )
+
+    # -------------------------------------------------------------------------- for agents
+
+    def ingest(self, raw: bytes) -> IngestReply:
+        """Store one batch; committed when this returns."""
+        headers = {"Content-Type": "application/octet-stream"}
+        return self._call(IngestReply, "POST", "/v1/ingest", content=raw, headers=headers)
+
+    def pending_commands(self, run_id: str) -> tuple[CommandView, ...]:
+        """Return the commands that wait to be delivered to the run."""
+        path = _path("runs", run_id, "commands")
+        return self._call(tuple[CommandView, ...], "GET", path, params={"status": "pending"})
+
+    def mark_delivered(self, run_id: str, number: int) -> None:
+        """Say that a command lies in the run's mailbox."""
+        path = _path("runs", run_id, "commands", str(number), "delivered")
+        self._send("POST", path)
+
+    # ------------------------------------------------------------------------- for readers
+
+    def healthy(self) -> bool:
+        """Return whether the collector answers and says that it works."""
+        try:
+            return self._http.get("/healthz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def runs(self) -> tuple[RunSummary, ...]:
+        """Return all runs, as the collector orders them."""
+        return self._call(tuple[RunSummary, ...], "GET", "/v1/runs")
+
+    def run(self, run_id: str) -> RunDetail:
+        """Return everything about one run that is not a curve."""
+        return self._call(RunDetail, "GET", _path("runs", run_id))
+
+    def series(
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        source: str = "",
+        branch: Branch = "lineage",
+        points: int = 1000,
+        from_step: int | None = None,
+        to_step: int | None = None,
+    ) -> SeriesReply:
+        """Return one series, downsampled to about ``points``; ``source`` "" lets it choose."""
+        params: dict[str, str | int | None] = {
+            "metric": metric,
+            "source": source or None,
+            "branch": branch,
+            "points": points,
+            "from_step": from_step,
+            "to_step": to_step,
+        }
+        given = {key: value for key, value in params.items() if value is not None}
+        return self._call(SeriesReply, "GET", _path("runs", run_id, "series"), params=given)
+
+    def step(self, run_id: str, step: int) -> StepView:
+        """Return what is known of one step."""
+        return self._call(StepView, "GET", _path("runs", run_id, "steps", str(step)))
+
+    def decisions(self, run_id: str) -> tuple[DecisionView, ...]:
+        """Return the ledger."""
+        return self._call(tuple[DecisionView, ...], "GET", _path("runs", run_id, "decisions"))
+
+    def findings(self, run_id: str) -> tuple[FindingView, ...]:
+        """Return what the detectors said."""
+        return self._call(tuple[FindingView, ...], "GET", _path("runs", run_id, "findings"))
+
+    def checkpoints(self, run_id: str) -> tuple[CheckpointView, ...]:
+        """Return each checkpoint's latest state."""
+        return self._call(tuple[CheckpointView, ...], "GET", _path("runs", run_id, "checkpoints"))
+
+    def events(self, run_id: str) -> tuple[EventView, ...]:
+        """Return all other events as lines for people."""
+        return self._call(tuple[EventView, ...], "GET", _path("runs", run_id, "events"))
+
+    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
+        """Return the inbox, all of it or one run's or one state's."""
+        params = {key: value for key, value in (("run", run_id), ("state", state)) if value}
+        return self._call(tuple[AlertView, ...], "GET", "/v1/alerts", params=params)
+
+    # -------------------------------------------------------------------------- for orders
+
+    def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
+        """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
+        path = _path("alerts", fingerprint, "ack")
+        return self._call(AlertView, "POST", path, **_json(request))
+
+    def send_command(self, run_id: str, request: CommandRequest) -> CommandView:
+        """Propose something to the run's ladder."""
+        path = _path("runs", run_id, "commands")
+        return self._call(CommandView, "POST", path, **_json(request))
+
+    def commands(self, run_id: str) -> tuple[CommandView, ...]:
+        """Return all commands of a run and what became of each."""
+        return self._call(tuple[CommandView, ...], "GET", _path("runs", run_id, "commands"))
+
+    # ---------------------------------------------------------------------------- plumbing
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> "CollectorClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, answer: type[T], method: str, path: str, **how: Any) -> T:
+        raw = self._send(method, path, **how)
+        try:
+            return msgspec.json.decode(raw, type=answer)
+        except msgspec.DecodeError as error:
+            raise TransportError(
+                f"{self.url}{path} answered something else than a collector would: {error}",
+                hint="is this a collector's address, and of this version?",
+            ) from error
+
+    def _send(self, method: str, path: str, **how: Any) -> bytes:
+        try:
+            response = self._http.request(method, path, **how)
+        except httpx.TimeoutException as error:
+            raise TransportError(
+                f"the collector at {self.url} did not answer in time",
+                hint="it may be overloaded; what is spooled is not lost",
+            ) from error
+        except httpx.HTTPError as error:
+            raise TransportError(
+                f"the collector at {self.url} cannot be reached: {error}",
+                hint="start one with `vitals collector`, or give its address with --collector",
+            ) from error
+        if response.is_success:
+            return response.content
+        raise _refusal(self.url, path, response)
+
+
+def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
+    """Return the collector that the environment names, else this user's own; None: there is none.
+
+    ``VITALS_COLLECTOR_URL`` and ``VITALS_TOKEN_FILE`` come first, then the files that a collector
+    writes into its data folder. Whether it is alive is not asked.
+    """
+    data = default_data_dir(environ)
+    url = environ.get("VITALS_COLLECTOR_URL", "")
+    token_file = environ.get("VITALS_TOKEN_FILE", "")
+    if url:
+        return CollectorAddress(url=url, tokens=read_tokens(token_file) if token_file else Tokens())
+    try:
+        found = msgspec.json.decode((data / "collector.json").read_bytes(), type=_CollectorFile)
+    except (OSError, msgspec.DecodeError):
+        return None
+    path = Path(token_file) if token_file else data / "tokens.json"
+    return CollectorAddress(url=found.url, tokens=read_tokens(path) if path.exists() else Tokens())
+
+
+def default_data_dir(environ: Mapping[str, str]) -> Path:
+    """Return where a collector keeps its data unless told otherwise."""
+    home = environ.get("XDG_DATA_HOME") or Path(environ.get("HOME") or Path.home()) / ".local/share"
+    return Path(home) / "trainvitals"
+
+
+def read_tokens(path: Path | str) -> Tokens:
+    """Return the tokens in a file that only this user may read.
+
+    Raises:
+        UsageError: it is missing or is no token file.
+        InsecurePathError: others may read it.
+    """
+    hint = "the collector makes it, mode 0600, when it first starts"
+    try:
+        return msgspec.json.decode(read_fd(open_private(Path(path))), type=Tokens)
+    except OSError as error:
+        raise UsageError(f"token file {path}: {error.strerror}", hint=hint) from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{path} is no token file: {error}", hint=hint) from error
+
+
+def _path(*parts: str) -> str:
+    return "/v1/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def _json(request: msgspec.Struct) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    return {"content": msgspec.json.encode(request), "headers": headers}
+
+
+def _refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
+    """The error that an answer other than 2xx is."""
+    status = response.status_code
+    try:
+        problem = msgspec.json.decode(response.content, type=Problem)
+    except msgspec.DecodeError:
+        text = f"{url}{path} answered {status} {response.reason_phrase}"
+        problem = Problem(code="", text=text)
+    if status in (401, 403):
+        hint = problem.hint or "give the collector's token file with --token-file"
+        return UnauthorizedError(problem.text, hint=hint)
+    kind: type[VitalsError] = TransportError
+    if status in _SETTLED and problem.code:
+        families = {"V21": NewerVersionError, "V2": FormatError, "V1": UsageError}
+        kind = next((k for p, k in families.items() if problem.code.startswith(p)), TransportError)
+    elif status == 413:
+        kind = FormatError
+    return kind(problem.text, hint=problem.hint, code=problem.code)
