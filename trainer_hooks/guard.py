@@ -36,25 +36,26 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 
 
 class BufferShadow:
-    """Keeps the model's buffers as they were before forward; a bad step gets them back."""
+    """Keeps the model's buffers as they were before forward; a bad step gets them back.
+
+    Floating buffers and scalar counters, all of them each time: batch norm's kernel writes its
+    running statistics without raising their version counter, so change cannot be seen cheaply.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._live = [b for b in model.buffers() if b.numel()]
+        buffers = [b for b in model.buffers() if b.numel()]
+        self._live = [b for b in buffers if b.is_floating_point() or b.dim() == 0]
         self._kept = [b.detach().clone() for b in self._live]
-        self._versions = [b._version for b in self._live]
 
     def keep(self) -> None:
-        """Copy the buffers that changed since the last call; call before the next forward."""
-        for i, live in enumerate(self._live):
-            if live._version != self._versions[i]:
-                self._kept[i].copy_(live)
-                self._versions[i] = live._version
+        """Copy the buffers; call after the update, before the next forward."""
+        if self._live:
+            torch._foreach_copy_(self._kept, self._live)
 
     def put_back(self, bad: Tensor) -> None:
-        """Where ``bad`` is 1, set every changed buffer to what was kept. Does not wait."""
-        for i, live in enumerate(self._live):
-            if live._version != self._versions[i]:
-                live.copy_(torch.where(bad.to(live.device) != 0, self._kept[i], live))
+        """Where ``bad`` is 1, set every buffer to what was kept. Does not wait."""
+        for kept, live in zip(self._kept, self._live, strict=True):
+            live.copy_(torch.where(bad.to(live.device) != 0, kept, live))
 
 
 class OptimizerGuard:

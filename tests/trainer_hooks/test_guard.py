@@ -1,0 +1,132 @@
+"""A skip leaves no trace, and a step that is not skipped is the optimizer's own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_hooks.guard import BufferShadow, OptimizerGuard, takes_found_inf
+from trainvitals.errors import UsageError
+
+FACTORIES = {
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "sgd-dampening-fused": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, dampening=0.5, fused=True
+    ),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+}
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _gradients(model, fill=None):
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(torch.randn(6, 4)).square().mean().backward()
+    if fill is not None:
+        next(model.parameters()).grad[0, 0] = fill
+
+
+def _apply(guard, bad, **keywords):
+    flag = torch.tensor(float(bad), dtype=torch.float64)
+    on_host = None if guard.on_device else bad
+    guard.apply(flag, skip_on_host=on_host, lr_factor=keywords.get("lr_factor", 1.0))
+
+
+def _state(model, optimizer):
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def _assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        if isinstance(value, dict):
+            _assert_equal(value, right[key])
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value, right[key]), key
+        else:
+            assert value == right[key], key
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("bad_value", [float("nan"), float("inf"), 1e30])
+def test_a_skipped_step_changes_no_bit_of_parameters_or_state(name, bad_value):
+    model = _model()
+    optimizer = FACTORIES[name](model.parameters())
+    guard = OptimizerGuard(optimizer, None)
+    for _ in range(3):
+        _gradients(model)
+        _apply(guard, bad=False)
+    weights, state = _state(model, optimizer)
+    _gradients(model, fill=bad_value)
+    _apply(guard, bad=True)
+    after_weights, after_state = _state(model, optimizer)
+    _assert_equal(weights, after_weights)
+    _assert_equal(state["state"], after_state["state"])
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_skipped_first_step_leaves_the_run_as_if_it_had_not_been(name):
+    ours, plain = _model(), _model()
+    guarded, bare = FACTORIES[name](ours.parameters()), FACTORIES[name](plain.parameters())
+    guard = OptimizerGuard(guarded, None)
+    _gradients(ours, fill=float("nan"))
+    _apply(guard, bad=True)
+    for _ in range(3):
+        _gradients(ours)
+        _apply(guard, bad=False)
+        _gradients(plain)
+        bare.step()
+    _assert_equal(plain.state_dict(), ours.state_dict())
+
+
+def test_only_classes_known_to_honour_the_flag_are_given_it():
+    params = [nn.Parameter(torch.zeros(2))]
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    assert takes_found_inf(torch.optim.AdamW(params, fused=True))
+    assert not takes_found_inf(torch.optim.AdamW(params))
+    assert not takes_found_inf(Mine(params, fused=True))
+    assert not takes_found_inf(torch.optim.RMSprop(params))
+
+
+def test_a_closure_optimizer_is_refused_with_a_way_out():
+    with pytest.raises(UsageError, match="closure"):
+        OptimizerGuard(torch.optim.LBFGS([nn.Parameter(torch.zeros(2))]), None)
+
+
+def test_a_lowered_rate_is_seen_by_the_step_alone():
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    _gradients(model)
+    grads = [p.grad.clone() for p in model.parameters()]
+    _apply(OptimizerGuard(optimizer, None), bad=False, lr_factor=0.5)
+    for old, grad, new in zip(before, grads, model.parameters(), strict=True):
+        assert torch.allclose(new, old - 0.05 * grad)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_running_statistics_of_a_bad_step_are_put_back_bit_for_bit():
+    norm = nn.BatchNorm1d(3)
+    shadow = BufferShadow(norm)
+    norm(torch.randn(8, 3))
+    shadow.put_back(torch.tensor(0.0))
+    shadow.keep()
+    kept = copy.deepcopy(norm.state_dict())
+    norm(torch.full((8, 3), float("nan")))
+    assert not torch.isfinite(norm.running_mean).all()
+    shadow.put_back(torch.tensor(1.0))
+    _assert_equal(kept, norm.state_dict())

@@ -1,0 +1,169 @@
+"""The verdict is a function of summed numbers, equal on every rank that sums the same pack."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_hooks.norms import GradNorms, named_parameters
+from trainer_hooks.pack import Local, Packer, PackLayout, Reduced, Root
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.reading import Derived, culprits, rank_losses, step_record
+from trainer_hooks.verdict import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    LOSS_OUTLIER,
+    NORM_OUTLIER,
+    OVERFLOW,
+    RANK_FAILED,
+    clip_coefficient,
+    judge_on_device,
+)
+from trainvitals.errors import UsageError
+
+CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
+
+
+def summed(*ranks, root=None):
+    """Sum the packs that these ranks (dicts of Local's arguments and ``squares``) would bring."""
+    total = None
+    for rank, given in enumerate(ranks):
+        layout = PackLayout.of(2, Ranks(rank, len(ranks), rank, None))
+        packer = Packer(layout, CPU)
+        fields = dict(given)
+        squares = fields.pop("squares", (1.0, 3.0))
+        loss = fields.pop("loss", 2.0)
+        packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / len(ranks))
+        tensor = None if loss is None else torch.tensor(loss)
+        local = Local(loss=tensor, weight=fields.pop("weight", 1.0), num_gradients=2, **fields)
+        packer.fill(local, (root or Root()) if rank == 0 else None)
+        total = packer.pack.clone() if total is None else total + packer.pack
+    return layout, total
+
+
+def verdict_of(*ranks, root=None):
+    layout, pack = summed(*ranks, root=root)
+    verdict = judge_on_device(layout, pack)
+    return int(verdict.bits), float(verdict.bad), float(verdict.loss), float(verdict.grad_norm)
+
+
+def test_healthy_ranks_give_the_weighted_mean_loss_and_the_exact_norm():
+    bits, bad, loss, norm = verdict_of({"loss": 1.0, "weight": 3.0}, {"loss": 5.0, "weight": 1.0})
+    assert (bits, bad) == (0, 0.0)
+    assert loss == 2.0
+    assert norm == 2.0
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_one_rank_with_a_nonfinite_loss_makes_the_step_bad_for_all(value):
+    bits, bad, _, _ = verdict_of({}, {"loss": value}, {}, {})
+    assert (bits, bad) == (BAD_LOSS, 1.0)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_one_rank_with_nonfinite_gradients_makes_the_step_bad_and_is_named(value):
+    layout, pack = summed({}, {"squares": (1.0, value)}, {}, {})
+    reduced = Reduced(layout, pack.tolist())
+    assert int(judge_on_device(layout, pack).bits) == BAD_GRADIENTS
+    assert culprits(reduced, rank_losses(reduced)) == (1,)
+
+
+def test_nobody_is_named_where_all_ranks_hold_the_same_bad_gradients():
+    layout, pack = summed({"squares": (NAN, 1.0)}, {"squares": (NAN, 1.0)})
+    reduced = Reduced(layout, pack.tolist())
+    assert culprits(reduced, rank_losses(reduced)) == ()
+
+
+def test_a_nan_loss_names_its_rank_though_all_gradients_are_nan_by_then():
+    layout, pack = summed({"squares": (NAN, 1.0)}, {"squares": (NAN, 1.0), "loss": NAN})
+    reduced = Reduced(layout, pack.tolist())
+    assert culprits(reduced, rank_losses(reduced)) == (1,)
+
+
+def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
+    root = Root(loss_limit=4.0, grad_norm_limit=10.0)
+    assert verdict_of({"loss": 3.9}, {"loss": 3.9}, root=root)[:2] == (0, 0.0)
+    assert verdict_of({"loss": 9.0}, {"loss": 0.0}, root=root)[:2] == (LOSS_OUTLIER, 1.0)
+    assert verdict_of({"squares": (200.0, 0.0)}, root=root)[:2] == (NORM_OUTLIER, 1.0)
+
+
+def test_no_limit_is_no_outlier_however_large():
+    assert verdict_of({"loss": 1e300, "squares": (1e300, 0.0)})[:2] == (0, 0.0)
+
+
+def test_a_rank_that_failed_to_prepare_silences_the_finite_rules_only():
+    root = Root(loss_limit=1.0)
+    failed = {"failed": True, "loss": None}
+    assert verdict_of({"loss": 9.0}, failed, root=root)[:2] == (RANK_FAILED, 0.0)
+    assert verdict_of({"loss": NAN}, failed, root=root)[:2] == (RANK_FAILED | BAD_LOSS, 1.0)
+
+
+def test_a_scaler_overflow_blocks_the_update_and_is_no_fault():
+    overflow = torch.tensor(1.0, dtype=torch.float64)
+    bits, bad, _, _ = verdict_of({"overflow": overflow, "squares": (INF, 1.0)}, {})
+    assert (bits, bad) == (OVERFLOW, 1.0)
+
+
+def test_missing_is_not_zero():
+    layout, pack = summed({"loss": None}, {"loss": None})
+    reduced = Reduced(layout, pack.tolist())
+    derived = Derived.of([*judge_on_device(layout, pack).derived().tolist(), NAN])
+    record = step_record(reduced, derived, step=3, attempt=1, skipped=False, learning_rate=None)
+    assert record.loss is None
+    assert record.loss_limit is None
+    assert record.grad_norm == 2.0
+
+
+def test_the_clip_coefficient_is_that_of_clip_grad_norm():
+    grad = torch.tensor([3.0, 4.0])
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = grad.clone()
+    norm = nn.utils.clip_grad_norm_([param], 1.0)
+    assert torch.allclose(grad * clip_coefficient(norm, 1.0), param.grad)
+    assert float(clip_coefficient(torch.tensor(0.5), 1.0)) == 1.0
+
+
+def test_norms_match_torch_and_survive_a_finite_1e30():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = GradNorms(named_parameters(model, [optimizer]), Ranks(0, 1, 0, None))
+    model(torch.randn(4, 3)).sum().backward()
+    out = torch.zeros(2, dtype=torch.float64)
+    norms.squares_into(out, *norms.gradients())
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert math.isclose(float(out.sum().sqrt()), float(expected), rel_tol=1e-6)
+    model.weight.grad.fill_(1e30)
+    norms.squares_into(out, *norms.gradients())
+    assert math.isclose(float(out.sum().sqrt()), 1e30 * math.sqrt(6), rel_tol=1e-6)
+
+
+def test_parameters_without_gradients_count_as_missing():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = GradNorms(named_parameters(model, [optimizer]), Ranks(0, 1, 0, None))
+    model[1](torch.ones(1, 2)).sum().backward()
+    where, grads = norms.gradients()
+    out = torch.zeros(4, dtype=torch.float64)
+    norms.squares_into(out, where, grads)
+    assert where == [2, 3]
+    assert out[:2].tolist() == [0.0, 0.0]
+    assert (out[2:] > 0).all()
+
+
+def test_sparse_gradients_are_coalesced_before_they_are_squared():
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    norms = GradNorms(named_parameters(table, [optimizer]), Ranks(0, 1, 0, None))
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    out = torch.zeros(1, dtype=torch.float64)
+    norms.squares_into(out, *norms.gradients())
+    assert float(out) == float(table.weight.grad.to_dense().square().sum())
+
+
+def test_a_parameter_in_two_optimizers_is_refused():
+    model = nn.Linear(2, 2)
+    both = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(UsageError, match="two optimizers"):
+        named_parameters(model, both)
