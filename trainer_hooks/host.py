@@ -7,8 +7,10 @@ what is equal on all. Nothing here enters a collective.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import msgspec
 
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
@@ -21,12 +23,14 @@ from trainer_hooks.signals import HostStep, Utilization
 from trainvitals.clock import Clock
 from trainvitals.errors import TrainingHalted
 from trainvitals.identity import new_attempt_id
-from trainvitals.io.rundir import RunDir
-from trainvitals.policy import CommandWords, Judge, Judgement
+from trainvitals.io.rundir import HaltMarker, RunDir
+from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.records import (
     COMMAND_CODES,
+    AttemptStarted,
     CommandAck,
     CommandAcknowledged,
+    CommandAction,
     Decision,
     DecisionMade,
     FindingRaised,
@@ -35,6 +39,8 @@ from trainvitals.records import (
     StepRecord,
     Value,
 )
+
+_ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +65,6 @@ class Host:
     """Whether the next pack should say if parameters are finite: after a bad step only."""
     digest: int = 0
     halted: TrainingHalted | None = None
-    _known_checkpoints: dict[str, str] = field(default_factory=dict)
     _disagreed: bool = False
 
     @property
@@ -129,8 +134,8 @@ class Host:
             record,
             decided_at_step=now_step,
             checkpoints=() if self.healer is None else self.healer.refs(),
-            command=_command_words(reduced),
-            next_attempt=int(reduced.root["next_attempt"]),
+            command=_proposal(reduced),
+            now_attempt_id=int(reduced.root["next_attempt"]),
         )
         self._after_judgement(record, reduced, judgement)
         self._write(host, record, reduced, derived, judgement)
@@ -180,6 +185,8 @@ class Host:
                     FindingRaised(finding=finding), step=record.step, attempt=record.attempt
                 )
             if judgement.ack is not None:
+                # Before the answer: no restart may take the same command again.
+                self.run_dir.append_plan({"command_number": judgement.ack.number})
                 self.acknowledge(judgement.ack, step=record.step)
 
     def _root_columns(
@@ -218,14 +225,19 @@ class Host:
         if not decision.acted or decision.action in ("skip_step", "accept_level", "continue"):
             return now_step + 1
         if self.is_root:
-            self.run_dir.append_plan({"facts": self.judge.facts_dict()})
+            self.run_dir.append_plan({"facts": msgspec.to_builtins(self.judge.facts)})
         if decision.action == "halt":
             self._halt(decision)
         assert self.healer is not None, "only a run with checkpoints rolls back"
         meta = self.healer.roll_back(decision)
         self.tokens_trained = int(meta.get("tokens_trained", 0))
         self.attempt = decision.new_attempt
-        self.judge.rolled_back(detector_state=meta["judge"], attempt=decision.new_attempt)
+        self.judge.rolled_back(
+            detector_state=meta["judge"],
+            attempt=decision.new_attempt,
+            step=decision.rollback_to_step,
+        )
+        self._announce_attempt(decision)
         self.probe_parameters, self.digest = False, 0
         return decision.rollback_to_step
 
@@ -236,11 +248,29 @@ class Host:
             f"`vitals resume {self.run_dir.run_id}` allows a new start",
         )
         if self.is_root:
-            self.run_dir.write_halted(reason=decision.reason, step=decision.step)
+            self.run_dir.write_halted(
+                HaltMarker(
+                    reason=decision.reason,
+                    step=decision.step,
+                    attempt=decision.attempt,
+                    time_unix_ns=self.clock.time_ns(),
+                )
+            )
             event = RunEnded(state="halted", reason=decision.reason)
             self.emitter.event(event, step=decision.step, attempt=decision.attempt)
         self.halted = halted
         raise halted
+
+    def _announce_attempt(self, decision: Decision) -> None:
+        if self.is_root:
+            event = AttemptStarted(
+                id=decision.new_attempt,
+                parent=decision.attempt,
+                fork_step=decision.rollback_to_step,
+                reason=decision.reason,
+            )
+            step = decision.rollback_to_step
+            self.emitter.event(event, step=step, attempt=decision.new_attempt)
 
     def snapshot_meta(self) -> dict[str, object]:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
@@ -258,12 +288,10 @@ def _tokens(host: HostStep, reduced: Reduced) -> int | None:
     return int(sum(reduced.by_rank("weight"))) if host.weighted else None
 
 
-def _command_words(reduced: Reduced) -> CommandWords | None:
+def _proposal(reduced: Reduced) -> Proposal | None:
     number = int(reduced.root["command_number"])
     if not number:
         return None
-    return CommandWords(
-        number=number,
-        action=int(reduced.root["command_action"]),
-        target_step=int(reduced.root["command_argument"]),
-    )
+    action = _ACTIONS[int(reduced.root["command_action"])]
+    argument = reduced.root["command_argument"]
+    return Proposal(number=number, action=action, argument=argument)

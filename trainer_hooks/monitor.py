@@ -304,10 +304,11 @@ class Monitor:
         for optimizer in self._device.optimizers:
             optimizer.zero_grad(set_to_none=True)
         stream = self._batches
-        if stream is None or stream.position is None:
+        if stream is None or stream.position is None or not decision.skip_batches:
             return
-        onset = self._positions.get(decision.step, stream.position)
         here = stream.position
+        onset_step = self._host.judge.facts.skipped_windows[-1].onset_step
+        onset = self._positions.get(onset_step, here)
         first = Position(here.epoch, here.batch + 1)
         past = Position(onset.epoch, onset.batch + decision.skip_batches)
         target = stream.move_to(max(first, past))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -44,7 +45,7 @@ from trainvitals.io.journal import JournalWriter, announce_run, journal_director
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy import Judge, JudgeConfig
+from trainvitals.policy import Facts, Judge, JudgeConfig
 from trainvitals.records import AttemptStarted, Note, RankStarted, RunInfo, RunStarted
 
 Mode = Literal["off", "observe", "guard", "heal"]
@@ -123,7 +124,7 @@ def watch(
         mode=chosen,
         ranks=ranks,
         layout=device.packer.layout,
-        judge=Judge(JudgeConfig(), mode=chosen, attempt=place.attempt),
+        judge=_judge(place, chosen),
         healer=healer,
         emitter=emitter,
         inbox=_inbox(place, ranks, clock),
@@ -263,6 +264,16 @@ def _inbox(place: _Place, ranks: Ranks, clock: Clock) -> Inbox | None:
         clock=clock,
         last_number=max((int(cast(int, n)) for n in applied), default=0),
     )
+
+
+def _judge(place: _Place, mode: Mode) -> Judge:
+    """Return the judge of this branch, with what earlier starts of the run have spent."""
+    assert mode != "off"
+    spent = [entry["facts"] for entry in place.run_dir.read_plan() if "facts" in entry]
+    facts = msgspec.convert(spent[-1], Facts) if spent else Facts()
+    judge = Judge(JudgeConfig(), mode, facts=msgspec.structs.replace(facts, halted=""))
+    judge.rolled_back(detector_state=None, attempt=place.attempt)
+    return judge
 
 
 def _say_hello(host: Host, place: _Place, info: RunInfo) -> None:
