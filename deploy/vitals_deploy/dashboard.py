@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, tuple[Scope, ...]], ...] = (
 TOGETHER: dict[str, tuple[str, ...]] = {
     "Loss": ("train_loss", "train_loss_max", "train_loss_limit"),
     "Gradient norm": ("train_grad_norm", "train_grad_norm_clipped", "train_grad_norm_limit"),
-    "Tokens": ("train_tokens_total", "train_tokens_trained_total"),
+    "Tokens seen and trained": ("train_tokens_total", "train_tokens_trained_total"),
     "Step time": (
         "train_step_duration_seconds",
         "train_data_wait_seconds",
@@ -66,10 +66,16 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def expression(metric: MetricSpec) -> str:
-    """Return the metric's PromQL: its value, or its rate where it is a counter."""
+    """Return the metric's PromQL.
+
+    A gauge is shown as it is, what flows (bytes, tokens, seconds) as a rate, and counted events as
+    how many came in five minutes: so and so many rollbacks per second say nothing to anybody.
+    """
     filters = [f'{label}=~"${label}"' for label in ("run", "node") if label in metric.labels]
     series = f"{metric.name}{{{', '.join(filters)}}}" if filters else metric.name
-    return f"rate({series}[$__rate_interval])" if metric.kind == "counter" else series
+    if metric.kind != "counter":
+        return series
+    return f"rate({series}[$__rate_interval])" if metric.unit else f"increase({series}[5m])"
 
 
 def drawn_metrics() -> list[MetricSpec]:
@@ -126,7 +132,8 @@ def _title(metric: MetricSpec) -> str:
     words = metric.name.removesuffix("_total").split("_")
     if metric.unit and words[-1] == metric.unit:
         words.pop()
-    words = words[1:] if words[0] in ("train", "gpu", "node") else words
+    if words[0] in ("train", "gpu", "node"):
+        words.pop(0)
     return " ".join(words).capitalize()
 
 
@@ -146,13 +153,13 @@ def _panel(
 ) -> dict[str, Any]:
     first = metrics[0]
     unit = GRAFANA_UNITS[first.unit]
-    rate = first.kind == "counter"
-    if rate:
-        unit = {"bytes": "Bps", "s": "percentunit"}.get(unit, "cps")
+    if first.kind == "counter":
+        title += " per second" if first.unit else " in 5 minutes"
+        unit = {"bytes": "Bps", "seconds": "percentunit", "tokens": "cps"}.get(first.unit, unit)
     return {
         "id": panel_id,
         "type": "timeseries",
-        "title": f"{title} per second" if rate else title,
+        "title": title,
         "description": " ".join(f"{metric.name}: {metric.help}" for metric in metrics),
         "datasource": DATASOURCE,
         "gridPos": position,

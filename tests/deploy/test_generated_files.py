@@ -1,0 +1,174 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainvitals.cli.main import main
+from trainvitals.errors import StorageError, UsageError
+from vitals_deploy.cli import GENERATORS, read_token
+from vitals_deploy.files import write_files
+from vitals_deploy.prometheus import agent_targets
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_what_is_committed_is_what_the_generator_makes(name):
+    for file, text in GENERATORS[name]().items():
+        assert text == (DEPLOY / name / file).read_text(), (
+            f"{name}/{file} is stale: run `make docs`"
+        )
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_nothing_else_is_committed_there(name):
+    there = {
+        str(path.relative_to(DEPLOY / name))
+        for path in (DEPLOY / name).rglob("*")
+        if path.is_file()
+    }
+    assert set(GENERATORS[name]()) == there
+
+
+def test_a_file_that_somebody_changed_is_not_overwritten(tmp_path):
+    write_files(tmp_path, {"a": "one", "b/c": "two"})
+    (tmp_path / "b" / "c").write_text("mine")
+    with pytest.raises(UsageError, match="exists with another content"):
+        write_files(tmp_path, {"a": "new", "b/c": "new"})
+    assert ("one", "mine") == ((tmp_path / "a").read_text(), (tmp_path / "b" / "c").read_text())
+    write_files(tmp_path, {"a": "new", "b/c": "new"}, force=True)
+    assert "new" == (tmp_path / "b" / "c").read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_way_out(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="--output"):
+        write_files(tmp_path / "file", {"a": "text"})
+
+
+@pytest.mark.parametrize("name", [*GENERATORS, "all"])
+def test_the_command_writes_the_files_and_prints_their_paths(name, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["deploy", name, "--output", str(tmp_path)])
+    assert 0 == exit_.value.code
+    printed = {Path(line) for line in capsys.readouterr().out.splitlines()}
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == printed
+
+
+def test_the_read_token_is_handed_on_in_a_file_that_only_its_owner_reads(tmp_path, capsys):
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({"read": "r3ad", "ingest": "1ngest", "control": "c0ntrol"}))
+    with pytest.raises(SystemExit):
+        main(["deploy", "prometheus", "--output", str(tmp_path / "out"), "--tokens", str(tokens)])
+    written = tmp_path / "out" / "vitals-read.token"
+    assert "r3ad" == written.read_text()
+    assert 0o600 == written.stat().st_mode & 0o777
+    made = "".join(path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert "1ngest" not in made
+    assert "c0ntrol" not in made
+    assert "r3ad" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"read": 3}', "not json"])
+def test_a_file_that_is_no_token_file_is_refused(tmp_path, text):
+    path = tmp_path / "tokens.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="is not a token file"):
+        read_token(path, scope="read")
+
+
+def test_agents_are_found_in_their_run_directories(tmp_path, run_id):
+    agents = tmp_path / run_id / "agents"
+    for node, text in {
+        "node-a": '{"pid": 7, "url": "http://10.0.0.5:4711/"}',
+        "node-b": '{"pid": 7, "url": ""}',
+        "node-c": "{",
+    }.items():
+        (agents / node).mkdir(parents=True)
+        (agents / node / "agent.json").write_text(text)
+    expected = {"targets": ["10.0.0.5:4711"], "labels": {"run": run_id, "node": "node-a"}}
+    assert [expected] == agent_targets(tmp_path)
+
+
+class TestSystemd:
+    @pytest.mark.servers("systemd-analyze")
+    @pytest.mark.parametrize("name", GENERATORS["systemd"]())
+    def test_a_unit_is_valid_and_hardened(self, name, tmp_path):
+        true = shutil.which("true")
+        (path,) = (
+            p for p in write_files(tmp_path, GENERATORS["systemd"](vitals=true)) if p.name == name
+        )
+        verified = run("systemd-analyze", "verify", path)
+        assert (0, "") == (verified.returncode, verified.stderr)
+        secured = run("systemd-analyze", "security", "--offline=true", "--threshold=20", path)
+        assert 0 == secured.returncode, secured.stdout
+
+    def test_the_agent_keeps_its_gpus(self):
+        agent = GENERATORS["systemd"]()["vitals-agent.service"]
+        assert "DeviceAllow=char-nvidia rw" in agent
+        assert "PrivateDevices=" not in agent
+
+    @pytest.mark.parametrize("name", GENERATORS["systemd"]())
+    def test_a_unit_listens_on_loopback_only(self, name):
+        assert "--listen 127.0.0.1:84" in GENERATORS["systemd"]()[name]
+
+
+class TestSlurm:
+    @pytest.mark.servers("bash")
+    @pytest.mark.parametrize("runs", ["$HOME/vitals_runs", "/scratch/my `runs`", 'a"b'])
+    def test_the_script_is_valid_shell(self, runs, tmp_path):
+        (path,) = write_files(tmp_path, GENERATORS["slurm"](runs=runs))
+        checked = run("bash", "-n", path)
+        assert (0, "") == (checked.returncode, checked.stderr)
+
+    def test_every_option_of_the_batch_system_stands_before_the_first_command(self):
+        lines = GENERATORS["slurm"]()["vitals-train.sbatch"].splitlines()
+        first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+        assert [] == [line for line in lines[first:] if line.startswith("#SBATCH")]
+
+    def test_a_requeued_job_goes_on_with_its_own_run(self, tmp_path):
+        script = GENERATORS["slurm"](runs=str(tmp_path))["vitals-train.sbatch"]
+        start = script.partition("export VITALS_RUN_ID")[0] + 'echo "$VITALS_RUN_ID"'
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+        }
+        ids = [
+            subprocess.run(
+                ["bash", "-c", start], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+            for _ in range(2)
+        ]
+        assert ids[0] == ids[1] != ""
+
+
+class TestAlertmanager:
+    @pytest.mark.servers("amtool")
+    def test_the_example_is_valid(self, tmp_path):
+        (path,) = write_files(tmp_path, GENERATORS["alertmanager"]())
+        checked = run("amtool", "check-config", path)
+        assert 0 == checked.returncode, checked.stderr
+
+    @pytest.mark.servers("amtool")
+    @pytest.mark.parametrize(
+        ("labels", "receiver"),
+        [
+            (["severity=page", "alert=RunHalted"], "vitals-page"),
+            (["severity=notify", "alert=RolledBack"], "vitals-notify"),
+            (["alertname=VitalsCollectorDown", "severity=page"], "vitals-page"),
+        ],
+    )
+    def test_only_what_needs_a_human_goes_to_the_pager(self, labels, receiver, tmp_path):
+        (path,) = write_files(tmp_path, GENERATORS["alertmanager"]())
+        routed = run("amtool", "config", "routes", "test", f"--config.file={path}", *labels)
+        assert receiver == routed.stdout.strip()

@@ -1,0 +1,164 @@
+"""Rules and configuration against Debian's promtool, where it is installed."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainvitals.catalog import CATALOG
+from vitals_deploy import prometheus
+from vitals_deploy.files import write_files
+
+RULES = [rule for _, rules in prometheus.GROUPS for rule in rules]
+FIRING = 'collector_alert_firing{instance="c", job="vitals-collector", run="R", '
+
+
+def promtool(*command: object) -> str:
+    """Return what promtool prints; fail where it finds a fault."""
+    done = subprocess.run(
+        ["promtool", *map(str, command)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert 0 == done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
+def fire(tmp_path: Path, series: dict[str, str], at: str, alert: str) -> list[dict[str, str]]:
+    """Return the labels of the alerts that fire, asked of promtool's own rule engine.
+
+    promtool only says yes or no to an expectation, so it is given none and its answer is read.
+    """
+    write_files(tmp_path, prometheus.files())
+    test: dict[str, Any] = {
+        "rule_files": ["vitals_rules.yml"],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "15s",
+                "input_series": [{"series": k, "values": v} for k, v in series.items()],
+                "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": []}],
+            }
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(json.dumps(test))
+    done = subprocess.run(
+        ["promtool", "test", "rules", path], capture_output=True, text=True, timeout=60, check=False
+    )
+    got = done.stderr.rpartition("got:")[2]
+    labels = re.findall(r"Labels:\{([^}]*)\}", got)
+    assert (done.returncode != 0) == bool(labels), done.stderr
+    return [dict(re.findall(r'(\w+)="([^"]*)"', text)) for text in labels]
+
+
+@pytest.mark.servers("promtool")
+def test_the_scrape_configuration_is_valid(tmp_path):
+    write_files(tmp_path, prometheus.files())
+    (tmp_path / "vitals-read.token").write_text("token")
+    assert "SUCCESS" in promtool("check", "config", tmp_path / "prometheus.yml")
+
+
+@pytest.mark.servers("promtool")
+def test_the_rules_are_valid(tmp_path):
+    write_files(tmp_path, prometheus.files())
+    found = promtool("check", "rules", tmp_path / "vitals_rules.yml")
+    assert f"{len(RULES)} rules found" in found
+
+
+def test_a_rule_reads_no_metric_that_the_catalog_does_not_know():
+    known = {metric.name for metric in CATALOG}
+    for rule in RULES:
+        read = set(re.findall(r"\b(?:train|gpu|node|agent|collector)_\w+", rule.expr))
+        assert read == set(rule.metrics), rule.name
+        assert read <= known, rule.name
+
+
+def test_no_rule_detects_from_scraped_samples():
+    read = {name for rule in RULES for name in rule.metrics}
+    training = {name for name in read if name.startswith(("train_", "gpu_", "node_"))}
+    assert {"train_run_state"} == training
+
+
+@pytest.mark.servers("promtool")
+class TestAlerts:
+    def test_what_the_engine_says_is_handed_on_with_its_severity(self, tmp_path):
+        series = {FIRING + 'alert="RunHalted", severity="page"}': "0x4 1x20"}
+        assert [] == fire(tmp_path, series, "45s", "VitalsAlert")
+        expected = {
+            "alertname": "VitalsAlert",
+            "run": "R",
+            "alert": "RunHalted",
+            "severity": "page",
+        }
+        assert [expected] == fire(tmp_path, series, "2m", "VitalsAlert")
+
+    def test_it_resolves_when_the_engine_says_so(self, tmp_path):
+        series = {FIRING + 'alert="RolledBack", severity="notify"}': "1x8 0x20"}
+        assert 1 == len(fire(tmp_path, series, "2m", "VitalsAlert"))
+        assert [] == fire(tmp_path, series, "4m", "VitalsAlert")
+
+    def test_one_skipped_step_disturbs_nobody(self, tmp_path):
+        series = {FIRING + 'alert="StepSkipped", severity="log"}': "1x20"}
+        assert [] == fire(tmp_path, series, "2m", "VitalsAlert")
+
+    def test_a_collector_that_restarts_does_not_fire_it_again(self, tmp_path):
+        series = {FIRING + 'alert="RunHalted", severity="page"}': "1x8 stale _x2 1x8"}
+        for at in ("2m", "2m15s", "2m30s", "2m45s", "3m"):
+            assert 1 == len(fire(tmp_path, series, at, "VitalsAlert")), at
+
+    @pytest.mark.parametrize("alert", [rule.name for rule in RULES])
+    def test_a_nan_fires_nothing(self, alert, tmp_path):
+        nan = " ".join(["NaN"] * 60)
+        series = {
+            FIRING + 'alert="RunHalted", severity="page"}': nan,
+            'up{job="vitals-collector", instance="c"}': "1x60",
+            'up{job="vitals-agent", instance="a", run="R"}': nan,
+            'train_run_state{run="R", state="running"}': nan,
+            'agent_up_timestamp_seconds{instance="a"}': nan,
+            'agent_dropped_rows_total{instance="a"}': nan,
+            "collector_lost_rows_total": nan,
+            'collector_rejected_batches_total{reason="corrupt"}': nan,
+        }
+        assert [] == fire(tmp_path, series, "10m", alert)
+
+    @pytest.mark.parametrize("values", ["0x40", "_x40"])
+    def test_a_collector_that_is_gone_pages_after_two_minutes(self, values, tmp_path):
+        series = {'up{job="vitals-collector", instance="c"}': values}
+        assert [] == fire(tmp_path, series, "1m", "VitalsCollectorDown")
+        (alert,) = fire(tmp_path, series, "5m", "VitalsCollectorDown")
+        assert "page" == alert["severity"]
+
+    def test_an_agent_that_is_gone_counts_only_while_its_run_is_running(self, tmp_path):
+        series = {
+            'up{job="vitals-agent", instance="a", run="RUNNING", node="n"}': "0x60",
+            'up{job="vitals-agent", instance="b", run="FINISHED", node="n"}': "0x60",
+            'train_run_state{run="RUNNING", state="running"}': "1x60",
+            'train_run_state{run="FINISHED", state="finished"}': "1x60",
+        }
+        (alert,) = fire(tmp_path, series, "10m", "VitalsAgentDown")
+        assert ("RUNNING", "notify") == (alert["run"], alert["severity"])
+
+    def test_the_agent_of_a_node_has_no_run_and_counts_always(self, tmp_path):
+        series = {'up{job="vitals-agent", instance="a"}': "0x60"}
+        assert 1 == len(fire(tmp_path, series, "10m", "VitalsAgentDown"))
+
+    def test_an_agent_that_answers_but_hangs_is_noticed(self, tmp_path):
+        series = {'agent_up_timestamp_seconds{instance="a", job="vitals-agent"}': "0x60"}
+        assert [] == fire(tmp_path, series, "2m", "VitalsAgentStalled")
+        assert 1 == len(fire(tmp_path, series, "5m", "VitalsAgentStalled"))
+
+    @pytest.mark.parametrize(
+        ("series", "alert"),
+        [
+            ('agent_dropped_rows_total{instance="a"}', "VitalsRowsDropped"),
+            ("collector_lost_rows_total", "VitalsRowsLost"),
+            ('collector_rejected_batches_total{reason="newer"}', "VitalsBatchesRejected"),
+        ],
+    )
+    def test_a_loss_is_told_while_it_grows_and_forgotten_a_quarter_of_an_hour_later(
+        self, series, alert, tmp_path
+    ):
+        assert 1 == len(fire(tmp_path, {series: "0x4 5x100"}, "3m", alert))
+        assert [] == fire(tmp_path, {series: "0x4 5x100"}, "20m", alert)
