@@ -94,12 +94,14 @@ sources = Table(
     _number("last_step_unix_ns"),
     Column("loss", Float, nullable=True),
     Column("grad_norm", Float, nullable=True),
+    _number("alive", -1),
     _text("ended_state"),
     _text("ended_reason"),
     _number("ended_unix_ns"),
 )
 """One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
-clock, and 0 where the rows were read from a folder."""
+clock, and 0 where the rows were read from a folder. ``alive`` is what an agent last said of a
+rank's process: 1, 0, or -1 where none did."""
 
 streams = Table(
     "streams",
@@ -110,8 +112,22 @@ streams = Table(
     _number("last_seq", -1),
     _number("num_rows"),
     _number("num_lost"),
+    _text("schema_digest"),
+    _text("measured"),
 )
-"""The high-water mark of each (run, incarnation, stream): what makes at-least-once exactly once."""
+"""The high-water mark of each (run, incarnation, stream): what makes at-least-once exactly once.
+
+``schema_digest`` and ``measured`` (validity bits of all rows so far, in hex) tell whether a batch
+has a column that ``measured_columns`` does not list yet."""
+
+measured_columns = Table(
+    "measured_columns",
+    metadata,
+    _run_id(primary_key=True),
+    Column("stream", String(16), primary_key=True),
+    Column("name", Text, primary_key=True),
+)
+"""Columns with at least one measured value."""
 
 row_schemas = Table(
     "row_schemas",

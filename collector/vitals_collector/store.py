@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, Table, create_engine, event
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import StaticPool
 
-from trainvitals.errors import StorageError, UsageError
+from trainvitals.errors import InsecurePathError, StorageError, UsageError
 from trainvitals.records import EventRow
 from trainvitals.wire import Batch
-from vitals_collector import schema
 from vitals_collector.migrate import migrate
 
 DATABASE_FILE = "vitals.db"
@@ -125,6 +125,13 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
     )
 
 
+def insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """Return the dialect's INSERT, which knows ``on_conflict_do_nothing`` and ``_do_update``."""
+    if connection.dialect.name == "sqlite":
+        return sqlite.insert(table)
+    return postgresql.insert(table)
+
+
 def open_store(url: str, *, busy_seconds: float = 5.0) -> Store:
     """Return the migrated store at an SQLAlchemy URL; ``sqlite://`` is one in memory.
 
@@ -165,11 +172,13 @@ def ensure_data_dir(data: Path) -> Path:
     """Make the directory private to its owner where it does not exist; refuse a stranger's.
 
     Raises:
-        StorageError: it cannot be made, or somebody else could read what is stored there.
+        InsecurePathError: others may enter it, and it holds more than ours.
+        StorageError: it cannot be made, or belongs to somebody else.
     """
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = data.stat()
+        is_ours = (data / DATABASE_FILE).exists() or not any(data.iterdir())
     except OSError as error:
         raise StorageError(
             f"{data} cannot be made a data directory: {error.strerror}",
@@ -181,6 +190,11 @@ def ensure_data_dir(data: Path) -> Path:
             hint="give a directory of your own with --data",
         )
     if status.st_mode & 0o077:
+        if not is_ours:
+            raise InsecurePathError(
+                f"{data} has mode {status.st_mode & 0o777:04o} and holds other things",
+                hint="give a directory of its own with --data, or chmod go-rwx this one",
+            )
         data.chmod(0o700)
     return data
 
@@ -233,4 +247,4 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-__all__ = ["FULL", "LOCKED", "Store", "ensure_data_dir", "open_data_store", "open_store", "schema"]
+__all__ = ["FULL", "LOCKED", "Store", "ensure_data_dir", "open_data_store", "open_store"]

@@ -1,0 +1,94 @@
+"""What a run is doing, from what was last heard of its sources: pure, ``now`` is handed in."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from trainvitals.views import Health, RunState
+
+_FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
+"""How a run can end by its own word, the one that explains most first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """When a silent run counts as lost."""
+
+    now_unix_ns: int
+    up_since_unix_ns: int = 0
+    """When this collector started: silence while it was away says nothing."""
+    lost_after_seconds: float = 60.0
+    """Neither a rank's row nor its agent's for longer than this: the run is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceState:
+    """What is known of one incarnation of a source."""
+
+    source: str
+    started_unix_ns: int
+    last_seen_unix_ns: int
+    last_received_unix_ns: int
+    alive: int
+    ended_state: str
+    world_size: int = 0
+
+
+def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
+    """Return the run's state from the newest incarnation of each source.
+
+    A run that said goodbye is what it said. A silent one is lost only when its agent is silent as
+    well or says that the process is gone: a rank in a long evaluation is silent and fine.
+    """
+    newest = _newest(sources)
+    head = newest.get("rank:0")
+    ranks = [one for one in newest.values() if _is_rank_of(one, head)]
+    agents = [one for name, one in newest.items() if not name.startswith("rank:")]
+    ended = {one.ended_state for one in ranks} & set(_FINAL)
+    if head is not None and head.ended_state:
+        return next((state for state in _FINAL if state in ended), "finished")
+    if not ranks or all(_is_silent(one, when) for one in ranks):
+        is_gone = bool(ranks) and all(one.alive == 0 or one.ended_state for one in ranks)
+        if is_gone or all(_is_silent(one, when) for one in agents):
+            # Where rank 0 was killed before it could speak, another rank may have said why.
+            return "failed" if "failed" in ended else "lost"
+    return "running"
+
+
+def health(
+    state: RunState, *, has_steps: bool, recent_action: bool, lr_factor: float, firing_pages: int
+) -> Health:
+    """Return the one word a list of runs shows beside the state."""
+    if state in ("halted", "failed", "lost") or firing_pages:
+        return "critical"
+    if not has_steps:
+        return "unknown"
+    if state == "running" and (recent_action or lr_factor < 1):
+        return "acting"
+    return "healthy"
+
+
+def _newest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
+    newest: dict[str, SourceState] = {}
+    for one in sorted(sources, key=lambda one: one.started_unix_ns):
+        newest[one.source] = one
+    return newest
+
+
+def _is_rank_of(one: SourceState, head: SourceState | None) -> bool:
+    """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
+    kind, _, number = one.source.partition(":")
+    if kind != "rank":
+        return False
+    return head is None or head.world_size < 1 or int(number) < head.world_size
+
+
+def _is_silent(one: SourceState, when: Liveness) -> bool:
+    # The sender's clock may be wrong and a spool may be late: what this collector's own clock said
+    # at the last arrival counts, where rows arrive at all and are not read from a folder.
+    heard = one.last_seen_unix_ns
+    if one.last_received_unix_ns:
+        heard = max(one.last_received_unix_ns, when.up_since_unix_ns)
+    return when.now_unix_ns - heard > when.lost_after_seconds * 1e9
+
+
+__all__ = ["Liveness", "SourceState", "health", "run_state"]
