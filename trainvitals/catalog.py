@@ -238,6 +238,8 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
            "not hold."),
     _plain("agent_ship_errors_total", "agent", "Failed tries to reach the collector."),
     _plain("agent_commands_total", "agent", "Commands put into mailboxes."),
+    _plain("agent_part_failures_total", "agent", "Failures that one part of the agent kept from "
+           "the others.", labels=("part",)),
     _plain("collector_ingested_rows_total", "collector", "New rows stored."),
     _plain("collector_duplicate_rows_total", "collector", "Rows received again and not stored."),
     _plain("collector_lost_rows_total", "collector", "Rows that never came: gaps in sequence "

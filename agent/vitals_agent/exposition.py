@@ -1,4 +1,4 @@
-"""``/metrics`` and ``/healthz``: everything is read from the agent at scrape time, nothing is kept."""
+"""``/metrics`` and ``/healthz``: read from the agent at scrape time, nothing is kept."""
 
 import hmac
 import json
@@ -111,7 +111,7 @@ def _handler(
         sys_version = ""
         timeout = 5.0
 
-        def do_GET(self) -> None:  # noqa: N802 - the name http.server calls
+        def do_GET(self) -> None:
             routes: dict[str, Callable[[], None]] = {
                 "/metrics": self._metrics,
                 "/healthz": self._healthz,
@@ -122,7 +122,7 @@ def _handler(
             else:
                 route()
 
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        def log_message(self, format: str, *args: object) -> None:
             """Say nothing: a scrape every few seconds is no news."""
 
         def _metrics(self) -> None:

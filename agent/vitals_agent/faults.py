@@ -24,7 +24,7 @@ class Faults:
             self.record(part, error)
 
     def record(self, part: str, error: Exception) -> None:
-        """Count an error that was dealt with, and log it if it is the 1st, 2nd, 4th ... of its part.
+        """Count an error that was dealt with; log the 1st, 2nd, 4th ... of each part.
 
         Errors of ours say all there is to say; any other one is a bug and comes with its traceback.
         """

@@ -75,7 +75,7 @@ class GpuSampler:
     def _open(self) -> dict[str, Any]:
         if self._nvml is None:
             try:
-                import pynvml  # noqa: PLC0415 - optional, and 20 ms
+                import pynvml
             except ImportError:
                 self.absent = "the NVML bindings are not installed (pip install nvidia-ml-py)"
                 return {}

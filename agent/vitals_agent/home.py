@@ -10,7 +10,7 @@ import msgspec
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.private import open_private
 
-TOKEN_FILE = "read.token"  # noqa: S105 - a file's name
+TOKEN_FILE = "read.token"
 
 
 class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):

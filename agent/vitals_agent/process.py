@@ -1,4 +1,4 @@
-"""Rank processes: whether they exist, and what they use. Pids are reused, so age is compared too."""
+"""Rank processes: whether they exist, what they use. Pids are reused, so ages are compared."""
 
 from pathlib import Path
 from typing import Any

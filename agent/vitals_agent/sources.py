@@ -14,12 +14,13 @@ class OwnSource:
     Args:
         identity: who writes; a new incarnation for each start of the agent, so that numbers
             which count from 0 again are never taken for rows that were stored before.
-        put: takes a batch's bytes; where it raises, the rows are lost, and the next batch of the
-            stream says how many were.
+        put: takes a batch's bytes; where it raises or returns False, the rows are lost, and the
+            next batch of the stream says how many were.
     """
 
-    def __init__(self, identity: Identity, put: Callable[[bytes], object], clock: Clock) -> None:
+    def __init__(self, identity: Identity, put: Callable[[bytes], bool], clock: Clock) -> None:
         self.identity = identity
+        self.num_rows = 0
         self._put = put
         self._clock = clock
         self._next_seq: dict[str, int] = {}
@@ -63,5 +64,6 @@ class OwnSource:
         # Numbered before it is put: a row that is lost leaves a gap that everyone can see.
         self._next_seq[schema.stream] = first + len(rows)
         self._dropped[schema.stream] = dropped + len(rows)
-        self._put(encode_batch(header, body))
-        self._dropped[schema.stream] = 0
+        if self._put(encode_batch(header, body)):
+            self._dropped[schema.stream] = 0
+            self.num_rows += len(rows)

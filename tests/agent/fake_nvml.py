@@ -8,15 +8,15 @@ class NVMLError(Exception):
     pass
 
 
-class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801 - NVML's own name
+class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 - NVML's own name
     pass
 
 
-class NVMLError_NotSupported(NVMLError):  # noqa: N801
+class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818
     pass
 
 
-class NVMLError_GpuIsLost(NVMLError):  # noqa: N801
+class NVMLError_GpuIsLost(NVMLError):  # noqa: N801, N818
     pass
 
 

@@ -8,9 +8,13 @@ from trainvitals.wire import decode_batch
 from vitals_agent.sources import OwnSource
 
 
+def _into(batches: list[bytes]):
+    return lambda raw: batches.append(raw) is None
+
+
 def test_samples_are_rows_of_the_catalogs_schema_with_step_minus_one():
     batches: list[bytes] = []
-    source = OwnSource(identity(), batches.append, ManualClock())
+    source = OwnSource(identity(), _into(batches), ManualClock())
     source.sample(NODE_SCHEMA, [{"load1": 0.5}])
     batch = decode_batch(batches[0])
     assert NODE_SCHEMA == batch.header.stream_schema
@@ -21,7 +25,7 @@ def test_samples_are_rows_of_the_catalogs_schema_with_step_minus_one():
 
 def test_each_stream_of_a_source_counts_from_zero_by_itself():
     batches: list[bytes] = []
-    source = OwnSource(identity(), batches.append, ManualClock())
+    source = OwnSource(identity(), _into(batches), ManualClock())
     source.sample(NODE_SCHEMA, [{"load1": 0.5}, {"load1": 0.6}])
     source.say(Note(code="a", text="x" * 2000))
     source.sample(NODE_SCHEMA, [{"load1": 0.7}])
@@ -34,7 +38,7 @@ def test_each_stream_of_a_source_counts_from_zero_by_itself():
 def test_a_long_event_comes_back_whole():
     batches: list[bytes] = []
     note = Note(code="a", text="x" * 2000, severity="error")
-    OwnSource(identity(), batches.append, ManualClock()).say(note, step=7, attempt=3)
+    OwnSource(identity(), _into(batches), ManualClock()).say(note, step=7, attempt=3)
     (row,) = decode_events(EVENT_SCHEMA, decode_batch(batches[0]).rows)
     assert (7, 3, note) == (row.step, row.attempt, row.event)
 
@@ -43,10 +47,11 @@ def test_rows_that_could_not_be_put_are_a_gap_and_the_next_batch_says_how_many()
     batches: list[bytes] = []
     full = True
 
-    def put(raw: bytes) -> None:
+    def put(raw: bytes) -> bool:
         if full:
             raise StorageError("no space")
         batches.append(raw)
+        return True
 
     source = OwnSource(identity(), put, ManualClock())
     for _ in range(2):

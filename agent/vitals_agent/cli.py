@@ -1,0 +1,146 @@
+"""``vitals agent``: arguments in, exit code out. What is heavy is imported when it runs."""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.errors import ConfigError, UsageError, VitalsError
+from trainvitals.identity import Source, check_run_id, safe_node_id
+
+_Dir = Annotated[
+    Path,
+    typer.Option("--dir", envvar="VITALS_DIR", help="Where run directories lie.", file_okay=False),
+]
+_Run = Annotated[str, typer.Option("--run", help="Serve only this run.")]
+_Collector = Annotated[
+    str,
+    typer.Option(
+        "--collector",
+        envvar="VITALS_COLLECTOR_URL",
+        help="Address of a collector to ship to; without one the run directory keeps everything.",
+    ),
+]
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option("--token-file", envvar="VITALS_TOKEN_FILE", help="The collector's tokens (0600)."),
+]
+_Listen = Annotated[
+    str, typer.Option("--listen", help="Address of /metrics and /healthz; port 0 takes a free one.")
+]
+_Node = Annotated[
+    str, typer.Option("--node", envvar="VITALS_NODE", help="This node's id; else its host name.")
+]
+_Once = Annotated[bool, typer.Option("--once", help="Turn one cycle and end.")]
+_Child = Annotated[bool, typer.Option("--child", hidden=True)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``agent`` command."""
+
+    @app.command(
+        epilog="Example: vitals agent --dir ./vitals_runs --collector http://127.0.0.1:8765"
+        " --token-file ~/.local/share/trainvitals/tokens.json"
+    )
+    def agent(
+        directory: _Dir = Path("vitals_runs"),
+        run_id: _Run = "",
+        collector: _Collector = "",
+        token_file: _TokenFile = None,
+        listen: _Listen = "127.0.0.1:0",
+        node: _Node = "",
+        once: _Once = False,
+        child: _Child = False,
+    ) -> None:
+        """Keep what the ranks of this node write, sample the node, ship, deliver commands.
+
+        One agent per folder and node. It may be started before any run, and serves all of them.
+        """
+        serve(
+            directory=directory,
+            run_id=run_id,
+            collector=collector,
+            token_file=token_file,
+            listen=listen,
+            node=node,
+            once=once,
+            child=child,
+        )
+
+
+def serve(
+    *,
+    directory: Path,
+    run_id: str,
+    collector: str,
+    token_file: Path | None,
+    listen: str,
+    node: str,
+    once: bool,
+    child: bool,
+) -> None:
+    """Run the agent until it ends.
+
+    Raises:
+        VitalsError: an argument cannot be used, or another agent serves the folder.
+    """
+    from trainvitals.io.private import private_base
+    from vitals_agent.agent import Agent, AgentConfig
+    from vitals_agent.daemon import LoopConfig, log_to_stderr, run
+
+    host, port = _address(listen)
+    config = AgentConfig(
+        vitals_dir=directory.absolute(),
+        base=private_base(os.environ),
+        node=_node_id(node),
+        run_id=check_run_id(run_id) if run_id else "",
+        host=host,
+        port=port,
+    )
+    log_to_stderr(logging.WARNING if child or once else logging.INFO)
+    client = None
+    if collector:
+        from trainvitals.io.client import CollectorClient, read_tokens
+
+        token = read_tokens(token_file).ingest if token_file else ""
+        client = CollectorClient(collector, token, timeout=3.0)
+    try:
+        run(Agent(config, client=client), LoopConfig(child=child, once=once))
+    finally:
+        if client is not None:
+            client.close()
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise ConfigError(
+            f"--listen is {listen!r}; it must be HOST:PORT", hint="127.0.0.1:0 takes a free port"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _node_id(node: str) -> str:
+    if not node:
+        return safe_node_id(socket.gethostname())
+    try:
+        return Source.parse(f"node:{node}").key
+    except UsageError:
+        raise ConfigError(
+            f"--node is {node!r}; use letters, digits and ._:- (at most 128)",
+            hint="leave it out to use the host name",
+        ) from None
+
+
+def main() -> None:
+    """Run the command as ``python -m vitals_agent``."""
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    register(app)
+    try:
+        app(prog_name="python -m vitals_agent")
+    except VitalsError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -1,0 +1,159 @@
+"""The agent as a process: its loop, when it ends, and how it ends."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+from trainvitals.errors import UsageError
+from vitals_agent.agent import Agent
+
+log = logging.getLogger("vitals_agent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """How the loop turns and when it ends by itself."""
+
+    interval_seconds: float = 0.5
+    """Time from the end of a cycle to the next."""
+    child: bool = False
+    """Started by a rank: end with the ranks, and leave quietly if another agent is there."""
+    once: bool = False
+    """Turn one cycle and end."""
+    drain_grace_seconds: float = 15.0
+    """How long a child waits, after the last rank is gone, for a collector that does not answer."""
+    stop_grace_seconds: float = 5.0
+    """How long a child that was told to stop waits for its ranks: the same signal goes to them."""
+    lock_wait_seconds: float = 2.0
+    """How long a child waits for another agent that may just be leaving."""
+
+
+class Ending:
+    """Decides when the loop ends. Reads no clock and no signal; remembers when things began."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        self._config = config
+        self._idle_since: float | None = None
+        self._stopping_since: float | None = None
+
+    def reached(
+        self,
+        now: float,
+        *,
+        num_ranks: int,
+        has_served: bool,
+        drained: bool,
+        parent_alive: bool,
+        num_signals: int,
+    ) -> bool:
+        """Return whether to end after this cycle.
+
+        A child that has seen no rank yet waits as long as its parent lives. While a rank lives here
+        it stays, even without its parent: that rank's last rows matter most.
+        """
+        if self._config.once or num_signals > (1 if self._config.child else 0):
+            return True
+        if not self._config.child:
+            return False
+        if num_signals:
+            if self._stopping_since is None:
+                self._stopping_since = now
+            if now - self._stopping_since >= self._config.stop_grace_seconds:
+                return True
+        if num_ranks or not (has_served or num_signals or not parent_alive):
+            self._idle_since = None
+            return False
+        if self._idle_since is None:
+            self._idle_since = now
+        return drained or now - self._idle_since >= self._config.drain_grace_seconds
+
+
+def run(agent: Agent, config: LoopConfig) -> None:
+    """Start the agent, turn it until its end is reached, and stop it.
+
+    SIGTERM and SIGINT end it within seconds, with what it has drained, synced and, where a
+    collector answers, shipped. Must be called in the main thread.
+
+    Raises:
+        UsageError: another agent serves the folder, and this one is no child.
+    """
+    parent = os.getppid()
+    signals = _Signals()
+    if not _start(agent, config):
+        return
+    ending = Ending(config)
+    try:
+        with signals:
+            while True:
+                now = time.monotonic()
+                agent.cycle(now)
+                if ending.reached(
+                    now,
+                    num_ranks=agent.num_ranks,
+                    has_served=agent.has_served,
+                    drained=agent.drained,
+                    parent_alive=os.getppid() == parent,
+                    num_signals=signals.count,
+                ):
+                    break
+                signals.wait(config.interval_seconds)
+            if signals.count:
+                agent.cycle(time.monotonic())
+    finally:
+        agent.stop()
+
+
+def _start(agent: Agent, config: LoopConfig) -> bool:
+    """Start the agent; False where it is a child and another agent stays."""
+    deadline = time.monotonic() + config.lock_wait_seconds
+    while True:
+        try:
+            agent.start()
+            return True
+        except UsageError as error:
+            if not config.child:
+                raise
+            if time.monotonic() >= deadline:
+                log.info("another agent is there: %s", error.text)
+                return False
+        time.sleep(0.1)
+
+
+class _Signals:
+    """Counts SIGTERM and SIGINT and wakes the waiting loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = threading.Event()
+
+    def wait(self, seconds: float) -> None:
+        """Return after the time, or at once when a new signal comes."""
+        self._event.wait(seconds)
+        self._event.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self._event.set()
+
+    def __enter__(self) -> None:
+        self._before = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+
+    def __exit__(self, *failure: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def log_to_stderr(level: int) -> None:
+    """Send the agent's log lines to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s vitals-agent %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(level)

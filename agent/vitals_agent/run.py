@@ -1,0 +1,197 @@
+"""One run as this node's agent serves it: its journals, its spool, the agent's own sources."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainvitals.clock import Clock
+from trainvitals.errors import StorageError
+from trainvitals.identity import Identity, Source, new_incarnation
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Spool
+from trainvitals.records import Note
+from vitals_agent.faults import Faults
+from vitals_agent.home import AgentHome
+from vitals_agent.sources import OwnSource
+from vitals_agent.tailer import JournalTail, journal_identity
+
+log = logging.getLogger("vitals_agent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """Who the agent is: the same for all its runs."""
+
+    node: str
+    pid: int
+    boot_id: str
+    clock: Clock
+    faults: Faults
+
+
+class ServedRun:
+    """Everything of one run on this node. The spool has one writer: the holder of ``home``."""
+
+    def __init__(
+        self, run_dir: RunDir, home: AgentHome, spool: Spool, *, folder: Path, facts: NodeFacts
+    ) -> None:
+        self.run_dir = run_dir
+        self.run_id = run_dir.run_id
+        self.home = home
+        self.spool = spool
+        self.folder = folder
+        self.tails: dict[Path, JournalTail] = {}
+        self._num_copied = 0
+        self._dirty = False
+        self._facts = facts
+        self._resume = spool.last_seqs()
+        self._own: dict[str, OwnSource] = {}
+        self._strangers: set[Path] = set()
+
+    # ------------------------------------------------------------------------ own rows
+
+    @property
+    def node_source(self) -> OwnSource:
+        """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
+        return self._source(Source("node", self._facts.node))
+
+    def gpu_source(self, uuid: str) -> OwnSource:
+        """The source of one GPU."""
+        return self._source(Source("gpu", uuid))
+
+    def _source(self, source: Source) -> OwnSource:
+        key = str(source)
+        if key not in self._own:
+            clock = self._facts.clock
+            identity = Identity(
+                run_id=self.run_id,
+                incarnation=new_incarnation(),
+                source=key,
+                node=self._facts.node,
+                pid=self._facts.pid,
+                started_unix_ns=clock.time_ns(),
+                started_monotonic_ns=clock.monotonic_ns(),
+                boot_id=self._facts.boot_id,
+                gpu_uuid=source.key if source.kind == "gpu" else "",
+            )
+            self._own[key] = OwnSource(identity, self.append, clock)
+        return self._own[key]
+
+    def append(self, raw: bytes) -> bool:
+        """Add a batch to the spool; ``copy`` makes it durable."""
+        self._dirty = True
+        return self.spool.append(raw)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows written to the spool since the agent started."""
+        return self._num_copied + sum(own.num_rows for own in list(self._own.values()))
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows lost before the spool, or refused or dropped by it."""
+        return self.spool.dropped_rows + sum(t.num_dropped for t in list(self.tails.values()))
+
+    # ------------------------------------------------------------------------- journals
+
+    def found(self, directory: Path) -> None:
+        """Begin to tail a journal, once its first segment says who writes it."""
+        if directory in self.tails or directory in self._strangers:
+            return
+        identity = journal_identity(directory)
+        if identity is None:
+            return
+        if identity.run_id != self.run_id or identity.node != self._facts.node:
+            self._strangers.add(directory)
+            log.warning(
+                "journal passed over path=%s run=%s node=%s; this agent is node %s",
+                directory,
+                identity.run_id,
+                identity.node,
+                self._facts.node,
+            )
+            return
+        mine = (identity.run_id, identity.incarnation)
+        resume = {key[2]: seq for key, seq in self._resume.items() if key[:2] == mine}
+        # Replaced, not changed: HTTP threads read it.
+        self.tails = {**self.tails, directory: JournalTail(directory, identity, resume)}
+        log.info("journal found run=%s source=%s", self.run_id, identity.source)
+
+    def copy(self) -> int:
+        """Copy what is new into the spool, make it durable, and only then free it; return rows."""
+        faults = self._facts.faults
+        num_rows = 0
+        for tail in self.tails.values():
+            with faults.contained("tailer"):
+                # Asked before the copy: what a dead process wrote is then all there to be read.
+                gone = not tail.process.alive()
+                num_rows += tail.copy(self)
+                if gone:
+                    self._bury(tail)
+        self._num_copied += num_rows
+        try:
+            self._sync()
+        except (OSError, StorageError) as error:
+            faults.record("spool", error)
+            for tail in self.tails.values():
+                tail.not_synced()
+            return num_rows
+        for tail in self.tails.values():
+            with faults.contained("release"):
+                tail.synced()
+        return num_rows
+
+    def _sync(self) -> None:
+        if self._dirty:
+            self.spool.sync()
+            self._dirty = False
+
+    def _bury(self, tail: JournalTail) -> None:
+        """Say that a rank is gone, if it could not say so itself, and close its journal."""
+        if tail.closed:
+            return
+        if not tail.last.ended:
+            who = tail.identity
+            note = Note(
+                code="rank_gone",
+                text=f"rank {who.rank} (pid {who.pid} on {who.node}) is gone without a goodbye;"
+                f" its last step is {tail.last.step}",
+                severity="error",
+            )
+            self.node_source.say(note, step=tail.last.step, attempt=tail.last.attempt)
+            # On disk before the journal is closed: closed means that it was said.
+            self._sync()
+        tail.pronounce_dead()
+
+    def sweep(self) -> None:
+        """Delete journals that are finished and in the spool; shared memory is short."""
+        for tail in self.tails.values():
+            if not tail.removed and tail.finished:
+                with self._facts.faults.contained("release"):
+                    tail.remove()
+
+    @property
+    def active(self) -> bool:
+        """Whether a rank of this run still writes, or has left something to copy."""
+        return any(not tail.finished for tail in self.tails.values())
+
+    @property
+    def holds_mailbox(self) -> bool:
+        """Whether rank 0 lives here: a mailbox that it left behind elsewhere delivers nothing."""
+        return any(t.identity.rank == 0 and t.process.alive() for t in self.tails.values())
+
+    def acked_number(self) -> int:
+        """Return the number of the newest command that a journal here acknowledged."""
+        return max((tail.last.acked_number for tail in self.tails.values()), default=0)
+
+    def close(self) -> None:
+        """Close the spool and give the folder back."""
+        with self._facts.faults.contained("spool"):
+            self.spool.close()
+        self.home.release()
+
+
+def boot_id() -> str:
+    """Return the id of this boot, or nothing where the system has none."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

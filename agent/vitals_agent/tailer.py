@@ -1,0 +1,119 @@
+"""Copies journals to the spool: a row is freed in shared memory only when it is safe on disk."""
+
+from pathlib import Path
+from typing import Protocol
+
+from trainvitals.identity import Identity
+from trainvitals.io.journal import JournalReader, mark_closed
+from trainvitals.io.segments import CLOSED
+from trainvitals.records import Value
+from trainvitals.wire import Batch, encode_batch
+from vitals_agent.lastseen import LastSeen
+from vitals_agent.process import RankProcess
+
+MAX_READS_PER_CYCLE = 64
+
+
+class Sink(Protocol):
+    """Where batches go."""
+
+    def append(self, raw: bytes) -> bool:
+        """Write one batch at the end; False where it was refused, and counted, for good."""
+        ...
+
+
+class JournalTail:
+    """One rank's journal on its way to the spool.
+
+    Args:
+        directory: the journal's folder.
+        identity: of its writer.
+        resume: the last sequence number of each stream that the spool already holds.
+    """
+
+    def __init__(self, directory: Path, identity: Identity, resume: dict[str, int]) -> None:
+        self.directory = directory
+        self.identity = identity
+        self.process = RankProcess(identity)
+        self.last = LastSeen()
+        self.process_values: dict[str, Value] = {}
+        self.num_rows = 0
+        self.removed = False
+        self._reader = JournalReader(directory)
+        self._appended = dict(resume)
+        self._synced = dict(resume)
+        self._observed: dict[str, int] = {}
+        self._reader.resume_after(resume)
+
+    def copy(self, sink: Sink) -> int:
+        """Append what is new; return how many rows. Where it raises, the rows are read again."""
+        if not self.directory.is_dir():
+            self.removed = True  # by someone else's hand: there is nothing to wait for
+            return 0
+        num_rows = 0
+        for _ in range(MAX_READS_PER_CYCLE):
+            batches = self._reader.read()
+            if not batches:
+                break
+            for batch in batches:
+                try:
+                    sink.append(encode_batch(batch.header, batch.rows))
+                except Exception:
+                    unknown = {each.header.stream: -1 for each in batches}
+                    self._reader.resume_after({**unknown, **self._appended})
+                    raise
+                self._appended[batch.header.stream] = batch.header.last_seq
+                num_rows += batch.header.num_rows
+                self._observe(batch)
+        self.num_rows += num_rows
+        return num_rows
+
+    def synced(self) -> None:
+        """Free in the journal what was appended; call only after the spool's ``sync`` returned."""
+        for stream, seq in self._appended.items():
+            if self._synced.get(stream, -1) < seq:
+                self._reader.release(stream, seq)
+        self._synced = dict(self._appended)
+
+    def not_synced(self) -> None:
+        """Read again what the disk may not have kept; a row twice in the spool counts once."""
+        unknown = dict.fromkeys(self._appended, -1)
+        self._reader.resume_after({**unknown, **self._synced})
+        self._appended = dict(self._synced)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that the writer lost, or gave up before they were read."""
+        return self._reader.dropped
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing will be written any more: the writer's word, or an agent's."""
+        return (self.directory / CLOSED).exists()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the writer said goodbye, or was pronounced dead, and all is in the spool."""
+        return self.removed or (self._reader.finished and self._appended == self._synced)
+
+    def pronounce_dead(self) -> None:
+        """Close the journal in its dead writer's place: a restarted agent knows it was said."""
+        mark_closed(self.directory)
+
+    def remove(self) -> None:
+        """Delete the journal from shared memory; call when it is finished."""
+        for stream in self._synced:
+            self._reader.release(stream, self._synced[stream])
+        self._reader.remove()
+        self.removed = True
+
+    def _observe(self, batch: Batch) -> None:
+        stream, last = batch.header.stream, batch.header.last_seq
+        if self._observed.get(stream, -1) < last:  # else it was read again after a failure
+            self._observed[stream] = last
+            self.last.observe(batch)
+
+
+def journal_identity(directory: Path) -> Identity | None:
+    """Return who writes the journal, or None while its first segment is not there."""
+    return JournalReader(directory).identity
