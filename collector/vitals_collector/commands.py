@@ -20,11 +20,10 @@ from trainvitals.io.mailbox import sign_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
 from trainvitals.views import CommandRequest, CommandView
+from vitals_collector.metrics import UNKNOWN
 from vitals_collector.schema import audit, checkpoints, commands, runs
 from vitals_collector.store import Store
 
-UNKNOWN = "V101"
-"""Error code: there is nothing of that name."""
 CONFLICT = "V102"
 """Error code: it is there, and in a state that does not allow this."""
 

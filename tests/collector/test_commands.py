@@ -24,8 +24,9 @@ from trainvitals.records import (
 from trainvitals.views import CommandRequest
 from trainvitals.wire import BatchHeader, encode_batch
 from vitals_collector import commands
-from vitals_collector.commands import CONFLICT, MAX_PENDING, UNKNOWN, issue, listed, mark_delivered
+from vitals_collector.commands import CONFLICT, MAX_PENDING, issue, listed, mark_delivered
 from vitals_collector.ingest import ingest
+from vitals_collector.metrics import UNKNOWN
 from vitals_collector.schema import audit
 from vitals_collector.store import Store, open_store
 
