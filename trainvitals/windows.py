@@ -7,7 +7,6 @@ rank, the collector and a replay get the same bits.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
@@ -62,39 +61,3 @@ class RobustWindow:
     def upper(self, fraction: float) -> float:
         """Return the sample that only ``fraction`` of the window exceeds."""
         return self._sorted[-1 - int(len(self._sorted) * fraction)]
-
-    def mad(self, center: float) -> float:
-        """Return the median distance from ``center``, found by bisection."""
-        low, high = self._half_around(center, math.inf)
-        return max(center - low, high - center)
-
-    def log_mad(self, center: float) -> float:
-        """Return the median distance of the logarithms; every sample and ``center`` must be > 0."""
-        low, high = self._half_around(center, 0.0)
-        return max(
-            math.log(center / low) if low < center else 0.0,
-            math.log(high / center) if high > center else 0.0,
-        )
-
-    def _half_around(self, center: float, kind: float) -> tuple[float, float]:
-        """Return the ends of the half of the samples that lies nearest to ``center``.
-
-        The nearest half is contiguous in the sorted samples, so its start is found by bisection:
-        while the sample that would be left behind is farther than the one that would be gained,
-        the start moves on. ``kind`` 0 compares ratios, anything else differences.
-        """
-        ordered = self._sorted
-        half = (len(ordered) >> 1) + 1
-        start, end = 0, len(ordered) - half
-        while start < end:
-            probe = (start + end) >> 1
-            left, gained = ordered[probe], ordered[probe + half]
-            if kind == 0.0:
-                farther = gained < center or center / left > gained / center
-            else:
-                farther = center - left > gained - center
-            if farther:
-                start = probe + 1
-            else:
-                end = probe
-        return ordered[start], ordered[start + half - 1]

@@ -20,23 +20,34 @@ from trainvitals.windows import SIGMA_PER_MAD, RobustWindow
 
 Metric = Literal["loss", "grad_norm"]
 _LARGEST = sys.float_info.max
+_LARGEST_EXPONENT = 700.0
+_AROUND_ZERO = 10.0
+"""A loss that passes zero (reinforcement learning) says little: ten times its whole range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeConfig:
     """How far above its recent course a metric may be for one step."""
 
-    window: int = 64
+    window: int = 48
     """Clean steps kept as the reference."""
     warm_up: int = 16
     """Clean steps needed before there is a limit."""
+    course: int = 9
+    """Newest clean steps whose median is the metric's course: what a step is compared with."""
     sigmas: float = 8.0
-    """Robust standard deviations above the median (of the logarithms, where all are positive)."""
-    min_ratio: float = 1.35
-    """The limit is at least this multiple of the median, however calm the metric is."""
-    headroom: float = 0.5
-    """The limit exceeds the window's 95 % value by this part of that value's distance from the
-    median: what clean steps did before is no outlier (bimodal losses, heavy tails)."""
+    """Robust standard deviations around the course that clean steps keep within."""
+    headroom: float = 1.5
+    """The limit exceeds by this factor the distance from the course that 5 % of the clean steps
+    went beyond: what was normal before is no outlier (bimodal losses, heavy tails)."""
+    min_ratio: float = 2.0
+    """The limit is at least this multiple of the course, however calm the metric is: single batches
+    of clean runs reach 1.9 times their neighbours' loss."""
+    doubt_ratio: float = 1.2
+    """The same while in doubt, that is in the ``doubt_steps`` after a step above this multiple: one
+    heavy batch is let through, more right after it are not. Equal to ``min_ratio``: no doubt."""
+    doubt_steps: int = 4
+    """Steps that a doubt lasts; it must cover the two until a new limit is in force."""
     accept_after: int = 30
     """Outliers in a row, alike among themselves, after which they are the new level. Few would let
     a window of poisoned data pass for one; many cost a step each where the shift is genuine."""
@@ -46,17 +57,29 @@ class SpikeConfig:
             raise ConfigError(
                 f"spike.warm_up is {self.warm_up}; it must be 8 to spike.window ({self.window})"
             )
-        if self.min_ratio <= 1.0 or self.sigmas <= 0.0 or self.headroom < 0.0:
+        if not 1 <= self.course <= self.warm_up:
             raise ConfigError(
-                f"spike.min_ratio is {self.min_ratio}, spike.sigmas {self.sigmas}, spike.headroom "
-                f"{self.headroom}; they must be > 1, > 0 and >= 0"
+                f"spike.course is {self.course}; it must be 1 to spike.warm_up ({self.warm_up})"
             )
-        if self.accept_after < 3:
-            raise ConfigError(f"spike.accept_after is {self.accept_after}; it must be at least 3")
+        if self.sigmas <= 0.0 or self.headroom < 1.0:
+            raise ConfigError(
+                f"spike.sigmas is {self.sigmas}, spike.headroom {self.headroom}; they must be "
+                "above 0 and at least 1"
+            )
+        if not 1.0 < self.doubt_ratio <= self.min_ratio:
+            raise ConfigError(
+                f"spike.doubt_ratio is {self.doubt_ratio}; it must be above 1 and at most "
+                f"spike.min_ratio ({self.min_ratio})"
+            )
+        if self.accept_after < 3 or self.doubt_steps < 0:
+            raise ConfigError(
+                f"spike.accept_after is {self.accept_after}, spike.doubt_steps {self.doubt_steps}; "
+                "they must be at least 3 and 0"
+            )
 
 
 LOSS_DEFAULTS = SpikeConfig()
-GRAD_NORM_DEFAULTS = SpikeConfig(min_ratio=20.0)
+GRAD_NORM_DEFAULTS = SpikeConfig(min_ratio=20.0, doubt_ratio=20.0)
 """Clean GPT-2 runs show gradient norms of 5 to 15 times the median for one step, while the loss
 moves less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: 20 times the median (4.8)
 is passed at the same step as 10 times (2.4), two steps before the loss shows anything."""
@@ -75,10 +98,12 @@ class SpikeDetector:
         self.metric = metric
         self._config = config or (LOSS_DEFAULTS if metric == "loss" else GRAD_NORM_DEFAULTS)
         self._window = RobustWindow(self._config.window)
-        self._recent = RobustWindow(9)
+        self._deviations = RobustWindow(self._config.window)
+        self._course = RobustWindow(self._config.course)
         self._outliers: list[float] = []
         self._suspended = 0
-        self._limit: float | None = None
+        self._doubt, self._doubt_since = 0, -1
+        self._limits: tuple[float, float] | None = None
         self._stale = False
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
@@ -92,33 +117,74 @@ class SpikeDetector:
             return ()
         if limit is not None and value > limit:
             return self._outlier(record, value, limit)
-        if is_clean(record):
+        self._doubt = max(0, self._doubt - 1)
+        if not is_clean(record):
+            return ()
+        limits = self._both()
+        if limits is not None and value > limits[0]:
+            self._raise_doubt(record.step)
+        else:
             self._push(value)
         return ()
 
     def limit(self) -> float | None:
         """Return the value above which the next steps are outliers; None while there is no say."""
+        limits = self._both()
+        return None if limits is None else limits[0 if self._doubt else 1]
+
+    def _both(self) -> tuple[float, float] | None:
+        """Return the limits in doubt and without doubt, computed once per change."""
         if self._stale:
             self._stale = False
             enough = len(self._window) >= self._config.warm_up and not self._suspended
-            self._limit = _limit(self._window, self._recent, self._config) if enough else None
-        return self._limit
+            self._limits = self._compute() if enough else None
+        return self._limits
+
+    def _compute(self) -> tuple[float, float] | None:
+        """Return the limits in doubt and without; None where nothing can be said.
+
+        Where every sample is positive, distances are ratios: to the median of the newest steps,
+        which follows a trend, so that the spread is that of the noise and not of the trend.
+        """
+        config, window = self._config, self._window
+        course = self._course.median()
+        if window.smallest > 0.0:
+            noise = config.sigmas * SIGMA_PER_MAD * self._deviations.median()
+            tail = config.headroom * self._deviations.upper(0.05)
+            ratio = math.exp(min(max(noise, tail), _LARGEST_EXPONENT))
+            return (
+                min(course * max(ratio, config.doubt_ratio), _LARGEST),
+                min(course * max(ratio, config.min_ratio), _LARGEST),
+            )
+        spread = max(window.upper(0.0) - course, course - window.smallest)
+        limit = min(course + _AROUND_ZERO * spread, _LARGEST)
+        return (limit, limit) if spread > 0.0 else None
 
     def rebaseline(self, steps: int) -> None:
         """Forget the reference, and have no limit for the next ``steps`` steps and a warm-up."""
         self._window.clear()
-        self._recent.clear()
+        self._deviations.clear()
+        self._course.clear()
         self._outliers.clear()
         self._suspended = max(self._suspended, steps)
-        self._limit, self._stale = None, False
+        self._doubt, self._limits, self._stale = 0, None, False
 
     def _push(self, value: float) -> None:
+        course = self._course.median() if len(self._course) else value
+        if value > 0.0 and course > 0.0:
+            self._deviations.push(abs(math.log(value) - math.log(course)))
         self._window.push(value)
-        self._recent.push(value)
+        self._course.push(value)
         self._outliers.clear()
         self._stale = True
 
+    def _raise_doubt(self, step: int) -> None:
+        if not self._doubt:
+            self._doubt_since = step
+        self._doubt = self._config.doubt_steps
+
     def _outlier(self, record: StepRecord, value: float, limit: float) -> tuple[Finding, ...]:
+        self._raise_doubt(record.step)
         label = "loss" if self.metric == "loss" else "gradient norm"
         spike = Finding(
             kind="spike",
@@ -128,11 +194,11 @@ class SpikeDetector:
             reason=f"{label} {value:.4g} is above its limit {limit:.4g}",
             value=value,
             limit=limit,
-            onset_step=record.step,
+            onset_step=self._doubt_since,
             cause=f"{self.metric}_outlier",
         )
-        now = self.limit()
-        if now is None or value <= now:
+        now = self._both()
+        if now is None or value <= now[0]:
             return (spike,)  # judged by an older limit: says nothing about the present reference
         self._outliers.append(value)
         if len(self._outliers) < self._config.accept_after:
@@ -175,41 +241,23 @@ class SpikeDetector:
         """Return the state as JSON types."""
         return {
             "window": self._window.values(),
-            "recent": self._recent.values(),
+            "deviations": self._deviations.values(),
+            "course": self._course.values(),
             "outliers": list(self._outliers),
             "suspended": self._suspended,
+            "doubt": self._doubt,
+            "doubt_since": self._doubt_since,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the detector that gave ``state``."""
         self._window.restore(state["window"])
-        self._recent.restore(state["recent"])
+        self._deviations.restore(state["deviations"])
+        self._course.restore(state["course"])
         self._outliers = [float(value) for value in state["outliers"]]
         self._suspended = int(state["suspended"])
-        self._limit, self._stale = None, True
-
-
-def _limit(window: RobustWindow, recent: RobustWindow, config: SpikeConfig) -> float:
-    """Return the limit: the median, or where the metric rises that of the newest, and a margin.
-
-    The margin is the largest of: so many sigmas, the least ratio, and the headroom over what clean
-    steps did. Ratios where every sample is positive, differences elsewhere.
-    """
-    center = max(window.median(), recent.median())
-    top = window.upper(0.05)
-    if window.smallest > 0.0:
-        sigma = SIGMA_PER_MAD * window.log_mad(center)
-        reach = math.log(top / center) if top > center else 0.0
-        margin = max(config.sigmas * sigma, (1.0 + config.headroom) * reach)
-        ratio = max(math.exp(min(margin, 700.0)), config.min_ratio)
-        return min(center * ratio, _LARGEST)
-    sigma = SIGMA_PER_MAD * window.mad(center)
-    margin = max(
-        config.sigmas * sigma,
-        (1.0 + config.headroom) * (top - center),
-        (config.min_ratio - 1.0) * max(abs(center), abs(top), abs(window.smallest)),
-    )
-    return min(center + margin, _LARGEST)
+        self._doubt, self._doubt_since = int(state["doubt"]), int(state["doubt_since"])
+        self._limits, self._stale = None, True
 
 
 def _alike(low: float, high: float, ratio: float) -> bool:

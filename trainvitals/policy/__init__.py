@@ -1,7 +1,8 @@
 """What to do about findings: the ladder, its budgets, and the judge that runs in every rank."""
 
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
-from trainvitals.policy.ladder import Verdict, decide
+from trainvitals.policy.ladder import decide
+from trainvitals.policy.rungs import Verdict
 from trainvitals.policy.state import (
     CheckpointRef,
     Facts,

@@ -12,7 +12,8 @@ import msgspec
 from msgspec.structs import replace
 
 from trainvitals.detect import DetectConfig, DetectorSet, Limits
-from trainvitals.policy.ladder import decide
+from trainvitals.policy.ladder import SAME_LEVEL_RULE, decide
+from trainvitals.policy.rungs import retarget
 from trainvitals.policy.state import (
     CheckpointRef,
     Facts,
@@ -93,7 +94,7 @@ class Judge:
             config=self.config.ladder,
             now_attempt_id=now_attempt_id,
         )
-        if decision is not None and decision.rule == "same_level_again":
+        if decision is not None and decision.rule == SAME_LEVEL_RULE:
             self._detectors.rebaseline(0, metric="loss")
         return Judgement(findings, decision, ack)
 
@@ -111,6 +112,17 @@ class Judge:
             self._detectors.load_state_dict(dict(detector_state))
         facts = replace(self._ladder.facts, attempt=attempt)
         self._ladder = LadderState(facts=facts, first_step=step)
+
+    def rollback_failed(
+        self, decision: Decision, *, checkpoints: Sequence[CheckpointRef], reason: str
+    ) -> Decision:
+        """Return what to do instead of ``decision``, whose checkpoint could not be restored.
+
+        The next older healthy one, from the same budget, or a halt. ``checkpoints`` must name the
+        damaged ones as bad; call on all ranks alike, and enter the answer in the ledger.
+        """
+        self._ladder, instead = retarget(self._ladder, decision, checkpoints, reason)
+        return instead
 
     def limits(self) -> Limits:
         """Return what the device compares the next steps with."""
@@ -141,8 +153,8 @@ class Judge:
         return self._ladder.last_unhealthy_step
 
     def lr_factor_at(self, step: int) -> float:
-        """Return the factor on the learning rate at ``step``."""
-        return lr_factor_at(self._ladder.facts, step)
+        """Return the factor on the learning rate at ``step``; in ``observe`` always 1."""
+        return 1.0 if self.mode == "observe" else lr_factor_at(self._ladder.facts, step)
 
     def digest(self) -> int:
         """Return 32 bits that are equal on two ranks which judged alike; exact in a float64."""

@@ -123,8 +123,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     onset_step: int
     until_step: int
     """Trouble before this step is the same cause; later it is a new one."""
-    tries: int = 0
-    storms: int = 0
+    tries: int = 1
+    """Rollbacks for it."""
     target_step: int = -1
     """Where the last rollback went to."""
     level: float = 0.0
@@ -167,7 +167,8 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
     """A bad step the ladder remembers."""
 
     step: int
-    kind: str
+    onset: int
+    """Where its trouble began, as the detector says; at or before ``step``."""
     cause: str
     value: float | None
 

@@ -1,0 +1,62 @@
+"""Base units as text for people. Stored and exposed numbers stay in base units."""
+
+from __future__ import annotations
+
+import math
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P")
+
+
+def humanize(value: float | None, unit: str = "") -> str:
+    """Return ``value`` with its unit as a person would write it; missing is a dash."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "bytes":
+        return humanize_bytes(value)
+    if unit == "seconds":
+        return humanize_seconds(value)
+    if unit == "ratio":
+        return f"{value * 100:.3g} %"
+    if unit == "watts":
+        return f"{value:.4g} W"
+    if unit == "celsius":
+        return f"{value:.3g} °C"
+    if unit == "hertz":
+        return f"{_scaled(value)}Hz"
+    if unit == "tokens":
+        return _scaled(value).rstrip()
+    return f"{value:.4g}"
+
+
+def humanize_bytes(value: float) -> str:
+    """Return a number of bytes in binary units: ``1.5 GiB``."""
+    size, index = float(value), 0
+    while abs(size) >= 1024 and index < len(_BINARY) - 1:
+        size, index = size / 1024, index + 1
+    return f"{size:.4g} {_BINARY[index]}"
+
+
+def humanize_seconds(value: float) -> str:
+    """Return a duration: ``850 us``, ``12.3 s``, ``3 min 20 s``, ``2 d 4 h``."""
+    size = abs(value)
+    if size and size < 1e-3:
+        return f"{value * 1e6:.3g} us"
+    if size < 1:
+        return f"{value * 1e3:.3g} ms"
+    if size < 60:
+        return f"{value:.3g} s"
+    sign, whole = "-" if value < 0 else "", round(size)
+    for large, small, names in ((86400, 3600, ("d", "h")), (3600, 60, ("h", "min"))):
+        if whole >= large:
+            return f"{sign}{whole // large} {names[0]} {whole % large // small} {names[1]}"
+    return f"{sign}{whole // 60} min {whole % 60} s"
+
+
+def _scaled(value: float) -> str:
+    size, index = float(value), 0
+    while abs(size) >= 1000 and index < len(_DECIMAL) - 1:
+        size, index = size / 1000, index + 1
+    return f"{size:.4g} {_DECIMAL[index]}"
