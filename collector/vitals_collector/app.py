@@ -1,0 +1,172 @@
+"""Puts the collector together: store, ingest, queries, folders, and what acts on them.
+
+``create_app`` opens everything that can fail before a port is bound, so that a locked database or a
+missing folder is an error on the terminal and not in a log. The app closes it when it ends.
+"""
+
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trainvitals import __version__
+from trainvitals.clock import Clock, SystemClock
+from trainvitals.errors import UsageError, VitalsError
+from trainvitals.views import Problem
+from trainvitals.wire import IngestReply
+from vitals_collector.api_query import query_router
+from vitals_collector.auth import Gate, access_config, load_or_create_tokens, require
+from vitals_collector.folder import FolderIngest
+from vitals_collector.ingest import ingest
+from vitals_collector.query import Query
+from vitals_collector.store import Store, ensure_data_dir, open_data_store, open_store
+from vitals_collector.web import answers, document, problem, problem_of, reply, takes
+
+TOKENS_FILE = "tokens.json"
+_LOG = logging.getLogger("vitals.collector")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorSettings:
+    """What a collector needs to know before it starts."""
+
+    data: Path
+    """Its own directory, 0700: database, tokens, address."""
+    database: str = ""
+    """SQLAlchemy URL; "" is an SQLite file in ``data``."""
+    folders: tuple[Path, ...] = ()
+    """Folders with run directories that are read as well."""
+    folder_interval_seconds: float = 0.5
+    """How often they are looked at."""
+    bound: str = "127.0.0.1"
+    """The address it listens on."""
+    hosts: tuple[str, ...] = ()
+    """Other names it is called by, for the ``Host`` check."""
+    origins: tuple[str, ...] = ()
+    """Foreign origins whose pages may call it."""
+    lost_after_seconds: float = 60.0
+    """A run that is silent for longer, and its agent too, is lost."""
+
+
+def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> FastAPI:
+    """Return the app, its store open and migrated; the app's shutdown closes it.
+
+    Raises:
+        UsageError: a folder or URL is wrong.
+        StorageError: data directory, tokens or database cannot be used.
+    """
+    clock = clock or SystemClock()
+    ensure_data_dir(settings.data)
+    tokens = load_or_create_tokens(settings.data / TOKENS_FILE)
+    store = open_store(settings.database) if settings.database else open_data_store(settings.data)
+    try:
+        folder = FolderIngest(store, settings.folders)
+        app = FastAPI(
+            title="Vitals collector",
+            version=__version__,
+            docs_url=None,  # their pages load scripts from elsewhere
+            redoc_url=None,
+            lifespan=_lifespan(store, folder, settings),
+        )
+        query = Query(
+            store,
+            clock=clock,
+            lost_after_seconds=settings.lost_after_seconds,
+            up_since_unix_ns=clock.time_ns(),
+        )
+        app.state.store, app.state.query = store, query
+        app.include_router(_ingest_router(store, clock))
+        app.include_router(query_router(query, guard=require("read")))
+        _answer_errors(app)
+        document(app)
+        access = access_config(
+            tokens, bound=settings.bound, hosts=settings.hosts, origins=settings.origins
+        )
+        app.add_middleware(Gate, config=access)
+    except BaseException:
+        store.close()
+        raise
+    return app
+
+
+def _lifespan(
+    store: Store, folder: FolderIngest, settings: CollectorSettings
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        stop = threading.Event()
+        follower = threading.Thread(
+            target=folder.follow,
+            args=(stop,),
+            kwargs={"interval_seconds": settings.folder_interval_seconds},
+            name="vitals-folder",
+        )
+        if settings.folders:
+            follower.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            if settings.folders:
+                await run_in_threadpool(follower.join)
+            store.close()
+
+    return lifespan
+
+
+def _ingest_router(store: Store, clock: Clock) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(
+        "/v1/ingest",
+        tags=["ingest"],
+        dependencies=[Depends(require("ingest"))],
+        responses=answers(IngestReply),
+        openapi_extra=takes(bytes, "application/octet-stream"),
+    )
+    async def ingest_batch(request: Request) -> Response:
+        """Store one batch (``trainvitals.wire``); it is durable when this answers 200."""
+        raw = await request.body()
+        stored = await run_in_threadpool(ingest, store, raw, received_unix_ns=clock.time_ns())
+        return reply(stored)
+
+    @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
+    def healthz() -> Response:
+        """Say that the database answers. Needs no token."""
+        with store.read() as connection:
+            connection.exec_driver_sql("SELECT 1")
+        return reply({"status": "ok"})
+
+    return router
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Make every error a Problem: ours, FastAPI's, and those nobody thought of."""
+
+    async def wrong_request(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        said = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
+        return problem(UsageError(said))
+
+    async def no_route(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return reply(Problem(code="V100", text=str(error.detail)), error.status_code)
+
+    async def bug(request: Request, error: Exception) -> Response:
+        _LOG.error("unexpected error in %s", request.url.path, exc_info=error)
+        text = "the collector met an error of its own; its log tells more"
+        return reply(Problem(code="V000", text=text), 500)
+
+    app.add_exception_handler(VitalsError, problem_of)
+    app.add_exception_handler(RequestValidationError, wrong_request)
+    app.add_exception_handler(HTTPException, no_route)
+    app.add_exception_handler(Exception, bug)

@@ -1,0 +1,130 @@
+"""Reads run directories into the store: the way in where nothing ships batches over HTTP.
+
+The folder is only read. How far each spool is read lies in the store and moves in the transaction
+that stores the rows, so a restart goes on where it was and a lost position costs time, not rows.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from trainvitals.errors import FormatError, NewerVersionError, UsageError, VitalsError
+from trainvitals.identity import check_run_id
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Position, read_batches
+from vitals_collector.ingest import Stored, announce, check_batch, store_batch
+from vitals_collector.schema import positions
+from vitals_collector.store import Store, insert
+
+_LOG = logging.getLogger("vitals.collector.folder")
+_BATCHES_AT_ONCE = 64
+"""In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
+
+
+class FolderIngest:
+    """Follows every spool below some folders, each a VITALS_DIR or one run directory.
+
+    Raises:
+        UsageError: a folder is not there.
+    """
+
+    def __init__(self, store: Store, folders: Sequence[Path]) -> None:
+        self._store = store
+        self._folders = [folder.expanduser().absolute() for folder in folders]
+        self._told: set[str] = set()
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise UsageError(
+                    f"{folder} is not a folder",
+                    hint="give the folder that holds the runs (VITALS_DIR), or one run's own",
+                )
+
+    def poll(self) -> int:
+        """Store everything there is to read now; return how many rows were new.
+
+        Raises:
+            StorageError: the store refused; what was read is read again at the next poll.
+        """
+        return sum(self._read(spool) for spool in self._spools())
+
+    def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
+        """Poll until told to stop; say an error once and try again, for a disk may come back."""
+        while not stop.wait(interval_seconds):
+            try:
+                self.poll()
+            except (VitalsError, OSError) as error:
+                self._say_once(str(error))
+
+    def _spools(self) -> Iterator[Path]:
+        for folder in self._folders:
+            for run_dir in [RunDir(folder)] if _is_run(folder) else RunDir.find_all(folder):
+                yield from run_dir.spool_dirs().values()
+
+    def _read(self, spool: Path) -> int:
+        position = self._position(spool)
+        # Left to the end, so that a file that grows faster than we read cannot keep us here.
+        found = read_batches(spool, position, now=time.time())
+        num_new = 0
+        while some := list(islice(found, _BATCHES_AT_ONCE)):
+            stored, is_blocked = self._store_some(spool, some)
+            announce(self._store, stored)
+            num_new += sum(one.reply.num_new for one in stored)
+            if is_blocked:
+                break
+        return num_new
+
+    def _store_some(
+        self, spool: Path, some: Sequence[tuple[Position, bytes]]
+    ) -> tuple[list[Stored], bool]:
+        """Store batches and the position after them; stop before one of a newer version."""
+        stored: list[Stored] = []
+        with self._store.write() as connection:
+            for position, raw in some:
+                try:
+                    batch = check_batch(self._store, raw)
+                    with connection.begin_nested():
+                        stored.append(store_batch(connection, batch))
+                except NewerVersionError as error:
+                    self._say_once(f"{spool}: {error}")
+                    return stored, True
+                except FormatError as error:
+                    self._say_once(f"{spool}: a batch is passed over: {error}")
+                _remember(connection, spool, position)
+        return stored, False
+
+    def _position(self, spool: Path) -> Position:
+        query = select(positions.c.position).where(positions.c.spool == str(spool))
+        with self._store.read() as connection:
+            body = connection.execute(query).scalar()
+        if body is None:
+            return Position()
+        position = msgspec.msgpack.decode(body, type=Position)
+        file = spool / f"{position.file:06d}.tvs"
+        if file.exists() and file.stat().st_size < position.offset:
+            return Position()  # another spool took its place; the store knows what it knows
+        return position
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _LOG.warning("%s", text)
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        check_run_id(folder.name)
+    except UsageError:
+        return False
+    return True
+
+
+def _remember(connection: Connection, spool: Path, position: Position) -> None:
+    values = {"position": msgspec.msgpack.encode(position)}
+    statement = insert(connection, positions).values(spool=str(spool), **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

@@ -1,0 +1,89 @@
+"""How a route answers: views as JSON, errors as problems, and both in the OpenAPI document."""
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trainvitals import __version__
+from trainvitals.errors import (
+    FormatError,
+    NewerVersionError,
+    StorageError,
+    UnauthorizedError,
+    UsageError,
+    VitalsError,
+)
+from trainvitals.views import Problem
+
+_STATUS_BY_CODE = {"V101": 404, "V102": 409, "V302": 507}
+"""Nothing of that name; it does not allow this now; there is no room left."""
+_STATUS: tuple[tuple[type[VitalsError], int], ...] = (
+    (NewerVersionError, 422),
+    (FormatError, 400),
+    (UnauthorizedError, 403),
+    (UsageError, 400),
+    (StorageError, 503),
+)
+_TYPES: dict[str, Any] = {}
+_REF = "#/components/schemas/{name}"
+
+
+def reply(body: object, status: int = 200) -> Response:
+    """Return a view as the JSON answer."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def problem(error: VitalsError) -> Response:
+    """Return an error as the JSON answer, with the status that fits it."""
+    status = _STATUS_BY_CODE.get(error.code) or next(
+        (status for kind, status in _STATUS if isinstance(error, kind)), 500
+    )
+    headers = {"Retry-After": "5"} if status in (503, 507) else None
+    body = msgspec.json.encode(Problem(code=error.code, text=error.text, hint=error.hint))
+    return Response(body, status, headers, "application/json")
+
+
+async def problem_of(_request: Request, error: Exception) -> Response:
+    """Answer a VitalsError: the exception handler of the app."""
+    assert isinstance(error, VitalsError)
+    return problem(error)
+
+
+def answers(body: Any) -> dict[int | str, dict[str, Any]]:
+    """Return a route's ``responses``: the view it answers with, and a problem."""
+    return {200: _documented("The answer.", body), "4XX": _documented("A problem.", Problem)}
+
+
+def takes(body: Any, media_type: str = "application/json") -> dict[str, Any]:
+    """Return a route's ``openapi_extra``: the body it takes, where FastAPI does not parse it."""
+    schema = {"type": "string", "format": "binary"} if body is bytes else _refer(body)
+    content = {media_type: {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def document(app: FastAPI) -> None:
+    """Give the app an OpenAPI document that knows the schema of every view."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
+            _, components = msgspec.json.schema_components(_TYPES.values(), ref_template=_REF)
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _documented(text: str, body: Any) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": _refer(body)}}}
+
+
+def _refer(body: Any) -> dict[str, Any]:
+    _TYPES[str(body)] = body
+    (schema,), _ = msgspec.json.schema_components([body], ref_template=_REF)
+    return schema
