@@ -86,7 +86,10 @@ class MetricsServer:
             ) from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="vitals-agent-http", daemon=True
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},  # how long ``close`` may take
+            name="vitals-agent-http",
+            daemon=True,
         )
         self._thread.start()
 

@@ -126,7 +126,7 @@ class ServedRun:
                 # Asked before the copy: what a dead process wrote is then all there to be read.
                 gone = not tail.process.alive()
                 num_rows += tail.copy(self)
-                if gone:
+                if gone and not tail.removed:
                     self._bury(tail)
         self._num_copied += num_rows
         try:

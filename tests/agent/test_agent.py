@@ -1,0 +1,235 @@
+import os
+
+import pytest
+
+from tests.agent.builders import NODE, OTHER_RUN, RUN
+from tests.agent.fake_nvml import FakeGpu, FakeNvml
+from trainvitals.errors import UsageError
+from trainvitals.records import Note, RunEnded
+
+
+def test_every_row_of_a_rank_is_in_the_spool_once(world):
+    rank = world.rank()
+    agent = world.agent()
+    rank.step(0, 1, 2)
+    agent.cycle(0.0)
+    rank.step(3, 4)
+    agent.cycle(0.5)
+    agent.cycle(1.0)
+    assert [0, 1, 2, 3, 4] == world.steps()
+
+
+def test_an_agent_started_before_any_run_serves_the_runs_that_come(world):
+    agent = world.agent()
+    agent.cycle(0.0)
+    world.rank().step(0)
+    world.rank(1, run_id=OTHER_RUN).step(7)
+    agent.cycle(0.5)
+    assert [0] == world.steps()
+    assert [7] == world.steps(1, run_id=OTHER_RUN)
+
+
+def test_an_agent_for_one_run_leaves_other_runs_alone(world):
+    world.rank().step(0)
+    world.rank(run_id=OTHER_RUN).step(0)
+    agent = world.agent(run_id=RUN)
+    agent.cycle(0.0)
+    assert {RUN} == set(agent.runs)
+
+
+def test_a_run_of_another_folder_is_left_alone(world, tmp_path):
+    world.rank().step(0)
+    agent = world.agent(vitals_dir=tmp_path / "other")
+    agent.cycle(0.0)
+    assert {} == agent.runs
+
+
+def test_a_journal_of_another_node_is_left_to_that_nodes_agent(world):
+    world.rank(node="node-b").step(0)
+    world.rank().step(5)
+    agent = world.agent()
+    agent.cycle(0.0)
+    assert [5] == world.steps()
+    other = world.agent(node="node-b")
+    other.cycle(0.0)
+    assert [0] == world.steps(node="node-b")
+
+
+def test_rows_written_before_the_agent_came_are_there_when_it_starts(world):
+    rank = world.rank()
+    rank.step(*range(50))
+    rank.close()
+    world.agent().cycle(0.0)
+    assert list(range(50)) == world.steps()
+
+
+def test_a_finished_journal_is_removed_from_shared_memory_once_it_is_spooled(world):
+    rank = world.rank()
+    rank.step(0)
+    rank.say(RunEnded(state="finished"))
+    rank.close()
+    agent = world.agent()
+    agent.cycle(0.0)
+    assert not rank.directory.exists()
+    assert 0 == agent.num_ranks
+    assert agent.drained
+    assert [] == [note for note in world.notes() if note == "rank_gone"]
+
+
+def test_a_restarted_agent_goes_on_where_the_spool_ends(world):
+    rank = world.rank()
+    agent = world.agent()
+    rank.step(0, 1)
+    agent.cycle(0.0)
+    agent.stop()
+    rank.step(2, 3)
+    world.agent().cycle(10.0)
+    assert [0, 1, 2, 3] == world.steps()
+
+
+def test_samples_of_the_node_the_ranks_and_the_gpus_are_rows_of_the_run(world):
+    world.rank().step(0)
+    agent = world.agent(nvml=FakeNvml(FakeGpu("GPU-1"), FakeGpu("GPU-2")))
+    agent.cycle(0.0)
+    agent.cycle(1.0)
+    agent.cycle(2.0)
+    agent.cycle(4.0)
+    counts: dict[tuple[str, str], int] = {}
+    for source, stream, _, _ in world.spooled():
+        counts[(source, stream)] = counts.get((source, stream), 0) + 1
+    expected = {
+        ("rank:0", "steps"): 1,
+        (f"node:{NODE}", "node"): 3,
+        (f"node:{NODE}", "process"): 3,
+        ("gpu:GPU-1", "gpu"): 3,
+        ("gpu:GPU-2", "gpu"): 3,
+    }
+    assert expected == counts
+
+
+def test_a_machine_without_a_gpu_is_said_once_in_each_run(world):
+    world.rank().step(0)
+    agent = world.agent()
+    for second in range(10):
+        agent.cycle(float(second))
+    assert ["no_gpu"] == world.notes()
+
+
+def test_a_gpu_that_falls_off_the_bus_is_an_event_of_the_run(world):
+    world.rank().step(0)
+    gpu = FakeGpu("GPU-2")
+    agent = world.agent(nvml=FakeNvml(FakeGpu("GPU-1"), gpu))
+    agent.cycle(0.0)
+    agent.cycle(2.0)
+    gpu.lost = True
+    agent.cycle(4.0)
+    agent.cycle(6.0)
+    assert ["gpu_lost"] == world.notes()
+    sources = [source for source, stream, _, _ in world.spooled() if stream == "gpu"]
+    assert (4, 2) == (sources.count("gpu:GPU-1"), sources.count("gpu:GPU-2"))
+
+
+def test_a_rank_that_is_gone_without_a_goodbye_is_said_once_with_its_last_step(world):
+    rank = world.rank(1, pid=0)  # no process has this pid: as dead as can be
+    rank.step(0, 1, 41)
+    agent = world.agent()
+    agent.cycle(0.0)
+    agent.cycle(1.0)
+    agent.stop()
+    again = world.agent()
+    again.cycle(2.0)
+    (gone,) = [row for row in world.events() if row.event.code == "rank_gone"]
+    expected = Note(
+        code="rank_gone",
+        text=f"rank 1 (pid 0 on {NODE}) is gone without a goodbye; its last step is 41",
+        severity="error",
+    )
+    assert (expected, 41, 1) == (gone.event, gone.step, gone.attempt)
+    assert [0, 1, 41] == world.steps(1)
+    assert not rank.directory.exists()
+
+
+def test_a_rank_that_said_goodbye_and_was_then_killed_is_not_reported(world):
+    rank = world.rank(1, pid=0)
+    rank.step(0)
+    rank.say(RunEnded(state="interrupted"))
+    world.agent().cycle(0.0)
+    assert "rank_gone" not in world.notes()
+
+
+def test_one_broken_part_is_counted_and_does_not_keep_the_others_from_working(world):
+    rank = world.rank()
+    agent = world.agent()
+    agent.sampling._host.sample = lambda: 1 / 0
+    agent.runs  # noqa: B018 - served from the first cycle on
+    rank.step(0)
+    for second in range(5):
+        agent.cycle(2.0 * second)
+    assert 5 == agent.faults.counts["sampler.node"]
+    assert [0] == world.steps()
+    assert any(stream == "process" for _, stream, _, _ in world.spooled())
+
+
+def test_two_agents_for_one_folder_are_a_clear_error(world):
+    agent = world.agent()
+    with pytest.raises(UsageError) as caught:
+        world.agent()
+    assert f"an agent (pid {os.getpid()}, {agent.info.url}) serves this folder" in str(caught.value)
+    assert "stop it first" in caught.value.hint
+
+
+def test_the_folder_is_free_again_once_the_agent_has_stopped(world):
+    world.agent().stop()
+    world.agent()
+
+
+def test_a_run_that_another_agent_serves_is_left_to_it_and_taken_up_when_it_leaves(world):
+    rank = world.rank()
+    rank.step(0)
+    only = world.agent(run_id=RUN)
+    only.cycle(0.0)
+    everything = world.agent()
+    everything.cycle(0.0)
+    assert {} == everything.runs
+    assert {} == everything.faults.counts
+    only.stop()
+    rank.step(1)
+    everything.cycle(1.0)
+    assert [0, 1] == world.steps()
+
+
+def test_a_run_without_ranks_is_let_go_and_taken_up_again_when_one_comes(world):
+    first = world.rank()
+    first.step(0)
+    first.close()
+    agent = world.agent()
+    agent.cycle(0.0)
+    agent.cycle(59.0)
+    assert {RUN} == set(agent.runs)
+    agent.cycle(61.0)
+    assert {} == agent.runs
+    world.rank().step(1)
+    agent.cycle(62.0)
+    assert [0, 1] == world.steps()
+
+
+def test_a_journal_that_someone_removed_is_not_waited_for(world):
+    rank = world.rank()
+    rank.step(0)
+    agent = world.agent()
+    agent.cycle(0.0)
+    for path in rank.directory.iterdir():
+        path.unlink()
+    rank.directory.rmdir()
+    agent.cycle(1.0)
+    assert 0 == agent.num_ranks
+    assert "tailer" not in agent.faults.counts
+
+
+def test_a_link_where_the_lock_should_be_is_refused(world, tmp_path):
+    home = world.vitals_dir / "agents" / NODE
+    home.mkdir(parents=True)
+    (home / "agent.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Exception, match="is a link"):
+        world.agent()
+    assert not (tmp_path / "elsewhere").exists()
