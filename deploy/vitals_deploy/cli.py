@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
     )
     deploy.command(
         "prometheus",
-        epilog="Example: vitals deploy prometheus --collector 10.0.0.5:8420 --tokens tokens.json",
+        epilog="Example: vitals deploy prometheus --collector 10.0.0.5:8765 --tokens tokens.json",
     )(deploy_prometheus)
     deploy.command(
         "grafana",
@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
 def deploy_prometheus(
     output: Output = Path("vitals-deploy/prometheus"),
-    collector: Annotated[str, typer.Option(help="Collector, host:port.")] = "127.0.0.1:8420",
+    collector: Annotated[str, typer.Option(help="Collector, host:port.")] = "127.0.0.1:8765",
     alertmanager: Annotated[str, typer.Option(help="Alertmanager, host:port.")] = "127.0.0.1:9093",
     runs: Annotated[
         Path | None, typer.Option(help="Run directories whose agents are scraped.")
@@ -127,7 +127,7 @@ def deploy_systemd(
     vitals: Annotated[
         str, typer.Option(help="Absolute path of the vitals command.")
     ] = "/opt/vitals/bin/vitals",
-    port: Annotated[int, typer.Option(min=1, max=65534, help="The collector's port.")] = 8420,
+    port: Annotated[int, typer.Option(min=1, max=65534, help="The collector's port.")] = 8765,
     force: Force = False,
 ) -> None:
     """Write hardened units for a collector and a node's agent."""

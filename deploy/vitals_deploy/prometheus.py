@@ -146,7 +146,7 @@ GROUPS = (
 
 def files(
     *,
-    collector: str = "127.0.0.1:8420",
+    collector: str = "127.0.0.1:8765",
     alertmanager: str = "127.0.0.1:9093",
     token_file: str = "vitals-read.token",
     agents: Iterable[Mapping[str, object]] = (),

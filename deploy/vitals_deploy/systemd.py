@@ -65,7 +65,7 @@ DeviceAllow=char-nvidia-caps rw
 """
 
 
-def files(*, vitals: str = "/opt/vitals/bin/vitals", port: int = 8420) -> dict[str, str]:
+def files(*, vitals: str = "/opt/vitals/bin/vitals", port: int = 8765) -> dict[str, str]:
     """Return the two units.
 
     Args:

@@ -120,7 +120,7 @@ class TestSystemd:
 
     @pytest.mark.parametrize("name", GENERATORS["systemd"]())
     def test_a_unit_listens_on_loopback_only(self, name):
-        assert "--listen 127.0.0.1:84" in GENERATORS["systemd"]()[name]
+        assert "--listen 127.0.0.1:87" in GENERATORS["systemd"]()[name]
 
 
 class TestSlurm:

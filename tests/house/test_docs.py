@@ -1,0 +1,114 @@
+"""What a person reads is what the code is: generated pages, help, the list of targets."""
+
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from trainvitals.catalog import CATALOG
+from trainvitals.errors import TrainingHalted
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_build_docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_docs", ROOT / "docs" / "build_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build_docs = load_build_docs()
+COMMANDS = {path: (command, context) for path, command, context in build_docs.commands()}
+
+
+@pytest.mark.parametrize("name", build_docs.PAGES)
+def test_a_generated_page_is_current(name):
+    text = (ROOT / "docs" / name).read_text()
+    assert build_docs.PAGES[name]() == text, f"docs/{name} is stale: run `make docs`"
+
+
+def test_every_metric_is_described():
+    page = build_docs.metrics_page()
+    assert [] == [metric.name for metric in CATALOG if f"| `{metric.name}` |" not in page]
+
+
+def test_every_error_has_a_code_of_its_own_and_is_described():
+    errors = build_docs.error_classes()
+    assert TrainingHalted in errors
+    assert len(errors) == len({error.code for error in errors})
+    page = build_docs.errors_page()
+    assert [] == [error.code for error in errors if f"| {error.code} |" not in page]
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_is_there_and_its_help_ends_with_an_example(path):
+    command, context = COMMANDS[path]
+    text = command.get_help(context)
+    assert "Not available" not in (command.help or ""), command.help
+    last = text.rstrip().rpartition("\n\n")[2].strip()
+    assert last.startswith("Example: vitals "), f"add epilog='Example: vitals ...' to `{path}`"
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_option_is_explained(path):
+    command, _ = COMMANDS[path]
+    silent = [
+        p.name
+        for p in command.params
+        if p.param_type_name == "option" and not p.help and not p.hidden
+    ]
+    assert [] == silent
+
+
+class TestMakefile:
+    def make(self, *arguments: str) -> str:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+        done = subprocess.run(
+            ["make", "--no-print-directory", *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.stdout + done.stderr
+
+    def test_bare_make_lists_every_target_with_a_line(self):
+        shown = [line.split()[1] for line in self.make().splitlines()]
+        targets = "setup demo test test-fast test-slow lint bench docs screenshot clean"
+        assert targets.split() == shown
+
+    @pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "bench", "docs"])
+    def test_every_target_makes_its_own_environment_first(self, target, tmp_path):
+        plan = self.make("--dry-run", target, f"VENV={tmp_path / 'venv'}")
+        assert f"-m venv {tmp_path / 'venv'}" in plan
+        assert "--constraint constraints.txt" in plan
+
+    def test_a_python_that_is_too_old_is_said_to_be_one(self, tmp_path):
+        old = tmp_path / "python3.9"
+        old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.2" || exit 1\n')
+        old.chmod(0o755)
+        said = self.make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}")
+        assert "needs Python 3.11 or newer" in said
+        assert "Python 3.9.2" in said
+        assert not (tmp_path / "venv").exists()
+
+    def test_continuous_integration_runs_the_same_tests(self):
+        script = ROOT / ".ci" / "run"
+        assert os.access(script, os.X_OK)
+        assert script.read_text().rstrip().endswith("exec make test")
+
+
+def test_the_version_is_said_once():
+    from importlib.metadata import version
+
+    from trainvitals import __version__
+
+    assert version("trainvitals") == __version__
