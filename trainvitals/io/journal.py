@@ -188,8 +188,8 @@ class JournalWriter:
         needed = len(header) + num_rows * schema.row_size
         wanted = max(self.segment_bytes, len(header) + _MIN_ROWS * schema.row_size)
         # Room for two segments of each stream, so that there is always a sealed one to give up.
-        size = max(needed, min(wanted, bound // (2 * len(STREAMS))))
-        size = -(-size // _PAGE) * _PAGE
+        share = bound // (2 * len(STREAMS)) // _PAGE * _PAGE
+        size = -(-max(needed, min(wanted, share)) // _PAGE) * _PAGE
         self._make_room(size, bound)
         path = self.directory / segment_name(schema.stream, index)
         kind = MappedSegment if self.in_memory else PlainSegment

@@ -1,0 +1,91 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from trainvitals.errors import InsecurePathError, StorageError
+from trainvitals.io.private import ensure_private_dir, is_memory_backed, open_private, private_base
+
+
+def test_the_base_lies_where_the_environment_says_and_only_we_may_enter(tmp_path: Path) -> None:
+    base = private_base({"VITALS_SHM": str(tmp_path)})
+    assert tmp_path / f"trainvitals-{os.getuid()}" == base
+    assert 0o700 == stat.S_IMODE(base.stat().st_mode)
+
+
+def test_a_base_that_is_there_is_used_again(tmp_path: Path) -> None:
+    environ = {"VITALS_SHM": str(tmp_path)}
+    assert private_base(environ) == private_base(environ)
+
+
+def test_a_missing_folder_for_the_base_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"VITALS_SHM is .*/nowhere"):
+        private_base({"VITALS_SHM": str(tmp_path / "nowhere")})
+
+
+def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(InsecurePathError, match="is a link"):
+        ensure_private_dir(tmp_path / "link")
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(InsecurePathError, match="mode 0755") as caught:
+        ensure_private_dir(tmp_path / "open")
+    assert "chmod go-rwx" in caught.value.hint
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_someone_elses_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    with pytest.raises(InsecurePathError, match="belongs to user 12345"):
+        ensure_private_dir(tmp_path / "theirs")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(mode=0o600)
+    with pytest.raises(InsecurePathError, match="must be a folder"):
+        ensure_private_dir(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be made"):
+        ensure_private_dir(tmp_path / "no" / "such" / "parent")
+
+
+def test_a_new_private_file_is_for_us_alone(tmp_path: Path) -> None:
+    os.close(open_private(tmp_path / "file", os.O_WRONLY | os.O_CREAT))
+    assert 0o600 == stat.S_IMODE((tmp_path / "file").stat().st_mode)
+
+
+def test_a_link_in_place_of_a_private_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").touch(mode=0o600)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(InsecurePathError, match="is a link"):
+        open_private(tmp_path / "link")
+
+
+def test_a_file_that_others_may_read_is_refused_and_not_left_open(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o644)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(InsecurePathError, match="mode 0644"):
+        open_private(tmp_path / "file")
+    assert before == len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_pipe_in_place_of_a_private_file_neither_blocks_nor_passes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(InsecurePathError, match="must be a file"):
+        open_private(tmp_path / "pipe")
+
+
+def test_shared_memory_is_known_from_a_disk(shm: Path) -> None:
+    assert is_memory_backed(shm)
+    assert not is_memory_backed(Path("/proc"))
+    assert not is_memory_backed(shm / "missing")
