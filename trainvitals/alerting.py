@@ -124,7 +124,7 @@ ALERTS: tuple[AlertSpec, ...] = (
 _BY_NAME = {spec.name: spec for spec in ALERTS}
 
 
-class Raised(msgspec.Struct, frozen=True, kw_only=True):
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """An alert as it is raised: what is known at that moment."""
 
     name: str
@@ -140,7 +140,7 @@ class Raised(msgspec.Struct, frozen=True, kw_only=True):
         return fingerprint(self.name, self.labels)
 
 
-def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Raised, ...]:
+def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]:
     """Return the alerts that a ledger entry raises; in ``observe`` only the grave ones."""
     step, reason = decision.step, decision.reason
     if decision.action == "continue":
@@ -164,7 +164,7 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Raised, ...
 
 def alerts_for_run_state(
     state: RunState, *, run_id: str, step: int = -1, reason: str = ""
-) -> tuple[Raised, ...]:
+) -> tuple[Alert, ...]:
     """Return the alerts that hold while a run is in ``state``; the others of the run's are over."""
     if state == "lost":
         return (_raise("RunLost", run_id, reason or "the run went silent", step),)
@@ -188,10 +188,10 @@ def point_is_over(
     return last_step >= max(raised_step, last_unhealthy_step) + healthy_steps
 
 
-def _raise(name: str, run_id: str, summary: str, step: int, cause: str = "") -> Raised:
+def _raise(name: str, run_id: str, summary: str, step: int, cause: str = "") -> Alert:
     spec = _BY_NAME[name]
     labels = {"run": run_id} | ({"cause": cause} if cause else {})
-    return Raised(
+    return Alert(
         name=name,
         severity=spec.severity,
         labels=labels,

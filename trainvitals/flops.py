@@ -4,7 +4,7 @@ Peaks are dense (no structured sparsity), in FLOP/s, as the vendor's data sheet 
 sheet prints only the value "with sparsity", the dense one is half of it. The names are those the
 driver gives (``NVIDIA H100 80GB HBM3`` is the SXM board). Sources, all NVIDIA:
 
-- B200: HGX B200 data sheet, an eighth of the board's (bf16 36 PFLOPS with sparsity, fp32 600 TFLOPS)
+- B200: HGX B200 data sheet, an eighth of the board (36 PFLOPS bf16 with sparsity, 600 TFLOPS fp32)
 - H200, H100 SXM, H100 PCIe, H100 NVL: H100 and H200 Tensor Core GPU data sheets
 - A100: A100 Tensor Core GPU data sheet; A800, H800 and H20 are left out: reports differ
 - L40S, L40, L4, A10, A40: their data sheets; RTX 4090 and 3090: Ada and Ampere GA102 white papers
