@@ -1,0 +1,66 @@
+import math
+
+import pytest
+
+from trainvitals.detect import NonFiniteDetector, SpikeDetector
+from trainvitals.policy import Judge
+from trainvitals.records import StepRecord
+from trainvitals.testing import ManualClock, decisions, replay, series
+
+
+def test_a_series_is_read_column_by_column() -> None:
+    expected = [
+        StepRecord(step=5, attempt=3, loss=2.0, grad_norm=1.0),
+        StepRecord(step=6, attempt=3, loss=2.0, grad_norm=2.0),
+        StepRecord(step=7, attempt=3, grad_norm=3.0, nonfinite_ranks=(1,), skipped=True),
+    ]
+    text = """
+        loss 2x2 -
+        grad_norm 1..3x3
+        nonfinite_ranks -x2 1; skipped 0 0 1
+    """
+    assert expected == series(text, attempt=3, first_step=5)
+
+
+def test_nan_and_infinity_are_values() -> None:
+    first, second = series("loss nan -inf")
+    assert first.loss is not None
+    assert math.isnan(first.loss)
+    assert -math.inf == second.loss
+
+
+def test_an_unknown_column_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match="'lost'"):
+        series("lost 1 2")
+
+
+def test_replay_puts_the_limits_in_force_one_step_after_the_lag() -> None:
+    # 16 records are the warm-up; the 16th is judged in step 16, its limit is in force from 17.
+    detector = SpikeDetector("loss")
+    assert {17: ["spike"]} == replay(detector, "loss 2.1x16 9.5 9.5")
+    assert {16: ["spike"], 17: ["spike"]} == replay(
+        SpikeDetector("loss"), "loss 2.1x16 9.5 9.5", lag=0
+    )
+
+
+def test_replay_takes_detectors_without_a_limit_and_whole_judges() -> None:
+    assert {2: ["nonfinite"]} == replay(NonFiniteDetector(), "loss 2 2 nan 2")
+    assert {2: ["nonfinite"]} == replay(Judge(), "loss 2 2 nan 2")
+
+
+def test_decisions_are_the_judges_ledger() -> None:
+    ledger = decisions(Judge(), "loss 2 nan 2 nan 2")
+    assert [("skip_step", 1, 2), ("skip_step", 3, 4)] == [
+        (d.action, d.step, d.decided_at_step) for d in ledger
+    ]
+
+
+def test_a_manual_clock_moves_only_when_told() -> None:
+    clock = ManualClock(time_ns=100, monotonic_ns=7)
+    assert (100, 7) == (clock.time_ns(), clock.monotonic_ns())
+    clock.advance(2.5)
+    assert (2_500_000_100, 2_500_000_007) == (clock.time_ns(), clock.monotonic_ns())
+    clock.jump(-3600)
+    assert 2_500_000_007 == clock.monotonic_ns()
+    with pytest.raises(ValueError, match="jump"):
+        clock.advance(-1)
