@@ -39,7 +39,7 @@ def run_info(
         world_size=world_size,
         readback_lag=readback_lag,
         num_params=num_params,
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         vitals_version=__version__,
         run_dir=run_dir,
     )

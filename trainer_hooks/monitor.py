@@ -94,6 +94,11 @@ class Monitor:
         return self._host.attempt
 
     @property
+    def batch_position(self) -> Position | None:
+        """Epoch and index of the batch that ``batches`` handed out last."""
+        return None if self._batches is None else self._batches.position
+
+    @property
     def swallowed_errors(self) -> dict[str, int]:
         """Errors of ours that were kept from the loop, by place."""
         return dict(self._host.faults.counts)
@@ -260,7 +265,7 @@ class Monitor:
         clock = self._host.clock
         duration, wait, inside = self._clock.finish()
         allocated, peak = device_memory(self._device.norms.device)
-        position = self._batches.position if self._batches is not None else None
+        position = self.batch_position
         if position is not None:
             self._positions[self._step] = position
             self._positions.pop(self._step - 4096, None)

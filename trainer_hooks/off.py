@@ -17,6 +17,7 @@ class Unwatched:
 
     run_id = ""
     attempt = 0
+    batch_position = None
 
     def __init__(
         self,

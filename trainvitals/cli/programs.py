@@ -19,8 +19,7 @@ GROUP = "trainvitals.commands"
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "demo": ("demo",),
-    "up": ("up",),
-    "run": ("run",),
+    "up": ("up", "run"),
     "doctor": ("doctor",),
     "agent": ("agent",),
     "collector": ("collector", "runs", "show", "why", "tail", "alerts", "command"),
@@ -29,10 +28,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""
 
-OWN = ("demo", "up", "run", "doctor")
+OWN = ("demo", "up", "doctor")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
-EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "run": "all"}
+EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all"}
 """The extra a program needs, where it is not called as the program."""
 
 HOUSE = frozenset(

@@ -1,0 +1,1 @@
+"""The training that ``vitals demo`` watches: a small GPT on the standard library's sources."""

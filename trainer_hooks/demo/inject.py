@@ -1,0 +1,68 @@
+"""Applies a plan of faults to a training loop: what a broken node or data set would do."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import Tensor, nn
+
+from trainvitals.testing.faults import Fault, FaultPlan
+
+
+class Injector:
+    """One rank's share of the plan. Faults bound to a step strike once: a rollback trains the step
+    again, and a bit flip does not come back. Poisoned data stays poisoned.
+    """
+
+    def __init__(self, plan: FaultPlan, rank: int) -> None:
+        self._faults = list(plan.faults)
+        self._rank = rank
+
+    def _strikes(self, kind: str, step: int) -> bool:
+        for fault in self._faults:
+            if fault.kind == kind and fault.hits(rank=self._rank, step=step):
+                if fault.last < 0:
+                    self._faults.remove(fault)
+                return True
+        return False
+
+    def batch(self, tokens: Tensor, index: int) -> Tensor:
+        """Return the batch, or in a poisoned window one whose text never changes."""
+        if not self._strikes("poison_batches", index):
+            return tokens
+        return poisoned(tokens)
+
+    def before_forward(self, model: nn.Module, step: int) -> None:
+        """Overwrite parameters, or die."""
+        if self._strikes("kill", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._strikes("nan_parameters", step):
+            with torch.no_grad():
+                for param in list(model.parameters())[:2]:
+                    param.fill_(float("nan"))
+
+    def loss(self, loss: Tensor, step: int) -> Tensor:
+        """Return the loss, or NaN."""
+        return loss * float("nan") if self._strikes("nan_loss", step) else loss
+
+    def after_backward(self, model: nn.Module, step: int) -> None:
+        """Damage gradients that were averaged already: on this rank alone."""
+        if self._strikes("nan_gradient", step):
+            grad = next(p.grad for p in model.parameters() if p.grad is not None)
+            grad.view(-1)[0] = float("nan")
+        if self._strikes("spike_gradient", step):
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(1e6)
+
+
+def poisoned(tokens: Tensor) -> Tensor:
+    """Return a corrupted shard's batch: bytes shuffled in place and inverted."""
+    generator = torch.Generator().manual_seed(int(tokens.sum()))
+    order = torch.randperm(tokens.shape[1], generator=generator)
+    return 255 - tokens[:, order]
+
+
+__all__ = ["Fault", "Injector", "poisoned"]

@@ -1,0 +1,110 @@
+"""The demo's training script; run by torchrun, one process a rank, DDP over gloo or NCCL.
+
+    torchrun --nproc-per-node 2 -m trainer_hooks.demo.train --steps 600 --result result.json
+
+It is an ordinary loop with three lines of Vitals in it (marked), plus the faults of a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import trainer_hooks
+from trainer_hooks.demo.data import Windows, standard_library_bytes
+from trainer_hooks.demo.inject import Injector
+from trainer_hooks.demo.model import ByteGPT
+from trainvitals.testing.faults import FaultPlan
+
+CONTEXT, BATCH, WIDTH, LAYERS, HEADS = 64, 16, 80, 3, 4
+PEAK_RATE, WARM_UP = 3e-3, 40
+TRAIN_BYTES, VALIDATION_BYTES = 4_000_000, 200_000
+
+
+def main() -> None:
+    """Train, inject, evaluate, and write the result on rank 0."""
+    options = _options()
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = _device()
+    text = standard_library_bytes(TRAIN_BYTES + VALIDATION_BYTES)
+    data = Windows(text[:TRAIN_BYTES], CONTEXT)
+    sampler: DistributedSampler[torch.Tensor] = DistributedSampler(data, seed=options.seed)
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler, drop_last=True)
+    model = ByteGPT(width=WIDTH, num_layers=LAYERS, num_heads=HEADS, context=CONTEXT).to(device)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=PEAK_RATE, weight_decay=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / WARM_UP))
+    faults = Injector(FaultPlan.from_json(os.environ.get("VITALS_DEMO_FAULTS", "")), rank)
+
+    monitor = trainer_hooks.watch(  # Vitals: line 1
+        ddp, optimizer, scheduler, run=options.name, mode=options.mode, checkpoints=True,
+        tokens_per_step=world * BATCH * CONTEXT, tags=("demo",),
+        config={"context": CONTEXT, "batch": BATCH, "width": WIDTH, "peak_rate": PEAK_RATE},
+    )  # fmt: skip
+    with monitor:
+        seen = 0
+        for tokens in monitor.batches(loader, epochs=100):  # Vitals: line 2
+            step = monitor.step_index
+            if step >= options.steps:
+                break
+            tokens = faults.batch(tokens, _batch_index(monitor, seen)).to(device)
+            faults.before_forward(model, step)
+            loss = faults.loss(ddp(tokens), step)
+            loss.backward()
+            faults.after_backward(model, step)
+            monitor.step(loss, max_norm=1.0)  # Vitals: line 3
+            seen += 1
+        final = evaluate(model, Windows(text[TRAIN_BYTES:], CONTEXT), device)
+        monitor.evaluate(loss=final)
+    if rank == 0 and options.result:
+        result = {"run_id": monitor.run_id, "validation_loss": final, "updates_tried": seen}
+        options.result.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _batch_index(monitor: trainer_hooks.Monitor, seen: int) -> int:
+    """Return the index of the batch in hand; without a monitor's position, the number seen."""
+    position = getattr(monitor, "batch_position", None)
+    return seen if position is None else position.batch
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Windows, device: torch.device) -> float:
+    """Return the mean loss over the validation windows."""
+    model.eval()
+    batches = DataLoader(data, batch_size=256)
+    losses = [(float(model(tokens.to(device))), len(tokens)) for tokens in batches]
+    model.train()
+    return sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="demo")
+    parser.add_argument("--mode", default="heal", choices=["off", "observe", "guard", "heal"])
+    parser.add_argument("--result", type=Path, default=None)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Starts the programs as processes of their own, in order, and stops them in reverse.
+
+The programs are run as modules of this same interpreter, so nothing depends on PATH. Each has a log
+file; what one says before it dies is shown, so that no start fails without its reason.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Self, TypeVar
+
+import httpx
+import msgspec
+
+from trainvitals.errors import StorageError, TransportError, UsageError
+
+T = TypeVar("T")
+
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Child:
+    """A program that was started."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def last_words(self, num_lines: int = 15) -> str:
+        """Return the end of the program's log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+
+class _Address(msgspec.Struct):
+    url: str
+    pid: int
+
+
+class Stack:
+    """Collector, agent and dashboard around a folder of runs. Use it as a context manager."""
+
+    def __init__(self, home: Path, environ: Mapping[str, str]) -> None:
+        self.home = home.absolute()
+        self.runs = self.home / "runs"
+        self.data = self.home / "collector"
+        self.environ = dict(environ)
+        self.collector_url = ""
+        self.dashboard_url = ""
+        self._children: list[Child] = []
+        self._handlers: list[tuple[int, object]] = []
+
+    @property
+    def token_file(self) -> Path:
+        """The collector's tokens."""
+        return self.data / "tokens.json"
+
+    def training_environ(self) -> dict[str, str]:
+        """Return the environment for a training whose agent is this stack's."""
+        return {
+            **self.environ,
+            "VITALS_DIR": str(self.runs),
+            "VITALS_AGENT": "off",
+            "VITALS_COLLECTOR_URL": self.collector_url,
+            "VITALS_TOKEN_FILE": str(self.token_file),
+        }
+
+    # ---------------------------------------------------------------------------- starting
+
+    def start_collector(self) -> str:
+        """Start the collector and return its address, once it answers."""
+        found = self.data / "collector.json"
+        found.unlink(missing_ok=True)
+        child = self._start("collector", "vitals_collector", ["--data", str(self.data)])
+        address = self._until(child, lambda: _address(found, child.process.pid))
+        self._until(child, lambda: _answers(f"{address.url}/healthz"))
+        self.collector_url = address.url
+        return address.url
+
+    def start_agent(self) -> None:
+        """Start the agent for the folder of runs, shipping to the collector."""
+        options = ["--dir", str(self.runs), "--collector", self.collector_url]
+        self._start("agent", "vitals_agent", [*options, "--token-file", str(self.token_file)])
+
+    def start_dashboard(self, *, port: int = 0) -> str:
+        """Start the dashboard and return its one-click address."""
+        address_file = self.home / f"dashboard-{secrets.token_hex(4)}.json"
+        options = ["--collector", self.collector_url, "--token-file", str(self.token_file)]
+        options += ["--port", str(port), "--address-file", str(address_file)]
+        child = self._start("dashboard", "vitals_dashboard", options)
+        address = self._until(child, lambda: _address(address_file, None))
+        address_file.unlink(missing_ok=True)  # it holds the way in
+        self.dashboard_url = address.url
+        return address.url
+
+    def _start(self, name: str, module: str, options: Sequence[str]) -> Child:
+        log = self.home / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self.environ,
+                start_new_session=True,
+            )
+        child = Child(name, process, log)
+        self._children.append(child)
+        return child
+
+    def _until(self, child: Child, probe: Callable[[], T | None]) -> T:
+        """Return the probe's first answer.
+
+        Raises:
+            TransportError: the program ended, or said nothing in time.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            answer = probe()
+            if answer is not None:
+                return answer
+            if child.process.poll() is not None:
+                raise TransportError(
+                    f"the {child.name} ended at once with exit code {child.process.returncode}:\n"
+                    f"{child.last_words()}",
+                    hint=f"its whole log is {child.log}",
+                )
+            time.sleep(0.05)
+        raise TransportError(
+            f"the {child.name} did not answer within {START_SECONDS:.0f} seconds",
+            hint=f"its log is {child.log}",
+        )
+
+    def dead(self) -> Child | None:
+        """Return a program that ended by itself, or None."""
+        return next((c for c in self._children if c.process.poll() is not None), None)
+
+    # ---------------------------------------------------------------------------- stopping
+
+    def stop(self) -> None:
+        """Stop everything in reverse order: the agent drains before its collector goes."""
+        for child in sorted(self._children, key=lambda c: _STOP_ORDER.index(c.name)):
+            stop_process(child.process)
+        self._children.clear()
+
+    def __enter__(self) -> Self:
+        try:
+            self.runs.mkdir(parents=True, exist_ok=True)
+            self.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"{self.home}: cannot be used: {error.strerror}",
+                hint="give another folder with --dir",
+            ) from error
+        self._handlers = [(signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        for number, handler in self._handlers:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+_STOP_ORDER = ("agent", "dashboard", "collector")
+
+
+def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS) -> int:
+    """Ask the process to end, insist after ``seconds``, and return its exit code."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return process.wait()
+
+
+def run_command(
+    command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
+) -> int:
+    """Run a command in the foreground; return its exit code, 128 + N after signal N.
+
+    A Ctrl-C reaches the command from the terminal itself; it is waited for, and then stopped.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    try:
+        process = subprocess.Popen(list(command), env=dict(environ), stdout=output, stderr=output)
+    except OSError as error:
+        raise UsageError(
+            f"{command[0]!r} cannot be run: {error.strerror}",
+            hint="vitals run -- torchrun --nproc-per-node 8 train.py",
+        ) from error
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        try:
+            code = process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = stop_process(process)
+    finally:
+        if process.poll() is None:
+            stop_process(process)
+    return code if code >= 0 else 128 - code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _address(path: Path, pid: int | None) -> _Address | None:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_Address)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found if pid is None or found.pid == pid else None
+
+
+def _answers(url: str) -> bool | None:
+    try:
+        return httpx.get(url, timeout=2.0, trust_env=False).is_success or None
+    except httpx.HTTPError:
+        return None
+
+
+def environ_of_this_process() -> dict[str, str]:
+    """Return a copy of the environment, unbuffered so that logs are whole."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,55 @@
+"""``vitals up`` and ``vitals run``: the programs for this machine, alone or around a training."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.cli.supervise import Stack, environ_of_this_process, run_command
+from trainvitals.errors import TransportError
+
+_Dir = Annotated[
+    Path, typer.Option("--dir", help="Folder for runs, store and logs.", file_okay=False)
+]
+_Port = Annotated[int, typer.Option("--port", help="The dashboard's port; 0 takes a free one.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the two commands."""
+
+    @app.command(epilog="Example: vitals up --dir ~/vitals")
+    def up(directory: _Dir = Path("vitals_home"), port: _Port = 0) -> None:
+        """Start collector, agent and dashboard for this machine; Ctrl-C stops them."""
+        with Stack(directory, environ_of_this_process()) as stack:
+            _start(stack, port)
+            typer.echo(f"training: set VITALS_DIR={stack.runs}", err=True)
+            while (dead := stack.dead()) is None:
+                time.sleep(0.5)
+            raise TransportError(
+                f"the {dead.name} ended:\n{dead.last_words()}", hint=f"its log is {dead.log}"
+            )
+
+    @app.command(
+        epilog="Example: vitals run -- torchrun --nproc-per-node 2 train.py",
+        context_settings={"ignore_unknown_options": True},
+    )
+    def run(
+        command: Annotated[list[str], typer.Argument(help="The training command, after --.")],
+        directory: _Dir = Path("vitals_home"),
+        port: _Port = 0,
+    ) -> None:
+        """Run a training command with collector, agent and dashboard around it.
+
+        Keeps the command's output and exit code (128 + N after signal N).
+        """
+        with Stack(directory, environ_of_this_process()) as stack:
+            _start(stack, port)
+            code = run_command(command, stack.training_environ(), None)
+        raise typer.Exit(code)
+
+
+def _start(stack: Stack, port: int) -> None:
+    typer.echo(f"collector: {stack.start_collector()}", err=True)
+    stack.start_agent()
+    typer.echo(f"dashboard: {stack.start_dashboard(port=port)}", err=True)

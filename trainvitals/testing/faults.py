@@ -1,0 +1,78 @@
+"""Plans of faults as data: built fluently, carried as JSON, applied by whoever trains.
+
+FaultPlan().nan_gradient_at(rank=1, step=40).poison_batches(first=90, last=130)
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import msgspec
+
+from trainvitals.errors import UsageError
+
+FaultKind = Literal[
+    "nan_gradient", "nan_loss", "spike_gradient", "poison_batches", "nan_parameters", "kill"
+]
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault. ``rank`` -1 is every rank; a window of batches has ``last`` exclusive."""
+
+    kind: FaultKind
+    rank: int = -1
+    step: int = -1
+    last: int = -1
+
+    def hits(self, *, rank: int, step: int) -> bool:
+        """Return whether the fault strikes this rank at this step or batch."""
+        here = self.rank in (-1, rank)
+        return here and (self.step <= step < self.last if self.last >= 0 else step == self.step)
+
+
+class FaultPlan(msgspec.Struct, frozen=True):
+    """Faults to inject in one training, each at most once."""
+
+    faults: tuple[Fault, ...] = ()
+
+    def _with(self, fault: Fault) -> Self:
+        return type(self)((*self.faults, fault))
+
+    def nan_gradient_at(self, *, rank: int, step: int) -> Self:
+        """Make one gradient element NaN on one rank, after the ranks' gradients were averaged."""
+        return self._with(Fault(kind="nan_gradient", rank=rank, step=step))
+
+    def spike_gradient_at(self, *, rank: int, step: int) -> Self:
+        """Multiply one rank's gradients by 1e6 after they were averaged."""
+        return self._with(Fault(kind="spike_gradient", rank=rank, step=step))
+
+    def nan_loss_at(self, *, rank: int, step: int) -> Self:
+        """Make one rank's loss NaN before backward."""
+        return self._with(Fault(kind="nan_loss", rank=rank, step=step))
+
+    def poison_batches(self, *, first: int, last: int) -> Self:
+        """Replace the data of batches ``first`` to ``last`` (exclusive) on every rank."""
+        if not 0 <= first < last:
+            raise UsageError(f"poisoned batches {first} to {last}; the first must come before last")
+        return self._with(Fault(kind="poison_batches", step=first, last=last))
+
+    def nan_parameters_at(self, *, rank: int, step: int) -> Self:
+        """Overwrite parameters with NaN on one rank before the step's forward."""
+        return self._with(Fault(kind="nan_parameters", rank=rank, step=step))
+
+    def kill_at(self, *, rank: int, step: int) -> Self:
+        """SIGKILL one rank in the middle of a step."""
+        return self._with(Fault(kind="kill", rank=rank, step=step))
+
+    def only(self, fault: Fault) -> Self:
+        """Return a plan with that fault alone."""
+        return type(self)((fault,))
+
+    def to_json(self) -> str:
+        """Return the plan as it travels to a training script."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the plan of ``to_json``; an empty text is no fault."""
+        return msgspec.json.decode(text, type=cls) if text else cls()
