@@ -1,0 +1,111 @@
+"""Says in a paragraph what happened at a step: its numbers, its limits, findings and decisions."""
+
+from collections.abc import Sequence
+from textwrap import fill
+
+from trainvitals.views import DecisionView, FindingView, RunSummary, StepRow, StepView
+
+_VERDICT = (
+    (1, "the loss was not finite"),
+    (2, "the gradients were not finite"),
+    (4, "the loss was above its limit"),
+    (8, "the gradient norm was above its limit"),
+    (16, "the loss scaler overflowed"),
+    (32, "a rank failed to prepare the step"),
+)
+
+
+def explain(run: RunSummary, view: StepView, ledger: Sequence[DecisionView]) -> str:
+    """Return the paragraph: one part for each attempt that trained the step."""
+    head = f"Step {view.step} of {run.name or 'run'} ({run.run_id})."
+    attempts = sorted({row.attempt for row in view.rows})
+    parts = [head]
+    for ordinal, attempt in enumerate(attempts, start=1):
+        name = f"Trained {len(attempts)} times; time {ordinal}: " if len(attempts) > 1 else ""
+        parts.append(name + _of_attempt(view, attempt))
+    if not attempts:
+        parts.append("No row of it is stored.")
+    parts += [_found(one) for one in view.findings]
+    parts += [_decided(one) for one in view.decisions]
+    if attempts and not view.findings and not view.decisions:
+        parts.append("No detector raised anything about it and nothing was decided.")
+    parts += _rolled_back(view.step, ledger)
+    return fill(" ".join(parts), width=96, break_long_words=False)
+
+
+def _of_attempt(view: StepView, attempt: int) -> str:
+    rows = [row for row in view.rows if row.attempt == attempt]
+    head = next((row for row in rows if row.source == "rank:0"), rows[0])
+    values = head.values
+    words = [
+        f"the loss was {_number(head, 'loss')}{_limit(head, 'loss_limit')}, "
+        f"the gradient norm {_number(head, 'grad_norm')}{_limit(head, 'grad_norm_limit')}"
+    ]
+    if "learning_rate" in values:
+        words.append(f"the learning rate {_number(head, 'learning_rate')}")
+    bits = int(values.get("verdict") or 0)
+    verdict = [text for bit, text in _VERDICT if bits & bit]
+    if verdict:
+        words.append("verdict: " + " and ".join(verdict))
+    words.append("the update was " + ("skipped" if values.get("skipped") else "applied"))
+    culprit = int(values.get("culprit_rank", -1) or 0)
+    if bits and culprit >= 0:
+        words.append(f"rank {culprit} alone made it bad{_culprit(rows, culprit)}")
+    return "; ".join(words) + "."
+
+
+def _culprit(rows: Sequence[StepRow], rank: int) -> str:
+    row = next((row for row in rows if row.source == f"rank:{rank}"), None)
+    if row is None:
+        return ""
+    said = f" (its own loss was {_number(row, 'rank_loss')}"
+    if row.values.get("batch_index") is not None:
+        said += f", fed by batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
+    return said + ")"
+
+
+def _number(row: StepRow, name: str) -> str:
+    for said in row.nonfinite:
+        if said.startswith(f"{name}="):
+            return said.partition("=")[2]
+    value = row.values.get(name)
+    return "not measured" if value is None else f"{value:.6g}"
+
+
+def _limit(row: StepRow, name: str) -> str:
+    return f" (limit {_number(row, name)})" if name in row.values else " (no limit yet)"
+
+
+def _found(one: FindingView) -> str:
+    finding = one.finding
+    return f"{finding.detector} found {finding.kind}: {finding.reason}."
+
+
+def _decided(one: DecisionView) -> str:
+    decision = one.decision
+    acted = "" if decision.acted else " (observe mode: recorded, not done)"
+    parts = [
+        f"Decision {decision.ledger_seq}{acted}: {decision.action} by rule {decision.rule}, "
+        f"taken at step {decision.decided_at_step}: {decision.reason}."
+    ]
+    if decision.action == "rollback":
+        parts.append(
+            f"Training went back to step {decision.rollback_to_step} "
+            f"(checkpoint {decision.checkpoint_id})."
+        )
+    if decision.budget_left >= 0:
+        parts.append(f"Budget left: {decision.budget_left}.")
+    return " ".join(parts)
+
+
+def _rolled_back(step: int, ledger: Sequence[DecisionView]) -> list[str]:
+    """Name the rollbacks about other steps that took this one back."""
+    return [
+        f"A rollback about step {one.decision.step} took this step back: training went on from "
+        f"step {one.decision.rollback_to_step}."
+        for one in ledger
+        if one.decision.action == "rollback"
+        and one.decision.acted
+        and one.decision.step != step
+        and one.decision.rollback_to_step <= step <= one.decision.decided_at_step
+    ]
