@@ -21,6 +21,8 @@ from trainvitals.windows import SIGMA_PER_MAD, RobustWindow
 Metric = Literal["loss", "grad_norm"]
 _LARGEST = sys.float_info.max
 _LARGEST_EXPONENT = 700.0
+_STEADY_RATIO = 1.3
+"""What the medians of the first and the second half of a new level may differ by."""
 _AROUND_ZERO = 10.0
 """A loss that passes zero (reinforcement learning) says little: ten times its whole range."""
 
@@ -212,11 +214,8 @@ class SpikeDetector:
         older, newer = RobustWindow(half), RobustWindow(half)
         older.restore(self._outliers[:half])
         newer.restore(self._outliers[-half:])
-        ratio = self._config.min_ratio
-        if not (
-            _alike(older.median(), newer.median(), ratio)
-            and _alike(level.smallest, level.upper(0.0), ratio * ratio)
-        ):
+        steady = _alike(older.median(), newer.median(), _STEADY_RATIO)
+        if not (steady and _alike(level.smallest, level.upper(0.0), self._config.min_ratio**2)):
             del self._outliers[0]
             return (spike,)
         accepted = list(self._outliers)
