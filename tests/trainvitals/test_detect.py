@@ -182,6 +182,12 @@ def test_one_heavy_batch_passes_and_the_second_in_a_row_does_not() -> None:
     )
 
 
+def test_heavy_batches_that_come_one_by_one_become_the_tail_that_is_normal() -> None:
+    detector = SpikeDetector("loss")
+    assert {} == replay(detector, "loss " + ("2.1x12 3.4 " * 6))
+    assert {} == replay(detector, "loss " + ("2.1x12 3.4 3.4 " * 6))
+
+
 def test_trouble_that_built_up_is_dated_to_where_it_began() -> None:
     detector = SpikeDetector("loss")
     for record in series("loss 2.1x30 3.8 3.8"):
@@ -290,7 +296,7 @@ def test_a_step_that_one_rule_flags_enters_no_other_rules_reference() -> None:
         {"min_ratio": 1.1},
         {"doubt_ratio": 1.0},
         {"accept_after": 1},
-        {"doubt_steps": -1},
+        {"doubt_steps": 0},
     ],
     ids=str,
 )

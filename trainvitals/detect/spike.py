@@ -73,10 +73,10 @@ class SpikeConfig:
                 f"spike.doubt_ratio is {self.doubt_ratio}; it must be above 1 and at most "
                 f"spike.min_ratio ({self.min_ratio})"
             )
-        if self.accept_after < 3 or self.doubt_steps < 0:
+        if self.accept_after < 3 or self.doubt_steps < 1:
             raise ConfigError(
                 f"spike.accept_after is {self.accept_after}, spike.doubt_steps {self.doubt_steps}; "
-                "they must be at least 3 and 0"
+                "they must be at least 3 and 1"
             )
 
 
@@ -103,6 +103,7 @@ class SpikeDetector:
         self._deviations = RobustWindow(self._config.window)
         self._course = RobustWindow(self._config.course)
         self._outliers: list[float] = []
+        self._held: list[float] = []
         self._suspended = 0
         self._doubt, self._doubt_since = 0, -1
         self._limits: tuple[float, float] | None = None
@@ -120,13 +121,8 @@ class SpikeDetector:
         if limit is not None and value > limit:
             return self._outlier(record, value, limit)
         self._doubt = max(0, self._doubt - 1)
-        if not is_clean(record):
-            return ()
-        limits = self._both()
-        if limits is not None and value > limits[0]:
-            self._raise_doubt(record.step)
-        else:
-            self._push(value)
+        if is_clean(record):
+            self._take_in(record.step, value)
         return ()
 
     def limit(self) -> float | None:
@@ -168,8 +164,22 @@ class SpikeDetector:
         self._deviations.clear()
         self._course.clear()
         self._outliers.clear()
+        self._held.clear()
         self._suspended = max(self._suspended, steps)
         self._doubt, self._limits, self._stale = 0, None, False
+
+    def _take_in(self, step: int, value: float) -> None:
+        """Add a clean sample; a doubtful one is held back until the doubt has passed."""
+        limits = self._both()
+        if limits is not None and value > limits[0]:
+            self._raise_doubt(step)
+            self._held = [*self._held, value][-self._config.doubt_steps :]
+            return
+        if not self._doubt:
+            for held in self._held:
+                self._push(held)
+            self._held.clear()
+        self._push(value)
 
     def _push(self, value: float) -> None:
         course = self._course.median() if len(self._course) else value
@@ -187,6 +197,7 @@ class SpikeDetector:
 
     def _outlier(self, record: StepRecord, value: float, limit: float) -> tuple[Finding, ...]:
         self._raise_doubt(record.step)
+        self._held.clear()
         label = "loss" if self.metric == "loss" else "gradient norm"
         spike = Finding(
             kind="spike",
@@ -243,6 +254,7 @@ class SpikeDetector:
             "deviations": self._deviations.values(),
             "course": self._course.values(),
             "outliers": list(self._outliers),
+            "held": list(self._held),
             "suspended": self._suspended,
             "doubt": self._doubt,
             "doubt_since": self._doubt_since,
@@ -254,6 +266,7 @@ class SpikeDetector:
         self._deviations.restore(state["deviations"])
         self._course.restore(state["course"])
         self._outliers = [float(value) for value in state["outliers"]]
+        self._held = [float(value) for value in state["held"]]
         self._suspended = int(state["suspended"])
         self._doubt, self._doubt_since = int(state["doubt"]), int(state["doubt_since"])
         self._limits, self._stale = None, True
