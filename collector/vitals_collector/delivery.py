@@ -74,15 +74,42 @@ class Dispatcher:
 
     def submit(self, alert: AlertView) -> None:
         """Queue the alert's present state for every notifier."""
-        now = self._clock.monotonic_ns()
         with self._lock:
-            for name, waiting in self._waiting.items():
-                waiting.pop(alert.fingerprint, None)
-                if len(waiting) >= self._config.max_pending:
-                    waiting.pop(next(iter(waiting)))
-                    self._outcomes[name, "dropped"] += 1
-                waiting[alert.fingerprint] = _Waiting(alert, now)
+            for notifier in self.notifiers:
+                if notifier.takes_log or alert.severity != "log":
+                    self._put(notifier.name, _Waiting(alert, self._clock.monotonic_ns()))
         self._wake.set()
+
+    def resume(self, alert: AlertView) -> None:
+        """Queue a state that was not settled, unless it is on its way already."""
+        with self._lock:
+            is_waiting = any(alert.fingerprint in waiting for waiting in self._waiting.values())
+        if not is_waiting:
+            self.submit(alert)
+
+    def keep_posting(self, alert: AlertView) -> None:
+        """See to it that a settled, firing alert is posted again where that is wanted."""
+        with self._lock:
+            for notifier in self.notifiers:
+                wanted = notifier.reposts and alert.fingerprint not in self._waiting[notifier.name]
+                if wanted and alert.severity != "log":
+                    item = _Waiting(alert, self._clock.monotonic_ns(), settled=True)
+                    self._put(notifier.name, item)
+        self._wake.set()
+
+    def withdraw(self, fingerprint: str) -> None:
+        """Forget what waits of an alert: it was silenced."""
+        with self._lock:
+            for waiting in self._waiting.values():
+                waiting.pop(fingerprint, None)
+
+    def _put(self, name: str, item: _Waiting) -> None:
+        waiting = self._waiting[name]
+        waiting.pop(item.alert.fingerprint, None)
+        if len(waiting) >= self._config.max_pending:
+            waiting.pop(next(iter(waiting)))
+            self._outcomes[name, "dropped"] += 1
+        waiting[item.alert.fingerprint] = item
 
     def outcomes(self) -> dict[tuple[str, str], int]:
         """Return counts by (notifier, outcome): delivered, retried, failed, dropped."""

@@ -48,6 +48,8 @@ class Notifier(Protocol):
     name: str
     reposts: bool
     """Whether firing alerts are posted again at every interval."""
+    takes_log: bool
+    """Whether alerts of severity ``log`` are for it too."""
 
     def notify(self, alerts: Sequence[AlertView]) -> Result:
         """Deliver the alerts; never raises for what the other side does."""
@@ -59,6 +61,7 @@ class LogNotifier:
 
     name = "log"
     reposts = False
+    takes_log = True
 
     def notify(self, alerts: Sequence[AlertView]) -> Result:
         """Log each alert: a page as an error, the rest as warning or information."""
@@ -76,6 +79,7 @@ class WebhookNotifier:
     """Posts alerts as JSON to one address from the local configuration."""
 
     reposts = False
+    takes_log = False
 
     def __init__(self, url: str, *, name: str = "webhook", timeout: float = 10.0) -> None:
         self.name = name
@@ -97,6 +101,7 @@ class AlertmanagerNotifier:
 
     name = "alertmanager"
     reposts = True
+    takes_log = False
 
     def __init__(
         self, url: str, *, clock: Clock, hold_seconds: float = 300.0, timeout: float = 10.0

@@ -231,6 +231,7 @@ class Fake:
     def __init__(self, *results: Result, name: str = "fake", reposts: bool = False) -> None:
         self.name = name
         self.reposts = reposts
+        self.takes_log = name == "log"
         self.results = list(results)
         self.got: list[list[tuple[str, str]]] = []
 
@@ -317,6 +318,42 @@ def test_a_state_is_settled_once_every_notifier_has_had_it():
     clock.advance(1.0)
     dispatcher.pump()
     assert ["firing"] == settled
+
+
+def test_one_skipped_step_is_written_to_the_log_and_sent_to_nobody():
+    log, hook = Fake(name="log"), Fake(name="hook", reposts=True)
+    dispatcher = Dispatcher([log, hook], clock=ManualClock())
+    dispatcher.submit(alert(severity="log"))
+    dispatcher.keep_posting(alert(severity="log"))
+    assert dispatcher.pump() is None
+    assert (1, 0) == (len(log.got), len(hook.got))
+
+
+def test_what_is_on_its_way_is_not_queued_a_second_time():
+    clock, fake = ManualClock(), Fake(LATER)
+    dispatcher = Dispatcher([fake], clock=clock)
+    dispatcher.submit(alert())
+    dispatcher.pump()
+    dispatcher.resume(alert())
+    assert dispatcher.pump() == 1.0
+
+
+def test_after_a_restart_only_those_are_told_again_who_want_that():
+    once, again = Fake(name="once"), Fake(name="again", reposts=True)
+    dispatcher = Dispatcher([once, again], clock=ManualClock())
+    for _ in range(2):
+        dispatcher.keep_posting(alert())
+        dispatcher.pump()
+    assert ([], [[("f1", "firing")]]) == (once.got, again.got)
+
+
+def test_what_is_silenced_is_withdrawn():
+    clock, fake = ManualClock(), Fake(reposts=True)
+    dispatcher = Dispatcher([fake], clock=clock)
+    dispatcher.submit(alert())
+    dispatcher.pump()
+    dispatcher.withdraw("f1")
+    assert dispatcher.pump() is None
 
 
 def test_a_notifier_that_raises_is_counted_and_does_not_stop_the_others():

@@ -1,0 +1,329 @@
+"""Turns what was stored into alerts: each decision once, each run's state as it changes.
+
+The engine never detects by itself and never looks at one rank's record: the ladder inside the job
+decided, and its decisions arrive as events. What the job cannot say (that it is gone) comes from
+the run's state. It works from the store alone, with a cursor per writer kept beside the alerts, so
+a collector that died between storing and alerting goes on where it was.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, func, select
+
+from trainvitals.alerting import alerts_for_decision, alerts_for_run_state
+from trainvitals.clock import Clock
+from trainvitals.errors import VitalsError
+from trainvitals.records import Decision, DecisionMade, EventRow
+from trainvitals.views import RunState, RunSummary
+from trainvitals.wire import Batch
+from vitals_collector import commands, overview
+from vitals_collector.alerts import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.delivery import Dispatcher
+from vitals_collector.notifiers import Notifier
+from vitals_collector.schema import decisions, engine_state, sources
+from vitals_collector.state import Liveness
+from vitals_collector.store import Store
+
+_AT_ONCE = 500
+_LOG = logging.getLogger("vitals.collector.engine")
+_decision = msgspec.msgpack.Decoder(Decision).decode
+
+Writer = tuple[str, str]
+"""A run and an incarnation in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine looks at runs."""
+
+    lost_after_seconds: float = 60.0
+    """A run that is silent for longer, and its agent too, is lost."""
+    interval_seconds: float = 2.0
+    """How often runs are looked at while nothing arrives."""
+    retell_seconds: float = 60.0
+    """How often a change that no notifier has settled is handed out again: the end of a silence,
+    and the start of this process."""
+
+
+class Engine:
+    """Reads the store after ingests and at intervals; writes alerts. ``poll`` is one look."""
+
+    def __init__(
+        self,
+        store: Store,
+        inbox: Inbox,
+        *,
+        clock: Clock,
+        dispatcher: Dispatcher | None = None,
+        config: EngineConfig | None = None,
+        up_since_unix_ns: int = 0,
+    ) -> None:
+        self._store = store
+        self._inbox = inbox
+        self._clock = clock
+        self._dispatcher = dispatcher
+        self._config = config or EngineConfig()
+        self._up_since_unix_ns = up_since_unix_ns
+        self._lock = threading.Lock()
+        self._dirty: set[Writer] = set()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._retold_ns: int | None = None
+        self._is_first = True
+        self.num_errors = 0
+        store.after_ingest.append(self.after_ingest)
+
+    def after_ingest(self, batch: Batch, events: Sequence[EventRow]) -> None:
+        """Note who wrote decisions; reads and writes nothing."""
+        if any(isinstance(row.event, DecisionMade) for row in events):
+            identity = batch.header.identity
+            with self._lock:
+                self._dirty.add((identity.run_id, identity.incarnation))
+            self._wake.set()
+
+    def poll(self) -> None:
+        """Consume new decisions, follow the runs' states, expire commands, tell what was not told.
+
+        Raises:
+            StorageError: the store refused; nothing is lost, call again.
+        """
+        if self._is_first:
+            self._mark_unread()
+            self._is_first = False
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        done: set[Writer] = set()
+        try:
+            for writer in sorted(dirty):
+                self._consume(writer)
+                done.add(writer)
+        finally:
+            with self._lock:
+                self._dirty |= dirty - done
+        self._inbox.update(self._runs_now())
+        commands.expire(self._store, self._clock.time_ns())
+        self._retell()
+
+    def start(self) -> None:
+        """Start the thread that polls."""
+        self._thread = threading.Thread(target=self._run, name="vitals-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread after its present look."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self.poll()
+            except VitalsError as error:
+                self.num_errors += 1
+                _LOG.warning("engine: %s", error)
+            self._wake.wait(self._config.interval_seconds)
+            self._wake.clear()
+
+    # --------------------------------------------------------------------------------- decisions
+
+    def _mark_unread(self) -> None:
+        """Mark every writer whose decisions were stored and not consumed, before a restart."""
+        query = select(
+            decisions.c.run_id, decisions.c.incarnation, func.max(decisions.c.seq)
+        ).group_by(decisions.c.run_id, decisions.c.incarnation)
+        with self._store.read() as connection:
+            cursors = _cursors(connection)
+            unread = {
+                (run_id, incarnation)
+                for run_id, incarnation, seq in connection.execute(query)
+                if seq > cursors.get(_cursor_name((run_id, incarnation)), -1)
+            }
+        with self._lock:
+            self._dirty |= unread
+
+    def _consume(self, writer: Writer) -> None:
+        run_id, incarnation = writer
+        name = _cursor_name(writer)
+        while True:
+            with self._store.read() as connection:
+                query = (
+                    select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
+                    .where(
+                        decisions.c.run_id == run_id,
+                        decisions.c.incarnation == incarnation,
+                        decisions.c.seq > _cursor(connection, name),
+                    )
+                    .order_by(decisions.c.seq)
+                    .limit(_AT_ONCE)
+                )
+                rows = connection.execute(query).all()
+            if not rows:
+                return
+            occurrences = [
+                Occurrence(run_id, row.time_unix_ns, alert)
+                for row in rows
+                for alert in alerts_for_decision(_decision(row.body), run_id=run_id)
+                if alert.point  # the others follow the run's state
+            ]
+            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+
+    # -------------------------------------------------------------------------------------- runs
+
+    def _runs_now(self) -> list[RunNow]:
+        when = Liveness(
+            now_unix_ns=self._clock.time_ns(),
+            up_since_unix_ns=self._up_since_unix_ns,
+            lost_after_seconds=self._config.lost_after_seconds,
+        )
+        with self._store.read() as connection:
+            runs = overview.summaries(connection, when)
+            trouble = _last_trouble(connection)
+            halts = _halts(connection)
+        return [_run_now(run, trouble.get(run.run_id, -1), halts.get(run.run_id)) for run in runs]
+
+    def _retell(self) -> None:
+        now = self._clock.monotonic_ns()
+        if self._dispatcher is None or (self._retold_ns is not None and now < self._retold_ns):
+            return
+        self._retold_ns = now + int(self._config.retell_seconds * 1e9)
+        new, told = self._inbox.untold()
+        for view in new:
+            self._dispatcher.resume(view)
+        for view in told:
+            self._dispatcher.keep_posting(view)
+
+
+class Acting(NamedTuple):
+    """The parts that act, wired to each other; close them before the store."""
+
+    inbox: Inbox
+    engine: Engine
+    dispatcher: Dispatcher
+
+    def start(self) -> None:
+        """Start both threads."""
+        self.dispatcher.start()
+        self.engine.start()
+
+    def close(self) -> None:
+        """Stop both; what was not delivered is handed out again at the next start."""
+        self.engine.close()
+        self.dispatcher.close()
+
+
+def assemble(
+    store: Store,
+    notifiers: Iterable[Notifier],
+    *,
+    clock: Clock,
+    config: EngineConfig | None = None,
+    inbox_config: InboxConfig | None = None,
+    up_since_unix_ns: int = 0,
+) -> Acting:
+    """Return inbox, engine and dispatcher over one store; nothing runs yet."""
+    dispatcher = Dispatcher(notifiers, clock=clock)
+    inbox = Inbox(
+        store,
+        clock=clock,
+        tell=dispatcher.submit,
+        hush=dispatcher.withdraw,
+        config=inbox_config,
+    )
+    dispatcher.on_settled = inbox.settle
+    engine = Engine(
+        store,
+        inbox,
+        clock=clock,
+        dispatcher=dispatcher,
+        config=config,
+        up_since_unix_ns=up_since_unix_ns,
+    )
+    return Acting(inbox, engine, dispatcher)
+
+
+def _run_now(run: RunSummary, last_trouble: int, halt: Decision | None) -> RunNow:
+    state: RunState = run.state
+    reason, step = "", run.last_step
+    if halt is not None:
+        # The rank may have died before it could say goodbye; its last decision says it for it.
+        state, reason, step = "halted", halt.reason, halt.step
+    conditions = alerts_for_run_state(state, run_id=run.run_id, step=step, reason=reason)
+    return RunNow(
+        run_id=run.run_id,
+        state=state,
+        last_step=run.last_step,
+        last_unhealthy_step=last_trouble,
+        conditions=conditions,
+    )
+
+
+def _last_trouble(connection: Connection) -> dict[str, int]:
+    """Return the step of each run's newest skip or rollback."""
+    acts = decisions.c.action.in_(("skip_step", "rollback"))
+    newest = (
+        select(decisions.c.run_id, func.max(decisions.c.ledger_seq).label("ledger_seq"))
+        .where(acts)
+        .group_by(decisions.c.run_id)
+        .subquery()
+    )
+    query = select(decisions.c.run_id, decisions.c.step).join(
+        newest,
+        (decisions.c.run_id == newest.c.run_id) & (decisions.c.ledger_seq == newest.c.ledger_seq),
+    )
+    return {run_id: int(step) for run_id, step in connection.execute(query)}
+
+
+def _halts(connection: Connection) -> dict[str, Decision]:
+    """Return the halt of each run whose newest start of rank 0 decided one."""
+    newest = (
+        select(sources.c.run_id, func.max(sources.c.started_unix_ns).label("started"))
+        .where(sources.c.source == "rank:0")
+        .group_by(sources.c.run_id)
+        .subquery()
+    )
+    query = (
+        select(decisions.c.run_id, decisions.c.body)
+        .join(
+            sources,
+            (sources.c.run_id == decisions.c.run_id)
+            & (sources.c.incarnation == decisions.c.incarnation),
+        )
+        .join(
+            newest,
+            (newest.c.run_id == sources.c.run_id) & (newest.c.started == sources.c.started_unix_ns),
+        )
+        .where(decisions.c.action == "halt", decisions.c.acted)
+        .order_by(decisions.c.ledger_seq)
+    )
+    return {run_id: _decision(body) for run_id, body in connection.execute(query)}
+
+
+def _cursor_name(writer: Writer) -> str:
+    return f"decisions/{writer[0]}/{writer[1]}"
+
+
+def _cursor(connection: Connection, name: str) -> int:
+    query = select(engine_state.c.body).where(engine_state.c.name == name)
+    body = connection.execute(query).scalar()
+    return -1 if body is None else msgspec.msgpack.decode(body, type=int)
+
+
+def _cursors(connection: Connection) -> dict[str, int]:
+    query = select(engine_state.c.name, engine_state.c.body).where(
+        engine_state.c.name.startswith("decisions/")
+    )
+    return {
+        name: msgspec.msgpack.decode(body, type=int) for name, body in connection.execute(query)
+    }
+
+
+__all__ = ["Acting", "Engine", "EngineConfig", "assemble"]
