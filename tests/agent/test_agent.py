@@ -4,7 +4,7 @@ import pytest
 
 from tests.agent.builders import NODE, OTHER_RUN, RUN
 from tests.agent.fake_nvml import FakeGpu, FakeNvml
-from trainvitals.errors import UsageError
+from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import Note, RunEnded
 
 
@@ -161,7 +161,6 @@ def test_one_broken_part_is_counted_and_does_not_keep_the_others_from_working(wo
     rank = world.rank()
     agent = world.agent()
     agent.sampling._host.sample = lambda: 1 / 0
-    agent.runs  # noqa: B018 - served from the first cycle on
     rank.step(0)
     for second in range(5):
         agent.cycle(2.0 * second)
@@ -233,3 +232,40 @@ def test_a_link_where_the_lock_should_be_is_refused(world, tmp_path):
     with pytest.raises(Exception, match="is a link"):
         world.agent()
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_spool_that_is_full_refuses_and_counts_and_the_tailer_goes_on(world):
+    rank = world.rank()
+    agent = world.agent(spool_max_bytes=30_000, sample_seconds=1e9)
+    for number in range(200):
+        rank.step(number)
+        agent.cycle(float(number))
+    run = agent.runs[RUN]
+    kept = world.steps()
+    assert list(range(len(kept))) == kept
+    assert 200 - len(kept) == run.num_dropped > 0
+    assert run.spool.num_bytes <= 30_000
+
+
+def test_rows_read_while_the_disk_refused_are_read_again(world):
+    rank = world.rank()
+    agent = world.agent()
+    rank.step(0)
+    agent.cycle(0.0)
+    spool = agent.runs[RUN].spool
+    append, sync = spool.append, spool.sync
+
+    def refuse(*_):
+        raise StorageError("no space left")
+
+    spool.append = refuse
+    rank.step(1, 2)
+    agent.cycle(0.1)
+    spool.append, spool.sync = append, refuse
+    rank.step(3)
+    agent.cycle(0.2)
+    spool.sync = sync
+    rank.step(4)
+    agent.cycle(0.3)
+    assert {0, 1, 2, 3, 4} == set(world.steps())
+    assert (1, 1) == (agent.faults.counts["tailer"], agent.faults.counts["spool"])
