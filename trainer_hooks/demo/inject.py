@@ -8,12 +8,14 @@ import signal
 import torch
 from torch import Tensor, nn
 
-from trainvitals.testing.faults import Fault, FaultPlan
+from trainvitals.testing.faults import FaultPlan
 
 
 class Injector:
-    """One rank's share of the plan. Faults bound to a step strike once: a rollback trains the step
-    again, and a bit flip does not come back. Poisoned data stays poisoned.
+    """One rank's share of the plan.
+
+    Faults bound to a step strike once: a rollback trains the step again, and a bit flip does not
+    come back. Poisoned data stays poisoned.
     """
 
     def __init__(self, plan: FaultPlan, rank: int) -> None:
@@ -63,6 +65,3 @@ def poisoned(tokens: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(int(tokens.sum()))
     order = torch.randperm(tokens.shape[1], generator=generator)
     return 255 - tokens[:, order]
-
-
-__all__ = ["Fault", "Injector", "poisoned"]

@@ -6,10 +6,12 @@ from typing import NamedTuple
 from trainvitals.records import Decision
 from trainvitals.testing.faults import FaultPlan
 
+STEPS = 600
 NAN_GRADIENT_STEP = 150
 POISON_FIRST, POISON_LAST = 260, 300
 NAN_PARAMETERS_STEP = 470
-STEPS = 600
+LOSS_TOLERANCE = 0.02
+"""How far above the clean run's validation loss the guarded run may end."""
 
 
 class Expected(NamedTuple):
@@ -22,6 +24,13 @@ class Expected(NamedTuple):
     step: int
 
 
+class Match(NamedTuple):
+    """An expected entry and the decision that answers it, if there is one."""
+
+    expected: Expected
+    decision: Decision | None
+
+
 def plan() -> FaultPlan:
     """Return the demo's faults."""
     return (
@@ -32,18 +41,30 @@ def plan() -> FaultPlan:
     )
 
 
-class Match(NamedTuple):
-    """An expected entry and the decision that answers it, if there is one."""
+def expected() -> list[Expected]:
+    """Return the ledger the faults must lead to.
 
-    expected: Expected
-    decision: Decision | None
+    Until the first rollback a batch's index is its step. The third bad step of a storm rolls back.
+    After a non-finite step the ranks look at their parameters; that is known two steps later.
+    """
+    poison, params = "poisoned data", "NaN parameters"
+    first, broken = POISON_FIRST, NAN_PARAMETERS_STEP
+    return [
+        Expected("NaN gradient", "skip_step", "nonfinite", 1, NAN_GRADIENT_STEP),
+        Expected(poison, "skip_step", "loss_spike", -1, first),
+        Expected(poison, "skip_step", "loss_spike", -1, first + 1),
+        Expected(poison, "rollback", "skip_storm", -1, first + 2),
+        Expected(params, "skip_step", "nonfinite", 1, broken),
+        Expected(params, "skip_step", "nonfinite", 1, broken + 1),
+        Expected(params, "rollback", "nonfinite_params", 1, broken + 2),
+    ]
 
 
-def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[Match]:
-    """Pair each expected entry with the first unused decision of that action, rule, rank and step."""
+def match(wanted: Sequence[Expected], decisions: Sequence[Decision]) -> list[Match]:
+    """Pair each expected entry with the first unused decision of that action, rule, rank, step."""
     left = list(decisions)
     pairs = []
-    for want in expected:
+    for want in wanted:
         found = next((d for d in left if _answers(want, d)), None)
         if found is not None:
             left.remove(found)
@@ -58,9 +79,5 @@ def unexpected(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[
 
 
 def _answers(want: Expected, decision: Decision) -> bool:
-    return (want.action, want.rule, want.rank, want.step) == (
-        decision.action,
-        decision.rule,
-        decision.rank,
-        decision.step,
-    )
+    wanted = (want.action, want.rule, want.rank, want.step)
+    return wanted == (decision.action, decision.rule, decision.rank, decision.step)

@@ -5,16 +5,17 @@ file; what one says before it dies is shown, so that no start fails without its 
 """
 
 import os
-import secrets
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Self, TypeVar
+from typing import Self, TypeVar
 
 import httpx
 import msgspec
@@ -80,7 +81,7 @@ class Stack:
         """Start the collector and return its address, once it answers."""
         found = self.data / "collector.json"
         found.unlink(missing_ok=True)
-        child = self._start("collector", "vitals_collector", ["--data", str(self.data)])
+        child = self._start("collector", ["--data", str(self.data)])
         address = self._until(child, lambda: _address(found, child.process.pid))
         self._until(child, lambda: _answers(f"{address.url}/healthz"))
         self.collector_url = address.url
@@ -89,24 +90,21 @@ class Stack:
     def start_agent(self) -> None:
         """Start the agent for the folder of runs, shipping to the collector."""
         options = ["--dir", str(self.runs), "--collector", self.collector_url]
-        self._start("agent", "vitals_agent", [*options, "--token-file", str(self.token_file)])
+        self._start("agent", [*options, "--token-file", str(self.token_file)])
 
     def start_dashboard(self, *, port: int = 0) -> str:
-        """Start the dashboard and return its one-click address."""
-        address_file = self.home / f"dashboard-{secrets.token_hex(4)}.json"
+        """Start the dashboard and return its one-click address, as it printed it."""
         options = ["--collector", self.collector_url, "--token-file", str(self.token_file)]
-        options += ["--port", str(port), "--address-file", str(address_file)]
-        child = self._start("dashboard", "vitals_dashboard", options)
-        address = self._until(child, lambda: _address(address_file, None))
-        address_file.unlink(missing_ok=True)  # it holds the way in
-        self.dashboard_url = address.url
-        return address.url
+        child = self._start("dashboard", [*options, "--port", str(port)])
+        self.dashboard_url = self._until(child, lambda: _one_click(child.log))
+        return self.dashboard_url
 
-    def _start(self, name: str, module: str, options: Sequence[str]) -> Child:
+    def _start(self, name: str, options: Sequence[str]) -> Child:
         log = self.home / f"{name}.log"
-        with log.open("ab") as output:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as output:  # private: the dashboard prints the way in
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *options],
+                [sys.executable, "-m", "trainvitals", name, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -189,9 +187,24 @@ def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS
     return process.wait()
 
 
-def run_command(
-    command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None
-) -> int:
+@contextmanager
+def start_command(command: Sequence[str], environ: Mapping[str, str], log: Path) -> Iterator[Child]:
+    """Run a command in the background with its output in ``log``; stop it if it is left early."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(environ),
+        )
+    try:
+        yield Child("training", process, log)
+    finally:
+        stop_process(process)
+
+
+def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a command in the foreground; return its exit code, 128 + N after signal N.
 
     A Ctrl-C reaches the command from the terminal itself; it is waited for, and then stopped.
@@ -200,7 +213,7 @@ def run_command(
         UsageError: there is no such command.
     """
     try:
-        process = subprocess.Popen(list(command), env=dict(environ), stdout=output, stderr=output)
+        process = subprocess.Popen(list(command), env=dict(environ))
     except OSError as error:
         raise UsageError(
             f"{command[0]!r} cannot be run: {error.strerror}",
@@ -209,13 +222,7 @@ def run_command(
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        try:
-            code = process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = stop_process(process)
-    finally:
-        if process.poll() is None:
-            stop_process(process)
+        code = stop_process(process)
     return code if code >= 0 else 128 - code
 
 
@@ -223,12 +230,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _address(path: Path, pid: int | None) -> _Address | None:
+def _address(path: Path, pid: int) -> _Address | None:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Address)
     except (OSError, msgspec.DecodeError):
         return None
-    return found if pid is None or found.pid == pid else None
+    return found if found.pid == pid else None
+
+
+def _one_click(log: Path) -> str | None:
+    found = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
+    return found.group(0) if found else None
 
 
 def _answers(url: str) -> bool | None:

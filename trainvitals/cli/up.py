@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
         """
         with Stack(directory, environ_of_this_process()) as stack:
             _start(stack, port)
-            code = run_command(command, stack.training_environ(), None)
+            code = run_command(command, stack.training_environ())
         raise typer.Exit(code)
 
 

@@ -1,0 +1,227 @@
+"""``vitals demo``: a real small training with faults, watched and healed on this machine."""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from trainvitals.cli.demo_plan import (
+    LOSS_TOLERANCE,
+    STEPS,
+    Match,
+    expected,
+    match,
+    plan,
+    unexpected,
+)
+from trainvitals.cli.supervise import Stack, environ_of_this_process, start_command
+from trainvitals.errors import VitalsError
+from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.records import Decision
+from trainvitals.testing.faults import FaultPlan
+
+_LEDGER_SECONDS = 30.0
+
+
+class Result(msgspec.Struct):
+    """What the training script leaves."""
+
+    run_id: str
+    validation_loss: float
+    updates_tried: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One training of the demo."""
+
+    name: str
+    mode: str
+    faults: FaultPlan
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``demo`` command."""
+
+    @app.command(epilog="Example: vitals demo --compare")
+    def demo(
+        directory: Annotated[
+            Path | None,
+            typer.Option("--dir", help="Folder for runs and store; else a temporary one."),
+        ] = None,
+        compare: Annotated[
+            bool, typer.Option("--compare", help="Also train each fault alone, unguarded.")
+        ] = False,
+        keep: Annotated[
+            bool, typer.Option("--keep", help="Leave the dashboard up until Ctrl-C.")
+        ] = False,
+        headless: Annotated[
+            bool, typer.Option("--headless", help="No progress bars; for CI.")
+        ] = False,
+        ranks: Annotated[int, typer.Option("--ranks", min=2, help="Ranks to train on.")] = 2,
+    ) -> None:
+        """Train a small GPT twice, clean and with three faults, and show what was decided.
+
+        Exits 0 only if every decision matches its fault in kind, rank and step, none is too many,
+        and the loss ends within 2 % of the clean run's.
+        """
+        home = directory or Path(tempfile.mkdtemp(prefix="vitals-demo-"))
+        console = Console(stderr=True, highlight=False)
+        with Stack(home, environ_of_this_process()) as stack:
+            good = _Demo(stack, console, headless=headless, ranks=ranks).run(compare=compare)
+            if keep:
+                console.print(
+                    f"dashboard: {stack.dashboard_url}   (Ctrl-C stops it)", soft_wrap=True
+                )
+                while stack.dead() is None:
+                    time.sleep(0.5)
+        raise typer.Exit(0 if good else 1)
+
+
+class _Demo:
+    def __init__(self, stack: Stack, console: Console, *, headless: bool, ranks: int) -> None:
+        self._stack = stack
+        self._console = console
+        self._headless = headless
+        self._ranks = ranks
+
+    def run(self, *, compare: bool) -> bool:
+        """Train the arms, print the summary, return whether everything is as it must be."""
+        stack, say = self._stack, self._console.print
+        stack.start_collector()
+        stack.start_agent()
+        say(f"dashboard: {stack.start_dashboard()}", soft_wrap=True)
+        say(f"runs, store and logs: {stack.home}", soft_wrap=True)
+        faults = plan()
+        clean = self._train(Arm("clean", "heal", FaultPlan()))
+        guarded = self._train(Arm("guarded", "heal", faults))
+        bare = []
+        if compare:
+            arms = [Arm(f"unguarded: {f.kind}", "off", faults.only(f)) for f in faults.faults]
+            bare = [(arm.name, self._train(arm)) for arm in arms]
+        with self._client() as client:
+            false_alarms = self._ledger(client, clean.run_id, 0)
+            decisions = self._ledger(client, guarded.run_id, len(expected()))
+        matches = match(expected(), decisions)
+        extra = unexpected(matches, decisions) + false_alarms
+        print_summary(Console(highlight=False), matches, extra, clean, guarded, bare)
+        near = guarded.validation_loss <= clean.validation_loss * (1 + LOSS_TOLERANCE)
+        return near and not extra and all(m.decision for m in matches)
+
+    # ------------------------------------------------------------------------------ training
+
+    def _train(self, arm: Arm) -> Result:
+        """Train one arm under torchrun, showing how far it is.
+
+        Raises:
+            VitalsError: the training failed; with the end of its log.
+        """
+        result = self._stack.home / f"result-{arm.name.replace(': ', '-')}.json"
+        log = self._stack.home / f"train-{arm.name.replace(': ', '-')}.log"
+        result.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(self._ranks), "-m", "trainer_hooks.demo.train"),
+            *("--steps", str(STEPS), "--mode", arm.mode, "--name", arm.name),
+            *("--result", str(result)),
+        ]
+        environ = self._stack.training_environ()
+        environ |= {"VITALS_DEMO_FAULTS": arm.faults.to_json(), "OMP_NUM_THREADS": "1"}
+        with start_command(command, environ, log) as child:
+            self._show(arm, child.process.poll)
+            code = child.process.wait()
+        if code != 0 or not result.exists():
+            raise VitalsError(
+                f"the {arm.name} training ended with exit code {code}:\n{child.last_words()}",
+                hint=f"its whole log is {log}",
+            )
+        return msgspec.json.decode(result.read_bytes(), type=Result)
+
+    def _show(self, arm: Arm, ended: Callable[[], int | None]) -> None:
+        columns = ("{task.description:<28}", "{task.fields[said]}")
+        progress = Progress(
+            TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn(columns[1]), console=self._console, disable=self._headless,
+        )  # fmt: skip
+        if self._headless:
+            self._console.print(f"training: {arm.name}")
+        with progress, self._client() as client:
+            task = progress.add_task(arm.name, total=STEPS, said="")
+            while ended() is None:
+                step, said = self._progress(client, arm)
+                progress.update(task, completed=step, said=said)
+                time.sleep(0.5)
+            progress.update(task, completed=STEPS)
+
+    def _progress(self, client: CollectorClient, arm: Arm) -> tuple[int, str]:
+        """Return how far the newest run of that name is, and its last decision."""
+        if arm.mode == "off":
+            return 0, "not watched"
+        try:
+            mine = [run for run in client.runs() if run.name == arm.name]
+        except VitalsError as error:
+            return 0, error.text
+        if not mine:
+            return 0, ""
+        run = max(mine, key=lambda r: r.started_unix_ns)
+        loss = "" if run.loss is None else f"loss {run.loss:.3f}"
+        return run.last_step + 1, f"{loss}  skips {run.num_skips}  rollbacks {run.num_rollbacks}"
+
+    # ------------------------------------------------------------------------------- reading
+
+    def _client(self) -> CollectorClient:
+        tokens = read_tokens(self._stack.token_file)
+        return CollectorClient(self._stack.collector_url, tokens.read, timeout=10.0)
+
+    def _ledger(self, client: CollectorClient, run_id: str, at_least: int) -> list[Decision]:
+        """Return the run's decisions from the collector, once the run's end has arrived there."""
+        deadline = time.monotonic() + _LEDGER_SECONDS
+        while True:
+            decisions = [view.decision for view in client.decisions(run_id)]
+            ended = client.run(run_id).summary.state != "running"
+            if (ended and len(decisions) >= at_least) or time.monotonic() > deadline:
+                return decisions
+            time.sleep(0.2)
+
+
+def print_summary(
+    console: Console,
+    matches: list[Match],
+    extra: list[Decision],
+    clean: Result,
+    guarded: Result,
+    bare: list[tuple[str, Result]],
+) -> None:
+    """Print each fault, what was decided by which rule, what it cost, and the losses."""
+    table = Table(title="What the ledger says", title_justify="left")
+    for column in ("fault", "step", "rank", "decided", "by rule", "cost", "reason"):
+        table.add_column(column, overflow="fold")
+    for want, decision in matches:
+        rank = "all" if want.rank < 0 else str(want.rank)
+        if decision is None:
+            missing = f"[red]missing: {want.action}"
+            table.add_row(want.fault, str(want.step), rank, missing, want.rule, "", "")
+            continue
+        cost = f"{decision.cost_steps} step" + ("s" if decision.cost_steps != 1 else "")
+        row = (want.fault, str(want.step), rank, decision.action, decision.rule, cost)
+        table.add_row(*row, decision.reason)
+    for alarm in extra:
+        row = ("[red]none", str(alarm.step), str(alarm.rank), alarm.action, alarm.rule, "")
+        table.add_row(*row, alarm.reason)
+    console.print(table)
+    losses = Table(title="Validation loss, nats per byte", title_justify="left")
+    for column in ("training", "loss", "against clean"):
+        losses.add_column(column)
+    for name, result in [("clean", clean), ("guarded, three faults", guarded), *bare]:
+        against = 100 * (result.validation_loss / clean.validation_loss - 1)
+        losses.add_row(name, f"{result.validation_loss:.4f}", f"{against:+.1f} %")
+    console.print(losses)
