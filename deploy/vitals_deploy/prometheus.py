@@ -38,7 +38,8 @@ scrape_configs:
       - targets: [{collector}]
 
   # One agent for each job and node. Their ports change from job to job: the targets are read again
-  # whenever a file changes (`vitals deploy prometheus --runs VITALS_DIR` writes one).
+  # whenever a file changes (`vitals deploy prometheus --runs VITALS_DIR` writes one). An agent that
+  # ships to a collector takes the collector's read token, one that does not has a token of its own.
   - job_name: vitals-agent
     honor_labels: true
     authorization:
@@ -134,6 +135,15 @@ LOSS_RULES = (
         summary="The collector refuses batches: {{ $labels.reason }}",
         description="Usually an agent that is newer than the collector: update the collector.",
         metrics=("collector_rejected_batches_total",),
+    ),
+    Rule(
+        name="VitalsNotificationsFailing",
+        expr="sum by (notifier) (increase("
+        'collector_notifications_total{outcome=~"failed|dropped"}[15m])) > 0',
+        severity="notify",
+        summary="Alerts do not get through the notifier {{ $labels.notifier }}",
+        description="The receiver refuses them or is away; the collector's log says which.",
+        metrics=("collector_notifications_total",),
     ),
 )
 

@@ -120,8 +120,13 @@ class TestAlerts:
             'agent_dropped_rows_total{instance="a"}': nan,
             "collector_lost_rows_total": nan,
             'collector_rejected_batches_total{reason="corrupt"}': nan,
+            'collector_notifications_total{notifier="log", outcome="failed"}': nan,
         }
         assert [] == fire(tmp_path, series, "10m", alert)
+
+    def test_a_notification_that_got_through_is_no_news(self, tmp_path):
+        series = {'collector_notifications_total{notifier="log", outcome="delivered"}': "0+5x40"}
+        assert [] == fire(tmp_path, series, "5m", "VitalsNotificationsFailing")
 
     @pytest.mark.parametrize("values", ["0x40", "_x40"])
     def test_a_collector_that_is_gone_pages_after_two_minutes(self, values, tmp_path):
@@ -155,6 +160,10 @@ class TestAlerts:
             ('agent_dropped_rows_total{instance="a"}', "VitalsRowsDropped"),
             ("collector_lost_rows_total", "VitalsRowsLost"),
             ('collector_rejected_batches_total{reason="newer"}', "VitalsBatchesRejected"),
+            (
+                'collector_notifications_total{notifier="webhook", outcome="failed"}',
+                "VitalsNotificationsFailing",
+            ),
         ],
     )
     def test_a_loss_is_told_while_it_grows_and_forgotten_a_quarter_of_an_hour_later(
