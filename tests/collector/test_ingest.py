@@ -1,0 +1,337 @@
+import math
+import random
+import threading
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from tests.collector.rows import RUN, SECOND, START, STEPS, Writer
+from trainvitals.catalog import SCALARS_SCHEMA
+from trainvitals.errors import FormatError, NewerVersionError
+from trainvitals.records import (
+    EVENT_SCHEMA,
+    AttemptStarted,
+    CheckpointChanged,
+    Column,
+    CommandAck,
+    CommandAcknowledged,
+    Decision,
+    DecisionMade,
+    Event,
+    Finding,
+    FindingRaised,
+    Note,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+    Schema,
+)
+from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
+from vitals_collector import schema as tables
+from vitals_collector.ingest import ingest
+from vitals_collector.store import Store, open_store
+
+
+def stored_rows(store: Store) -> list[tuple[str, int]]:
+    """Return every stored row as (stream, seq), in order."""
+    with store.read() as connection:
+        rows = connection.execute(
+            select(
+                tables.batches.c.stream, tables.batches.c.first_seq, tables.batches.c.num_rows
+            ).order_by(tables.batches.c.stream, tables.batches.c.first_seq)
+        )
+        return [(stream, seq) for stream, first, num in rows for seq in range(first, first + num)]
+
+
+def part_of(raw: bytes, first: int, last: int) -> bytes:
+    """Return rows ``first`` to ``last`` (exclusive) of a batch as a batch."""
+    batch = decode_batch(raw)
+    size = batch.header.stream_schema.row_size
+    header = msgspec.structs.replace(
+        batch.header, first_seq=batch.header.first_seq + first, num_rows=last - first
+    )
+    return encode_batch(header, batch.rows[first * size : last * size])
+
+
+def test_a_batch_sent_twice_is_stored_once(store: Store):
+    raw = Writer().steps(range(10))
+    first, second = ingest(store, raw), ingest(store, raw)
+    assert (10, 0, 9) == (first.num_new, first.num_duplicate, first.durable_seq)
+    assert (0, 10, 9) == (second.num_new, second.num_duplicate, second.durable_seq)
+    assert [("steps", i) for i in range(10)] == stored_rows(store)
+
+
+def test_of_a_batch_that_overlaps_only_the_new_rows_are_stored(store: Store):
+    raw = Writer().steps(range(10))
+    ingest(store, part_of(raw, 0, 6))
+    reply = ingest(store, part_of(raw, 3, 10))
+    assert (4, 3, 9) == (reply.num_new, reply.num_duplicate, reply.durable_seq)
+    assert [("steps", i) for i in range(10)] == stored_rows(store)
+
+
+def test_rows_that_never_came_are_counted(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps(range(5)))
+    ingest(store, writer.steps(range(8, 10), lose=3))
+    with store.read() as connection:
+        lost = connection.execute(select(tables.streams.c.num_lost)).scalar_one()
+    assert (3, 3) == (lost, store.counters.num_lost)
+
+
+def test_streams_and_incarnations_count_on_their_own(store: Store):
+    first, relaunched = Writer(), Writer()
+    replies = [
+        ingest(store, first.steps(range(3))),
+        ingest(store, first.events(Note(code="N1", text="hello"))),
+        ingest(store, relaunched.steps(range(3))),
+    ]
+    assert [3, 1, 3] == [reply.num_new for reply in replies]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 15)), max_size=25), st.randoms())
+def test_however_batches_are_cut_and_repeated_each_row_is_stored_once(
+    cuts: list[tuple[int, int]], rng: random.Random
+):
+    raw = Writer().steps(range(40), loss=[float(i) for i in range(40)])
+    store = open_store("sqlite://")
+    pieces = [(first, min(40, first + num)) for first, num in cuts]
+    done = 0
+    for first, last in [*pieces, *((i, i + 1) for i in range(40))]:
+        # A spool never sends a later row before an earlier one: only pieces that join on.
+        if first <= done:
+            ingest(store, part_of(raw, first, last))
+            done = max(done, last)
+            if rng.random() < 0.3:
+                ingest(store, part_of(raw, first, last))
+    with store.read() as connection:
+        kept = connection.execute(
+            select(tables.batches.c.row_bytes).order_by(tables.batches.c.first_seq)
+        ).scalars()
+        assert decode_batch(raw).rows == b"".join(kept)
+    assert 0 == store.counters.num_lost
+    store.close()
+
+
+def test_many_senders_of_the_same_batch_store_it_once(store: Store):
+    raws = [Writer().steps(range(5)) for _ in range(3)]
+    gate = threading.Barrier(6)
+    new: list[int] = []
+
+    def send(raw: bytes) -> None:
+        gate.wait()
+        new.append(ingest(store, raw).num_new)
+
+    threads = [threading.Thread(target=send, args=(raw,)) for raw in raws * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [0, 0, 0, 5, 5, 5] == sorted(new)
+
+
+def torn(raw: bytes) -> bytes:
+    return raw[:-10]
+
+
+def flipped(raw: bytes) -> bytes:
+    return raw[:-10] + bytes([raw[-10] ^ 1]) + raw[-9:]
+
+
+def newer(raw: bytes) -> bytes:
+    batch = decode_batch(raw)
+    return encode_batch(msgspec.structs.replace(batch.header, version=99), batch.rows)
+
+
+def renumbered(raw: bytes) -> bytes:
+    batch = decode_batch(raw)
+    return encode_batch(msgspec.structs.replace(batch.header, first_seq=7), batch.rows)
+
+
+def too_large(raw: bytes) -> bytes:
+    batch = decode_batch(raw)
+    identity = msgspec.structs.replace(batch.header.identity, pid=2**63)
+    return encode_batch(msgspec.structs.replace(batch.header, identity=identity), batch.rows)
+
+
+def without_step(raw: bytes) -> bytes:
+    header = decode_batch(raw).header
+    columns = Schema("steps", (Column("loss", "f8"),))
+    header = msgspec.structs.replace(header, stream_schema=columns, num_rows=1)
+    return encode_batch(header, columns.pack(0, [1.0]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said", "kind"),
+    [
+        (torn, "batch claims", FormatError),
+        (flipped, "checksum", FormatError),
+        (newer, "format version 99", NewerVersionError),
+        (renumbered, "sequence numbers", FormatError),
+        (too_large, "64 bits", FormatError),
+        (without_step, "lack the columns step", FormatError),
+        (lambda raw: b"", "begins with", FormatError),
+    ],
+)
+def test_a_bad_batch_is_refused_counted_and_changes_nothing(
+    store: Store, spoil, said: str, kind: type[FormatError]
+):
+    raw = Writer().steps(range(3))
+    with pytest.raises(kind, match=said) as caught:
+        ingest(store, spoil(raw))
+    assert {caught.value.code: 1} == store.counters.rejected
+    assert [] == stored_rows(store)
+
+
+def test_an_incarnation_cannot_be_two_sources(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps([0]))
+    writer.identity = msgspec.structs.replace(writer.identity, source="rank:1")
+    with pytest.raises(FormatError, match="is known as rank:0, not rank:1"):
+        ingest(store, writer.events(Note(code="N1", text="")))
+
+
+def test_a_number_that_no_database_takes_undoes_the_whole_batch(store: Store):
+    writer = Writer()
+    bad = AttemptStarted(id=2**63, parent=None, fork_step=0, reason="hostile")
+    with pytest.raises(FormatError, match="no database stores"):
+        ingest(store, writer.events(Note(code="N1", text=""), bad))
+    assert [] == stored_rows(store)
+
+
+def test_an_event_row_without_its_values_is_refused(store: Store):
+    raw = Writer().batch(EVENT_SCHEMA, [[None] * 8])
+    with pytest.raises(FormatError, match="an event's row lacks a value"):
+        ingest(store, raw)
+
+
+def test_text_with_nul_is_stored_without_it(store: Store):
+    ingest(store, Writer().events(RunStarted(info=RunInfo(name="a\0b"))))
+    with store.read() as connection:
+        assert "ab" == connection.execute(select(tables.runs.c.name)).scalar_one()
+
+
+def test_events_become_rows_once_even_when_sent_again(store: Store):
+    decision = Decision(
+        ledger_seq=1,
+        action="skip_step",
+        step=4,
+        decided_at_step=5,
+        attempt=1,
+        reason="loss is nan",
+        rule="nonfinite",
+        cause="nonfinite_loss",
+        value=math.nan,
+    )
+    finding = Finding(kind="nonfinite", level="act", step=4, detector="nonfinite", reason="nan")
+    events: tuple[Event, ...] = (
+        RunStarted(info=RunInfo(name="tiny", project="p", user="u", tags=("a",))),
+        AttemptStarted(id=1, parent=None, fork_step=0, reason="start"),
+        FindingRaised(finding=finding),
+        DecisionMade(decision=decision),
+        CheckpointChanged(checkpoint_id="c", checkpoint_step=2, state="healthy", where="disk"),
+        RunEnded(state="finished"),
+    )
+    raw = Writer().events(*events)
+    ingest(store, raw)
+    ingest(store, raw)
+    with store.read() as connection:
+        counts = {
+            table.name: len(connection.execute(select(table)).all())
+            for table in (
+                tables.runs,
+                tables.attempts,
+                tables.findings,
+                tables.decisions,
+                tables.checkpoints,
+                tables.events,
+            )
+        }
+        body = connection.execute(select(tables.decisions.c.body)).scalar_one()
+    assert {
+        "runs": 1,
+        "attempts": 1,
+        "findings": 1,
+        "decisions": 1,
+        "checkpoints": 1,
+        "events": 6,
+    } == counts
+    kept = msgspec.msgpack.decode(body, type=Decision)
+    assert math.isnan(kept.value or 0), "the NaN that was decided on is kept"
+
+
+def test_an_older_word_about_a_checkpoint_does_not_undo_a_newer_one(store: Store):
+    writer = Writer()
+
+    def said(state: str, at: int) -> bytes:
+        event = CheckpointChanged(checkpoint_id="c", checkpoint_step=1, state=state, where="disk")
+        return writer.events(event, at=START + at * SECOND)
+
+    for raw in (said("verified", 10), said("healthy", 20), said("candidate", 5)):
+        ingest(store, raw)
+    with store.read() as connection:
+        assert "healthy" == connection.execute(select(tables.checkpoints.c.state)).scalar_one()
+
+
+def test_a_command_learns_what_became_of_it(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps([0]))
+    with store.write() as connection:
+        connection.execute(
+            tables.commands.insert().values(
+                run_id=RUN, number=7, action="halt", status="delivered", body=b""
+            )
+        )
+    ack = CommandAck(number=7, status="done", step=12, detail="halted")
+    ingest(store, writer.events(CommandAcknowledged(ack=ack)))
+    with store.read() as connection:
+        row = connection.execute(select(tables.commands)).one()
+    assert ("done", 12, "halted") == (row.status, row.step, row.detail)
+
+
+def test_hooks_hear_of_new_rows_only_and_after_they_are_stored(store: Store):
+    heard: list[tuple[int, int, int]] = []
+
+    def hook(batch: Batch, events) -> None:
+        heard.append((batch.header.first_seq, batch.header.num_rows, len(stored_rows(store))))
+        assert len(batch.rows) == batch.header.num_rows * STEPS.row_size
+
+    store.after_ingest.append(hook)
+    raw = Writer().steps(range(10))
+    for first, last in ((0, 4), (0, 4), (2, 10)):
+        ingest(store, part_of(raw, first, last))
+    assert [(0, 4, 4), (4, 6, 10)] == heard
+
+
+def test_a_failing_hook_is_counted_and_the_batch_still_acknowledged(
+    store: Store, caplog: pytest.LogCaptureFixture
+):
+    def hook(batch: Batch, events) -> None:
+        raise RuntimeError("detector broke")
+
+    store.after_ingest.append(hook)
+    assert 3 == ingest(store, Writer().steps(range(3))).num_new
+    assert 1 == store.counters.num_hook_errors
+    assert "detector broke" in caplog.text
+
+
+def test_a_new_column_in_the_middle_of_a_stream_is_kept(store: Store):
+    writer = Writer()
+    ingest(store, writer.scalars(1, {0: 0.5}))
+    wider = Schema("scalars", (*SCALARS_SCHEMA.columns, Column("later", "f8")))
+    reply = ingest(store, writer.batch(wider, [[1, 1, START, 0, 1, 0.25, 9.0]]))
+    assert 1 == reply.num_new
+    with store.read() as connection:
+        assert 2 == len(connection.execute(select(tables.row_schemas)).all())
+
+
+def test_a_header_with_fields_of_the_future_is_read(store: Store):
+    class Wider(BatchHeader, frozen=True, kw_only=True):
+        invented: str = "later"
+
+    batch = decode_batch(Writer().steps([0]))
+    header = Wider(**{f: getattr(batch.header, f) for f in BatchHeader.__struct_fields__})
+    assert 1 == ingest(store, encode_batch(header, batch.rows)).num_new
