@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from trainvitals.policy.rungs import Case, Verdict, go_back, halt
-from trainvitals.policy.state import LadderState, Proposal
+from trainvitals.policy.state import NEWEST, LadderState, Proposal
 from trainvitals.policy.targets import commanded_checkpoint
 from trainvitals.records import CommandAck
 
@@ -58,12 +58,10 @@ def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
     if facts.num_causes >= case.config.max_causes:
         return f"the budget of {case.config.max_causes} rollback causes is spent"
     if commanded_checkpoint(command, case.checkpoints) is None:
-        named = command.checkpoint_id or f"of step {command.argument:.0f}"
-        return (
-            f"there is no healthy checkpoint {named}"
-            if (command.checkpoint_id or command.argument >= 0)
-            else "there is no healthy checkpoint"
-        )
+        named = command.checkpoint_id
+        if not named and command.argument != NEWEST:
+            named = f"of step {command.argument:.0f}"
+        return f"there is no healthy checkpoint {named}".rstrip()
     return ""
 
 

@@ -21,6 +21,9 @@ CheckpointState = Literal["candidate", "verified", "healthy", "retired", "bad"]
 FOREVER = 1 << 53
 """A step that never comes."""
 
+NEWEST = -1.0
+"""Argument of a rollback to the newest healthy checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderConfig:
@@ -95,19 +98,20 @@ class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """A verified command as all ranks know it after the exchange.
 
-    Where only numbers travel, ``argument`` names the checkpoint of a rollback by its step; -1 asks
-    for the newest healthy one.
+    Where only numbers travel, ``argument`` names the checkpoint of a rollback by its step; NEWEST
+    asks for the newest healthy one. Any other number that is no checkpoint's step is refused, so an
+    id that rank 0 cannot resolve should travel as -2.
     """
 
     number: int
     action: CommandAction
-    argument: float = -1.0
+    argument: float = NEWEST
     checkpoint_id: str = ""
 
     @classmethod
     def of(cls, command: Command) -> Proposal:
         """Return the command's part that decides. A rollback without an id means the newest."""
-        argument = -1.0 if command.action == "rollback" else command.argument
+        argument = NEWEST if command.action == "rollback" else command.argument
         return cls(
             number=command.number,
             action=command.action,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainvitals.policy.state import FOREVER, CheckpointRef, Proposal
+from trainvitals.policy.state import FOREVER, NEWEST, CheckpointRef, Proposal
 
 
 def newest_healthy(
@@ -44,9 +44,9 @@ def commanded_checkpoint(
     """Return the healthy checkpoint a command names, by id, by step, or the newest."""
     if command.checkpoint_id:
         return newest_healthy([ref for ref in checkpoints if ref.id == command.checkpoint_id])
-    if command.argument >= 0:
-        return newest_healthy([ref for ref in checkpoints if ref.step == command.argument])
-    return newest_healthy(checkpoints)
+    if command.argument == NEWEST:
+        return newest_healthy(checkpoints)
+    return newest_healthy([ref for ref in checkpoints if ref.step == command.argument])
 
 
 def _healthy(checkpoints: Sequence[CheckpointRef], at_most: float) -> list[CheckpointRef]:

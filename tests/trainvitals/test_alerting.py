@@ -1,0 +1,166 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainvitals.alerting import (
+    ALERTS,
+    AlertState,
+    AlertStatus,
+    advance,
+    alerts_for_decision,
+    alerts_for_run_state,
+    fingerprint,
+    point_is_over,
+)
+from trainvitals.errors import ConfigError
+from trainvitals.records import Decision
+
+RUN = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
+
+
+def course(breaches: str, *, hold_seconds: float) -> str:
+    """Return one letter per second: inactive, pending, firing, resolved."""
+    status, letters = AlertStatus(), ""
+    for now, breach in enumerate(breaches):
+        status = advance(status, breached=breach == "!", now=now, hold_seconds=hold_seconds)
+        letters += status.state[0]
+    return letters
+
+
+@pytest.mark.parametrize(
+    ("breaches", "hold_seconds", "states"),
+    [
+        ("..!!!!..", 2, "iippffri"),
+        ("!.", 0, "fr"),
+        (".!!.!!!.", 2, "ippippfr"),
+        ("!!!.!!!", 1, "pffrpff"),
+        ("....", 0, "iiii"),
+    ],
+)
+def test_an_alert_lives_by_the_clock_it_is_given(
+    breaches: str, hold_seconds: float, states: str
+) -> None:
+    assert states == course(breaches, hold_seconds=hold_seconds)
+
+
+def test_a_clock_that_goes_back_neither_fires_nor_unfires() -> None:
+    status = advance(AlertStatus(), breached=True, now=100.0, hold_seconds=5)
+    status = advance(status, breached=True, now=50.0, hold_seconds=5)
+    assert AlertState.PENDING is status.state
+    status = advance(status, breached=True, now=105.0, hold_seconds=5)
+    assert AlertState.FIRING is status.state
+    status = advance(status, breached=True, now=50.0, hold_seconds=5)
+    assert AlertState.FIRING is status.state
+
+
+labels = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=4)
+
+
+@given(st.text(max_size=5), labels)
+def test_a_fingerprint_does_not_depend_on_the_order_of_labels(
+    name: str, some: dict[str, str]
+) -> None:
+    backwards = dict(reversed(some.items()))
+    assert fingerprint(name, some) == fingerprint(name, backwards)
+    assert re.fullmatch(r"[0-9a-f]{16}", fingerprint(name, some))
+
+
+def test_labels_cannot_be_pushed_together_to_another_alerts_fingerprint() -> None:
+    assert fingerprint("A", {"b": "c,d"}) != fingerprint("A", {"b": "c", "d": ""})
+    assert fingerprint("A", {}) != fingerprint("", {"A": ""})
+
+
+def test_a_fingerprint_stays_what_it_was() -> None:
+    assert "5d875b843871283d" == fingerprint("RunLost", {"run": RUN})
+
+
+def decision(action: str, **fields: object) -> Decision:
+    values: dict[str, object] = {
+        "ledger_seq": 1, "action": action, "step": 7, "decided_at_step": 8, "attempt": 1,
+        "reason": "it went wrong", "rule": "test", "cause": "nonfinite_loss", "budget_left": 2,
+    }  # fmt: skip
+    return Decision(**(values | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (decision("continue"), []),
+        (decision("skip_step"), [("log", "StepSkipped")]),
+        (decision("accept_level"), [("notify", "LevelShiftAccepted")]),
+        (decision("rollback"), [("notify", "TrainingRolledBack")]),
+        (
+            decision("rollback", budget_left=0),
+            [("notify", "TrainingRolledBack"), ("page", "RollbackBudgetLow")],
+        ),
+        (decision("halt"), [("page", "TrainingHalted")]),
+        (decision("skip_step", mode="observe", acted=False), []),
+        (decision("rollback", mode="observe", acted=False), [("notify", "TroubleObserved")]),
+        (decision("halt", mode="observe", acted=False), [("notify", "TroubleObserved")]),
+    ],
+    ids=lambda value: value.action if isinstance(value, Decision) else "",
+)
+def test_a_decision_raises_alerts_by_who_must_act(
+    entry: Decision, expected: list[tuple[str, str]]
+) -> None:
+    raised = alerts_for_decision(entry, run_id=RUN)
+    assert expected == [(alert.severity, alert.name) for alert in raised]
+    assert all(RUN == alert.labels["run"] and 7 == alert.step for alert in raised)
+    assert all("it went wrong" in alert.summary for alert in raised)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("running", []),
+        ("finished", []),
+        ("interrupted", []),
+        ("failed", [("notify", "RunFailed")]),
+        ("halted", [("page", "TrainingHalted")]),
+        ("lost", [("page", "RunLost")]),
+    ],
+)
+def test_only_a_lost_or_halted_run_pages(state: str, expected: list[tuple[str, str]]) -> None:
+    raised = alerts_for_run_state(state, run_id=RUN)  # type: ignore[arg-type]
+    assert expected == [(alert.severity, alert.name) for alert in raised]
+
+
+def test_a_halt_pages_once_whether_the_decision_or_the_state_says_it() -> None:
+    (by_decision,) = alerts_for_decision(decision("halt"), run_id=RUN)
+    (by_state,) = alerts_for_run_state("halted", run_id=RUN)
+    assert by_decision.fingerprint == by_state.fingerprint
+
+
+def test_skips_of_one_cause_are_one_alert() -> None:
+    (first,) = alerts_for_decision(decision("skip_step"), run_id=RUN)
+    (second,) = alerts_for_decision(decision("skip_step", step=9, ledger_seq=2), run_id=RUN)
+    assert first.fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("last_step", "last_unhealthy_step", "over"),
+    [(150, -1, False), (199, 100, False), (200, 100, True), (200, 130, False), (230, 130, True)],
+)
+def test_a_point_event_is_over_after_healthy_steps(
+    last_step: int, last_unhealthy_step: int, over: bool
+) -> None:
+    assert over == point_is_over(
+        raised_step=100,
+        last_step=last_step,
+        last_unhealthy_step=last_unhealthy_step,
+        healthy_steps=100,
+    )
+
+
+def test_a_point_event_needs_at_least_one_healthy_step() -> None:
+    with pytest.raises(ConfigError, match="healthy_steps is 0"):
+        point_is_over(raised_step=1, last_step=2, last_unhealthy_step=0, healthy_steps=0)
+
+
+def test_every_alert_has_one_name_and_says_what_it_means() -> None:
+    names = [spec.name for spec in ALERTS]
+    assert sorted(set(names)) == sorted(names)
+    assert all(re.fullmatch(r"([A-Z][a-z]+)+", name) for name in names)
+    assert all(spec.help.endswith(".") or "`" in spec.help for spec in ALERTS)

@@ -1,0 +1,627 @@
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from trainvitals.errors import ConfigError
+from trainvitals.policy import (
+    CheckpointRef,
+    Facts,
+    Judge,
+    JudgeConfig,
+    Judgement,
+    LadderConfig,
+    LadderState,
+    Mode,
+    Proposal,
+    decide,
+    lr_factor_at,
+)
+from trainvitals.records import Command, Decision, Finding, StepRecord
+from trainvitals.testing import decisions, series
+
+FIRST = CheckpointRef(id="first", step=0)
+REFS = (FIRST, CheckpointRef(id="s100", step=100), CheckpointRef(id="s150", step=150))
+
+
+class Run:
+    """A ladder driven step by step; ``attempt`` 1 begins at ``step``."""
+
+    def __init__(
+        self,
+        *,
+        mode: Mode = "heal",
+        step: int = 200,
+        refs: Sequence[CheckpointRef] = REFS,
+        **config: Any,
+    ) -> None:
+        self.mode, self.step, self.refs = mode, step, refs
+        self.config = LadderConfig(**config)
+        self.state = LadderState()
+        self.ledger: list[Decision] = []
+
+    def feed(
+        self, *kinds: str, command: Proposal | None = None, value: float = 9.5
+    ) -> list[Decision]:
+        """Take one step per word: "ok", or a finding's cause; return the new decisions."""
+        start = len(self.ledger)
+        for kind in kinds:
+            bad = kind != "ok"
+            record = StepRecord(
+                step=self.step, attempt=1, loss=2.1, skipped=bad and self.mode != "observe"
+            )
+            verdict = decide(
+                self.state,
+                self._findings(kind, value),
+                record=record,
+                decided_at_step=self.step + 1,
+                checkpoints=self.refs,
+                command=command,
+                mode=self.mode,
+                config=self.config,
+                now_attempt_id=2,
+            )
+            self.state, self.ack = verdict.state, verdict.ack
+            self.step += 1
+            if verdict.decision is not None:
+                self.ledger.append(verdict.decision)
+        return self.ledger[start:]
+
+    def _findings(self, kind: str, value: float) -> list[Finding]:
+        if kind == "ok":
+            return []
+        names = {"params": "nonfinite_params", "nan": "nonfinite"}
+        return [
+            Finding(
+                kind=names.get(kind, "spike"),
+                level="act",
+                step=self.step,
+                detector="test",
+                reason=f"{kind} went wrong",
+                rank=3,
+                value=value,
+                limit=4.2,
+                onset_step=self.step,
+                cause=kind,
+            )
+        ]
+
+    def restored(self, step: int) -> None:
+        """Go on from ``step``, as after a rollback."""
+        self.state = LadderState(facts=self.state.facts, first_step=step)
+        self.step = step
+
+
+STORM = ("nan", "nan", "nan")
+
+
+# ------------------------------------------------------------------------------------- skips
+
+
+def test_a_healthy_step_needs_no_decision() -> None:
+    assert [] == Run().feed("ok")
+
+
+def test_a_skipped_step_is_one_ledger_entry_with_its_reason() -> None:
+    (decision,) = Run(mode="guard").feed("nan")
+    assert ("skip_step", 200, 201, 3, 9.5, 4.2, True, 1) == (
+        decision.action, decision.step, decision.decided_at_step, decision.rank,
+        decision.value, decision.limit, decision.acted, decision.cost_steps,
+    )  # fmt: skip
+    assert ("nan went wrong", "test", "nan", 1) == (
+        decision.reason, decision.rule, decision.cause, decision.ledger_seq,
+    )  # fmt: skip
+
+
+def test_a_step_the_device_skipped_without_a_finding_is_entered_too() -> None:
+    record = StepRecord(step=5, attempt=1, skipped=True)
+    verdict = decide(LadderState(), (), record=record, decided_at_step=6)
+    assert verdict.decision is not None
+    assert ("skip_step", "device") == (verdict.decision.action, verdict.decision.rule)
+
+
+def test_an_overflow_under_a_scaler_is_neither_entered_nor_unhealthy() -> None:
+    record = StepRecord(step=5, attempt=1, skipped=True, overflow=True)
+    state, decision, _ = decide(LadderState(), (), record=record, decided_at_step=6)
+    assert None is decision
+    assert -1 == state.last_unhealthy_step
+
+
+def test_a_rank_that_failed_to_measure_is_the_reason_of_its_skip() -> None:
+    judge = Judge()
+    (decision,) = decisions(judge, "loss 2 2; failed_ranks - 1; skipped 0 1")
+    assert ("rank_failed", 1) == (decision.cause, decision.rank)
+    assert "rank 1 could not measure the step" == decision.reason
+
+
+# -------------------------------------------------------------------------------- rollbacks
+
+
+def test_a_storm_goes_back_to_the_newest_healthy_checkpoint_before_the_margin() -> None:
+    decision = Run().feed(*STORM)[-1]
+    assert ("rollback", "s150", 150, 2, 50, 54, 2) == (
+        decision.action, decision.checkpoint_id, decision.rollback_to_step,
+        decision.new_attempt, decision.skip_batches, decision.cost_steps, decision.budget_left,
+    )  # fmt: skip
+    assert (
+        "3 bad steps from 200 to 202 (a storm is 3 within 20), the last because nan went wrong; "
+        "back to s150, before step 150, and on past 50 batches from step 200"
+    ) == decision.reason
+
+
+def test_bad_steps_far_apart_are_no_storm() -> None:
+    calm = ("ok",) * 10
+    actions = {d.action for d in Run().feed("nan", *calm, "nan", *calm, "nan", *calm)}
+    assert {"skip_step"} == actions
+
+
+def test_the_margin_is_kept() -> None:
+    refs = (FIRST, CheckpointRef(id="close", step=190))
+    assert "first" == Run(refs=refs).feed(*STORM)[-1].checkpoint_id
+    assert "close" == Run(refs=refs, margin=10).feed(*STORM)[-1].checkpoint_id
+
+
+@pytest.mark.parametrize("state", ["candidate", "verified", "retired", "bad"])
+def test_only_a_healthy_checkpoint_is_a_target(state: Any) -> None:
+    refs = (FIRST, CheckpointRef(id="newer", step=150, state=state))
+    assert "first" == Run(refs=refs).feed(*STORM)[-1].checkpoint_id
+
+
+def test_the_target_does_not_depend_on_the_order_of_the_list() -> None:
+    twins = (
+        CheckpointRef(id="a", step=150, where="disk"),
+        CheckpointRef(id="b", step=150, where="memory"),
+        CheckpointRef(id="c", step=150, where="disk"),
+    )
+    assert {"b"} == {Run(refs=refs).feed(*STORM)[-1].checkpoint_id for refs in (twins, twins[::-1])}
+
+
+def test_the_state_before_the_first_step_is_within_every_margin() -> None:
+    decision = Run(step=5, refs=(FIRST,)).feed(*STORM)[-1]
+    assert ("rollback", 0, 9) == (
+        decision.action, decision.rollback_to_step, decision.cost_steps,
+    )  # fmt: skip
+
+
+def test_non_finite_parameters_roll_back_at_once() -> None:
+    (decision,) = Run().feed("params")
+    assert ("rollback", "nonfinite_params") == (decision.action, decision.rule)
+
+
+def test_the_onset_is_that_of_the_bad_steps_before_the_parameters_broke() -> None:
+    *_, decision = Run().feed("nan", "ok", "params")
+    assert "from step 200" in decision.reason
+
+
+def test_without_a_usable_checkpoint_heal_halts_and_says_so() -> None:
+    refs = (CheckpointRef(id="late", step=195),)
+    decision = Run(refs=refs).feed(*STORM)[-1]
+    assert ("halt", "no_checkpoint") == (decision.action, decision.rule)
+    assert "none of 1 checkpoints is healthy and at or before step 180" in decision.reason
+
+
+def test_a_second_try_goes_further_back_skips_twice_as_much_and_halves_the_rate() -> None:
+    run = Run()
+    run.feed(*STORM)
+    run.restored(150)
+    run.feed(*("ok",) * 50)
+    second = run.feed(*STORM)[-1]
+    assert ("s100", 100, 0.5, 1) == (
+        second.checkpoint_id, second.skip_batches, second.lr_factor, second.budget_left,
+    )  # fmt: skip
+    assert "older than the last try" in second.reason
+    run.restored(100)
+    run.feed(*("ok",) * 100)
+    third = run.feed(*STORM)[-1]
+    assert ("first", 200, 0.25, 0) == (
+        third.checkpoint_id, third.skip_batches, third.lr_factor, third.budget_left,
+    )  # fmt: skip
+
+
+def test_the_budget_of_a_cause_ends_in_a_halt_and_then_nothing() -> None:
+    run = Run(cooldown_steps=0)
+    for _ in range(3):
+        run.feed(*STORM)
+        run.restored(150)
+    halt = run.feed(*STORM)[-1]
+    assert ("halt", "budget") == (halt.action, halt.rule)
+    assert "3 rollbacks did not cure this cause" in halt.reason
+    assert [] == run.feed("nan", "params", "ok")
+    assert 3 == run.state.facts.num_rollbacks
+
+
+def test_with_no_older_checkpoint_left_the_oldest_is_used_again() -> None:
+    run = Run(refs=(FIRST,), cooldown_steps=0)
+    run.feed(*STORM)
+    run.restored(0)
+    run.feed(*("ok",) * 150)
+    decision = run.feed(*STORM)[-1]
+    assert "first" == decision.checkpoint_id
+    assert "as no older one is left" in decision.reason
+
+
+def test_skipped_batches_double_up_to_the_bound() -> None:
+    run = Run(cooldown_steps=0, max_tries=10)
+    skips = []
+    for _ in range(7):
+        skips.append(run.feed(*STORM)[-1].skip_batches)
+        run.restored(150)
+    assert [50, 100, 200, 400, 800, 1000, 1000] == skips
+
+
+def test_trouble_after_progress_is_a_new_cause_and_spends_the_overall_budget() -> None:
+    run = Run(max_causes=2)
+    for budget_left in (1, 0):
+        assert budget_left == run.feed(*STORM)[-1].budget_left
+        run.restored(150)
+        run.feed(*("ok",) * (run.ledger[-1].decided_at_step + 100 - 150))
+        run.refs = (*REFS, CheckpointRef(id=f"s{run.step}", step=run.step - 30))
+    halt = run.feed(*STORM)[-1]
+    assert ("halt", "budget") == (halt.action, halt.rule)
+    assert "2 causes were treated by rollback" in halt.reason
+
+
+def test_in_the_cooldown_a_storm_is_skipped_and_not_climbed() -> None:
+    run = Run()
+    run.feed(*STORM)
+    run.restored(150)
+    during = run.feed(*("nan",) * 20)
+    assert {"skip_step"} == {d.action for d in during}
+    assert "the last rollback is less than 20 steps ago" in during[-1].reason
+    (after,) = run.feed("nan")
+    assert "rollback" == after.action
+
+
+def test_in_the_cooldown_non_finite_parameters_still_roll_back() -> None:
+    run = Run()
+    run.feed(*STORM)
+    run.restored(150)
+    assert ["rollback"] == [d.action for d in run.feed("params")]
+
+
+def test_the_same_level_on_other_data_after_a_rollback_is_accepted() -> None:
+    run = Run(cooldown_steps=0)
+    run.feed(*("loss_outlier",) * 3, value=3.0)
+    run.restored(150)
+    decision = run.feed(*("loss_outlier",) * 3, value=3.2)[-1]
+    assert ("accept_level", "same_level_again") == (decision.action, decision.rule)
+    assert "loss 3.2, before 3" in decision.reason
+
+
+def test_another_level_after_a_rollback_is_the_same_fault_again() -> None:
+    run = Run(cooldown_steps=0)
+    run.feed(*("loss_outlier",) * 3, value=3.0)
+    run.restored(150)
+    assert "rollback" == run.feed(*("loss_outlier",) * 3, value=7.0)[-1].action
+
+
+def test_after_a_rollback_was_decided_nothing_is_until_it_is_done() -> None:
+    run = Run()
+    run.feed(*STORM)
+    assert [] == run.feed("nan", "params")
+
+
+# ------------------------------------------------------------------------ guard and observe
+
+
+def test_guard_skips_through_a_storm_and_halts_where_nothing_is_trained_any_more() -> None:
+    run = Run(mode="guard", max_skips_in_a_row=30)
+    ledger = run.feed(*("nan",) * 31)
+    assert ["skip_step"] * 29 + ["halt"] == [d.action for d in ledger]
+    assert "stuck" == ledger[-1].rule
+    assert "30 steps in a row were bad" in ledger[-1].reason
+
+
+def test_guard_halts_on_non_finite_parameters_because_nothing_else_helps() -> None:
+    (decision,) = Run(mode="guard").feed("params")
+    assert ("halt", "nonfinite_params") == (decision.action, decision.rule)
+    assert "mode 'guard' has no checkpoint" in decision.reason
+
+
+def test_observe_records_what_heal_would_do_and_does_nothing() -> None:
+    run = Run(mode="observe")
+    ledger = run.feed(*STORM)
+    assert ["skip_step", "skip_step", "rollback"] == [d.action for d in ledger]
+    assert {False} == {d.acted for d in ledger}
+    assert (0, 0) == (ledger[-1].new_attempt, ledger[-1].cost_steps)
+    assert not run.state.rolling_back
+
+
+def test_observe_without_checkpoints_records_what_guard_would_do() -> None:
+    run = Run(mode="observe", refs=())
+    assert ["skip_step"] * 3 == [d.action for d in run.feed(*STORM)]
+    (decision,) = run.feed("params")
+    assert ("halt", False) == (decision.action, decision.acted)
+
+
+def test_observe_falls_silent_after_its_halt_and_speaks_again_after_a_recovery() -> None:
+    run = Run(mode="observe")
+    ledger = run.feed(*("params",) * 500)
+    assert ["rollback"] * 3 + ["halt"] == [d.action for d in ledger]
+    run.feed(*("ok",) * 100)
+    assert ["skip_step"] == [d.action for d in run.feed("nan")]
+
+
+def test_observe_leaves_the_learning_rate_alone() -> None:
+    judge = Judge(
+        mode="observe",
+        facts=Facts(lr_factor=0.5, lr_hold_until=100, lr_full_from=200),
+    )
+    assert 1.0 == judge.lr_factor_at(50)
+
+
+# ------------------------------------------------------------------------------ commands
+
+
+def test_a_commanded_halt_is_done_and_acknowledged() -> None:
+    run = Run(mode="guard")
+    (decision,) = run.feed("ok", command=Proposal(number=7, action="halt"))
+    assert ("halt", "command", 7) == (
+        decision.action, decision.rule, decision.command_number,
+    )  # fmt: skip
+    assert run.ack is not None
+    assert (7, "done", 201) == (run.ack.number, run.ack.status, run.ack.step)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "target"),
+    [
+        (Proposal(number=7, action="rollback"), "s150"),
+        (Proposal(number=7, action="rollback", argument=100.0), "s100"),
+        (Proposal(number=7, action="rollback", checkpoint_id="first"), "first"),
+    ],
+)
+def test_a_commanded_rollback_goes_where_it_says(proposal: Proposal, target: str) -> None:
+    run = Run()
+    (decision,) = run.feed("ok", command=proposal)
+    assert ("rollback", target) == (decision.action, decision.checkpoint_id)
+    assert 1 == run.state.facts.num_causes
+
+
+@pytest.mark.parametrize(
+    ("mode", "proposal", "words"),
+    [
+        ("observe", Proposal(number=7, action="halt"), "mode is 'observe'"),
+        ("guard", Proposal(number=7, action="rollback"), "needs mode 'heal'"),
+        ("heal", Proposal(number=7, action="rollback", checkpoint_id="x"), "checkpoint x"),
+        ("heal", Proposal(number=7, action="rollback", argument=7.0), "of step 7"),
+        ("heal", Proposal(number=7, action="rollback", argument=-2.0), "of step -2"),
+        ("heal", Proposal(number=7, action="rollback", argument=math.nan), "of step nan"),
+        ("heal", Proposal(number=7, action="lr"), "'lr' is not offered"),
+    ],
+)  # fmt: skip
+def test_a_command_that_cannot_be_done_is_refused_with_the_reason(
+    mode: Mode, proposal: Proposal, words: str
+) -> None:
+    run = Run(mode=mode)
+    assert [] == run.feed("ok", command=proposal)
+    assert run.ack is not None
+    assert "refused" == run.ack.status
+    assert words in run.ack.detail
+
+
+def test_a_command_is_answered_once() -> None:
+    run = Run()
+    proposal = Proposal(number=7, action="lr")
+    run.feed("ok", command=proposal)
+    run.feed("ok", command=proposal)
+    assert None is run.ack
+
+
+def test_a_command_spends_the_same_budget_and_is_refused_when_it_is_spent() -> None:
+    run = Run(max_causes=1)
+    run.feed("ok", command=Proposal(number=7, action="rollback"))
+    run.restored(150)
+    run.feed("ok", command=Proposal(number=8, action="rollback"))
+    assert run.ack is not None
+    assert "the budget of 1 rollback causes is spent" == run.ack.detail
+
+
+def test_a_command_in_a_bad_step_is_one_entry_that_names_both() -> None:
+    run = Run()
+    (decision,) = run.feed("nan", command=Proposal(number=7, action="halt"))
+    assert "commanded; the step itself: nan went wrong" == decision.reason
+
+
+def test_the_ladders_own_rollback_goes_before_a_commanded_one() -> None:
+    run = Run()
+    (decision,) = run.feed("params", command=Proposal(number=7, action="rollback", argument=0.0))
+    assert "nonfinite_params" == decision.rule
+    assert run.ack is not None
+    assert "refused" == run.ack.status
+
+
+def test_a_proposal_takes_from_a_command_what_decides() -> None:
+    command = Command(
+        number=9, run_id="r", action="rollback", reason="why", issued_by="me",
+        issued_unix_ns=1, expires_unix_ns=2, checkpoint_id="s100",
+    )  # fmt: skip
+    expected = Proposal(number=9, action="rollback", argument=-1.0, checkpoint_id="s100")
+    assert expected == Proposal.of(command)
+
+
+# ---------------------------------------------------------------------------- learning rate
+
+
+def test_a_lowered_rate_is_held_then_climbs_back() -> None:
+    facts = Facts(lr_factor=0.5, lr_hold_until=100, lr_full_from=200)
+    assert [0.5, 0.5, 0.75, 1.0, 1.0] == [
+        lr_factor_at(facts, step) for step in (0, 99, 150, 200, 999)
+    ]
+
+
+def test_an_untouched_rate_is_whole() -> None:
+    assert 1.0 == lr_factor_at(Facts(), 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"storm_skips": 0}, {"margin": -1}, {"storm_skips": 21}, {"lr_cut": 0.0}, {"lr_cut": 1.5},
+     {"max_tries": 0}, {"same_level_ratio": 0.5}],
+    ids=str,
+)  # fmt: skip
+def test_a_setting_without_sense_is_refused_with_its_value(settings: dict[str, Any]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=f"ladder.{name} is {value}"):
+        LadderConfig(**settings)
+
+
+# ------------------------------------------------------------------------------------ judge
+
+
+def test_the_judge_skips_rolls_back_and_goes_on_with_the_restored_detectors() -> None:
+    judge = Judge(mode="heal")
+    decisions(judge, "loss 2.1x50", checkpoints=[FIRST])
+    snapshot = json.loads(json.dumps(judge.detector_state()))
+    ledger = decisions(
+        judge, series("loss 9.5x5", first_step=50), checkpoints=[FIRST], now_attempt_id=2
+    )
+    assert ["skip_step", "skip_step", "rollback"] == [d.action for d in ledger]
+    judge.rolled_back(detector_state=snapshot, attempt=2, step=0)
+    assert snapshot == judge.detector_state()
+    assert (2, 3, 1, -1) == (
+        judge.attempt, judge.facts.ledger_seq, judge.facts.num_rollbacks, judge.last_unhealthy_step,
+    )  # fmt: skip
+    (entry,) = decisions(judge, series("loss 2.1 nan", attempt=2))
+    assert 4 == entry.ledger_seq
+
+
+def test_records_of_another_attempt_are_ignored() -> None:
+    judge = Judge(mode="heal")
+    judge.rolled_back(detector_state=None, attempt=2)
+    late = StepRecord(step=60, attempt=1, loss=math.nan, skipped=True)
+    assert Judgement() == judge.judge(late, decided_at_step=61, checkpoints=REFS)
+    assert -1 == judge.last_unhealthy_step
+
+
+def test_an_accepted_level_makes_the_loss_rule_start_anew() -> None:
+    judge = Judge(JudgeConfig(ladder=LadderConfig(cooldown_steps=0)), "heal")
+    decisions(judge, "loss 2.1x50; grad_norm 1x50", checkpoints=[FIRST])
+    snapshot = judge.detector_state()
+    decisions(judge, series("loss 9.5x5", first_step=50), checkpoints=[FIRST], now_attempt_id=2)
+    judge.rolled_back(detector_state=snapshot, attempt=2, step=0)
+    ledger = decisions(judge, series("loss 9.5x20", attempt=2), checkpoints=[FIRST], lag=0)
+    assert ["skip_step", "skip_step", "accept_level"] == [d.action for d in ledger]
+    assert 19.0 == judge.limits().loss
+    assert 20.0 == judge.limits().grad_norm
+
+
+def test_an_announced_change_is_not_judged() -> None:
+    judge = Judge()
+    decisions(judge, "loss 2.1x50")
+    judge.rebaseline(30)
+    assert [] == decisions(judge, series("loss 9.5x40", first_step=50))
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_next_older_one_then_by_a_halt() -> None:
+    judge = Judge(mode="heal")
+    judge.rolled_back(detector_state=None, attempt=1, step=190)
+    bad = StepRecord(step=200, attempt=1, nonfinite_params=1, skipped=True)
+    first = judge.judge(bad, decided_at_step=201, checkpoints=REFS, now_attempt_id=2).decision
+    assert first is not None
+    left = [REFS[0], REFS[1], replace(REFS[2], state="bad")]
+    second = judge.rollback_failed(first, checkpoints=left, reason="checksum")
+    assert ("rollback", "s100", 2, 102, 2) == (
+        second.action, second.checkpoint_id, second.ledger_seq, second.cost_steps,
+        second.new_attempt,
+    )  # fmt: skip
+    assert "s150 could not be restored (checksum); back to s100, before step 100" == second.reason
+    assert not judge.halted
+    third = judge.rollback_failed(second, checkpoints=[], reason="torn")
+    assert ("halt", "no_checkpoint") == (third.action, third.rule)
+    assert judge.halted
+    assert 1 == judge.facts.num_rollbacks
+
+
+def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:
+    judge = Judge(mode="heal")
+    judge.rolled_back(detector_state=None, attempt=1)
+    for step in (200, 150, 150):
+        bad = StepRecord(step=step, attempt=1, nonfinite_params=1, skipped=True)
+        judge.judge(bad, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
+        judge.rolled_back(detector_state=None, attempt=1)
+    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=Facts)
+    relaunched = Judge(mode="heal", facts=facts)
+    bad = StepRecord(step=150, attempt=1, nonfinite_params=1, skipped=True)
+    decision = relaunched.judge(bad, decided_at_step=151, checkpoints=[FIRST]).decision
+    assert decision is not None
+    assert ("halt", 4) == (decision.action, decision.ledger_seq)
+
+
+def test_ranks_that_judged_alike_have_the_same_digest_and_others_not() -> None:
+    same, other, third = Judge(), Judge(), Judge()
+    for judge, text in ((same, "loss 2.1x40"), (other, "loss 2.1x40"), (third, "loss 2.2x40")):
+        decisions(judge, text)
+    assert same.digest() == other.digest() != third.digest()
+
+
+# ------------------------------------------------------------------------------- properties
+
+words = st.sampled_from(["ok", "ok", "ok", "ok", "ok", "nan", "loss_outlier", "params", "slow"])
+modes: st.SearchStrategy[Mode] = st.sampled_from(["observe", "guard", "heal"])
+
+
+@settings(max_examples=60)
+@given(st.lists(words, max_size=150), modes, st.data())
+def test_the_ladder_keeps_its_promises_whatever_happens(
+    kinds: list[str], mode: Mode, data: st.DataObject
+) -> None:
+    run = Run(mode=mode, max_tries=2, max_causes=3, progress_steps=10, cooldown_steps=2)
+    for kind in kinds:
+        command = data.draw(st.none() | st.builds(
+            Proposal, number=st.integers(1, 50),
+            action=st.sampled_from(["halt", "rollback", "lr"]), argument=st.floats(-2, 200)),
+        ) if kind == "slow" else None  # fmt: skip
+        before = run.state
+        run.feed("ok" if kind == "slow" else kind, command=command)
+        entries = len(run.ledger)
+        assert entries == run.state.facts.ledger_seq
+        assert run.state.facts.last_command >= before.facts.last_command
+        if run.state.rolling_back:
+            assert mode == "heal"
+            run.restored(run.ledger[-1].rollback_to_step)
+    rollbacks = [d for d in run.ledger if d.action == "rollback"]
+    assert all(d.acted == (mode == "heal") for d in rollbacks)
+    if mode == "heal":
+        assert len(rollbacks) <= 3 * 2
+    halts = [i for i, d in enumerate(run.ledger) if d.action == "halt"]
+    if mode != "observe":
+        assert halts in ([], [len(run.ledger) - 1])
+    assert list(range(1, len(run.ledger) + 1)) == [d.ledger_seq for d in run.ledger]
+
+
+numbers = st.none() | st.floats() | st.floats(1.0, 2.5)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(numbers, numbers, st.integers(0, 12)), max_size=80), modes)
+def test_a_restored_judge_goes_on_as_the_kept_one(
+    given_numbers: list[tuple[float | None, float | None, int]], mode: Mode
+) -> None:
+    kept, restored = Judge(mode=mode), Judge(mode=mode)
+    for step, (loss, norm, odd) in enumerate(given_numbers):
+        record = StepRecord(
+            step=step,
+            attempt=1,
+            loss=loss,
+            grad_norm=norm,
+            loss_limit=kept.limits().loss,
+            nonfinite_params=int(odd == 12),
+            skipped=odd == 11,
+        )
+        said = kept.judge(record, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
+        again = restored.judge(record, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
+        assert repr(said) == repr(again)
+        if kept.facts.num_rollbacks and said.decision and said.decision.action == "rollback":
+            kept.rolled_back(detector_state=None, attempt=1)
+            restored.rolled_back(detector_state=None, attempt=1)
+        state = msgspec.to_builtins(kept.state_dict())
+        restored = Judge(mode=mode)
+        restored.load_state_dict(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
+        assert kept.digest() == restored.digest()
