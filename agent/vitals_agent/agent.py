@@ -204,7 +204,8 @@ class Agent:
                 continue
             with self.faults.contained("discover"):
                 assert ref.run_dir is not None
-                run = self.runs.get(ref.run_id) or self._take_up(ref.run_dir)
+                run = self.runs.get(ref.run_id)
+                run = run or self._take_up(ref.run_dir, keep=self.shipper is None)
                 if run is not None:
                     run.found(ref.directory)
 
@@ -215,7 +216,7 @@ class Agent:
             return False
         return ref.run_dir.resolve().parent == self.config.vitals_dir.resolve()
 
-    def _take_up(self, path: Path) -> ServedRun | None:
+    def _take_up(self, path: Path, *, keep: bool) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
         run_dir = RunDir.create(path.parent, path.name)
         home = AgentHome(run_dir.agent_dir(self.config.node))
@@ -228,11 +229,7 @@ class Agent:
                     log.info("run left to another agent run=%s: %s", run_dir.run_id, error.text)
                 return None
         try:
-            spool = Spool(
-                home.path / "spool",
-                max_bytes=self.config.spool_max_bytes,
-                keep=self.shipper is None,
-            )
+            spool = Spool(home.path / "spool", max_bytes=self.config.spool_max_bytes, keep=keep)
             if self._info is not None:
                 home.publish(self._info)
         except BaseException:
@@ -246,13 +243,16 @@ class Agent:
         return run
 
     def _take_up_leftovers(self) -> None:
-        """Serve runs that ended while the collector was away: their spools wait to be shipped."""
+        """Serve runs that ended while the collector was away: their spools wait to be shipped.
+
+        Such a spool may be a run's only history, so it is kept after it was shipped.
+        """
         for run_dir in RunDir.find_all(self.config.vitals_dir):
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
             if self.config.node in run_dir.spool_dirs():
                 with self.faults.contained("discover"):
-                    run = self._take_up(run_dir.path)
+                    run = self._take_up(run_dir.path, keep=True)
                     if run is not None and not run.spool.pending(1):
                         self._let_go(run.run_id)
 

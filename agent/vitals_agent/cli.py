@@ -100,7 +100,7 @@ def serve(
         host=host,
         port=port,
     )
-    log_to_stderr(logging.WARNING if child or once else logging.INFO)
+    log_to_stderr(logging.WARNING if once else logging.INFO)
     client = None
     if collector:
         from trainvitals.io.client import CollectorClient, read_tokens

@@ -83,29 +83,31 @@ def run(agent: Agent, config: LoopConfig) -> None:
         UsageError: another agent serves the folder, and this one is no child.
     """
     parent = os.getppid()
-    signals = _Signals()
-    if not _start(agent, config):
-        return
-    ending = Ending(config)
-    try:
-        with signals:
-            while True:
-                now = time.monotonic()
-                agent.cycle(now)
-                if ending.reached(
-                    now,
-                    num_ranks=agent.num_ranks,
-                    has_served=agent.has_served,
-                    drained=agent.drained,
-                    parent_alive=os.getppid() == parent,
-                    num_signals=signals.count,
-                ):
-                    break
-                signals.wait(config.interval_seconds)
+    with _Signals() as signals:
+        if not _start(agent, config):
+            return
+        try:
+            _turn(agent, Ending(config), signals, config.interval_seconds, parent)
             if signals.count:
                 agent.cycle(time.monotonic())
-    finally:
-        agent.stop()
+        finally:
+            agent.stop()
+
+
+def _turn(agent: Agent, ending: Ending, signals: "_Signals", interval: float, parent: int) -> None:
+    while True:
+        now = time.monotonic()
+        agent.cycle(now)
+        if ending.reached(
+            now,
+            num_ranks=agent.num_ranks,
+            has_served=agent.has_served,
+            drained=agent.drained,
+            parent_alive=os.getppid() == parent,
+            num_signals=signals.count,
+        ):
+            return
+        signals.wait(interval)
 
 
 def _start(agent: Agent, config: LoopConfig) -> bool:
@@ -119,7 +121,7 @@ def _start(agent: Agent, config: LoopConfig) -> bool:
             if not config.child:
                 raise
             if time.monotonic() >= deadline:
-                log.info("another agent is there: %s", error.text)
+                log.debug("another agent is there: %s", error.text)
                 return False
         time.sleep(0.1)
 
@@ -140,11 +142,12 @@ class _Signals:
         self.count += 1
         self._event.set()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_Signals":
         self._before = {
             number: signal.signal(number, self._handle)
             for number in (signal.SIGTERM, signal.SIGINT)
         }
+        return self
 
     def __exit__(self, *failure: object) -> None:
         for number, handler in self._before.items():

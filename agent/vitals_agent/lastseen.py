@@ -62,8 +62,14 @@ class LastSeen:
         elif isinstance(event, CommandAcknowledged):
             self.acked_number = max(self.acked_number, event.ack.number)
         elif isinstance(event, DecisionMade) and event.decision.acted:
-            rule = event.decision.rule
             if event.decision.action == "skip_step":
-                self.skips = {**self.skips, rule: self.skips.get(rule, 0) + 1}
+                self.skips = _counted(self.skips, event.decision.cause)
             elif event.decision.action == "rollback":
-                self.rollbacks = {**self.rollbacks, rule: self.rollbacks.get(rule, 0) + 1}
+                self.rollbacks = _counted(self.rollbacks, event.decision.cause)
+
+
+def _counted(counts: dict[str, int], cause: str) -> dict[str, int]:
+    """Return the counts with one more; what is no plain name would make labels without bound."""
+    is_name = cause.isascii() and cause.replace("_", "").isalnum() and len(cause) <= 40
+    key = cause if is_name else "other"
+    return {**counts, key: counts.get(key, 0) + 1}

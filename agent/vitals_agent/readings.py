@@ -60,6 +60,6 @@ def _run_scope(run: ServedRun, tail: JournalTail) -> Iterator[Reading]:
         ("train_skipped_steps_total", [each.skips for each in lasts]),
         ("train_rollbacks_total", [each.rollbacks for each in lasts]),
     ):
-        for rule in sorted({rule for count in counts for rule in count}):
-            total = sum(count.get(rule, 0) for count in counts)
-            yield Reading(name=name, value=total, labels=(*label, rule))
+        for cause in sorted({cause for count in counts for cause in count}):
+            total = sum(count.get(cause, 0) for count in counts)
+            yield Reading(name=name, value=total, labels=(*label, cause))

@@ -4,12 +4,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.clock import Clock
-from trainvitals.errors import StorageError
+from trainvitals.errors import NewerVersionError, StorageError
 from trainvitals.identity import Identity, Source, new_incarnation
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
-from trainvitals.records import Note
+from trainvitals.records import Note, Value
 from vitals_agent.faults import Faults
 from vitals_agent.home import AgentHome
 from vitals_agent.sources import OwnSource
@@ -98,7 +99,13 @@ class ServedRun:
         """Begin to tail a journal, once its first segment says who writes it."""
         if directory in self.tails or directory in self._strangers:
             return
-        identity = journal_identity(directory)
+        try:
+            identity = journal_identity(directory)
+        except NewerVersionError as error:
+            self._strangers.add(directory)
+            self._facts.faults.record("journal", error)
+            self.node_source.say(Note(code="newer_journal", text=error.text, severity="error"))
+            return
         if identity is None:
             return
         if identity.run_id != self.run_id or identity.node != self._facts.node:
@@ -150,8 +157,11 @@ class ServedRun:
         """Say that a rank is gone, if it could not say so itself, and close its journal."""
         if tail.closed:
             return
+        who = tail.identity
+        tail.process_values = {"alive": 0}
+        row: dict[str, Value] = {"rank": who.rank, "pid": who.pid, "alive": 0}
+        self.node_source.sample(PROCESS_SCHEMA, [row])
         if not tail.last.ended:
-            who = tail.identity
             note = Note(
                 code="rank_gone",
                 text=f"rank {who.rank} (pid {who.pid} on {who.node}) is gone without a goodbye;"

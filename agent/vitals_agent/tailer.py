@@ -106,6 +106,8 @@ class JournalTail:
             self._reader.release(stream, self._synced[stream])
         self._reader.remove()
         self.removed = True
+        if self.process.alive():
+            self.process_values = {}  # it said goodbye: what it does now is not training
 
     def _observe(self, batch: Batch) -> None:
         stream, last = batch.header.stream, batch.header.last_seq
@@ -115,5 +117,13 @@ class JournalTail:
 
 
 def journal_identity(directory: Path) -> Identity | None:
-    """Return who writes the journal, or None while its first segment is not there."""
-    return JournalReader(directory).identity
+    """Return who writes the journal, or None while its first segment is not there.
+
+    Raises:
+        NewerVersionError: a newer version writes it.
+    """
+    reader = JournalReader(directory)
+    identity = reader.identity
+    if identity is None and reader.set_aside:
+        reader.read(max_rows=1)  # raises, where the reason is the version
+    return identity

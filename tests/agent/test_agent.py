@@ -4,6 +4,7 @@ import pytest
 
 from tests.agent.builders import NODE, OTHER_RUN, RUN
 from tests.agent.fake_nvml import FakeGpu, FakeNvml
+from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import Note, RunEnded
 
@@ -147,6 +148,8 @@ def test_a_rank_that_is_gone_without_a_goodbye_is_said_once_with_its_last_step(w
     assert (expected, 41, 1) == (gone.event, gone.step, gone.attempt)
     assert [0, 1, 41] == world.steps(1)
     assert not rank.directory.exists()
+    processes = [raw for _, stream, _, raw in world.spooled() if stream == "process"]
+    assert {0} == {PROCESS_SCHEMA.unpack(raw)["alive"] for raw in processes}
 
 
 def test_a_rank_that_said_goodbye_and_was_then_killed_is_not_reported(world):
@@ -269,3 +272,32 @@ def test_rows_read_while_the_disk_refused_are_read_again(world):
     agent.cycle(0.3)
     assert {0, 1, 2, 3, 4} == set(world.steps())
     assert (1, 1) == (agent.faults.counts["tailer"], agent.faults.counts["spool"])
+
+
+def test_a_journal_of_a_newer_version_is_said_once_and_the_others_are_served(world):
+    newer, rank = world.rank(1), world.rank()
+    newer.step(0)
+    rank.step(0)
+    (segment,) = newer.directory.glob("steps-*.seg")
+    raw = bytearray(segment.read_bytes())
+    raw[4:8] = (99).to_bytes(4, "little")
+    segment.write_bytes(raw)
+    agent = world.agent()
+    for second in range(4):
+        agent.cycle(float(second))
+    assert [0] == world.steps()
+    assert 1 == world.notes().count("newer_journal")
+    assert 1 == agent.faults.counts["journal"]
+
+
+def test_a_journal_with_a_torn_first_segment_is_waited_for_and_the_others_are_served(world):
+    torn, rank = world.rank(1), world.rank()
+    torn.step(0)
+    rank.step(0)
+    (segment,) = torn.directory.glob("steps-*.seg")
+    segment.write_bytes(segment.read_bytes()[:20])
+    agent = world.agent()
+    agent.cycle(0.0)
+    agent.cycle(1.0)
+    assert [0] == world.steps()
+    assert {} == agent.faults.counts

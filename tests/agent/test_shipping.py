@@ -128,6 +128,7 @@ def test_a_run_that_ended_while_the_collector_was_away_is_shipped_by_the_next_ag
     later = world.agent(client=client)
     later.cycle(0.0)
     assert [0, 1] == shipped_steps(stub.batches)
+    assert [0, 1] == world.steps()  # it may be the run's only history
 
 
 def test_a_batch_that_the_collector_refuses_is_counted_and_does_not_hold_up_the_rest(
