@@ -1,0 +1,292 @@
+import math
+
+import pytest
+
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
+from trainvitals.errors import UsageError
+from trainvitals.records import (
+    AttemptStarted,
+    CheckpointChanged,
+    Decision,
+    DecisionMade,
+    Finding,
+    FindingRaised,
+    NamesDefined,
+    Note,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+)
+from vitals_collector.ingest import ingest
+from vitals_collector.query import Query
+from vitals_collector.schema import alerts
+from vitals_collector.store import Store
+
+
+class At:
+    """A clock that stands at a second after START."""
+
+    def __init__(self, second: int) -> None:
+        self.second = second
+
+    def time_ns(self) -> int:
+        return START + self.second * SECOND
+
+    def monotonic_ns(self) -> int:
+        return self.second * SECOND
+
+
+def query(store: Store, second: int = 100) -> Query:
+    return Query(store, clock=At(second))
+
+
+def decision(**how: object) -> Decision:
+    known: dict[str, object] = {
+        "ledger_seq": 1,
+        "action": "skip_step",
+        "step": 4,
+        "decided_at_step": 5,
+        "attempt": 1,
+        "reason": "the loss of step 4 is nan",
+        "rule": "nonfinite",
+        "cause": "nonfinite_loss",
+    }
+    return Decision(**(known | how))
+
+
+def rolled_back_run(store: Store) -> None:
+    """Store a run of two ranks: steps 0 to 9, back to 6, then to 12."""
+    ranks = [Writer(f"rank:{rank}") for rank in range(2)]
+    back = decision(
+        ledger_seq=2,
+        action="rollback",
+        step=9,
+        decided_at_step=9,
+        rollback_to_step=6,
+        new_attempt=2,
+    )
+    ingest(store, ranks[0].events(RunStarted(info=RunInfo(name="tiny", tags=("a", "b")))))
+    ingest(store, ranks[0].events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
+    for writer in ranks:
+        loss = [math.nan if s == 4 else float(s) for s in range(10)]
+        ingest(store, writer.steps(range(10), loss=loss, rank_loss=loss))
+    ingest(store, ranks[0].events(DecisionMade(decision=decision())))
+    ingest(store, ranks[0].events(DecisionMade(decision=back)))
+    ingest(store, ranks[0].events(AttemptStarted(id=2, parent=1, fork_step=6, reason="rollback")))
+    for writer in ranks:
+        writer.started += 20 * SECOND
+        ingest(store, writer.steps(range(6, 13), attempt=2, loss=100.0, rank_loss=100.0))
+
+
+def test_a_curve_is_stitched_and_its_discarded_branch_stays_visible(store: Store):
+    rolled_back_run(store)
+    found = query(store).series(RUN, "steps.loss")
+    assert list(range(13)) == list(found.step)
+    assert (1,) * 6 + (2,) * 7 == found.attempt
+    assert (0, 1, 2, 3, None, 5, *(100,) * 7) == found.value
+    assert [(4, 1, "nan")] == [(m.step, m.attempt, m.kind) for m in found.nonfinite]
+    discarded = query(store).series(RUN, "steps.loss", branch="discarded")
+    assert [6, 7, 8, 9] == list(discarded.step)
+    assert 17 == query(store).series(RUN, "steps.loss", branch="all").num_total
+
+
+def test_a_curve_can_be_cut_to_steps(store: Store):
+    rolled_back_run(store)
+    found = query(store).series(RUN, "steps.loss", from_step=5, to_step=7)
+    assert [5, 6, 7] == list(found.step)
+
+
+def test_missing_is_not_nan(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps(range(4), loss=[1.0, None, math.nan, 2.0]))
+    found = query(store).series(RUN, "steps.loss")
+    assert ([0, 2, 3], [1.0, None, 2.0]) == (list(found.step), list(found.value))
+
+
+def test_a_relaunched_rank_goes_on_in_the_same_curve(store: Store):
+    ingest(store, Writer().steps(range(5), loss=1.0))
+    again = Writer(started=START + 100 * SECOND)
+    ingest(store, again.steps(range(3, 8), loss=2.0))
+    found = query(store).series(RUN, "steps.loss")
+    assert (1, 1, 1, 2, 2, 2, 2, 2) == found.value
+    assert 1 == len(query(store).runs())
+
+
+def test_scalars_are_found_by_their_name_in_each_incarnation(store: Store):
+    first, second = Writer(), Writer(started=START + SECOND)
+    # Rows may come before the event that names them, and each incarnation numbers for itself.
+    ingest(store, first.scalars(7, {0: 0.5, 5: 0.4}))
+    ingest(store, first.events(NamesDefined(stream="scalars", names={7: "val.loss", 8: "acc"})))
+    ingest(store, second.events(NamesDefined(stream="scalars", names={8: "val.loss", 7: "acc"})))
+    ingest(store, second.scalars(8, {10: 0.3}))
+    found = query(store).series(RUN, "scalars.val.loss")
+    assert ([0, 5, 10], [0.5, 0.4, 0.3]) == (list(found.step), list(found.value))
+    assert {"scalars.val.loss", "scalars.acc"} == set(query(store).run(RUN).metrics)
+
+
+def test_host_series_come_by_time_from_the_first_node(store: Store):
+    ingest(store, Writer("node:b").node_rows([1], cpu_ratio=0.9))
+    ingest(store, Writer("node:a").node_rows([3, 4, 5], cpu_ratio=0.1))
+    found = query(store).series(RUN, "node.cpu_ratio")
+    assert ("node:a", "ratio", (-1, -1, -1)) == (found.source, found.unit, found.step)
+    assert [START + s * SECOND for s in (3, 4, 5)] == list(found.time_unix_ns)
+
+
+def test_a_process_series_is_picked_out_of_its_agents_rows(store: Store):
+    agent = Writer("node:a")
+    for second in range(3):
+        ingest(store, agent.process_rows(second, {0: (100, 1), 1: (101, 0)}))
+    found = query(store).series(RUN, "process.alive", source="rank:1")
+    assert (0, 0, 0) == found.value
+    with pytest.raises(UsageError, match="is of a rank"):
+        query(store).series(RUN, "process.alive", source="node:a")
+
+
+def test_the_metrics_of_a_run_are_those_with_a_value(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps([0], loss=1.0))
+    assert ("steps.loss",) == query(store).run(RUN).metrics
+    ingest(store, writer.steps([1], grad_norm=1.0))
+    ingest(store, writer.steps([2], loss=1.0))
+    assert ("steps.grad_norm", "steps.loss") == query(store).run(RUN).metrics
+
+
+@pytest.mark.parametrize(
+    ("metric", "source", "said"),
+    [
+        ("steps.los", "", "no series 'steps.los'"),
+        ("loss", "", "must be stream.column"),
+        ("scalars.none", "", "no series"),
+        ("steps.loss", "robot:1", "source is 'robot:1'"),
+    ],
+)
+def test_a_series_that_is_not_there_is_explained(store: Store, metric: str, source: str, said: str):
+    ingest(store, Writer().steps([0], loss=1.0))
+    with pytest.raises(UsageError, match=said):
+        query(store).series(RUN, metric, source=source)
+
+
+def test_a_mistyped_metric_gets_the_right_name(store: Store):
+    ingest(store, Writer().steps([0], loss=1.0))
+    with pytest.raises(UsageError) as caught:
+        query(store).series(RUN, "steps.los")
+    assert "did you mean steps.loss?" == caught.value.hint
+
+
+def test_a_known_metric_without_values_is_an_empty_curve(store: Store):
+    ingest(store, Writer().steps([0], loss=1.0))
+    assert () == query(store).series(RUN, "gpu.power_watts").value
+
+
+@pytest.mark.parametrize("ask", ["run", "decisions", "findings", "checkpoints", "events"])
+def test_a_run_that_is_not_there_is_said(store: Store, ask: str):
+    with pytest.raises(UsageError, match=f"there is no run {OTHER_RUN}") as caught:
+        getattr(query(store), ask)(OTHER_RUN)
+    assert "V101" == caught.value.code
+
+
+def test_the_list_of_runs_tells_what_each_is_doing(store: Store):
+    rolled_back_run(store)
+    ingest(store, Writer(run=OTHER_RUN).steps([0], loss=math.nan))
+    with store.write() as connection:
+        firing = {"run_id": RUN, "severity": "log", "state": "firing"}
+        connection.execute(alerts.insert().values(fingerprint="f", **firing))
+    other, run = query(store, 60).runs()
+    assert ("tiny", ("a", "b"), "running", "acting") == (run.name, run.tags, run.state, run.health)
+    assert (12, 100.0, 1, 1, 2) == (
+        run.last_step,
+        run.loss,
+        run.num_skips,
+        run.num_rollbacks,
+        run.num_attempts,
+    )
+    assert (1, "rollback at step 9: the loss of step 4 is nan") == (
+        run.num_firing_alerts,
+        run.last_decision,
+    )
+    assert (OTHER_RUN, None, 1) == (other.run_id, other.loss, other.num_attempts)
+
+
+def test_a_run_says_how_it_ended_and_a_relaunch_runs_again(store: Store):
+    first = Writer()
+    ingest(store, first.steps(range(3)))
+    ingest(store, first.events(RunEnded(state="interrupted", reason="SIGTERM"), step=3))
+    assert "interrupted" == query(store, 10_000).runs()[0].state
+    again = Writer(started=START + 9_990 * SECOND)
+    ingest(store, again.steps([3]))
+    assert "running" == query(store, 10_000).runs()[0].state
+
+
+def test_a_silent_run_is_lost_unless_its_agent_is_there(store: Store):
+    ingest(store, Writer().steps([0]))
+    agent = Writer("node:a")
+    assert "lost" == query(store, 300).runs()[0].state
+    ingest(store, agent.node_rows([290]))
+    assert "running" == query(store, 300).runs()[0].state
+    ingest(store, agent.process_rows(291, {0: (100, 0)}))
+    assert "lost" == query(store, 300).runs()[0].state
+
+
+def test_a_run_shows_its_attempts_and_sources_with_what_was_lost(store: Store):
+    rolled_back_run(store)
+    ranks = Writer("rank:1", started=START + 50 * SECOND)
+    ingest(store, ranks.steps([12], attempt=2, lose=4))
+    detail = query(store).run(RUN)
+    assert [(1, None, 0, 9), (2, 1, 6, 12)] == [
+        (a.ordinal, a.parent, a.fork_step, a.last_step) for a in detail.attempts if a.id < 3
+    ]
+    assert [("rank:0", 0), ("rank:1", 0), ("rank:1", 4)] == [
+        (source.source, source.num_lost_rows) for source in detail.sources
+    ]
+    assert ("events", "steps") == detail.sources[0].streams
+
+
+def test_a_batch_across_a_rollback_gives_each_attempt_its_own_last_step(store: Store):
+    writer = Writer()
+    for attempt in (
+        AttemptStarted(id=1, parent=None, fork_step=0, reason=""),
+        AttemptStarted(id=2, parent=1, fork_step=2, reason=""),
+    ):
+        ingest(store, writer.events(attempt))
+    whole = [[s, a, START, 0, *[None] * 27] for s, a in ((8, 1), (9, 1), (2, 2), (3, 2))]
+    from tests.collector.rows import STEPS
+
+    ingest(store, writer.batch(STEPS, whole))
+    assert [9, 3] == [a.last_step for a in query(store).run(RUN).attempts]
+
+
+def test_a_step_shows_every_ranks_row_on_every_attempt(store: Store):
+    rolled_back_run(store)
+    view = query(store).step(RUN, 8)
+    assert [("rank:0", 1), ("rank:1", 1), ("rank:0", 2), ("rank:1", 2)] == [
+        (row.source, row.attempt) for row in view.rows
+    ]
+    bad = query(store).step(RUN, 4)
+    assert (None, ("loss=nan", "rank_loss=nan")) == (
+        bad.rows[0].values["loss"],
+        bad.rows[0].nonfinite,
+    )
+    assert "grad_norm" not in bad.rows[0].values, "what was not measured is absent"
+    assert ["skip_step"] == [one.decision.action for one in bad.decisions]
+
+
+def test_the_ledger_findings_checkpoints_and_events_come_in_order(store: Store):
+    writer = Writer()
+    events = [
+        FindingRaised(
+            finding=Finding(kind="k", level="act", step=s, detector="d", reason="", value=math.inf)
+        )
+        for s in (7, 3)
+    ]
+    notes = [Note(code="N1", text="one"), Note(code="N2", text="two")]
+    saved = [
+        CheckpointChanged(checkpoint_id=f"c{s}", checkpoint_step=s, state="healthy", where="disk")
+        for s in (20, 10)
+    ]
+    evidence = DecisionMade(decision=decision(evidence={"a": 1.0, "b": math.nan}, value=math.nan))
+    ingest(store, writer.events(*events, *notes, *saved, evidence))
+    asked = query(store)
+    assert [3, 7] == [one.finding.step for one in asked.findings(RUN)]
+    assert ["one [N1]", "two [N2]"] == [one.text for one in asked.events(RUN)]
+    assert [10, 20] == [one.step for one in asked.checkpoints(RUN)]
+    assert {"a": 1.0} == asked.decisions(RUN)[0].decision.evidence

@@ -1,0 +1,113 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitals_collector.series import AttemptRow, Points, downsample, lineage, nonfinite_marks, stitch
+
+FLOATS = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
+
+
+def points(*rows: tuple[int, int, float], times: list[int] | None = None) -> Points:
+    """Return points from (step, attempt, value)."""
+    step, attempt, value = (np.array(part) for part in zip(*rows, strict=True))
+    time = np.arange(len(rows)) if times is None else np.array(times)
+    return Points(step.astype(np.int64), attempt.astype(np.int64), time, value.astype(float))
+
+
+def curve(values: list[float]) -> Points:
+    return points(*((i, 1, value) for i, value in enumerate(values)))
+
+
+def test_a_run_that_never_rolled_back_is_its_own_lineage():
+    assert {1: math.inf} == lineage([AttemptRow(1, None, 0)])
+
+
+def test_each_ancestor_counts_only_below_the_fork_of_its_child():
+    rows = [AttemptRow(1, None, 0), AttemptRow(2, 1, 30), AttemptRow(3, 2, 50)]
+    assert {3: math.inf, 2: 50, 1: 30} == lineage(rows)
+
+
+def test_a_fork_behind_the_parents_own_fork_leaves_nothing_of_the_parent():
+    rows = [AttemptRow(1, None, 0), AttemptRow(2, 1, 30), AttemptRow(3, 2, 20)]
+    assert {3: math.inf, 2: 20, 1: 20} == lineage(rows)
+
+
+def test_an_abandoned_branch_is_no_part_of_the_lineage():
+    rows = [AttemptRow(1, None, 0), AttemptRow(2, 1, 30), AttemptRow(3, 1, 25)]
+    assert {3: math.inf, 1: 25} == lineage(rows)
+
+
+def test_a_parent_that_is_itself_or_unknown_ends_the_walk():
+    assert {} == lineage([AttemptRow(1, 1, 0)])
+    assert {2: math.inf} == lineage([AttemptRow(2, 1, 10)])
+
+
+def test_the_curve_takes_each_step_from_the_branch_that_counts():
+    rows = [(s, 1, 1.0) for s in range(6)] + [(s, 2, 2.0) for s in range(3, 8)]
+    attempts = [AttemptRow(1, None, 0), AttemptRow(2, 1, 3)]
+    kept = stitch(points(*rows), attempts, "lineage")
+    lost = stitch(points(*rows), attempts, "discarded")
+    every = stitch(points(*rows), attempts, "all")
+    assert [1, 1, 1, 2, 2, 2, 2, 2] == kept.attempt.tolist()
+    assert [(3, 1), (4, 1), (5, 1)] == list(
+        zip(lost.step.tolist(), lost.attempt.tolist(), strict=True)
+    )
+    assert len(rows) == len(every)
+    assert [3, 3, 4, 4, 5, 5] == every.step.tolist()[3:9]
+
+
+def test_a_step_that_a_relaunch_wrote_again_keeps_the_newest_row():
+    rows = [(0, 1, 1.0), (1, 1, 1.0), (1, 1, 9.0), (2, 1, 9.0)]
+    found = stitch(points(*rows), [AttemptRow(1, None, 0)], "lineage")
+    assert [1.0, 9.0, 9.0] == found.value.tolist()
+
+
+def test_rows_of_an_attempt_nobody_told_of_yet_are_shown():
+    found = stitch(points((0, 1, 1.0), (1, 5, 2.0)), [AttemptRow(1, None, 0)], "lineage")
+    assert [1, 5] == found.attempt.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=3_000), st.integers(2, 100))
+def test_downsampling_never_loses_an_extreme_an_end_or_a_gap(values: list[float], num: int):
+    whole = curve(values)
+    drawn = downsample(whole, num)
+    finite = [value for value in values if math.isfinite(value)]
+    shown = drawn.value[np.isfinite(drawn.value)].tolist()
+    if finite:
+        assert (min(finite), max(finite)) == (min(shown), max(shown))
+        assert (finite[0], finite[-1]) == (shown[0], shown[-1])
+    assert any(not math.isfinite(v) for v in values) == bool(np.any(~np.isfinite(drawn.value)))
+    assert len(drawn) <= 2 * num + 4
+    assert sorted(set(drawn.step.tolist())) == drawn.step.tolist()
+
+
+@pytest.mark.parametrize("at", [0, 1, 4_999, 50_000, 99_998, 99_999])
+def test_a_spike_of_one_step_in_a_hundred_thousand_is_drawn(at: int):
+    values = np.sin(np.arange(100_000) / 500).tolist()
+    values[at] = 50.0
+    assert at in downsample(curve(values), 200).step
+
+
+def test_every_bucket_keeps_its_own_minimum_and_maximum():
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=1_000)
+    drawn = set(downsample(curve(values.tolist()), 22).step.tolist())
+    for bucket in np.array_split(np.arange(1_000), 10):
+        inner = bucket[5:-5]  # where buckets meet, one more or less row belongs to each
+        low, high = inner[values[inner].argmin()], inner[values[inner].argmax()]
+        near = values[sorted(drawn & set(bucket.tolist()))]
+        assert near.min() <= values[low]
+        assert near.max() >= values[high]
+
+
+def test_a_short_curve_is_not_touched():
+    assert list(range(50)) == downsample(curve([1.0] * 50), 50).step.tolist()
+
+
+def test_every_nonfinite_value_has_a_mark_with_its_kind():
+    marks = nonfinite_marks(curve([1.0, math.nan, math.inf, 2.0, -math.inf]))
+    assert [(1, "nan"), (2, "+inf"), (4, "-inf")] == [(mark.step, mark.kind) for mark in marks]
