@@ -1,0 +1,70 @@
+"""Real torchrun ranks: every fault on one rank alone, the same decision on all."""
+
+import math
+
+import pytest
+
+from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
+from trainvitals.testing.faults import FaultPlan
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """Four ranks, because two prove nothing: a + b = b + a."""
+    faults = (
+        FaultPlan()
+        .nan_gradient_at(rank=1, step=20)
+        .nan_loss_at(rank=2, step=24)
+        .spike_gradient_at(rank=3, step=48)
+    )
+    trained = train(tmp_path_factory.mktemp("four"), ranks=4, steps=60, faults=faults)
+    assert trained.exit_code == 0, trained.output[-3000:]
+    return trained
+
+
+def test_each_fault_is_skipped_at_its_step_and_laid_at_its_rank(four_ranks):
+    with reader_of(four_ranks) as reader:
+        decisions = [v.decision for v in reader.decisions(run_id_of(four_ranks))]
+    assert [(d.action, d.step, d.rank, d.cause) for d in decisions] == [
+        ("skip_step", 20, 1, "nonfinite_gradient"),
+        ("skip_step", 24, 2, "nonfinite_loss"),
+        ("skip_step", 48, -1, "grad_norm_outlier"),
+    ]
+
+
+def test_training_goes_on_and_ends_finite(four_ranks):
+    assert math.isfinite(four_ranks.result["validation_loss"])
+    assert four_ranks.result["updates_tried"] == 60
+
+
+def test_every_rank_wrote_every_step_once(four_ranks):
+    with reader_of(four_ranks) as reader:
+        for rank in range(4):
+            reply = reader.series(
+                run_id_of(four_ranks), "steps.rank_loss", source=f"rank:{rank}", points=1000
+            )
+            assert list(reply.step) == list(range(60))
+            assert [m.step for m in reply.nonfinite] == ([24] if rank == 2 else [])
+
+
+def test_ranks_agreed_on_every_verdict(four_ranks):
+    with reader_of(four_ranks) as reader:
+        events = reader.events(run_id_of(four_ranks))
+        detail = reader.run(run_id_of(four_ranks))
+    assert not [e for e in events if "disagree" in e.text]
+    assert detail.summary.state == "finished"
+    assert detail.summary.world_size == 4
+    assert sum(s.num_lost_rows for s in detail.sources) == 0
+
+
+def test_observe_decides_the_same_and_touches_nothing(tmp_path):
+    faults = FaultPlan().spike_gradient_at(rank=1, step=30)
+    trained = train(tmp_path, steps=40, mode="observe", faults=faults)
+    assert trained.exit_code == 0, trained.output[-3000:]
+    with reader_of(trained) as reader:
+        decisions = [v.decision for v in reader.decisions(run_id_of(trained))]
+        skipped = reader.series(run_id_of(trained), "steps.skipped", source="rank:0")
+    assert (decisions[0].action, decisions[0].step, decisions[0].acted) == ("skip_step", 30, False)
+    assert set(skipped.value) == {0}

@@ -1,0 +1,84 @@
+"""Starts real torchrun ranks on the demo's training and reads what they left, without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainvitals.testing.faults import FaultPlan
+from vitals_collector.reading import open_reader
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One finished training."""
+
+    exit_code: int
+    output: str
+    result: dict
+    runs: Path
+
+
+def train(
+    folder: Path,
+    *,
+    ranks: int = 2,
+    steps: int = 60,
+    mode: str = "guard",
+    faults: FaultPlan | None = None,
+    module: str = "trainer_hooks.demo.train",
+    environ: dict[str, str] | None = None,
+    timeout: float = 240,
+) -> Trained:
+    """Train to the end; the agent is local rank 0's child, as for a user without any server."""
+    result = folder / "result.json"
+    shared = folder / "shm"
+    shared.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), "-m", module),
+            *("--steps", str(steps), "--mode", mode, "--result", str(result)),
+        ],
+        env={
+            **os.environ,
+            "VITALS_DIR": str(folder / "runs"),
+            "VITALS_SHM": str(shared),
+            "VITALS_DEMO_FAULTS": (faults or FaultPlan()).to_json(),
+            "OMP_NUM_THREADS": "1",
+            **(environ or {}),
+        },
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    found = json.loads(result.read_text()) if result.exists() else {}
+    wait_for_agents(folder / "runs")
+    return Trained(done.returncode, done.stdout + done.stderr, found, folder / "runs")
+
+
+def wait_for_agents(runs: Path) -> None:
+    """Wait until the agents of these runs have drained and ended: they let go of their locks."""
+    import fcntl
+
+    for lock in runs.glob("*/agents/*/agent.lock"):
+        with lock.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@contextmanager
+def reader_of(trained: Trained):
+    """Open the run directory as `vitals show DIR` does."""
+    with open_reader(trained.runs) as opened:
+        yield opened.reader
+
+
+def run_id_of(trained: Trained) -> str:
+    """Return the one run's id."""
+    (folder,) = trained.runs.iterdir()
+    return folder.name
