@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy", "docs")
+ROOMS = (
+    "trainvitals",
+    "trainer_hooks",
+    "agent",
+    "collector",
+    "dashboard",
+    "deploy",
+    "docs",
+    "benchmarks",
+)
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 50
 
@@ -62,7 +71,9 @@ def test_a_function_is_not_too_long(path):
     text = path.read_text()
     lines = code_lines(text)
     for function in functions(ast.parse(text)):
-        size = sum(function.lineno <= line <= (function.end_lineno or 0) for line in lines)
+        # The body: a signature of many options is a table, and says so by itself.
+        first, last = function.body[0].lineno, function.end_lineno or 0
+        size = sum(first <= line <= last for line in lines)
         key = f"{name_of(path)}:{function.name}"
         assert size <= LONGER_FUNCTIONS.get(key, MAX_FUNCTION_LINES), key
 

@@ -1,0 +1,1 @@
+"""What Vitals costs, measured on the machine it runs on: `make bench`."""
