@@ -1,21 +1,15 @@
-import json
-import math
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
+from tests.trainvitals.ladder_run import FIRST, REFS, STORM, Run
 from trainvitals.errors import ConfigError
 from trainvitals.policy import (
     CheckpointRef,
     Facts,
     Judge,
-    JudgeConfig,
-    Judgement,
     LadderConfig,
     LadderState,
     Mode,
@@ -23,83 +17,8 @@ from trainvitals.policy import (
     decide,
     lr_factor_at,
 )
-from trainvitals.records import Command, Decision, Finding, StepRecord
-from trainvitals.testing import decisions, series
-
-FIRST = CheckpointRef(id="first", step=0)
-REFS = (FIRST, CheckpointRef(id="s100", step=100), CheckpointRef(id="s150", step=150))
-
-
-class Run:
-    """A ladder driven step by step; ``attempt`` 1 begins at ``step``."""
-
-    def __init__(
-        self,
-        *,
-        mode: Mode = "heal",
-        step: int = 200,
-        refs: Sequence[CheckpointRef] = REFS,
-        **config: Any,
-    ) -> None:
-        self.mode, self.step, self.refs = mode, step, refs
-        self.config = LadderConfig(**config)
-        self.state = LadderState()
-        self.ledger: list[Decision] = []
-
-    def feed(
-        self, *kinds: str, command: Proposal | None = None, value: float = 9.5
-    ) -> list[Decision]:
-        """Take one step per word: "ok", or a finding's cause; return the new decisions."""
-        start = len(self.ledger)
-        for kind in kinds:
-            bad = kind != "ok"
-            record = StepRecord(
-                step=self.step, attempt=1, loss=2.1, skipped=bad and self.mode != "observe"
-            )
-            verdict = decide(
-                self.state,
-                self._findings(kind, value),
-                record=record,
-                decided_at_step=self.step + 1,
-                checkpoints=self.refs,
-                command=command,
-                mode=self.mode,
-                config=self.config,
-                now_attempt_id=2,
-            )
-            self.state, self.ack = verdict.state, verdict.ack
-            self.step += 1
-            if verdict.decision is not None:
-                self.ledger.append(verdict.decision)
-        return self.ledger[start:]
-
-    def _findings(self, kind: str, value: float) -> list[Finding]:
-        if kind == "ok":
-            return []
-        names = {"params": "nonfinite_params", "nan": "nonfinite"}
-        return [
-            Finding(
-                kind=names.get(kind, "spike"),
-                level="act",
-                step=self.step,
-                detector="test",
-                reason=f"{kind} went wrong",
-                rank=3,
-                value=value,
-                limit=4.2,
-                onset_step=self.step,
-                cause=kind,
-            )
-        ]
-
-    def restored(self, step: int) -> None:
-        """Go on from ``step``, as after a rollback."""
-        self.state = LadderState(facts=self.state.facts, first_step=step)
-        self.step = step
-
-
-STORM = ("nan", "nan", "nan")
-
+from trainvitals.records import StepRecord
+from trainvitals.testing import decisions
 
 # ------------------------------------------------------------------------------------- skips
 
@@ -356,96 +275,6 @@ def test_observe_leaves_the_learning_rate_alone() -> None:
     assert 1.0 == judge.lr_factor_at(50)
 
 
-# ------------------------------------------------------------------------------ commands
-
-
-def test_a_commanded_halt_is_done_and_acknowledged() -> None:
-    run = Run(mode="guard")
-    (decision,) = run.feed("ok", command=Proposal(number=7, action="halt"))
-    assert ("halt", "command", 7) == (
-        decision.action, decision.rule, decision.command_number,
-    )  # fmt: skip
-    assert run.ack is not None
-    assert (7, "done", 201) == (run.ack.number, run.ack.status, run.ack.step)
-
-
-@pytest.mark.parametrize(
-    ("proposal", "target"),
-    [
-        (Proposal(number=7, action="rollback"), "s150"),
-        (Proposal(number=7, action="rollback", argument=100.0), "s100"),
-        (Proposal(number=7, action="rollback", checkpoint_id="first"), "first"),
-    ],
-)
-def test_a_commanded_rollback_goes_where_it_says(proposal: Proposal, target: str) -> None:
-    run = Run()
-    (decision,) = run.feed("ok", command=proposal)
-    assert ("rollback", target) == (decision.action, decision.checkpoint_id)
-    assert 1 == run.state.facts.num_causes
-
-
-@pytest.mark.parametrize(
-    ("mode", "proposal", "words"),
-    [
-        ("observe", Proposal(number=7, action="halt"), "mode is 'observe'"),
-        ("guard", Proposal(number=7, action="rollback"), "needs mode 'heal'"),
-        ("heal", Proposal(number=7, action="rollback", checkpoint_id="x"), "checkpoint x"),
-        ("heal", Proposal(number=7, action="rollback", argument=7.0), "of step 7"),
-        ("heal", Proposal(number=7, action="rollback", argument=-2.0), "of step -2"),
-        ("heal", Proposal(number=7, action="rollback", argument=math.nan), "of step nan"),
-        ("heal", Proposal(number=7, action="lr"), "'lr' is not offered"),
-    ],
-)  # fmt: skip
-def test_a_command_that_cannot_be_done_is_refused_with_the_reason(
-    mode: Mode, proposal: Proposal, words: str
-) -> None:
-    run = Run(mode=mode)
-    assert [] == run.feed("ok", command=proposal)
-    assert run.ack is not None
-    assert "refused" == run.ack.status
-    assert words in run.ack.detail
-
-
-def test_a_command_is_answered_once() -> None:
-    run = Run()
-    proposal = Proposal(number=7, action="lr")
-    run.feed("ok", command=proposal)
-    run.feed("ok", command=proposal)
-    assert None is run.ack
-
-
-def test_a_command_spends_the_same_budget_and_is_refused_when_it_is_spent() -> None:
-    run = Run(max_causes=1)
-    run.feed("ok", command=Proposal(number=7, action="rollback"))
-    run.restored(150)
-    run.feed("ok", command=Proposal(number=8, action="rollback"))
-    assert run.ack is not None
-    assert "the budget of 1 rollback causes is spent" == run.ack.detail
-
-
-def test_a_command_in_a_bad_step_is_one_entry_that_names_both() -> None:
-    run = Run()
-    (decision,) = run.feed("nan", command=Proposal(number=7, action="halt"))
-    assert "commanded; the step itself: nan went wrong" == decision.reason
-
-
-def test_the_ladders_own_rollback_goes_before_a_commanded_one() -> None:
-    run = Run()
-    (decision,) = run.feed("params", command=Proposal(number=7, action="rollback", argument=0.0))
-    assert "nonfinite_params" == decision.rule
-    assert run.ack is not None
-    assert "refused" == run.ack.status
-
-
-def test_a_proposal_takes_from_a_command_what_decides() -> None:
-    command = Command(
-        number=9, run_id="r", action="rollback", reason="why", issued_by="me",
-        issued_unix_ns=1, expires_unix_ns=2, checkpoint_id="s100",
-    )  # fmt: skip
-    expected = Proposal(number=9, action="rollback", argument=-1.0, checkpoint_id="s100")
-    assert expected == Proposal.of(command)
-
-
 # ---------------------------------------------------------------------------- learning rate
 
 
@@ -470,95 +299,6 @@ def test_a_setting_without_sense_is_refused_with_its_value(settings: dict[str, A
     ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=f"ladder.{name} is {value}"):
         LadderConfig(**settings)
-
-
-# ------------------------------------------------------------------------------------ judge
-
-
-def test_the_judge_skips_rolls_back_and_goes_on_with_the_restored_detectors() -> None:
-    judge = Judge(mode="heal")
-    decisions(judge, "loss 2.1x50", checkpoints=[FIRST])
-    snapshot = json.loads(json.dumps(judge.detector_state()))
-    ledger = decisions(
-        judge, series("loss 9.5x5", first_step=50), checkpoints=[FIRST], now_attempt_id=2
-    )
-    assert ["skip_step", "skip_step", "rollback"] == [d.action for d in ledger]
-    judge.rolled_back(detector_state=snapshot, attempt=2, step=0)
-    assert snapshot == judge.detector_state()
-    assert (2, 3, 1, -1) == (
-        judge.attempt, judge.facts.ledger_seq, judge.facts.num_rollbacks, judge.last_unhealthy_step,
-    )  # fmt: skip
-    (entry,) = decisions(judge, series("loss 2.1 nan", attempt=2))
-    assert 4 == entry.ledger_seq
-
-
-def test_records_of_another_attempt_are_ignored() -> None:
-    judge = Judge(mode="heal")
-    judge.rolled_back(detector_state=None, attempt=2)
-    late = StepRecord(step=60, attempt=1, loss=math.nan, skipped=True)
-    assert Judgement() == judge.judge(late, decided_at_step=61, checkpoints=REFS)
-    assert -1 == judge.last_unhealthy_step
-
-
-def test_an_accepted_level_makes_the_loss_rule_start_anew() -> None:
-    judge = Judge(JudgeConfig(ladder=LadderConfig(cooldown_steps=0)), "heal")
-    decisions(judge, "loss 2.1x50; grad_norm 1x50", checkpoints=[FIRST])
-    snapshot = judge.detector_state()
-    decisions(judge, series("loss 9.5x5", first_step=50), checkpoints=[FIRST], now_attempt_id=2)
-    judge.rolled_back(detector_state=snapshot, attempt=2, step=0)
-    ledger = decisions(judge, series("loss 9.5x20", attempt=2), checkpoints=[FIRST], lag=0)
-    assert ["skip_step", "skip_step", "accept_level"] == [d.action for d in ledger]
-    assert 19.0 == judge.limits().loss
-    assert 20.0 == judge.limits().grad_norm
-
-
-def test_an_announced_change_is_not_judged() -> None:
-    judge = Judge()
-    decisions(judge, "loss 2.1x50")
-    judge.rebaseline(30)
-    assert [] == decisions(judge, series("loss 9.5x40", first_step=50))
-
-
-def test_a_damaged_checkpoint_is_replaced_by_the_next_older_one_then_by_a_halt() -> None:
-    judge = Judge(mode="heal")
-    judge.rolled_back(detector_state=None, attempt=1, step=190)
-    bad = StepRecord(step=200, attempt=1, nonfinite_params=1, skipped=True)
-    first = judge.judge(bad, decided_at_step=201, checkpoints=REFS, now_attempt_id=2).decision
-    assert first is not None
-    left = [REFS[0], REFS[1], replace(REFS[2], state="bad")]
-    second = judge.rollback_failed(first, checkpoints=left, reason="checksum")
-    assert ("rollback", "s100", 2, 102, 2) == (
-        second.action, second.checkpoint_id, second.ledger_seq, second.cost_steps,
-        second.new_attempt,
-    )  # fmt: skip
-    assert "s150 could not be restored (checksum); back to s100, before step 100" == second.reason
-    assert not judge.halted
-    third = judge.rollback_failed(second, checkpoints=[], reason="torn")
-    assert ("halt", "no_checkpoint") == (third.action, third.rule)
-    assert judge.halted
-    assert 1 == judge.facts.num_rollbacks
-
-
-def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:
-    judge = Judge(mode="heal")
-    judge.rolled_back(detector_state=None, attempt=1)
-    for step in (200, 150, 150):
-        bad = StepRecord(step=step, attempt=1, nonfinite_params=1, skipped=True)
-        judge.judge(bad, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
-        judge.rolled_back(detector_state=None, attempt=1)
-    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=Facts)
-    relaunched = Judge(mode="heal", facts=facts)
-    bad = StepRecord(step=150, attempt=1, nonfinite_params=1, skipped=True)
-    decision = relaunched.judge(bad, decided_at_step=151, checkpoints=[FIRST]).decision
-    assert decision is not None
-    assert ("halt", 4) == (decision.action, decision.ledger_seq)
-
-
-def test_ranks_that_judged_alike_have_the_same_digest_and_others_not() -> None:
-    same, other, third = Judge(), Judge(), Judge()
-    for judge, text in ((same, "loss 2.1x40"), (other, "loss 2.1x40"), (third, "loss 2.2x40")):
-        decisions(judge, text)
-    assert same.digest() == other.digest() != third.digest()
 
 
 # ------------------------------------------------------------------------------- properties
@@ -594,34 +334,3 @@ def test_the_ladder_keeps_its_promises_whatever_happens(
     if mode != "observe":
         assert halts in ([], [len(run.ledger) - 1])
     assert list(range(1, len(run.ledger) + 1)) == [d.ledger_seq for d in run.ledger]
-
-
-numbers = st.none() | st.floats() | st.floats(1.0, 2.5)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(numbers, numbers, st.integers(0, 12)), max_size=80), modes)
-def test_a_restored_judge_goes_on_as_the_kept_one(
-    given_numbers: list[tuple[float | None, float | None, int]], mode: Mode
-) -> None:
-    kept, restored = Judge(mode=mode), Judge(mode=mode)
-    for step, (loss, norm, odd) in enumerate(given_numbers):
-        record = StepRecord(
-            step=step,
-            attempt=1,
-            loss=loss,
-            grad_norm=norm,
-            loss_limit=kept.limits().loss,
-            nonfinite_params=int(odd == 12),
-            skipped=odd == 11,
-        )
-        said = kept.judge(record, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
-        again = restored.judge(record, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
-        assert repr(said) == repr(again)
-        if kept.facts.num_rollbacks and said.decision and said.decision.action == "rollback":
-            kept.rolled_back(detector_state=None, attempt=1)
-            restored.rolled_back(detector_state=None, attempt=1)
-        state = msgspec.to_builtins(kept.state_dict())
-        restored = Judge(mode=mode)
-        restored.load_state_dict(msgspec.msgpack.decode(msgspec.msgpack.encode(state)))
-        assert kept.digest() == restored.digest()
