@@ -56,17 +56,10 @@ def issue(
     check_run_id(run_id)
     with store.write() as connection:
         _check_run(connection, run_id, now_unix_ns)
-        if request.checkpoint_id:
-            _check_checkpoint(connection, run_id, request.checkpoint_id)
-        command = Command(
-            number=_next_number(connection, run_id, now_unix_ns),
-            run_id=run_id,
-            action=request.action,
-            reason=request.reason,
-            issued_by=issued_by,
-            issued_unix_ns=now_unix_ns,
-            expires_unix_ns=now_unix_ns + int(request.ttl_seconds * 1e9),
-            checkpoint_id=request.checkpoint_id,
+        check_checkpoint(request.checkpoint_id, _checkpoints(connection, run_id))
+        number = _next_number(connection, run_id, now_unix_ns)
+        command = make_command(
+            run_id, request, number=number, issued_by=issued_by, now_unix_ns=now_unix_ns
         )
         connection.execute(insert(commands).values(_row_of(command)))
         _audit(
@@ -78,6 +71,22 @@ def issue(
             store, run_id, command.number, by="this collector", now_unix_ns=now_unix_ns
         )
     return view
+
+
+def make_command(
+    run_id: str, request: CommandRequest, *, number: int, issued_by: str, now_unix_ns: int
+) -> Command:
+    """Return the request as an unsigned command."""
+    return Command(
+        number=number,
+        run_id=run_id,
+        action=request.action,
+        reason=request.reason,
+        issued_by=issued_by,
+        issued_unix_ns=now_unix_ns,
+        expires_unix_ns=now_unix_ns + int(request.ttl_seconds * 1e9),
+        checkpoint_id=request.checkpoint_id,
+    )
 
 
 def check_request(request: CommandRequest) -> None:
@@ -195,12 +204,27 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
         )
 
 
-def _check_checkpoint(connection: Connection, run_id: str, checkpoint_id: str) -> None:
+def _checkpoints(connection: Connection, run_id: str) -> list[tuple[str, str]]:
     query = select(checkpoints.c.checkpoint_id, checkpoints.c.state).where(
         checkpoints.c.run_id == run_id
     )
+    return [(name, state) for name, state in connection.execute(query)]
+
+
+def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -> None:
+    """Refuse a checkpoint that the run did not announce, or that is not healthy. Pure.
+
+    Args:
+        checkpoint_id: what was asked for; "" is the newest healthy one, which the run knows best.
+        announced: the run's checkpoints, each as id and state.
+
+    Raises:
+        UsageError: it names those that are healthy.
+    """
+    if not checkpoint_id:
+        return
     states: dict[str, set[str]] = {}
-    for name, state in connection.execute(query):
+    for name, state in announced:
         states.setdefault(name, set()).add(state)
     found = states.get(checkpoint_id, set())
     if "healthy" in found:
@@ -258,7 +282,7 @@ def _leave_in_folder(command: Command, folders: Iterable[Path]) -> bool:
     """Sign the command and leave it in the run's own directory, where that is one we watch."""
     for folder in folders:
         # The id was checked to be a ULID; nothing else of the request becomes part of a path.
-        path = folder / command.run_id
+        path = folder if folder.name == command.run_id else folder / command.run_id
         if not path.is_dir():
             continue
         try:
@@ -285,4 +309,13 @@ def _audit(
     )
 
 
-__all__ = ["check_request", "counts", "expire", "issue", "listed", "mark_delivered"]
+__all__ = [
+    "check_checkpoint",
+    "check_request",
+    "counts",
+    "expire",
+    "issue",
+    "listed",
+    "make_command",
+    "mark_delivered",
+]
