@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -136,11 +137,15 @@ def _node_id(node: str) -> str:
 
 
 def main() -> None:
-    """Run the command as ``python -m vitals_agent``."""
+    """Run the command as ``python -m vitals_agent``; errors as text, as ``vitals`` does."""
+    from trainvitals.cli.main import report
+    from trainvitals.cli.programs import missing_package
+
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
     register(app)
     try:
         app(prog_name="python -m vitals_agent")
     except VitalsError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
+        sys.exit(report(error))
+    except ModuleNotFoundError as error:
+        sys.exit(report(missing_package("agent", error)))

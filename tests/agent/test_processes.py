@@ -226,6 +226,20 @@ def test_a_folder_that_cannot_be_made_is_said(node, tmp_path):
     assert "cannot be used" in errors
 
 
+def test_a_missing_package_is_said_with_what_to_install():
+    code = "import sys; sys.modules['psutil'] = None; from vitals_agent.cli import main; main()"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--once"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert "pip install 'trainvitals[agent]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert 2 == done.returncode
+
+
 def test_help_ends_with_an_example(node):
     agent = node.agent("--help")
     text, _ = agent.communicate(timeout=DEADLINE_SECONDS)
