@@ -291,6 +291,7 @@ def test_a_step_that_one_rule_flags_enters_no_other_rules_reference() -> None:
         {"warm_up": 4},
         {"warm_up": 100},
         {"course": 17},
+        {"tail": 47},
         {"sigmas": 0.0},
         {"headroom": 0.5},
         {"min_ratio": 1.1},

@@ -39,9 +39,11 @@ class SpikeConfig:
     """Newest clean steps whose median is the metric's course: what a step is compared with."""
     sigmas: float = 8.0
     """Robust standard deviations around the course that clean steps keep within."""
-    headroom: float = 1.5
-    """The limit exceeds by this factor the distance from the course that 5 % of the clean steps
-    went beyond: what was normal before is no outlier (bimodal losses, heavy tails)."""
+    tail: int = 200
+    """Clean steps over which the rare distances from the course are remembered."""
+    headroom: float = 1.2
+    """The limit exceeds by this factor the distance that 2 % of these steps went beyond: what was
+    normal before is no outlier (bimodal losses, heavy tails)."""
     min_ratio: float = 2.0
     """The limit is at least this multiple of the course, however calm the metric is: single batches
     of clean runs reach 1.9 times their neighbours' loss."""
@@ -58,6 +60,10 @@ class SpikeConfig:
         if not 8 <= self.warm_up <= self.window:
             raise ConfigError(
                 f"spike.warm_up is {self.warm_up}; it must be 8 to spike.window ({self.window})"
+            )
+        if self.tail < self.window:
+            raise ConfigError(
+                f"spike.tail is {self.tail}; it must be at least spike.window ({self.window})"
             )
         if not 1 <= self.course <= self.warm_up:
             raise ConfigError(
@@ -101,6 +107,7 @@ class SpikeDetector:
         self._config = config or (LOSS_DEFAULTS if metric == "loss" else GRAD_NORM_DEFAULTS)
         self._window = RobustWindow(self._config.window)
         self._deviations = RobustWindow(self._config.window)
+        self._tail = RobustWindow(self._config.tail)
         self._course = RobustWindow(self._config.course)
         self._outliers: list[float] = []
         self._held: list[float] = []
@@ -148,7 +155,7 @@ class SpikeDetector:
         course = self._course.median()
         if window.smallest > 0.0:
             noise = config.sigmas * SIGMA_PER_MAD * self._deviations.median()
-            tail = config.headroom * self._deviations.upper(0.05)
+            tail = config.headroom * self._tail.upper(0.02)
             ratio = math.exp(min(max(noise, tail), _LARGEST_EXPONENT))
             return (
                 min(course * max(ratio, config.doubt_ratio), _LARGEST),
@@ -162,6 +169,7 @@ class SpikeDetector:
         """Forget the reference, and have no limit for the next ``steps`` steps and a warm-up."""
         self._window.clear()
         self._deviations.clear()
+        self._tail.clear()
         self._course.clear()
         self._outliers.clear()
         self._held.clear()
@@ -184,7 +192,9 @@ class SpikeDetector:
     def _push(self, value: float) -> None:
         course = self._course.median() if len(self._course) else value
         if value > 0.0 and course > 0.0:
-            self._deviations.push(abs(math.log(value) - math.log(course)))
+            deviation = abs(math.log(value) - math.log(course))
+            self._deviations.push(deviation)
+            self._tail.push(deviation)
         self._window.push(value)
         self._course.push(value)
         self._outliers.clear()
@@ -252,6 +262,7 @@ class SpikeDetector:
         return {
             "window": self._window.values(),
             "deviations": self._deviations.values(),
+            "tail": self._tail.values(),
             "course": self._course.values(),
             "outliers": list(self._outliers),
             "held": list(self._held),
@@ -264,6 +275,7 @@ class SpikeDetector:
         """Go on as the detector that gave ``state``."""
         self._window.restore(state["window"])
         self._deviations.restore(state["deviations"])
+        self._tail.restore(state["tail"])
         self._course.restore(state["course"])
         self._outliers = [float(value) for value in state["outliers"]]
         self._held = [float(value) for value in state["held"]]
