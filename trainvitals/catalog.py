@@ -70,34 +70,83 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step("learning_rate", "", "Learning rate of the first parameter group, as applied."),
     _step("lr_factor", "ratio", "Factor the ladder puts on the learning rate; 1 is untouched."),
     _step("loss_scale", "", "Loss scale of the gradient scaler."),
-    _step("verdict", "", "Bits: 1 loss and 2 gradients non-finite, 4 loss and 8 norm outlier, "
-          "16 scaler overflow, 32 a rank failed to prepare.", dtype="i8"),
+    _step(
+        "verdict",
+        "",
+        "Bits: 1 loss and 2 gradients non-finite, 4 loss and 8 norm outlier, "
+        "16 scaler overflow, 32 a rank failed to prepare.",
+        dtype="i8",
+    ),
     _step("skipped", "", "1 where the update was not applied.", dtype="i8"),
     _step("culprit_rank", "", "Rank that alone made the step bad, or -1.", dtype="i8"),
-    _step("nonfinite_params", "", "Ranks that found non-finite parameters; measured after a bad "
-          "step only.", dtype="i8"),
+    _step(
+        "nonfinite_params",
+        "",
+        "Ranks that found non-finite parameters; measured after a bad step only.",
+        dtype="i8",
+    ),
     _step("readback_lag", "", "Steps between an update and its handling on the host.", dtype="i8"),
-    _step("tokens_seen", "tokens", "Tokens consumed, skipped steps included, over all ranks.",
-          dtype="i8", kind="counter", name="train_tokens_total"),
-    _step("tokens_trained", "tokens", "Tokens whose update was applied.", dtype="i8",
-          kind="counter", name="train_tokens_trained_total"),
+    _step(
+        "tokens_seen",
+        "tokens",
+        "Tokens consumed, skipped steps included, over all ranks.",
+        dtype="i8",
+        kind="counter",
+        name="train_tokens_total",
+    ),
+    _step(
+        "tokens_trained",
+        "tokens",
+        "Tokens whose update was applied.",
+        dtype="i8",
+        kind="counter",
+        name="train_tokens_trained_total",
+    ),
     _step("tokens_per_second", "tokens", "Tokens of all ranks per second of the step."),
-    _step("mfu_ratio", "ratio", "Model FLOPs utilization, 0 to 1; absent where the peak of the "
-          "device is unknown."),
+    _step(
+        "mfu_ratio",
+        "ratio",
+        "Model FLOPs utilization, 0 to 1; absent where the peak of the device is unknown.",
+    ),
     _step("rank_loss", "", "This rank's own loss.", scope="rank"),
-    _step("step_duration_seconds", "seconds", "Wall time from the end of the last step to the end "
-          "of this one.", scope="rank"),
-    _step("data_wait_seconds", "seconds", "Part of the step spent waiting for the next batch.",
-          scope="rank"),
-    _step("monitor_seconds", "seconds", "Part of the step spent inside Vitals on the host.",
-          scope="rank"),
-    _step("memory_allocated_bytes", "bytes", "Device memory in tensors at the end of the step.",
-          scope="rank"),
-    _step("memory_peak_bytes", "bytes", "Peak device memory in tensors since the run started.",
-          scope="rank"),
+    _step(
+        "step_duration_seconds",
+        "seconds",
+        "Wall time from the end of the last step to the end of this one.",
+        scope="rank",
+    ),
+    _step(
+        "data_wait_seconds",
+        "seconds",
+        "Part of the step spent waiting for the next batch.",
+        scope="rank",
+    ),
+    _step(
+        "monitor_seconds",
+        "seconds",
+        "Part of the step spent inside Vitals on the host.",
+        scope="rank",
+    ),
+    _step(
+        "memory_allocated_bytes",
+        "bytes",
+        "Device memory in tensors at the end of the step.",
+        scope="rank",
+    ),
+    _step(
+        "memory_peak_bytes",
+        "bytes",
+        "Peak device memory in tensors since the run started.",
+        scope="rank",
+    ),
     _step("epoch", "", "Epoch of the batch.", scope="rank", dtype="i8"),
-    _step("batch_index", "", "Index of the batch in its epoch: which data fed this step.",
-          scope="rank", dtype="i8"),
+    _step(
+        "batch_index",
+        "",
+        "Index of the batch in its epoch: which data fed this step.",
+        scope="rank",
+        dtype="i8",
+    ),
 )
 
 ROW_COLUMNS: tuple[Column, ...] = (
@@ -171,8 +220,14 @@ GPU_METRICS: tuple[MetricSpec, ...] = (
     _host("gpu", "power_limit_watts", "watts", "Power limit in force."),
     _host("gpu", "sm_clock_hertz", "hertz", "Clock of the streaming multiprocessors."),
     _host("gpu", "throttle_reasons", "", "NVML bit mask of clock throttle reasons.", dtype="i8"),
-    _host("gpu", "ecc_uncorrected_errors", "", "Uncorrected memory errors since the driver "
-          "loaded.", dtype="i8", kind="counter"),
+    _host(
+        "gpu",
+        "ecc_uncorrected_errors",
+        "",
+        "Uncorrected memory errors since the driver loaded.",
+        dtype="i8",
+        kind="counter",
+    ),
 )
 
 NODE_METRICS: tuple[MetricSpec, ...] = (
@@ -187,8 +242,13 @@ NODE_METRICS: tuple[MetricSpec, ...] = (
 
 PROCESS_METRICS: tuple[MetricSpec, ...] = (
     _host("process", "alive", "", "1 while the rank's process exists.", dtype="i8"),
-    _host("process", "cpu_seconds", "seconds", "CPU time of the rank, user and system.",
-          kind="counter"),
+    _host(
+        "process",
+        "cpu_seconds",
+        "seconds",
+        "CPU time of the rank, user and system.",
+        kind="counter",
+    ),
     _host("process", "resident_memory_bytes", "bytes", "Resident memory of the rank."),
     _host("process", "threads", "", "Threads of the rank.", dtype="i8"),
     _host("process", "open_fds", "", "Open file descriptors of the rank.", dtype="i8"),
@@ -201,14 +261,17 @@ def _samples(stream: str, keys: tuple[Column, ...], metrics: tuple[MetricSpec, .
 
 GPU_SCHEMA = _samples("gpu", (), GPU_METRICS)
 NODE_SCHEMA = _samples("node", (), NODE_METRICS)
-PROCESS_SCHEMA = _samples(
-    "process", (Column("rank", "i8"), Column("pid", "i8")), PROCESS_METRICS
-)
+PROCESS_SCHEMA = _samples("process", (Column("rank", "i8"), Column("pid", "i8")), PROCESS_METRICS)
 """Node and process rows carry step -1 and attempt 0: they are ordered by time, not by step."""
 
 
 def _plain(
-    name: str, scope: Scope, text: str, *, kind: Kind = "counter", unit: str = "",
+    name: str,
+    scope: Scope,
+    text: str,
+    *,
+    kind: Kind = "counter",
+    unit: str = "",
     labels: tuple[str, ...] = (),
 ) -> MetricSpec:
     return MetricSpec(name=name, help=text, unit=unit, kind=kind, scope=scope, labels=labels)
@@ -219,39 +282,85 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain("train_steps_total", "run", "Attempted steps seen.", labels=("run",)),
     _plain("train_skipped_steps_total", "run", "Updates not applied.", labels=("run", "reason")),
     _plain("train_rollbacks_total", "run", "Rollbacks done.", labels=("run", "reason")),
-    _plain("train_nonfinite_total", "run", "Steps with a non-finite loss or gradient.",
-           labels=("run",)),
-    _plain("train_run_state", "run", "1 for the run's present state.", kind="gauge",
-           labels=("run", "state")),
-    _plain("train_run_info", "run", "Attributes of a run; the value is 1.", kind="info",
-           labels=("run", "name", "project", "mode")),
-    _plain("train_swallowed_errors_total", "hooks", "Errors of Vitals kept from the loop.",
-           labels=("run", "where")),
-    _plain("agent_up_timestamp_seconds", "agent", "When the agent last finished a cycle.",
-           kind="gauge", unit="seconds"),
+    _plain(
+        "train_nonfinite_total", "run", "Steps with a non-finite loss or gradient.", labels=("run",)
+    ),
+    _plain(
+        "train_run_state",
+        "run",
+        "1 for the run's present state.",
+        kind="gauge",
+        labels=("run", "state"),
+    ),
+    _plain(
+        "train_run_info",
+        "run",
+        "Attributes of a run; the value is 1.",
+        kind="info",
+        labels=("run", "name", "project", "mode"),
+    ),
+    _plain(
+        "train_swallowed_errors_total",
+        "hooks",
+        "Errors of Vitals kept from the loop.",
+        labels=("run", "where"),
+    ),
+    _plain(
+        "agent_up_timestamp_seconds",
+        "agent",
+        "When the agent last finished a cycle.",
+        kind="gauge",
+        unit="seconds",
+    ),
     _plain("agent_spool_bytes", "agent", "Bytes in the spool.", kind="gauge", unit="bytes"),
     _plain("agent_spooled_rows_total", "agent", "Rows written to the spool."),
     _plain("agent_shipped_rows_total", "agent", "Rows the collector has stored."),
-    _plain("agent_dropped_rows_total", "agent", "Rows lost before the spool, or dropped from it "
-           "when it was full."),
-    _plain("agent_corrupt_rows_total", "agent", "Rows or batches set aside because a checksum did "
-           "not hold."),
+    _plain(
+        "agent_dropped_rows_total",
+        "agent",
+        "Rows lost before the spool, or dropped from it when it was full.",
+    ),
+    _plain(
+        "agent_corrupt_rows_total",
+        "agent",
+        "Rows or batches set aside because a checksum did not hold.",
+    ),
     _plain("agent_ship_errors_total", "agent", "Failed tries to reach the collector."),
     _plain("agent_commands_total", "agent", "Commands put into mailboxes."),
-    _plain("agent_part_failures_total", "agent", "Failures that one part of the agent kept from "
-           "the others.", labels=("part",)),
+    _plain(
+        "agent_part_failures_total",
+        "agent",
+        "Failures that one part of the agent kept from the others.",
+        labels=("part",),
+    ),
     _plain("collector_ingested_rows_total", "collector", "New rows stored."),
     _plain("collector_duplicate_rows_total", "collector", "Rows received again and not stored."),
-    _plain("collector_lost_rows_total", "collector", "Rows that never came: gaps in sequence "
-           "numbers.", labels=()),
-    _plain("collector_rejected_batches_total", "collector", "Batches refused.",
-           labels=("reason",)),
-    _plain("collector_alert_firing", "collector", "1 while the alert fires.", kind="gauge",
-           labels=("run", "alert", "severity")),
-    _plain("collector_alerts_total", "collector", "Alerts that began to fire.",
-           labels=("alert", "severity")),
-    _plain("collector_notifications_total", "collector", "Notifications by outcome.",
-           labels=("notifier", "outcome")),
+    _plain(
+        "collector_lost_rows_total",
+        "collector",
+        "Rows that never came: gaps in sequence numbers.",
+        labels=(),
+    ),
+    _plain("collector_rejected_batches_total", "collector", "Batches refused.", labels=("reason",)),
+    _plain(
+        "collector_alert_firing",
+        "collector",
+        "1 while the alert fires.",
+        kind="gauge",
+        labels=("run", "alert", "severity"),
+    ),
+    _plain(
+        "collector_alerts_total",
+        "collector",
+        "Alerts that began to fire.",
+        labels=("alert", "severity"),
+    ),
+    _plain(
+        "collector_notifications_total",
+        "collector",
+        "Notifications by outcome.",
+        labels=("notifier", "outcome"),
+    ),
     _plain("collector_commands_total", "collector", "Commands by status.", labels=("status",)),
 )
 

@@ -12,7 +12,7 @@ VitalsError
 |-- TransportError             V4xx  the other side did not answer, or refused
 |   `-- UnauthorizedError      V41x  the token is missing, wrong, or lacks the scope
 |-- CheckpointError            V5xx  no checkpoint can be saved, verified or restored
-`-- TrainingHalted             V6xx  the ladder stopped the run; the only error ``Monitor.step`` raises
+`-- TrainingHalted             V6xx  the ladder stopped the run; all that ``Monitor.step`` raises
 
 A code never changes its meaning. The text says what happened, the value met, what was expected,
 and the hint the way out.
@@ -104,7 +104,7 @@ class CheckpointError(VitalsError):
     code = "V500"
 
 
-class TrainingHalted(VitalsError):
+class TrainingHalted(VitalsError):  # noqa: N818 - it is how a run ends, not a fault
     """The ladder stopped the run: budgets are spent or an operator said halt."""
 
     code = "V600"

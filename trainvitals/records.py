@@ -12,6 +12,7 @@ does not know. A row of zeros (preallocated, never written) fails its checksum.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -49,13 +50,13 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Raise FormatError unless the kind is ``f8``, ``i8`` or ``S<multiple of 8>``."""
-        sized = self.kind[1:]
-        if self.kind in ("f8", "i8"):
+        sized = re.fullmatch("S([0-9]{1,4})", self.kind)
+        size = int(sized[1]) if sized else 0
+        if self.kind in ("f8", "i8") or (0 < size <= 4096 and size % 8 == 0):
             return
-        if self.kind.startswith("S") and sized.isdigit() and 0 < int(sized) <= 4096:
-            if int(sized) % 8 == 0:
-                return
-        raise FormatError(f"column {self.name!r} has type {self.kind!r}; known are f8, i8 and S<8n>")
+        raise FormatError(
+            f"column {self.name!r} has type {self.kind!r}; known are f8, i8 and S<8n>"
+        )
 
 
 class Schema(msgspec.Struct, frozen=True, dict=True):
@@ -97,14 +98,14 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def dtype(self) -> np.dtype[np.void]:
-        """Numpy structured type of a row: read a batch with ``np.frombuffer(rows, schema.dtype)``."""
+        """Numpy structured type of a row, for ``np.frombuffer(rows, schema.dtype)``."""
         head = [("crc", "<u4"), ("zero", "<u4"), ("seq", "<i8")]
         valid = [("validity", "<u8", (self.num_validity_words,))]
         body = [
             (f"c{i}", c.kind if c.kind.startswith("S") else "<" + c.kind)
             for i, c in enumerate(self.columns)
         ]
-        return np.dtype(head + valid + body)  # type: ignore[arg-type]
+        return np.dtype(head + valid + body)
 
     @cached_property
     def _struct(self) -> struct.Struct:
@@ -301,13 +302,13 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: step, attempt and times are columns of the event's row, not of its body."""
 
 
-class RunStarted(_Event):
+class RunStarted(_Event, frozen=True, kw_only=True):
     """First event of each incarnation of global rank 0."""
 
     info: RunInfo
 
 
-class RankStarted(_Event):
+class RankStarted(_Event, frozen=True, kw_only=True):
     """First event of every rank's incarnation."""
 
     rank: int
@@ -318,7 +319,7 @@ class RankStarted(_Event):
     gpu_uuid: str = ""
 
 
-class AttemptStarted(_Event):
+class AttemptStarted(_Event, frozen=True, kw_only=True):
     """A new branch of the lineage begins."""
 
     id: int
@@ -327,32 +328,32 @@ class AttemptStarted(_Event):
     reason: str
 
 
-class NamesDefined(_Event):
+class NamesDefined(_Event, frozen=True, kw_only=True):
     """Gives the names behind the ids of the ``scalars`` or ``layers`` stream."""
 
     stream: str
     names: dict[int, str]
 
 
-class FindingRaised(_Event):
+class FindingRaised(_Event, frozen=True, kw_only=True):
     """A detector in the training loop spoke."""
 
     finding: Finding
 
 
-class DecisionMade(_Event):
+class DecisionMade(_Event, frozen=True, kw_only=True):
     """The ladder decided: an entry of the ledger."""
 
     decision: Decision
 
 
-class CommandAcknowledged(_Event):
+class CommandAcknowledged(_Event, frozen=True, kw_only=True):
     """A command was applied, refused, or came too late."""
 
     ack: CommandAck
 
 
-class CheckpointChanged(_Event):
+class CheckpointChanged(_Event, frozen=True, kw_only=True):
     """A checkpoint or snapshot changed state."""
 
     checkpoint_id: str
@@ -363,7 +364,7 @@ class CheckpointChanged(_Event):
     detail: str = ""
 
 
-class DataWindowSkipped(_Event):
+class DataWindowSkipped(_Event, frozen=True, kw_only=True):
     """Batches that training moved past, by index in the epoch: first inclusive, last exclusive."""
 
     epoch: int
@@ -372,14 +373,14 @@ class DataWindowSkipped(_Event):
     reason: str
 
 
-class ChangeExpected(_Event):
+class ChangeExpected(_Event, frozen=True, kw_only=True):
     """The user announced a planned change: finite rules take a new baseline."""
 
     reason: str
     steps: int
 
 
-class Note(_Event):
+class Note(_Event, frozen=True, kw_only=True):
     """Something worth a line: said once, with a stable code."""
 
     code: str
@@ -387,7 +388,7 @@ class Note(_Event):
     severity: Literal["info", "warning", "error"] = "info"
 
 
-class RunEnded(_Event):
+class RunEnded(_Event, frozen=True, kw_only=True):
     """Last event of an incarnation that could say goodbye."""
 
     state: Literal["finished", "halted", "interrupted", "failed"]

@@ -79,7 +79,7 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[AttemptView, ...]
     sources: tuple[SourceView, ...]
     metrics: tuple[str, ...]
-    """Series there are: ``stream.column`` (``steps.loss``, ``gpu.power_watts``, ``scalars.NAME``)."""
+    """Series there are: ``stream.column`` (``steps.loss``, ``gpu.power_watts``, ``scalars.X``)."""
 
 
 class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "up": ("up", "run"),
     "doctor": ("doctor",),
     "agent": ("agent",),
-    "collector": ("collector", "runs", "show", "why", "tail", "alerts", "command"),
+    "collector": ("collector", "runs", "show", "why", "tail", "replay", "alerts", "command"),
     "dashboard": ("dashboard",),
     "deploy": ("deploy",),
 }
