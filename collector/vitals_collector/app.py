@@ -23,10 +23,19 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
+from vitals_collector.api_control import control_router
 from vitals_collector.api_query import query_router
 from vitals_collector.auth import Gate, access_config, load_or_create_tokens, require
+from vitals_collector.engine import Acting, EngineConfig, assemble
+from vitals_collector.exposition import StoreCollector, metrics_router
 from vitals_collector.folder import FolderIngest
 from vitals_collector.ingest import ingest
+from vitals_collector.notifiers import (
+    AlertmanagerNotifier,
+    LogNotifier,
+    Notifier,
+    WebhookNotifier,
+)
 from vitals_collector.query import Query
 from vitals_collector.store import Store, ensure_data_dir, open_data_store, open_store
 from vitals_collector.web import answers, document, problem, problem_of, reply, takes
@@ -53,6 +62,10 @@ class CollectorSettings:
     """Other names it is called by, for the ``Host`` check."""
     origins: tuple[str, ...] = ()
     """Foreign origins whose pages may call it."""
+    webhooks: tuple[str, ...] = ()
+    """Addresses that alerts are posted to as JSON."""
+    alertmanager: str = ""
+    """Address of an Alertmanager, which then routes, groups and silences."""
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
 
@@ -70,22 +83,15 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     store = open_store(settings.database) if settings.database else open_data_store(settings.data)
     try:
         folder = FolderIngest(store, settings.folders)
+        acting = _acting(store, settings, clock)
         app = FastAPI(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
             redoc_url=None,
-            lifespan=_lifespan(store, folder, settings),
+            lifespan=_lifespan(store, folder, acting, settings),
         )
-        query = Query(
-            store,
-            clock=clock,
-            lost_after_seconds=settings.lost_after_seconds,
-            up_since_unix_ns=clock.time_ns(),
-        )
-        app.state.store, app.state.query = store, query
-        app.include_router(_ingest_router(store, clock))
-        app.include_router(query_router(query, guard=require("read")))
+        _add_routes(app, store, acting, clock, settings)
         _answer_errors(app)
         document(app)
         access = access_config(
@@ -98,8 +104,41 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     return app
 
 
+def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
+    notifiers: list[Notifier] = [LogNotifier()]
+    notifiers += [WebhookNotifier(url) for url in settings.webhooks]
+    if settings.alertmanager:
+        notifiers.append(AlertmanagerNotifier(settings.alertmanager, clock=clock))
+    return assemble(
+        store,
+        notifiers,
+        clock=clock,
+        config=EngineConfig(lost_after_seconds=settings.lost_after_seconds),
+        up_since_unix_ns=clock.time_ns(),
+    )
+
+
+def _add_routes(
+    app: FastAPI, store: Store, acting: Acting, clock: Clock, settings: CollectorSettings
+) -> None:
+    since, lost_after = clock.time_ns(), settings.lost_after_seconds
+    query = Query(store, clock=clock, lost_after_seconds=lost_after, up_since_unix_ns=since)
+    exposed = StoreCollector(
+        store,
+        clock=clock,
+        acting=acting,
+        lost_after_seconds=lost_after,
+        up_since_unix_ns=since,
+    )
+    app.state.store, app.state.query, app.state.acting = store, query, acting
+    app.include_router(_ingest_router(store, clock))
+    app.include_router(query_router(query, guard=require("read")))
+    app.include_router(control_router(store, acting.inbox, clock=clock, folders=settings.folders))
+    app.include_router(metrics_router(exposed))
+
+
 def _lifespan(
-    store: Store, folder: FolderIngest, settings: CollectorSettings
+    store: Store, folder: FolderIngest, acting: Acting, settings: CollectorSettings
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -112,12 +151,14 @@ def _lifespan(
         )
         if settings.folders:
             follower.start()
+        acting.start()
         try:
             yield
         finally:
             stop.set()
             if settings.folders:
                 await run_in_threadpool(follower.join)
+            await run_in_threadpool(acting.close)
             store.close()
 
     return lifespan

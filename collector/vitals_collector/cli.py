@@ -5,13 +5,14 @@ from typing import Annotated
 
 import typer
 
-from vitals_collector import cli_read
+from vitals_collector import cli_control, cli_read
 
 
 def register(app: typer.Typer) -> None:
     """Add `vitals collector` and the commands that look back and act."""
     app.command("collector", epilog="Example: vitals collector --folder vitals_runs")(collector)
     cli_read.register(app)
+    cli_control.register(app)
 
 
 def collector(
@@ -19,7 +20,11 @@ def collector(
         Path | None, typer.Option(help="Its own folder [default: ~/.local/share/trainvitals].")
     ] = None,
     database: Annotated[
-        str, typer.Option(help="postgresql://USER@HOST/DB [default: an SQLite file in --data].")
+        str,
+        typer.Option(
+            help="postgresql://USER@HOST/DB [default: an SQLite file in --data].",
+            envvar="VITALS_COLLECTOR_DATABASE",  # a password belongs there, not on a command line
+        ),
     ] = "",
     listen: Annotated[
         str, typer.Option(help="HOST:PORT; port 0 takes a free one.")
@@ -38,6 +43,18 @@ def collector(
     ] = False,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    webhook: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Post alerts there as JSON; repeatable.", envvar="VITALS_COLLECTOR_WEBHOOK"
+        ),
+    ] = None,
+    alertmanager: Annotated[
+        str,
+        typer.Option(
+            help="Hand alerts to this Alertmanager.", envvar="VITALS_COLLECTOR_ALERTMANAGER"
+        ),
+    ] = "",
     lost_after: Annotated[
         float, typer.Option(help="Seconds of silence after which a run is lost.", min=1.0)
     ] = 60.0,
@@ -66,6 +83,8 @@ def collector(
         folders=tuple(folder or ()),
         bound=host,
         hosts=tuple(allow_host or ()),
+        webhooks=tuple(webhook or ()),
+        alertmanager=alertmanager,
         lost_after_seconds=lost_after,
     )
     log_to_stderr()
