@@ -472,13 +472,14 @@ def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
         row = memoryview(raw)[start : start + schema.row_size]
         seq = schema.seq_of(row)
         fields = schema.unpack(row)
-        part, num, length = (int(fields.get(n, 0)) for n in ("part", "num_parts", "length"))  # type: ignore[arg-type]
+        part, num, length = (_whole(fields, name) for name in ("part", "num_parts", "length"))
         if part != expected:
             pending, expected = b"", 0
             if part != 0:
                 continue
+        payload = fields.get("payload")
         rest = min(length - part * EVENT_PAYLOAD_BYTES, EVENT_PAYLOAD_BYTES)
-        pending += bytes(fields["payload"])[:rest].ljust(rest, b"\0")  # type: ignore[arg-type]
+        pending += (payload if isinstance(payload, bytes) else b"")[:rest].ljust(rest, b"\0")
         expected = part + 1
         if expected < num:
             continue
@@ -493,8 +494,14 @@ def _event_row(seq: int, fields: dict[str, Value], payload: bytes) -> EventRow:
         event = None
     return EventRow(
         seq=seq,
-        step=int(fields["step"]),  # type: ignore[arg-type]
-        attempt=int(fields["attempt"]),  # type: ignore[arg-type]
-        time_unix_ns=int(fields["time_unix_ns"]),  # type: ignore[arg-type]
+        step=_whole(fields, "step"),
+        attempt=_whole(fields, "attempt"),
+        time_unix_ns=_whole(fields, "time_unix_ns"),
         event=event,
     )
+
+
+def _whole(fields: dict[str, Value], name: str) -> int:
+    """The column's value, 0 where a foreign writer left it out: no ingest may fail by it."""
+    value = fields.get(name)
+    return value if isinstance(value, int) else 0

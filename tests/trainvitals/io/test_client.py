@@ -207,7 +207,7 @@ def test_a_collector_that_does_not_answer_is_given_up() -> None:
         client.runs()
 
 
-@pytest.mark.parametrize("url", ["", "localhost:80", "ftp://x", "http://", "http://x:99999999", "//x"])
+@pytest.mark.parametrize("url", ["", "localhost:80", "ftp://x", "http://", "http://x:abc", "//x"])
 def test_an_address_that_is_none_is_a_users_error(url: str) -> None:
     with pytest.raises(UsageError, match="must be http://host:port"):
         CollectorClient(url)

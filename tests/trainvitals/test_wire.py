@@ -1,0 +1,147 @@
+import zlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainvitals.errors import FormatError, NewerVersionError
+from trainvitals.identity import Identity
+from trainvitals.records import FORMAT_VERSION, Column, Schema
+from trainvitals.wire import (
+    MAGIC,
+    MAX_BODY_BYTES,
+    PREFIX,
+    Batch,
+    BatchHeader,
+    batch_size,
+    decode_batch,
+    encode_batch,
+)
+
+IDENTITY = Identity("01ARZ3NDEKTSV4RRFFQ69G5FAV", "0" * 16, "rank:0", "node-a")
+SCHEMA = Schema("steps", (Column("loss", "f8"), Column("step", "i8")))
+
+
+def a_header(num_rows: int = 1, **changes: object) -> BatchHeader:
+    header = BatchHeader(identity=IDENTITY, stream_schema=SCHEMA, first_seq=0, num_rows=num_rows)
+    return msgspec.structs.replace(header, **changes)
+
+
+def by_hand(head: object, body: bytes = b"") -> bytes:
+    raw = head if isinstance(head, bytes) else msgspec.msgpack.encode(head)
+    return PREFIX.pack(MAGIC, len(raw), len(body), zlib.crc32(body, zlib.crc32(raw))) + raw + body
+
+
+@given(
+    values=st.lists(st.tuples(st.none() | st.floats(), st.none() | st.integers(0, 9)), min_size=1),
+    first_seq=st.integers(0, 2**50),
+    dropped=st.integers(0, 9),
+)
+def test_a_batch_comes_back_byte_for_byte(
+    values: list[tuple[float | None, int | None]], first_seq: int, dropped: int
+) -> None:
+    rows = b"".join(SCHEMA.pack(first_seq + i, row) for i, row in enumerate(values))
+    header = a_header(len(values), first_seq=first_seq, dropped=dropped)
+    raw = encode_batch(header, rows)
+    assert len(raw) == batch_size(raw[: PREFIX.size])
+    assert Batch(header, rows) == decode_batch(raw)
+    assert ("steps", first_seq + len(values) - 1) == (header.stream, header.last_seq)
+
+
+@given(raw=st.binary(max_size=300))
+def test_arbitrary_bytes_are_a_format_error(raw: bytes) -> None:
+    for attempt in (raw, MAGIC + raw):
+        with pytest.raises(FormatError):
+            decode_batch(attempt)
+
+
+@given(head=st.binary(max_size=200), body=st.binary(max_size=50))
+def test_arbitrary_bytes_with_a_right_checksum_are_a_format_error(head: bytes, body: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode_batch(by_hand(head, body))
+
+
+JSON = st.recursive(
+    st.none() | st.integers(-5, 2**40) | st.text(max_size=5) | st.floats() | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+)
+
+
+@given(
+    key=st.sampled_from(
+        ["version", "identity", "stream_schema", "first_seq", "num_rows", "dropped"]
+    ),
+    value=JSON,
+)
+def test_a_header_with_an_odd_field_is_a_format_error_or_a_batch(key: str, value: object) -> None:
+    head = {**msgspec.to_builtins(a_header()), key: value}
+    try:
+        batch = decode_batch(by_hand(head, SCHEMA.pack(0, [1.0, 1])))
+    except FormatError:
+        return
+    assert batch.header.num_rows * batch.header.stream_schema.row_size == len(batch.rows)
+
+
+@given(data=st.data())
+def test_any_flipped_bit_is_found(data: st.DataObject) -> None:
+    raw = bytearray(encode_batch(a_header(), SCHEMA.pack(0, [1.0, 1])))
+    bit = data.draw(st.integers(0, 8 * len(raw) - 1))
+    raw[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(FormatError):
+        decode_batch(bytes(raw))
+
+
+def test_a_batch_torn_at_any_byte_is_a_format_error() -> None:
+    raw = encode_batch(a_header(), SCHEMA.pack(0, [1.0, 1]))
+    for size in range(len(raw)):
+        with pytest.raises(FormatError):
+            decode_batch(raw[:size])
+    with pytest.raises(FormatError, match="claims"):
+        decode_batch(raw + b"x")
+
+
+def test_unknown_fields_of_the_same_version_are_passed_over() -> None:
+    head = {
+        **msgspec.to_builtins(a_header()),
+        "later": [1, 2],
+        "identity": {**msgspec.to_builtins(IDENTITY), "also_later": 1},
+    }
+    assert a_header() == decode_batch(by_hand(head, SCHEMA.pack(0, [1.0, 1]))).header
+
+
+def test_a_newer_version_is_an_error_of_its_own() -> None:
+    with pytest.raises(NewerVersionError, match=f"reads up to {FORMAT_VERSION}") as caught:
+        decode_batch(by_hand({"version": FORMAT_VERSION + 1, "everything": "else"}))
+    assert "pip install" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_rows": 0},
+        {"num_rows": 2},
+        {"first_seq": -1},
+        {"dropped": -1},
+        {"identity": msgspec.structs.replace(IDENTITY, run_id="../../etc")},
+        {"identity": msgspec.structs.replace(IDENTITY, node="a/b")},
+        {"stream_schema": Schema("unheard", SCHEMA.columns)},
+        {"stream_schema": Schema("steps", (Column("a", "f8"), Column("a", "f8")))},
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_refused_both_ways(changes: dict[str, object]) -> None:
+    header, rows = a_header(**changes), SCHEMA.pack(0, [1.0, 1])
+    with pytest.raises(FormatError):
+        encode_batch(header, rows)
+    with pytest.raises(FormatError):
+        decode_batch(by_hand(header, rows))
+
+
+def test_a_batch_that_claims_too_much_is_refused_before_it_is_read() -> None:
+    with pytest.raises(FormatError, match="too large"):
+        batch_size(PREFIX.pack(MAGIC, 10, MAX_BODY_BYTES + 1, 0))
+    with pytest.raises(FormatError, match="too large"):
+        batch_size(PREFIX.pack(MAGIC, 1 << 30, 0, 0))
+    num = MAX_BODY_BYTES // SCHEMA.row_size + 1
+    with pytest.raises(FormatError, match="at most"):
+        encode_batch(a_header(num), bytes(num * SCHEMA.row_size))
