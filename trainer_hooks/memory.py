@@ -1,0 +1,56 @@
+"""How much memory this job may still take: the least that machine and cgroups leave it."""
+
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def host_memory_left(root: Path = _ROOT) -> int | None:
+    """Return the bytes that can still be taken; None where the system does not say.
+
+    File cache counts as free, since the kernel gives it up. Reads cgroup v2 and v1, at this
+    process's group and at all above it: in a container or a Slurm job the limit is seldom on the
+    lowest level.
+    """
+    known = [left for left in (_available(root), *_cgroups(root)) if left is not None]
+    return max(0, min(known)) if known else None
+
+
+def _available(root: Path) -> int | None:
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroups(root: Path) -> list[int | None]:
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            top = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        levels = [group, *(p for p in group.parents if p.is_relative_to(top))]
+        found += [_left_in(level, *names) for level in levels]
+    return found
+
+
+def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+    if not limit.isdigit() or not usage.isdigit():
+        return None  # no such file, or "max"
+    stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+    return int(limit) - int(usage) + int(stat.get(cache_name, 0))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # not this system's way of saying it; the others are asked too
+        return ""
