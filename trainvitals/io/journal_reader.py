@@ -65,8 +65,8 @@ class JournalReader:
             error, self._unsaid = self._unsaid, None
             raise error
         batches: list[Batch] = []
-        for stream, segments in sorted(listing.items()):
-            batches += self._read_stream(stream, segments, marker is not None, max_rows)
+        for _, segments in sorted(listing.items()):
+            batches += self._read_stream(segments, max_rows)
         return batches
 
     @property
@@ -77,8 +77,8 @@ class JournalReader:
             return False
         listing = list_segments(self.directory)
         self._learn(listing, closed=True)
-        for stream, segments in listing.items():
-            if any(self._rest(stream, path) for _, path in segments):
+        for segments in listing.values():
+            if any(self._rest(path) for _, path in segments):
                 return False
         for stream, end in marker.next_seq.items():
             self.dropped += max(0, end - self._next.get(stream, 0))
@@ -96,7 +96,7 @@ class JournalReader:
                 done = later[0].first_seq - 1 <= seq
             else:
                 done = closed and i + 1 == len(segments) and self._next.get(stream, 0) - 1 <= seq
-                done = done and not self._rest(stream, path)
+                done = done and not self._rest(path)
             if not done:
                 return
             path.unlink(missing_ok=True)
@@ -137,22 +137,19 @@ class JournalReader:
                     if closed or i + 1 < len(segments):
                         self.set_aside.add(path)
 
-    def _read_stream(
-        self, stream: str, segments: list[tuple[int, Path]], closed: bool, max_rows: int
-    ) -> list[Batch]:
+    def _read_stream(self, segments: list[tuple[int, Path]], max_rows: int) -> list[Batch]:
         batches: list[Batch] = []
-        for i, (_, path) in enumerate(segments):
-            sealed = closed or i + 1 < len(segments)
+        for _, path in segments:
             left = max_rows - sum(b.header.num_rows for b in batches)
             if left <= 0 or path not in self._known:
                 continue
             try:
-                batches += self._read_segment(path, left, sealed)
+                batches += self._read_segment(path, left)
             except FileNotFoundError:
                 continue  # evicted by the writer; the next row's number says how much went
         return batches
 
-    def _read_segment(self, path: Path, max_rows: int, sealed: bool) -> list[Batch]:
+    def _read_segment(self, path: Path, max_rows: int) -> list[Batch]:
         header, base, raw = self._new_rows(path)
         schema = header.stream_schema
         size = schema.row_size
@@ -163,9 +160,8 @@ class JournalReader:
             raw = self._new_rows(path)[2][: len(raw)]
             runs = list(runs_of_rows(schema, raw, base))
         batches: list[Batch] = []
-        for i, (begin, end) in enumerate(runs):
-            more = sealed or i + 1 < len(runs)
-            for first, last in _cuts(schema, raw, begin, end, max_rows, more=more):
+        for begin, end in runs:
+            for first, last in _cuts(schema, raw, begin, end, max_rows):
                 batches.append(self._batch(header, base + first, raw[first * size : last * size]))
                 max_rows -= last - first
                 if max_rows <= 0:
@@ -179,7 +175,7 @@ class JournalReader:
         start = offset + (base - header.first_seq) * schema.row_size
         return header, base, read_bytes(path, start, max(0, path.stat().st_size - start))
 
-    def _rest(self, stream: str, path: Path) -> bool:
+    def _rest(self, path: Path) -> bool:
         """Whether complete rows of this segment are still to be read."""
         if path not in self._known:
             return False
@@ -191,7 +187,7 @@ class JournalReader:
         return any(
             True
             for begin, end in runs_of_rows(schema, raw, base)
-            for _ in _cuts(schema, raw, begin, end, end - begin, more=True)
+            for _ in _cuts(schema, raw, begin, end, end - begin)
         )
 
     def _batch(self, header: SegmentHeader, first_seq: int, rows: bytes) -> Batch:
@@ -214,13 +210,10 @@ class JournalReader:
         )
 
 
-def _cuts(
-    schema: Schema, raw: bytes, begin: int, end: int, max_rows: int, *, more: bool
-) -> list[tuple[int, int]]:
+def _cuts(schema: Schema, raw: bytes, begin: int, end: int, max_rows: int) -> list[tuple[int, int]]:
     """Return where to cut a run of rows into batches; for events, only after an event's last row.
 
-    ``more`` says that nothing will be added to the run: then the rest of a torn event is left out
-    for good, and is not waited for.
+    The rows of an event that is not complete are left out: the rest comes, or its writer is dead.
     """
     limit = max(1, min(max_rows, MAX_BODY_BYTES // schema.row_size))
     if schema.stream != EVENT_SCHEMA.stream:

@@ -1,0 +1,86 @@
+"""Finds journals: which runs have one on this node, whose they are, and which are closed."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from trainvitals.errors import UsageError
+from trainvitals.identity import Identity, check_run_id
+from trainvitals.io.private import ensure_private_dir, open_private
+from trainvitals.io.segments import CLOSED, ClosedMarker
+
+
+class JournalRef(msgspec.Struct, frozen=True, order=True):
+    """A journal that was found: its folder, its run, and where the run's directory is, if known."""
+
+    run_id: str
+    directory: Path
+    run_dir: Path | None = None
+
+
+class _RunPointer(msgspec.Struct, frozen=True):
+    run_id: str
+    run_dir: str
+
+
+def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
+    """Make the run's folder under the private base, note where its run directory is, return it."""
+    folder = ensure_private_dir(base / check_run_id(run_id))
+    pointer = msgspec.json.encode(_RunPointer(run_id, str(run_dir.absolute())))
+    _write_small(folder / "run.json", pointer)
+    return folder
+
+
+def journal_directory(run_folder: Path, identity: Identity) -> Path:
+    """Return the folder of one writer's journal in the run's folder."""
+    return run_folder / f"{identity.source.replace(':', '-')}-{identity.incarnation}"
+
+
+def discover(base: Path) -> list[JournalRef]:
+    """Return the journals of all runs under the private base; what is not one is passed over."""
+    found: list[JournalRef] = []
+    for folder in _folders(base):
+        try:
+            check_run_id(folder.name)
+        except UsageError:
+            continue
+        run_dir = _run_dir_of(folder)
+        found += [JournalRef(folder.name, path, run_dir) for path in _folders(folder)]
+    return sorted(found)
+
+
+def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
+    """Put the closed marker: nothing will be written any more. For a writer that is known dead."""
+    _write_small(
+        directory / CLOSED, msgspec.json.encode(ClosedMarker(next_seq=dict(next_seq or {})))
+    )
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _run_dir_of(folder: Path) -> Path | None:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return Path(
+            msgspec.json.decode((folder / "run.json").read_bytes(), type=_RunPointer).run_dir
+        )
+    return None
+
+
+def _write_small(path: Path, raw: bytes) -> None:
+    """Write the file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, raw)
+    finally:
+        os.close(fd)
+    temporary.rename(path)
