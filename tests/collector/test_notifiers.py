@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from trainvitals.errors import ConfigError
+from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector import notifiers
 from vitals_collector.delivery import DispatchConfig, Dispatcher
@@ -28,22 +29,6 @@ from vitals_collector.notifiers import (
 
 RUN = "01JD0000000000000000000000"
 SECOND = 1_000_000_000
-
-
-class ManualClock:
-    def __init__(self, unix: float = 1_700_000_000.0) -> None:
-        self.unix_ns = int(unix * 1e9)
-        self.mono_ns = 0
-
-    def time_ns(self) -> int:
-        return self.unix_ns
-
-    def monotonic_ns(self) -> int:
-        return self.mono_ns
-
-    def advance(self, seconds: float) -> None:
-        self.unix_ns += int(seconds * 1e9)
-        self.mono_ns += int(seconds * 1e9)
 
 
 def alert(fingerprint: str = "f1", state: str = "firing", **changes) -> AlertView:
@@ -429,7 +414,7 @@ def alertmanager(tmp_path: Path) -> Iterator[str]:
 def test_a_real_alertmanager_takes_firing_and_resolved(alertmanager: str):
     import time
 
-    clock = ManualClock(time.time())
+    clock = ManualClock(time_ns=time.time_ns())
     notifier = AlertmanagerNotifier(alertmanager, clock=clock)
     started = clock.time_ns() - 10 * SECOND
     hostile = {"rank": "1", "note": '<script>"\n{{ template }}', "empty": ""}

@@ -1,0 +1,299 @@
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import select
+
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
+from trainvitals.alerting import Alert, alerts_for_run_state
+from trainvitals.errors import UsageError
+from trainvitals.testing import ManualClock
+from trainvitals.views import AckRequest, AlertView, RunState
+from vitals_collector.alerts import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.ingest import ingest
+from vitals_collector.metrics import UNKNOWN
+from vitals_collector.schema import audit
+from vitals_collector.store import Store, open_store
+
+
+class Desk:
+    """An inbox with a clock of its own, and what it told."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.clock = ManualClock()
+        self.told: list[tuple[str, str]] = []
+        self.hushed: list[str] = []
+        self.seq = 0
+        self.inbox = self.reopened()
+
+    def reopened(self) -> Inbox:
+        return Inbox(
+            self.store,
+            clock=self.clock,
+            tell=lambda view: self.told.append((view.name, view.state)),
+            hush=self.hushed.append,
+            config=InboxConfig(healthy_steps=10, lost_hold_seconds=15.0),
+        )
+
+    def skip(self, step: int, *, run: str = RUN, cause: str = "nonfinite_loss") -> Alert:
+        alert = Alert(
+            name="StepSkipped",
+            severity="log",
+            labels={"run": run, "cause": cause},
+            summary=f"loss is nan at {step}",
+            step=step,
+            point=True,
+        )
+        self.seq += 1
+        occurrence = Occurrence(run, self.clock.time_ns(), alert)
+        self.inbox.take([occurrence], cursor=("decisions/x", self.seq))
+        return alert
+
+    def look(self, state: RunState = "running", *, step: int = 0, trouble: int = -1) -> None:
+        now = RunNow(
+            run_id=RUN,
+            state=state,
+            last_step=step,
+            last_unhealthy_step=trouble,
+            conditions=alerts_for_run_state(state, run_id=RUN, step=step),
+        )
+        self.inbox.update([now])
+
+    def only(self) -> AlertView:
+        (view,) = self.inbox.listed()
+        return view
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    store = open_store("sqlite://")
+    for run in (RUN, OTHER_RUN):
+        ingest(store, Writer(run=run).steps([0]))
+    yield Desk(store)
+    store.close()
+
+
+# --------------------------------------------------------------------------------- point alerts
+
+
+def test_the_same_trouble_again_is_one_alert_told_once_that_moves_on(desk: Desk):
+    desk.skip(5)
+    desk.clock.advance(1)
+    desk.skip(7)
+    view = desk.only()
+    assert (7, "loss is nan at 7", "firing") == (view.step, view.summary, view.state)
+    assert 1 * SECOND == view.updated_unix_ns - view.started_unix_ns
+    assert [("StepSkipped", "firing")] == desk.told
+
+
+def test_another_cause_or_another_run_is_another_alert(desk: Desk):
+    desk.skip(5)
+    desk.skip(5, cause="loss_outlier")
+    desk.skip(5, run=OTHER_RUN)
+    assert 3 == len(desk.inbox.listed()) == len(desk.told)
+    assert 2 == len(desk.inbox.listed(run_id=RUN))
+
+
+def test_a_point_alert_resolves_after_healthy_steps_and_not_before(desk: Desk):
+    desk.skip(5)
+    for step, trouble, expected in ((14, 5, "firing"), (15, 6, "firing"), (16, 6, "resolved")):
+        desk.look(step=step, trouble=trouble)
+        assert expected == desk.only().state
+    assert [("StepSkipped", "firing"), ("StepSkipped", "resolved")] == desk.told
+    assert desk.only().ended_unix_ns == desk.clock.time_ns()
+
+
+def test_after_a_rollback_the_steps_must_pass_the_trouble_again(desk: Desk):
+    desk.skip(100)
+    desk.look(step=85, trouble=100)
+    assert "firing" == desk.only().state
+    desk.look(step=110, trouble=100)
+    assert "resolved" == desk.only().state
+
+
+def test_a_finished_run_has_nothing_left_to_fire(desk: Desk):
+    desk.skip(5)
+    desk.look("finished", step=6, trouble=5)
+    assert "resolved" == desk.only().state
+
+
+def test_trouble_that_comes_back_fires_anew_and_is_nobodys_yet(desk: Desk):
+    alert = desk.skip(5)
+    desk.inbox.acknowledge(alert.fingerprint, AckRequest(by="alice"))
+    desk.look(step=15, trouble=5)
+    desk.clock.advance(60)
+    desk.skip(90)
+    view = desk.only()
+    assert ("firing", "", None) == (view.state, view.acknowledged_by, view.ended_unix_ns)
+    assert desk.clock.time_ns() == view.started_unix_ns
+    assert ["firing", "resolved", "firing"] == [state for _, state in desk.told]
+    assert {("StepSkipped", "log"): 2} == desk.inbox.fired()
+
+
+# ----------------------------------------------------------------------------------- conditions
+
+
+def test_a_lost_run_is_pending_then_fires_and_resolves_when_it_speaks_again(desk: Desk):
+    timeline = []
+    for state, wait in (("lost", 10), ("lost", 4), ("lost", 1), ("lost", 60), ("running", 0)):
+        desk.look(state)
+        timeline.append(desk.only().state)
+        desk.clock.advance(wait)
+    assert ["pending", "pending", "pending", "firing", "resolved"] == timeline
+    assert [("RunLost", "firing"), ("RunLost", "resolved")] == desk.told
+
+
+def test_a_run_lost_for_a_moment_is_told_to_nobody(desk: Desk):
+    desk.look("lost")
+    desk.clock.advance(5)
+    desk.look("running")
+    assert ([], "resolved") == (desk.told, desk.only().state)
+
+
+def test_a_halted_run_fires_at_once_until_it_is_resumed(desk: Desk):
+    desk.look("halted", step=40)
+    view = desk.only()
+    assert ("TrainingHalted", "page", "firing", 40) == (
+        view.name,
+        view.severity,
+        view.state,
+        view.step,
+    )
+    desk.look("halted", step=40)
+    desk.look("running", step=41)
+    assert [("TrainingHalted", "firing"), ("TrainingHalted", "resolved")] == desk.told
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted", "running"])
+def test_an_end_that_was_meant_pages_nobody(desk: Desk, state: RunState):
+    desk.look(state)
+    assert () == desk.inbox.listed()
+
+
+def test_a_lost_run_that_turns_out_to_have_halted_is_one_page_at_a_time(desk: Desk):
+    for _ in range(2):
+        desk.look("lost")
+        desk.clock.advance(15)
+    desk.look("halted")
+    firing = [view.name for view in desk.inbox.listed(state="firing")]
+    assert ["TrainingHalted"] == firing
+
+
+# -------------------------------------------------------------------------- acknowledge, silence
+
+
+def test_an_acknowledgement_stays_while_the_alert_fires(desk: Desk):
+    alert = desk.skip(5)
+    desk.inbox.acknowledge(alert.fingerprint, AckRequest(by="alice", reason="looking"))
+    desk.skip(6)
+    assert "alice" == desk.only().acknowledged_by
+
+
+def test_a_silenced_alert_is_kept_and_told_to_nobody_until_the_silence_ends(desk: Desk):
+    alert = desk.skip(5)
+    request = AckRequest(by="alice", reason="known bug", silence_seconds=60)
+    view = desk.inbox.acknowledge(alert.fingerprint, request)
+    assert ("known bug", desk.clock.time_ns() + 60 * SECOND) == (
+        view.silence_reason,
+        view.silenced_until_unix_ns,
+    )
+    assert [alert.fingerprint] == desk.hushed
+    desk.look(step=15, trouble=5)
+    desk.skip(90)
+    assert [("StepSkipped", "firing")] == desk.told
+    assert ([], []) == desk.inbox.untold()
+    desk.clock.advance(60)
+    new, told = desk.inbox.untold()
+    assert ([90], []) == ([v.step for v in new], told)
+    assert "" == desk.only().silence_reason
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        AckRequest(by=""),
+        AckRequest(by=" "),
+        AckRequest(by="x" * 501),
+        AckRequest(by="a\nb"),
+        AckRequest(by="a", reason="\x1b[0m"),
+        AckRequest(by="a", silence_seconds=-1.0, reason="x"),
+        AckRequest(by="a", silence_seconds=float("nan"), reason="x"),
+        AckRequest(by="a", silence_seconds=float("inf"), reason="x"),
+        AckRequest(by="a", silence_seconds=31 * 86_400.0, reason="x"),
+        AckRequest(by="a", silence_seconds=60.0),
+    ],
+)
+def test_an_order_without_name_reason_or_end_is_refused(desk: Desk, request_: AckRequest):
+    alert = desk.skip(5)
+    with pytest.raises(UsageError):
+        desk.inbox.acknowledge(alert.fingerprint, request_)
+    assert ("", "") == (desk.only().acknowledged_by, desk.only().silence_reason)
+
+
+def test_an_alert_that_is_not_there_cannot_be_acknowledged(desk: Desk):
+    with pytest.raises(UsageError) as caught:
+        desk.inbox.acknowledge("../x", AckRequest(by="alice"))
+    assert caught.value.code == UNKNOWN
+
+
+def test_every_order_is_in_the_audit(desk: Desk):
+    alert = desk.skip(5)
+    desk.inbox.acknowledge(alert.fingerprint, AckRequest(by="alice"))
+    desk.inbox.acknowledge(
+        alert.fingerprint, AckRequest(by="bob", reason="noise", silence_seconds=60)
+    )
+    with desk.store.read() as connection:
+        query = select(audit.c.actor, audit.c.action).order_by(audit.c.id)
+        rows = [tuple(row) for row in connection.execute(query)]
+    assert [("alice", "acknowledge"), ("bob", "silence")] == rows
+
+
+# --------------------------------------------------------------------------------------- restart
+
+
+def test_what_was_not_settled_is_handed_out_again_after_a_restart(desk: Desk):
+    desk.skip(5)
+    view = desk.only()
+    restarted = desk.reopened()
+    assert ([view], []) == restarted.untold()
+    restarted.settle(view)
+    assert ([], [view]) == restarted.untold()
+
+
+def test_a_resolution_that_nobody_heard_is_handed_out_again(desk: Desk):
+    desk.skip(5)
+    desk.inbox.settle(desk.only())
+    desk.look(step=15, trouble=5)
+    assert ([desk.only()], []) == desk.reopened().untold()
+    desk.inbox.settle(desk.only())
+    assert ([], []) == desk.reopened().untold()
+
+
+def test_a_pending_alert_keeps_its_time_over_a_restart(desk: Desk):
+    desk.look("lost")
+    desk.clock.advance(15)
+    desk.inbox = desk.reopened()
+    desk.look("lost")
+    assert "firing" == desk.only().state
+
+
+def test_a_late_word_of_a_notifier_does_not_settle_a_newer_state(desk: Desk):
+    desk.skip(5)
+    fired = desk.only()
+    desk.look(step=15, trouble=5)
+    desk.inbox.settle(fired)
+    assert ([desk.only()], []) == desk.inbox.untold()
+
+
+def test_hostile_words_are_kept_as_words(desk: Desk):
+    alert = Alert(
+        name="StepSkipped",
+        severity="log",
+        labels={"run": RUN, "cause": "a\0b\"'<script>"},
+        summary="x\0" * 5_000,
+        step=1,
+        point=True,
+    )
+    desk.inbox.take([Occurrence(RUN, 0, alert)], cursor=("decisions/x", 1))
+    view = desk.only()
+    assert ("ab\"'<script>", "x" * 500) == (view.labels["cause"], view.summary)
