@@ -1,14 +1,29 @@
-"""Keeps states to go back to, and goes back: snapshots in memory, verified checkpoints on disk."""
+"""Keeps states to go back to, and goes back: snapshots in memory, checkpoints on disk.
+
+A rollback of a running job comes from memory: its snapshots change at the same step on all ranks.
+Checkpoints on disk are written from healthy snapshots, at each rank's own pace, for a relaunch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from torch import Tensor, nn
+
+from trainer_hooks.emit import Emitter
+from trainer_hooks.pack import Reduced
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.snapshots import Meta, SnapshotRing, num_slots
+from trainer_hooks.state import TrainingState
+from trainvitals.errors import CheckpointError, ConfigError
+from trainvitals.policy import CheckpointRef
+from trainvitals.records import CheckpointChanged, Decision, Note
+
 if TYPE_CHECKING:
-    pass
+    from trainer_hooks.monitor import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +32,134 @@ class CheckpointSettings:
 
     directory: Path
     """Folder for checkpoints on disk, seen by all ranks."""
+    healthy_after: int = 20
+    """Healthy steps after which a verified snapshot is healthy; at least the ladder's margin."""
+    snapshot_every: int = 0
+    """Steps between snapshots in memory; 0 takes ``healthy_after`` plus the readback lag, so that
+    two slots do."""
+    save_every: int = 200
+    """Steps between checkpoints on disk; each is a snapshot that became healthy."""
+    keep: int = 3
+    """Checkpoints kept on disk."""
+
+    def __post_init__(self) -> None:
+        least = {"healthy_after": 1, "snapshot_every": 0, "save_every": 1, "keep": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(
+                    f"checkpoints.{name} is {getattr(self, name)}; it must be at least {bound}"
+                )
 
 
 class Healer:
-    """Placeholder until snapshots land."""
+    """One rank's states to go back to, driven at the same steps on all ranks."""
 
-    snapshot_ok = False
+    def __init__(
+        self, settings: CheckpointSettings, ring: SnapshotRing, ranks: Ranks, emitter: Emitter
+    ) -> None:
+        self._settings = settings
+        self._ring = ring
+        self._ranks = ranks
+        self._emitter = emitter
+        self._wrong: tuple[int, Tensor] | None = None
 
     @classmethod
-    def make(cls, settings: CheckpointSettings, **parts: Any) -> Self:
-        """Make it."""
-        return cls()
+    def make(
+        cls,
+        settings: CheckpointSettings,
+        *,
+        model: nn.Module,
+        device: Device,
+        extra: Mapping[str, Any],
+        ranks: Ranks,
+        emitter: Emitter,
+    ) -> Self:
+        """Lay out the snapshots; the ranks agree that they fit into memory.
 
-    def first(self, attempt: int, meta: Callable[[], dict[str, Any]]) -> None:
-        """Take the state before the first step."""
+        Raises:
+            CheckpointError: on some rank they do not; raised on all of them.
+        """
+        state = TrainingState(
+            model, device.optimizers, device.schedulers, scaler=device.scaler, extra=extra
+        )
+        lag = device.readback.lag
+        interval = settings.snapshot_every or settings.healthy_after + lag
+        slots = num_slots(healthy_after=settings.healthy_after, lag=lag, interval=interval)
+        ring = SnapshotRing(
+            state, num_slots=slots, interval=interval, healthy_after=settings.healthy_after
+        )
+        _check_memory(ring, ranks)
+        if ranks.rank == 0:
+            text = (
+                f"{slots} snapshots, {ring.bytes() / 2**20:.1f} MiB a rank, every {interval} steps"
+            )
+            emitter.event(Note(code="snapshots", text=text), step=0, attempt=0)
+        return cls(settings, ring, ranks, emitter)
+
+    def first(self, step: int, attempt: int, meta: Meta) -> None:
+        """Take the state before the first step: healthy, so that protection starts at once."""
+        self._ring.take(step, attempt, meta, trusted=True)
+        self._ring.commit(step, ok=True)
+        self._say()
+
+    def before_update(self) -> None:
+        """Make the coming update wait, on the device, for a copy that is still under way."""
+        self._ring.before_update()
+
+    def after_step(self, next_step: int, attempt: int, meta: Callable[[], Meta]) -> None:
+        """Take a snapshot where one is due."""
+        if self._ring.due(next_step):
+            self._wrong = (next_step, self._ring.take(next_step, attempt, meta()))
+
+    def flag(self, step: int) -> Tensor | None:
+        """Return what is wrong with this rank's snapshot of ``step``; None where none is due."""
+        return self._wrong[1] if self._wrong is not None and self._wrong[0] == step else None
+
+    def returned(self, reduced: Reduced, *, step: int) -> None:
+        """All ranks' words on the snapshot of ``step`` are in: it is verified, or dropped."""
+        self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) == 0.0)
+
+    def promote(self, step: int, last_unhealthy_step: int) -> None:
+        """Let snapshots become healthy, and say what changed."""
+        self._ring.promote(step, last_unhealthy_step)
+        self._say()
+
+    def refs(self) -> tuple[CheckpointRef, ...]:
+        """Return what the ladder may go back to: equal on all ranks."""
+        return self._ring.refs()
+
+    def step_of(self, checkpoint_id: str) -> int:
+        """Return the step of a snapshot by its id; -2, which no checkpoint has, if unknown."""
+        return next((r.step for r in self.refs() if r.id == checkpoint_id), -2)
+
+    def roll_back(self, decision: Decision) -> Meta:
+        """Restore the decision's snapshot on this rank and return the meta it was taken with."""
+        self._wrong = None
+        restored = self._ring.restore(decision.checkpoint_id)
+        self._say()
+        return restored.meta
+
+    def close(self) -> None:
+        """Wait, for a bounded time, for what is being written."""
+
+    def _say(self) -> None:
+        for change in self._ring.take_changes():
+            if self._ranks.rank == 0:
+                announce(self._emitter, change)
+
+
+def announce(emitter: Emitter, change: CheckpointChanged) -> None:
+    """Write a checkpoint's change as an event of the branch that the checkpoint lies on."""
+    attempt = int(change.checkpoint_id.rpartition("-")[2])
+    emitter.event(change, step=change.checkpoint_step, attempt=attempt)
+
+
+def _check_memory(ring: SnapshotRing, ranks: Ranks) -> None:
+    error: CheckpointError | None = None
+    try:
+        ring.check_memory()
+    except CheckpointError as mine:
+        error = mine
+    refused = next((e for e in ranks.gather(error) if e is not None), None)
+    if refused is not None:
+        raise refused

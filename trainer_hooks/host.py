@@ -186,7 +186,7 @@ class Host:
                 )
             if judgement.ack is not None:
                 # Before the answer: no restart may take the same command again.
-                self.run_dir.append_plan({"command_number": judgement.ack.number})
+                self._write_plan()
                 self.acknowledge(judgement.ack, step=record.step)
 
     def _root_columns(
@@ -224,8 +224,7 @@ class Host:
             )
         if not decision.acted or decision.action in ("skip_step", "accept_level", "continue"):
             return now_step + 1
-        if self.is_root:
-            self.run_dir.append_plan({"facts": msgspec.to_builtins(self.judge.facts)})
+        self._write_plan()
         if decision.action == "halt":
             self._halt(decision)
         assert self.healer is not None, "only a run with checkpoints rolls back"
@@ -240,6 +239,14 @@ class Host:
         self._announce_attempt(decision)
         self.probe_parameters, self.digest = False, 0
         return decision.rollback_to_step
+
+    def _write_plan(self) -> None:
+        """Make durable what no restart may forget; not for a skip, which must not wait for a disk.
+
+        A relaunch is a new attempt: ledger entries stay apart even where a count is lost.
+        """
+        if self.is_root:
+            self.run_dir.append_plan({"facts": msgspec.to_builtins(self.judge.facts)})
 
     def _halt(self, decision: Decision) -> None:
         halted = TrainingHalted(

@@ -174,9 +174,10 @@ class Monitor:
             self._host_step(max_norm, weighted),
         )
         self._step += 1
-        if self._host.healer is not None:
-            self._host.healer.after_step(self._step, self.attempt, self._host.snapshot_meta)
         decision = self._host_side(ready, attempted)
+        if self._host.healer is not None:
+            # After the judgement: a snapshot that it proves healthy must not be evicted just before.
+            self._host.healer.after_step(self._step, self.attempt, self._host.snapshot_meta)
         return StepOutcome(step=attempted, next_step=self._step, decision=decision)
 
     # ---------------------------------------------------------------------------- one step
@@ -227,7 +228,7 @@ class Monitor:
             overflow=overflow,
             nonfinite_params=norms.nonfinite_parameters() if host.probe_parameters else None,
             num_gradients=num_gradients,
-            snapshot_ok=host.healer is not None and host.healer.snapshot_ok,
+            snapshot_wrong=None if host.healer is None else host.healer.flag(self._step),
             digest=host.digest,
         )
 
@@ -240,16 +241,20 @@ class Monitor:
         if max_norm is not None and grads and not skip_on_host:
             coefficient = clip_coefficient(verdict.grad_norm, max_norm)
             torch._foreach_mul_(grads, coefficient.to(grads[0].dtype))
+        if self._host.healer is not None:
+            self._host.healer.before_update()
         factor = self._host.judge.lr_factor_at(self._step)
-        for guard in device.guards:
-            guard.apply(bad, skip_on_host=skip_on_host, lr_factor=factor)
+        with self._clock.not_ours():
+            for guard in device.guards:
+                guard.apply(bad, skip_on_host=skip_on_host, lr_factor=factor)
         if guarding:
             device.shadow.put_back(bad)
         device.shadow.keep()
         if device.scaler is not None and device.scaler.is_enabled():
             device.scaler.update()
-        for scheduler in device.schedulers:
-            scheduler.step()
+        with self._clock.not_ours():
+            for scheduler in device.schedulers:
+                scheduler.step()
         for optimizer in device.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -259,7 +264,8 @@ class Monitor:
         if scale is None:
             device = self._device.norms.device
             return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
-        return scale.detach().to(torch.float64).reshape(1)
+        on_device: Tensor = scale.detach().to(torch.float64).reshape(1)
+        return on_device
 
     def _host_step(self, max_norm: float | None, weighted: bool) -> HostStep:
         clock = self._host.clock
@@ -337,9 +343,10 @@ class Monitor:
         with host.faults.fail_open("close"):
             while host.halted is None and (ready := self._device.readback.pop()) is not None:
                 host.handle(*ready, now_step=self._step)
+        if host.healer is not None:
+            host.healer.close()
         if host.is_root and host.halted is None:
-            state = "failed" if failed else "finished"
-            event = RunEnded(state=state, reason=failed)
+            event = RunEnded(state="failed" if failed else "finished", reason=failed)
             host.emitter.event(event, step=self._step, attempt=self.attempt)
         host.emitter.close()
         for call in self._on_close:

@@ -27,7 +27,7 @@ RANK_FIELDS = (
     "failed",  # the rank's prepare failed: its numbers do not count
     "num_gradients",
     "nonfinite_params",
-    "snapshot_ok",  # the rank holds the snapshot that was last taken
+    "snapshot_wrong",  # what is wrong with the snapshot that was just taken: 0 is nothing
     "digest",  # of the last verdict: a mismatch is an incident
 )
 ROOT_FIELDS = (
@@ -46,7 +46,7 @@ RankField = Literal[
     "failed",
     "num_gradients",
     "nonfinite_params",
-    "snapshot_ok",
+    "snapshot_wrong",
     "digest",
 ]
 
@@ -102,7 +102,7 @@ class Local:
     nonfinite_params: Tensor | None = None
     num_gradients: int = 0
     failed: bool = False
-    snapshot_ok: bool = False
+    snapshot_wrong: Tensor | None = None
     digest: int = 0
 
 
@@ -156,7 +156,6 @@ class Packer:
         numbers: dict[RankField, float] = {
             "failed": float(local.failed),
             "num_gradients": float(local.num_gradients),
-            "snapshot_ok": float(local.snapshot_ok),
             "digest": float(local.digest),
         }
         for field, number in numbers.items():
@@ -175,6 +174,8 @@ class Packer:
             pack[layout.mine("weight")] = local.weight
         if local.overflow is not None:
             pack[layout.mine("overflow")] = local.overflow.reshape(())
+        if local.snapshot_wrong is not None:
+            pack[layout.mine("snapshot_wrong")] = local.snapshot_wrong
         if local.nonfinite_params is not None:
             pack[layout.mine("nonfinite_params")] = local.nonfinite_params
         bad = ~torch.isfinite(self.squares).all()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
-from trainvitals.flops import peak_flops
 
 from trainvitals.clock import Clock
+from trainvitals.flops import peak_flops
 
 
 @dataclass(slots=True)
@@ -51,6 +52,15 @@ class StepClock:
     def enter(self) -> None:
         """Note that ``Monitor.step`` began."""
         self._entered = self.clock.monotonic_ns()
+
+    @contextmanager
+    def not_ours(self) -> Iterator[None]:
+        """Leave the body out of the time spent inside the monitor: the loop had it before."""
+        begin = self.clock.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._entered += self.clock.monotonic_ns() - begin
 
     def finish(self) -> tuple[float | None, float | None, float]:
         """Return (step, data wait, inside the monitor) in seconds and begin the next step."""

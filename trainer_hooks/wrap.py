@@ -120,14 +120,15 @@ def watch(
             ranks=ranks,
             emitter=emitter,
         )
+    judge = _judge(place, chosen)
     host = Host(
         mode=chosen,
         ranks=ranks,
         layout=device.packer.layout,
-        judge=_judge(place, chosen),
+        judge=judge,
         healer=healer,
         emitter=emitter,
-        inbox=_inbox(place, ranks, clock),
+        inbox=_inbox(place, ranks, clock, judge.facts.last_command),
         run_dir=place.run_dir,
         faults=faults,
         clock=clock,
@@ -147,7 +148,7 @@ def watch(
     )
     _say_hello(host, place, info)
     if healer is not None:
-        healer.first(place.attempt, host.snapshot_meta)
+        healer.first(0, place.attempt, host.snapshot_meta())
     if ranks.local_rank == 0:
         _start_agent(host, place, environ)
     return Monitor(device, host, tokens_per_step=tokens_per_step)
@@ -252,17 +253,16 @@ def _journal(
     return None
 
 
-def _inbox(place: _Place, ranks: Ranks, clock: Clock) -> Inbox | None:
+def _inbox(place: _Place, ranks: Ranks, clock: Clock, last_command: int) -> Inbox | None:
     if ranks.rank != 0:
         return None
-    applied = [entry.get("command_number", 0) for entry in place.run_dir.read_plan()]
     path = place.folder / "mailbox"
     return Inbox(
         mailbox=Mailbox.open(path) if path.exists() else Mailbox.create(path),
         key=place.run_dir.command_key(),
         run_id=place.run_dir.run_id,
         clock=clock,
-        last_number=max((int(cast(int, n)) for n in applied), default=0),
+        last_number=last_command,
     )
 
 

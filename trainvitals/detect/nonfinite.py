@@ -63,12 +63,14 @@ class NonFiniteDetector:
         )
 
     def _params(self, record: StepRecord) -> Finding:
+        ranks = record.nonfinite_ranks
         return Finding(
             kind="nonfinite_params",
             level="act",
             step=record.step,
             detector=self.name,
-            reason=f"parameters are non-finite, as {record.nonfinite_params} rank(s) found",
+            reason=f"parameters are non-finite on {record.nonfinite_params} rank(s)",
+            rank=ranks[0] if len(ranks) == 1 == record.nonfinite_params else -1,
             value=float(record.nonfinite_params),
             onset_step=record.step,
             cause="nonfinite_params",
