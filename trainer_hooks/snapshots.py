@@ -94,6 +94,10 @@ class _Slot:
         self._filled = list(live)
         return self._copied
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._buffers[key].nbytes for key in self._filled)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what was copied, once the copy is complete."""
         if self._copied is not None:
@@ -136,7 +140,7 @@ class Snapshot:
         """Size of the copied tensors."""
         if self._slot is None:
             return 0
-        return sum(t.numel() * t.element_size() for t in self._slot.tensors().values())
+        return self._slot.num_bytes
 
 
 class SnapshotRing:
@@ -156,7 +160,7 @@ class SnapshotRing:
                 " there must be at least 2 slots and an interval of at least 1"
             )
         self._state = state
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._interval = interval
         self._healthy_after = healthy_after
         self._side = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
@@ -172,7 +176,7 @@ class SnapshotRing:
 
     def bytes(self) -> int:
         """Return the memory that all slots need once the moments exist."""
-        return self._num_slots * self._state.bytes_when_warm()
+        return self.num_slots * self._state.bytes_when_warm()
 
     def check_memory(self, *, ranks_on_node: int = 1, left: int | None = None) -> None:
         """Refuse a ring that would take more than half of what the job may still take.
@@ -184,7 +188,7 @@ class SnapshotRing:
         needed = self.bytes() * ranks_on_node
         if left is not None and needed > left // 2:
             raise CheckpointError(
-                f"snapshots need {_gib(needed)} on this node ({self._num_slots} slots, "
+                f"snapshots need {_gib(needed)} on this node ({self.num_slots} slots, "
                 f"{ranks_on_node} ranks); half of the memory left to the job is {_gib(left // 2)}",
                 hint="a longer snapshot interval needs fewer slots (2 at least); or give the job "
                 "more memory; or use mode 'guard', which skips but does not roll back",
@@ -214,7 +218,7 @@ class SnapshotRing:
         name = f"memory-{step:08d}-{attempt}"
         entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta or {}, trusted=trusted)
         self._drop([e for e in self._entries if e.id == name], "taken again")
-        while len(self._entries) >= self._num_slots:
+        while len(self._entries) >= self.num_slots:
             self._evict()
         self._entries.append(entry)
         self._last_taken = step
@@ -251,7 +255,10 @@ class SnapshotRing:
     # ----------------------------------------------------------------------------- life cycle
 
     def commit(self, step: int, ok: bool) -> None:
-        """Settle the snapshot taken before ``step``: verified, or dropped as bad, on all ranks."""
+        """Settle the snapshot taken before ``step``: verified, or dropped as bad, on all ranks.
+
+        Where none is waiting for that verdict, nothing happens.
+        """
         for entry in [e for e in self._entries if e.step == step and e.state == "candidate"]:
             if not ok:
                 self._drop([entry], entry.failure or "not finite, or missing on a rank", "bad")
@@ -259,8 +266,9 @@ class SnapshotRing:
                 entry.state = "healthy" if entry.trusted else "verified"
                 self._note(entry)
 
-    def promote(self, current_step: int, last_unhealthy_step: int) -> None:
-        """Make healthy what is proven by the steps judged so far: see ``is_proven``."""
+    def promote(self, current_step: int, last_unhealthy_step: int) -> list[Snapshot]:
+        """Make healthy what the steps judged so far prove (see ``is_proven``), and return it."""
+        proven = []
         for entry in self._entries:
             if entry.state == "verified" and is_proven(
                 entry.step,
@@ -270,6 +278,8 @@ class SnapshotRing:
             ):
                 entry.state = "healthy"
                 self._note(entry)
+                proven.append(entry)
+        return proven
 
     def _evict(self) -> None:
         protected = self.newest_healthy()
@@ -293,6 +303,7 @@ class SnapshotRing:
                 checkpoint_step=entry.step,
                 state=entry.state,
                 where="memory",
+                num_bytes=entry.num_bytes,
                 detail=detail,
             )
         )
