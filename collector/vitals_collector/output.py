@@ -57,9 +57,12 @@ def moment(time_unix_ns: int) -> str:
     return then.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
+def printable(text: str) -> str:
+    """Return the text without control characters: no stranger's name may steer the terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def _cell(value: object) -> str:
     if value is None:
         return ""
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    # Names and reasons come from strangers: nothing of theirs may steer the terminal.
-    return "".join(c if c.isprintable() else " " for c in text)
+    return printable(f"{value:.6g}" if isinstance(value, float) else str(value))

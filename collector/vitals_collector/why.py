@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from trainvitals.views import DecisionView, FindingView, RunSummary, StepRow, StepView
+from vitals_collector.output import printable
 
 _VERDICT = (
     (1, "the loss was not finite"),
@@ -30,7 +31,7 @@ def explain(run: RunSummary, view: StepView, ledger: Sequence[DecisionView]) -> 
     if attempts and not view.findings and not view.decisions:
         parts.append("No detector raised anything about it and nothing was decided.")
     parts += _rolled_back(view.step, ledger)
-    return fill(" ".join(parts), width=96, break_long_words=False)
+    return fill(printable(" ".join(parts)), width=96, break_long_words=False)
 
 
 def _of_attempt(view: StepView, attempt: int) -> str:

@@ -52,7 +52,8 @@ class Served:
     def request(self, method: str, path: str, scope: str = "read", **how: Any) -> httpx.Response:
         """Return what the collector answers to one request."""
         token = getattr(self.tokens, scope, "")
-        headers = {"Authorization": f"Bearer {token}"} | how.pop("headers", {})
+        said = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = said | how.pop("headers", {})
         return httpx.request(method, self.url + path, headers=headers, trust_env=False, **how)
 
 

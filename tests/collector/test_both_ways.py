@@ -1,0 +1,226 @@
+"""The same batches over HTTP and through a shared folder: every answer must be the same."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.collector.conftest import Served
+from tests.collector.rows import RUN, SECOND, Writer
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Spool
+from trainvitals.records import (
+    AttemptStarted,
+    CheckpointChanged,
+    Decision,
+    DecisionMade,
+    Finding,
+    FindingRaised,
+    NamesDefined,
+    Note,
+    RankStarted,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+)
+from trainvitals.views import RunSummary
+from vitals_collector.app import CollectorSettings
+from vitals_collector.reading import Reader, open_reader
+
+Batches = dict[str, list[bytes]]
+"""What each node's agent has to tell."""
+
+
+def story() -> Batches:
+    """Return what two agents saw of a run on two nodes that rolled back once and finished."""
+    ranks = [Writer("rank:0", node="node-a"), Writer("rank:1", node="node-b")]
+    agents = [Writer("node:node-a", node="node-a"), Writer("node:node-b", node="node-b")]
+    told: Batches = {"node-a": [], "node-b": []}
+    finding = Finding(
+        kind="nonfinite", level="act", step=40, detector="nonfinite", reason="nan", value=math.nan
+    )
+    skip = Decision(
+        ledger_seq=1,
+        action="skip_step",
+        step=40,
+        decided_at_step=41,
+        attempt=1,
+        reason="the loss of step 40 is nan",
+        rule="nonfinite",
+        cause="nonfinite_loss",
+        rank=1,
+        evidence={"loss": math.nan, "limit": 3.0},
+    )
+    back = msgspec.structs.replace(
+        skip, ledger_seq=2, action="rollback", step=90, decided_at_step=91, rollback_to_step=60
+    )
+    a, b = told["node-a"], told["node-b"]
+    a.append(ranks[0].events(RunStarted(info=RunInfo(name="tiny", tags=("x",), world_size=2))))
+    a.append(ranks[0].events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
+    a.append(ranks[0].events(NamesDefined(stream="scalars", names={1: "val_loss"})))
+    b.append(
+        ranks[1].events(RankStarted(rank=1, local_rank=0, world_size=2, pid=101, node="node-b"))
+    )
+    for node, rank in zip((a, b), ranks, strict=True):
+        for first in range(0, 90, 30):
+            loss = [math.nan if s == 40 else 3.0 / (s + 1) for s in range(first, first + 30)]
+            node.append(rank.steps(range(first, first + 30), loss=loss, rank_loss=loss))
+    saved = CheckpointChanged(
+        checkpoint_id="c60", checkpoint_step=60, state="healthy", where="disk"
+    )
+    a.append(ranks[0].events(FindingRaised(finding=finding), DecisionMade(decision=skip), step=41))
+    a.append(ranks[0].events(saved, DecisionMade(decision=back), step=91))
+    a.append(ranks[0].events(AttemptStarted(id=2, parent=1, fork_step=60, reason="rollback")))
+    a.append(ranks[0].scalars(1, {50: 0.5, 100: 0.25}, attempt=2))
+    for node, rank, agent in zip((a, b), ranks, agents, strict=True):
+        rank.started += 100 * SECOND
+        node.append(rank.steps(range(60, 120), attempt=2, loss=0.01, rank_loss=0.02, lose=2))
+        node.append(agent.node_rows(range(0, 200, 20)))
+        node.append(agent.process_rows(10, {rank.identity.rank: (100, 1)}))
+        node.append(rank.events(Note(code="N1", text="bye"), RunEnded(state="finished"), step=119))
+    return told
+
+
+@contextmanager
+def over_http(told: Batches, tmp_path: Path) -> Iterator[Reader]:
+    """Two agents ship to one collector, one of them twice."""
+    with Served(CollectorSettings(data=tmp_path / "http")) as served:
+        with served.client("ingest") as client:
+            for node in ("node-a", "node-b", "node-a"):
+                for raw in told[node]:
+                    client.ingest(raw)
+        with served.client() as client:
+            yield client
+
+
+def _write(told: Batches, folder: Path) -> None:
+    for node, raws in told.items():
+        where = RunDir.create(folder, RUN).agent_dir(node) / "spool"
+        spool = Spool(where, max_bytes=1 << 24, keep=True, file_bytes=8_192)
+        for raw in raws:
+            spool.append(raw)
+        spool.close()
+
+
+@contextmanager
+def through_a_folder(told: Batches, tmp_path: Path) -> Iterator[Reader]:
+    """Two agents write into one shared folder; a third process reads it without any server."""
+    _write(told, tmp_path / "runs")
+    with open_reader(tmp_path / "runs") as opened:
+        yield opened.reader
+
+
+@contextmanager
+def through_a_collector_that_reads_the_folder(told: Batches, tmp_path: Path) -> Iterator[Reader]:
+    """As the dashboard does for a folder: a collector follows it and answers over HTTP."""
+    _write(told, tmp_path / "runs")
+    settings = CollectorSettings(data=tmp_path / "cache", folders=(tmp_path / "runs",))
+    with Served(settings) as served:
+        _first_poll(served)
+        with served.client() as client:
+            yield client
+
+
+def _first_poll(served: Served) -> None:
+    from vitals_collector.folder import FolderIngest
+
+    # The follower's first look may not have happened yet; looking as well is harmless.
+    FolderIngest(served.store, served.settings.folders).poll()
+
+
+WAYS = [over_http, through_a_folder, through_a_collector_that_reads_the_folder]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
+    with request.param(story(), tmp_path) as opened:
+        yield opened
+
+
+def test_the_run_is_told_as_it_was(reader: Reader):
+    (run,) = reader.runs()
+    assert ("tiny", "finished", 119, 0.01, 1, 1, 2) == (
+        run.name,
+        run.state,
+        run.last_step,
+        run.loss,
+        run.num_skips,
+        run.num_rollbacks,
+        run.num_attempts,
+    )
+
+
+def test_the_curve_is_the_stitched_lineage(reader: Reader):
+    found = reader.series(RUN, "steps.loss")
+    assert list(range(120)) == list(found.step)
+    assert [1] * 60 + [2] * 60 == list(found.attempt)
+    assert [(40, "nan")] == [(mark.step, mark.kind) for mark in found.nonfinite]
+    discarded = reader.series(RUN, "steps.rank_loss", source="rank:1", branch="discarded")
+    assert list(range(60, 90)) == list(discarded.step)
+
+
+def test_both_nodes_are_seen_and_lost_rows_are_counted(reader: Reader):
+    detail = reader.run(RUN)
+    assert [
+        ("node:node-a", "node-a", 11, 0),
+        ("node:node-b", "node-b", 11, 0),
+        ("rank:0", "node-a", 162, 2),
+        ("rank:1", "node-b", 153, 2),
+    ] == [(s.source, s.node, s.num_rows, s.num_lost_rows) for s in detail.sources]
+    assert {"steps.loss", "scalars.val_loss", "node.cpu_ratio", "process.alive"} < set(
+        detail.metrics
+    )
+
+
+def test_a_step_shows_both_ranks_and_what_was_decided(reader: Reader):
+    view = reader.step(RUN, 40)
+    assert ["rank:0", "rank:1"] == [row.source for row in view.rows]
+    assert [1] == [one.decision.rank for one in view.decisions]
+
+
+def test_all_ways_give_identical_answers(tmp_path: Path):
+    told = story()
+    answers = []
+    for i, way in enumerate(WAYS):
+        with way(told, tmp_path / str(i)) as reader:
+            answers.append([ask(reader) for ask in QUESTIONS])
+    for question, http, *others in zip(range(len(QUESTIONS)), *answers, strict=True):
+        for other in others:
+            assert http == other, f"question {question}"
+
+
+def _without_alerts(run: RunSummary) -> RunSummary:
+    """Alerts are what a collector makes of decisions; a folder read once makes none."""
+    return msgspec.structs.replace(run, num_firing_alerts=0)
+
+
+def _detail(reader: Reader) -> bytes:
+    detail = reader.run(RUN)
+    summary = _without_alerts(detail.summary)
+    return msgspec.json.encode(msgspec.structs.replace(detail, summary=summary))
+
+
+QUESTIONS: list[Callable[[Reader], object]] = [
+    lambda reader: msgspec.json.encode([_without_alerts(run) for run in reader.runs()]),
+    _detail,
+    lambda reader: msgspec.json.encode(reader.decisions(RUN)),
+    lambda reader: msgspec.json.encode(reader.findings(RUN)),
+    lambda reader: msgspec.json.encode(reader.checkpoints(RUN)),
+    lambda reader: msgspec.json.encode(sorted(reader.events(RUN), key=str)),
+    lambda reader: [msgspec.json.encode(reader.step(RUN, step)) for step in (0, 40, 75, 119)],
+    lambda reader: [
+        msgspec.json.encode(reader.series(RUN, metric, source=source, branch=branch, points=points))
+        for metric, source in (
+            ("steps.loss", ""),
+            ("steps.rank_loss", "rank:1"),
+            ("scalars.val_loss", ""),
+            ("node.cpu_ratio", "node:node-b"),
+            ("process.alive", "rank:1"),
+        )
+        for branch in ("lineage", "discarded", "all")
+        for points in (10, 1_000)
+    ],
+]

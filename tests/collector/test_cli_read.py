@@ -1,0 +1,224 @@
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.collector.conftest import Served
+from tests.collector.rows import OTHER_RUN, RUN, Writer
+from tests.collector.test_both_ways import story, through_a_folder
+from trainvitals.cli.main import main
+from trainvitals.errors import UsageError
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Spool
+from trainvitals.records import AttemptStarted, RunEnded, RunInfo, RunStarted
+from vitals_collector.output import Format
+from vitals_collector.reading import find_run, open_reader
+from vitals_collector.tail import Tail
+from vitals_collector.why import explain
+
+COMMANDS = ("collector", "runs", "show", "why", "tail")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder with the run of the story."""
+    with through_a_folder(story(), tmp_path):
+        return tmp_path / "runs"
+
+
+def vitals(*arguments: object) -> int:
+    """Run one command; return its exit code."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_a_folder_lists_its_runs(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("runs", runs)
+    header, line = capsys.readouterr().out.splitlines()
+    assert ["RUN", "NAME", "STATE"] == header.split()[:3]
+    assert [RUN, "tiny", "finished"] == line.split()[:3]
+
+
+def test_the_same_answer_comes_from_a_collector(served: Served, capsys: pytest.CaptureFixture[str]):
+    with served.client("ingest") as client:
+        client.ingest(Writer().events(RunStarted(info=RunInfo(name="tiny"))))
+    tokens = served.settings.data / "tokens.json"
+    where = ("--collector", served.url, "--token-file", tokens)
+    assert 0 == vitals("runs", *where, "--format", "json")
+    assert [RUN] == [run["run_id"] for run in json.loads(capsys.readouterr().out)]
+    assert 0 == vitals("show", "tiny", *where)
+    assert RUN in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", ["", "tiny", RUN, RUN[:12].lower()])
+def test_a_run_is_found_by_id_beginning_or_name(
+    runs: Path, run: str, capsys: pytest.CaptureFixture[str]
+):
+    arguments = (run,) if run else ()
+    assert 0 == vitals("show", *arguments, "--dir", runs)
+    said = capsys.readouterr().out
+    assert "skip_step" in said
+    assert "c60" in said
+
+
+def test_a_run_directory_can_be_given_itself(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("show", runs / RUN, "--format", "json")
+    shown = json.loads(capsys.readouterr().out)
+    assert {"run", "decisions", "checkpoints"} == set(shown)
+    assert ["skip_step", "rollback"] == [d["decision"]["action"] for d in shown["decisions"]]
+
+
+def test_a_curve_goes_out_as_csv(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("show", runs, "--metric", "steps.loss", "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert 120 == len(rows)
+    assert ("nan", "0.01") == (rows[40]["steps.loss"], rows[119]["steps.loss"])
+
+
+def test_why_tells_numbers_limits_findings_and_the_decision(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert 0 == vitals("why", runs, 40)
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        f"Step 40 of tiny ({RUN}).",
+        "the loss was nan (no limit yet)",
+        "nonfinite found nonfinite: nan.",
+        "skip_step by rule nonfinite, taken at step 41: the loss of step 40 is nan.",
+    ):
+        assert words in said, words
+
+
+def test_why_knows_a_step_that_a_rollback_took_back(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("why", runs, 75)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Trained 2 times; time 1: " in said
+    assert "A rollback about step 90 took this step back" in said
+    assert "No detector raised anything" in said
+
+
+def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
+    from tests.collector.test_query import query
+    from vitals_collector.ingest import ingest
+    from vitals_collector.store import open_store
+
+    store = open_store("sqlite://")
+    known = {"loss": 9.0, "loss_limit": 3.0, "verdict": 4, "skipped": 1, "culprit_rank": 1}
+    ingest(store, Writer().steps([5], **known))
+    ingest(store, Writer("rank:1").steps([5], rank_loss=17.5, batch_index=77, epoch=2))
+    asked = query(store)
+    said = " ".join(explain(asked.runs()[0], asked.step(RUN, 5), ()).split())
+    store.close()
+    assert "the loss was 9 (limit 3)" in said
+    assert "the update was skipped" in said
+    assert "rank 1 alone made it bad (its own loss was 17.5, fed by batch 77 of epoch 2)" in said
+
+
+def test_why_of_a_step_that_is_not_there_names_the_last(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert 2 == vitals("why", runs, 999)
+    assert "the last step of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["table", "json", "csv"])
+def test_tail_shows_the_newest_steps(runs: Path, form: str, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("tail", runs, "-n", 3, "--format", form)
+    lines = capsys.readouterr().out.splitlines()[0 if form == "json" else 1 :]
+    said = (
+        [json.loads(line)["step"] for line in lines]
+        if form == "json"
+        else [int(line.replace(",", " ").split()[0]) for line in lines]
+    )
+    assert [117, 118, 119] == said
+
+
+def test_tail_goes_on_and_after_a_rollback_from_the_fork(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    spool = Spool(
+        RunDir.create(tmp_path, RUN).agent_dir("a") / "spool", max_bytes=1 << 22, keep=True
+    )
+    writer = Writer()
+    spool.append(writer.steps(range(5), loss=1.0))
+    with open_reader(tmp_path) as opened:
+        shown = Tail(opened.reader, RUN, Format.CSV)
+        shown.begin(3)
+        spool.append(writer.steps(range(5, 8), loss=1.0))
+        opened.refresh()
+        shown.go_on()
+        spool.append(writer.events(AttemptStarted(id=2, parent=1, fork_step=6, reason="back")))
+        spool.append(writer.steps(range(6, 9), attempt=2, loss=2.0))
+        spool.append(writer.events(RunEnded(state="finished")))
+        opened.refresh()
+        assert "finished" == shown.go_on().state
+    spool.close()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    steps = [int(line.partition(",")[0]) for line in lines]
+    assert [3, 4, 5, 6, 7, 6, 7, 8] == steps
+
+
+def test_nothing_to_read_from_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert 2 == vitals("runs")
+    said = capsys.readouterr().err
+    assert "no collector answers" in said
+    assert "Traceback" not in said
+
+
+def test_a_folder_that_is_not_there_is_explained(capsys: pytest.CaptureFixture[str]):
+    assert 2 == vitals("runs", "/no/such/folder")
+    assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_collector_that_does_not_answer_is_explained(capsys: pytest.CaptureFixture[str]):
+    assert 1 == vitals("runs", "--collector", "http://127.0.0.1:9")
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_the_folder_of_the_environment_is_the_default(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("VITALS_DIR", str(runs))
+    assert 0 == vitals("runs", "--format", "csv")
+    assert RUN in capsys.readouterr().out
+
+
+def test_a_beginning_that_fits_two_runs_asks_for_more(tmp_path: Path):
+    for run in (RUN, OTHER_RUN):
+        where = RunDir.create(tmp_path, run).agent_dir("a") / "spool"
+        spool = Spool(where, max_bytes=1 << 20, keep=True)
+        spool.append(Writer(run=run).steps([0]))
+        spool.close()
+    with open_reader(tmp_path) as opened:
+        assert RUN == find_run(opened.reader, RUN).run_id
+        with pytest.raises(UsageError, match="fits 2 runs"):
+            find_run(opened.reader, RUN[:10])
+        with pytest.raises(UsageError, match="there is no run 'nope'"):
+            find_run(opened.reader, "nope")
+
+
+def test_a_hostile_run_name_cannot_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    where = RunDir.create(tmp_path, RUN).agent_dir("a") / "spool"
+    spool = Spool(where, max_bytes=1 << 20, keep=True)
+    spool.append(Writer().events(RunStarted(info=RunInfo(name="\x1b[2Jevil\nname"))))
+    spool.close()
+    assert 0 == vitals("runs", tmp_path)
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert 2 == len(said.splitlines())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_ends_with_an_example(command: str, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals(command, "--help")
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.strip().startswith(f"Example: vitals {command}")

@@ -1,0 +1,155 @@
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from sqlalchemy import select
+
+from tests.collector.rows import RUN, Writer
+from trainvitals.errors import TransportError, UsageError
+from trainvitals.io.client import CollectorClient, discover_collector, read_tokens
+from trainvitals.wire import decode_batch
+from vitals_collector.schema import batches
+from vitals_collector.serve import ADDRESS_FILE, CollectorFile, parse_listen
+from vitals_collector.store import open_data_store
+
+COMMAND = [sys.executable, "-m", "vitals_collector", "collector"]
+
+
+@contextmanager
+def collector(data: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A collector in a process of its own, answering; killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [*COMMAND, "--data", str(data), *options], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        assert first.startswith("vitals collector: http://127.0.0.1:"), first
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def client_of(data: Path, scope: str) -> CollectorClient:
+    found = msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
+    return CollectorClient(found.url, getattr(read_tokens(data / "tokens.json"), scope))
+
+
+def run_once(data: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "--data", str(data), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path: Path):
+    data, writer = tmp_path / "data", Writer()
+    acknowledged, unsure = -1, b""
+    sent: dict[int, bytes] = {}
+    for killed_after in (5, 40, 15):
+        with collector(data) as process, client_of(data, "ingest") as client:
+            if unsure:
+                acknowledged = client.ingest(unsure).durable_seq
+            for num in range(10_000):
+                unsure = writer.steps(range(num * 20, num * 20 + 20), loss=float(num))
+                batch = decode_batch(unsure)
+                sent[batch.header.first_seq] = batch.rows
+                if num == killed_after:
+                    process.send_signal(signal.SIGKILL)
+                try:
+                    acknowledged = client.ingest(unsure).durable_seq
+                except TransportError:
+                    break
+    store = open_data_store(data)
+    with store.read() as connection:
+        query = select(batches.c.first_seq, batches.c.num_rows, batches.c.row_bytes)
+        rows = connection.execute(query.order_by(batches.c.first_seq)).all()
+    store.close()
+    ends = [row.first_seq + row.num_rows for row in rows]
+    assert [row.first_seq for row in rows] == [0, *ends[:-1]], "each row once, none missing"
+    assert acknowledged < ends[-1] <= max(sent) + 20
+    assert [row.row_bytes for row in rows] == [sent[row.first_seq] for row in rows]
+
+
+def test_ctrl_c_ends_it_in_seconds_and_takes_the_address_away(tmp_path: Path):
+    data = tmp_path / "data"
+    with collector(data) as process:
+        assert CollectorFile is type(
+            msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
+        )
+        with client_of(data, "read") as client:
+            assert () == client.runs()  # leaves a kept-alive connection open
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=20)
+    assert time.monotonic() - began < 10
+    assert process.returncode in (130, -signal.SIGINT)
+    assert not (data / ADDRESS_FILE).exists()
+
+
+def test_a_second_collector_on_the_same_data_names_the_first(tmp_path: Path):
+    data = tmp_path / "data"
+    with collector(data):
+        second = run_once(data)
+    assert 1 == second.returncode
+    assert "another collector runs on" in second.stderr
+    assert "http://127.0.0.1:" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_a_taken_port_is_a_clear_error(tmp_path: Path):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = run_once(tmp_path / "data", "--listen", f"127.0.0.1:{port}")
+    assert 2 == result.returncode
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
+
+
+def test_a_database_that_is_locked_at_the_start_is_a_clear_error(tmp_path: Path):
+    data = tmp_path / "data"
+    store = open_data_store(data)
+    with store.write():
+        result = run_once(data)
+    store.close()
+    assert 1 == result.returncode
+    assert "is locked by another process" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_it_listens_beyond_this_machine_only_when_told_to(tmp_path: Path):
+    result = run_once(tmp_path / "data", "--listen", "0.0.0.0:0")
+    assert 2 == result.returncode
+    assert "--allow-remote" in result.stderr
+
+
+def test_programs_of_the_same_user_find_it(tmp_path: Path):
+    home = tmp_path / "share"
+    with collector(home / "trainvitals"):
+        found = discover_collector({"XDG_DATA_HOME": str(home)})
+        assert found is not None
+        with CollectorClient(found.url, found.tokens.ingest) as client:
+            assert 1 == client.ingest(Writer().steps([0])).num_new
+        with CollectorClient(found.url, found.tokens.read) as client:
+            assert [RUN] == [run.run_id for run in client.runs()]
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [("127.0.0.1:0", ("127.0.0.1", 0)), ("[::1]:80", ("::1", 80)), ("host:1", ("host", 1))],
+)
+def test_listen_is_host_and_port(text: str, parsed: tuple[str, int]):
+    assert parsed == parse_listen(text)
+
+
+@pytest.mark.parametrize("text", ["", "8080", ":8080", "host:", "host:x", "host:70000"])
+def test_a_wrong_listen_is_explained(text: str):
+    with pytest.raises(UsageError, match="must be HOST:PORT"):
+        parse_listen(text)
