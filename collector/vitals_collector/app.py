@@ -30,12 +30,7 @@ from vitals_collector.engine import Acting, EngineConfig, assemble
 from vitals_collector.exposition import StoreCollector, metrics_router
 from vitals_collector.folder import FolderIngest
 from vitals_collector.ingest import ingest
-from vitals_collector.notifiers import (
-    AlertmanagerNotifier,
-    LogNotifier,
-    Notifier,
-    WebhookNotifier,
-)
+from vitals_collector.notifiers import build_notifiers
 from vitals_collector.query import Query
 from vitals_collector.store import Store, ensure_data_dir, open_data_store, open_store
 from vitals_collector.web import answers, document, problem, problem_of, reply, takes
@@ -65,7 +60,7 @@ class CollectorSettings:
     webhooks: tuple[str, ...] = ()
     """Addresses that alerts are posted to as JSON."""
     alertmanager: str = ""
-    """Address of an Alertmanager, which then routes, groups and silences."""
+    """Address of an Alertmanager, which then alone routes: webhooks are not used beside it."""
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
 
@@ -105,10 +100,9 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
 
 
 def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
-    notifiers: list[Notifier] = [LogNotifier()]
-    notifiers += [WebhookNotifier(url) for url in settings.webhooks]
-    if settings.alertmanager:
-        notifiers.append(AlertmanagerNotifier(settings.alertmanager, clock=clock))
+    notifiers = build_notifiers(
+        webhooks=settings.webhooks, alertmanager=settings.alertmanager, clock=clock
+    )
     return assemble(
         store,
         notifiers,

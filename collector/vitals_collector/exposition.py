@@ -193,10 +193,11 @@ def _reasons(connection: Connection, ids: list[str], action: str) -> Samples:
         select(decisions.c.run_id, decisions.c.cause, func.count())
         .where(decisions.c.run_id.in_(ids), decisions.c.action == action, decisions.c.acted)
         .group_by(decisions.c.run_id, decisions.c.cause)
+        .order_by(decisions.c.run_id, decisions.c.cause)
     )
     samples: Samples = {}
     num_reasons: Counter[str] = Counter()
-    for run_id, cause, num in sorted(connection.execute(query).tuples()):
+    for run_id, cause, num in connection.execute(query):
         is_name = cause.isascii() and cause.replace("_", "").isalnum() and len(cause) <= 40
         num_reasons[run_id] += 1
         key = (run_id, cause if is_name and num_reasons[run_id] <= MAX_REASONS else "other")

@@ -265,3 +265,105 @@ def test_the_whole_body_reaches_the_route():
     headers = {"Content-Type": "application/octet-stream"}
     answer = run(ask("POST", "/v1/ingest", token="i" * 43, content=b"x" * 100_000, headers=headers))
     assert "ingest|100000" == answer.text
+
+
+# ----------------------------------------------------------------------------- every real route
+
+SCOPES: dict[tuple[str, str], set[str]] = {
+    ("GET", "/healthz"): {"none", "wrong", "read", "ingest", "control"},
+    ("GET", "/metrics"): {"read", "control"},
+    ("GET", "/openapi.json"): {"read", "ingest", "control"},
+    ("POST", "/v1/ingest"): {"ingest"},
+    ("GET", "/v1/runs"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/series"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/steps/{step}"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/decisions"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/findings"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/checkpoints"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/events"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/commands"): {"read", "ingest", "control"},
+    ("POST", "/v1/runs/{run_id}/commands"): {"control"},
+    ("POST", "/v1/runs/{run_id}/commands/{number}/delivered"): {"ingest"},
+    ("GET", "/v1/alerts"): {"read", "control"},
+    ("POST", "/v1/alerts/{fingerprint}/ack"): {"control"},
+}
+"""Which token opens which route. A route that is not here fails the test below."""
+
+
+@pytest.fixture(scope="module")
+def collector(tmp_path_factory: pytest.TempPathFactory):
+    from vitals_collector.app import CollectorSettings, create_app
+
+    app = create_app(CollectorSettings(data=tmp_path_factory.mktemp("data")))
+    yield app
+    app.state.acting.close()
+    app.state.store.close()
+
+
+def leaves(routes, prefix: str = ""):
+    """Yield every route with a path, wherever the framework keeps included routers."""
+    for route in routes:
+        router = getattr(route, "original_router", None)
+        if router is not None:
+            yield from leaves(router.routes)
+        elif hasattr(route, "routes") and route.routes:
+            yield from leaves(route.routes)
+        else:
+            yield route
+
+
+def known_routes(app) -> set[tuple[str, str]]:
+    found = set()
+    for route in leaves(app.routes):
+        for method in (getattr(route, "methods", None) or {"?"}) - {"HEAD"}:
+            found.add((method, route.path))
+    return found
+
+
+def test_every_route_of_the_app_is_in_the_table_and_the_reverse(collector):
+    assert set(SCOPES) == known_routes(collector)
+
+
+def test_the_openapi_document_names_no_route_beyond_the_table(collector):
+    documented = {
+        (method.upper(), path)
+        for path, methods in collector.openapi()["paths"].items()
+        for method in methods
+    }
+    assert set(SCOPES) - {("GET", "/openapi.json")} == documented
+
+
+def test_each_route_opens_for_its_tokens_alone(collector, tmp_path):
+    tokens = load_or_create_tokens(
+        Path(collector.state.store.engine.url.database).parent / "tokens.json"
+    )
+    presented = {
+        "none": "",
+        "wrong": "x" * 43,
+        "read": tokens.read,
+        "ingest": tokens.ingest,
+        "control": tokens.control,
+    }
+    values = {
+        "run_id": "01JD0000000000000000000000",
+        "step": "1",
+        "number": "1",
+        "fingerprint": "x",
+    }
+
+    async def every():
+        transport = httpx.ASGITransport(collector, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            found = {}
+            for method, path in SCOPES:
+                for name, token in presented.items():
+                    headers = {"Authorization": f"Bearer {token}"} if token else {}
+                    answer = await http.request(method, path.format(**values), headers=headers)
+                    refused = {401: {"none", "wrong"}, 403: {"read", "ingest", "control"}}
+                    assert answer.status_code < 500, (method, path, answer.text)
+                    if name not in refused.get(answer.status_code, set()):
+                        found.setdefault((method, path), set()).add(name)
+            return found
+
+    assert run(every()) == SCOPES

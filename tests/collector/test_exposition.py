@@ -1,0 +1,204 @@
+import math
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.collector.rows import RUN, SECOND, START, Writer
+from trainvitals.catalog import CATALOG, STEP_METRICS
+from trainvitals.identity import new_run_id
+from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
+from trainvitals.testing import ManualClock
+from trainvitals.views import CommandRequest
+from vitals_collector import commands
+from vitals_collector.engine import Acting, assemble
+from vitals_collector.exposition import MAX_REASONS, MAX_RUNS, StoreCollector
+from vitals_collector.ingest import ingest
+from vitals_collector.notifiers import LogNotifier
+from vitals_collector.store import Store, open_store
+
+BY_NAME = {metric.name: metric for metric in CATALOG}
+
+
+class Page:
+    """A store and what ``/metrics`` says of it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.clock = ManualClock()
+        self.acting: Acting = assemble(store, [LogNotifier()], clock=self.clock)
+        self.registry = CollectorRegistry()
+        self.registry.register(StoreCollector(store, clock=self.clock, acting=self.acting))
+
+    def send(self, raw: bytes) -> None:
+        ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    store = open_store("sqlite://")
+    yield Page(store)
+    store.close()
+
+
+def decision(seq: int, action: str = "skip_step", cause: str = "nonfinite_loss") -> DecisionMade:
+    made = Decision(
+        ledger_seq=seq,
+        action=action,
+        step=seq,
+        decided_at_step=seq + 1,
+        attempt=1,
+        reason="because",
+        rule="nonfinite",
+        cause=cause,
+    )
+    return DecisionMade(decision=made)
+
+
+def a_busy_run(page: Page, name: str = "a run") -> None:
+    writer = Writer()
+    finding = Finding(kind="nonfinite", level="act", step=3, detector="nonfinite", reason="nan")
+    info = RunInfo(name=name, project="p", mode="heal")
+    page.send(writer.events(RunStarted(info=info), FindingRaised(finding=finding)))
+    page.send(writer.events(decision(1), decision(2), decision(3, "rollback")))
+    loss = [3.0, 2.5]
+    page.send(writer.steps([7, 8], loss=loss, grad_norm=1.5, tokens_seen=4096, skipped=0))
+    page.acting.engine.poll()
+    page.acting.dispatcher.pump()
+    request = CommandRequest(action="halt", reason="x")
+    commands.issue(page.store, RUN, request, issued_by="me", now_unix_ns=page.clock.time_ns())
+
+
+def test_every_name_type_and_label_set_is_the_catalogs(page: Page):
+    a_busy_run(page)
+    families = list(text_string_to_metric_families(page.text()))
+    kinds = {"counter": "counter", "gauge": "gauge", "info": "gauge"}
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        metric = BY_NAME[name]
+        assert (kinds[metric.kind], metric.help) == (family.type, family.documentation)
+        for sample in family.samples:
+            assert name == sample.name
+            assert set(metric.labels) == set(sample.labels)
+    assert len(families) == len({family.name for family in families})
+
+
+def test_every_metric_of_runs_and_of_the_collector_is_there(page: Page):
+    a_busy_run(page)
+    said = {f.name for f in text_string_to_metric_families(page.text())}
+    wanted = {m.name.removesuffix("_total") for m in CATALOG if m.scope == "collector"}
+    wanted |= {m.name.removesuffix("_total") for m in STEP_METRICS if m.scope == "run"}
+    assert wanted <= said
+
+
+def test_no_step_and_no_free_text_is_a_label(page: Page):
+    a_busy_run(page)
+    for family in text_string_to_metric_families(page.text()):
+        for sample in family.samples:
+            assert not {"step", "reason_text", "summary", "checkpoint_id"} & set(sample.labels)
+
+
+def test_the_values_are_the_newest_row_of_rank_zero(page: Page):
+    a_busy_run(page)
+    assert (2.5, 1.5, 8.0) == tuple(
+        page.value(name, run=RUN) for name in ("train_loss", "train_grad_norm", "train_step")
+    )
+    assert 4096.0 == page.value("train_tokens_total", run=RUN)
+    assert 2.0 == page.value("train_steps_total", run=RUN)
+    assert 2.0 == page.value("train_skipped_steps_total", run=RUN, reason="nonfinite_loss")
+    assert 1.0 == page.value("train_rollbacks_total", run=RUN, reason="nonfinite_loss")
+    assert 1.0 == page.value("train_nonfinite_total", run=RUN)
+    assert 1.0 == page.value("train_run_state", run=RUN, state="running")
+    assert 1.0 == page.value("collector_commands_total", status="pending")
+    assert 1.0 == page.value("collector_alerts_total", alert="StepSkipped", severity="log")
+    assert 1.0 == page.value("collector_alert_firing", run=RUN, alert="StepSkipped", severity="log")
+    told = page.value("collector_notifications_total", notifier="log", outcome="delivered")
+    assert told == 2.0
+
+
+def test_missing_is_absent_and_nan_is_nan(page: Page):
+    page.send(Writer().steps([0], loss=math.nan))
+    value = page.value("train_loss", run=RUN)
+    assert value is not None and math.isnan(value)
+    assert page.value("train_grad_norm", run=RUN) is None
+
+
+def test_a_relaunch_shows_its_own_last_row(page: Page):
+    page.send(Writer().steps([100], loss=1.0))
+    page.send(Writer(started=START + 60 * SECOND).steps([40], loss=2.0))
+    assert (2.0, 2.0) == (
+        page.value("train_loss", run=RUN),
+        page.value("train_steps_total", run=RUN),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ['"\n# HELP x', "\\", "\x1b[31m", "{}" * 300, "<script>alert(1)</script>", "\u202egnp"]
+)
+def test_a_hostile_run_name_stays_inside_its_label(page: Page, name: str):
+    a_busy_run(page, name)
+    (info,) = [f for f in text_string_to_metric_families(page.text()) if f.name == "train_run_info"]
+    (sample,) = info.samples
+    assert len(sample.labels["name"]) <= 80
+    assert sample.labels["name"].isprintable()
+
+
+def test_causes_that_are_no_causes_and_too_many_of_them_are_other(page: Page):
+    writer = Writer()
+    page.send(writer.steps([0]))
+    page.send(writer.events(decision(1, cause='x"} 1\n'), decision(2, cause="y z")))
+    page.send(writer.events(*(decision(10 + i, cause=f"cause_{i:03d}") for i in range(60))))
+    (family,) = [
+        f for f in text_string_to_metric_families(page.text()) if f.name == "train_skipped_steps"
+    ]
+    assert len(family.samples) <= MAX_REASONS + 1
+    assert 62.0 == sum(sample.value for sample in family.samples)
+
+
+def test_only_the_newest_runs_appear(page: Page):
+    for i in range(MAX_RUNS + 5):
+        run = new_run_id(START + i * SECOND)
+        page.send(Writer(run=run, started=START + i * SECOND).steps([0], loss=1.0))
+    (family,) = [f for f in text_string_to_metric_families(page.text()) if f.name == "train_loss"]
+    assert MAX_RUNS == len(family.samples)
+
+
+def test_a_run_that_ended_stays_for_an_hour_and_then_goes(page: Page):
+    page.send(Writer().steps([0], loss=1.0))
+    page.clock.advance(600)
+    assert 1.0 == page.value("train_run_state", run=RUN, state="lost")
+    page.clock.advance(3_600)
+    assert page.value("train_run_state", run=RUN, state="lost") is None
+
+
+def test_an_empty_store_is_a_valid_page(page: Page):
+    assert 0.0 == page.value("collector_ingested_rows_total")
+
+
+def test_nothing_is_registered_globally():
+    from prometheus_client import REGISTRY
+
+    names = {name for name in REGISTRY._names_to_collectors if name.startswith("collector_")}
+    assert set() == names
+
+
+@pytest.mark.servers
+def test_promtool_has_nothing_to_object_to(page: Page):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool on this machine")
+    a_busy_run(page)
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=page.text(), text=True, capture_output=True
+    )
+    assert (0, "", "") == (checked.returncode, checked.stdout, checked.stderr)
