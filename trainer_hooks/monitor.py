@@ -176,7 +176,7 @@ class Monitor:
         self._step += 1
         decision = self._host_side(ready, attempted)
         if self._host.healer is not None:
-            # After the judgement: a snapshot that it proves healthy must not be evicted just before.
+            # After the judgement: what it proves healthy must not be evicted just before it.
             self._host.healer.after_step(self._step, self.attempt, self._host.snapshot_meta)
         return StepOutcome(step=attempted, next_step=self._step, decision=decision)
 
