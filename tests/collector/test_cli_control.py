@@ -1,0 +1,181 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.collector.conftest import Served
+from tests.collector.rows import RUN, Writer
+from tests.collector.test_engine import COURSE, columns, decision, started
+from trainvitals.cli.main import main
+from trainvitals.io.mailbox import verify_command
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Spool
+from trainvitals.policy import Judge
+from trainvitals.records import CheckpointChanged, DecisionMade
+from trainvitals.testing import judgements
+
+
+def run_cli(*arguments: str) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run directory with a judged run in it; nothing else is to be found on this machine."""
+    for name in ("VITALS_COLLECTOR_URL", "VITALS_TOKEN_FILE", "VITALS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    made = RunDir.create(tmp_path / "runs", RUN)
+    writer = Writer()
+    said = judgements(Judge(mode="guard"), COURSE)
+    healthy = CheckpointChanged(
+        checkpoint_id="c1", checkpoint_step=5, state="healthy", where="memory"
+    )
+    parts = [writer.events(started("guard"), healthy)]
+    for record, judgement in said:
+        parts.append(writer.steps([record.step], **columns(record)))
+        if judgement.decision is not None:
+            event = DecisionMade(decision=judgement.decision)
+            parts.append(writer.events(event, step=record.step))
+    spool_of(made, parts)
+    return made
+
+
+def spool_of(run_dir: RunDir, parts: list[bytes]) -> None:
+    spool = Spool(run_dir.agent_dir("node-a") / "spool", max_bytes=1 << 24, keep=True)
+    for raw in parts:
+        spool.append(raw)
+    spool.close()
+
+
+@pytest.fixture
+def known(served: Served, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """A collector that the environment names, with one run that was rolled back."""
+    monkeypatch.setenv("VITALS_COLLECTOR_URL", served.url)
+    monkeypatch.setenv("VITALS_TOKEN_FILE", str(served.settings.data / "tokens.json"))
+    with served.client("ingest") as client:
+        writer = Writer()
+        client.ingest(writer.steps([0]))
+        client.ingest(writer.events(started(), decision(action="rollback", budget_left=2)))
+    served.app.state.acting.engine.poll()
+    return served
+
+
+# --------------------------------------------------------------------------------------- replay
+
+
+def test_replay_of_a_folder_says_that_it_is_as_recorded(run_dir: RunDir, capsys):
+    assert 0 == run_cli("replay", str(run_dir.path), "--format", "json")
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert ["skip_step", "skip_step"] == [d["action"] for d in document["decisions"]]
+    assert {"row", "step", "kind", "level", "reason"} == set(document["findings"][0])
+    assert "all as recorded" in said.err
+
+
+def test_replay_exits_with_1_where_a_decision_differs(run_dir: RunDir, capsys):
+    more = Writer(started=1)
+    spool_of(RunDir.create(run_dir.path.parent, RUN), [])
+    spool = Spool(run_dir.agent_dir("node-b") / "spool", max_bytes=1 << 24, keep=True)
+    spool.append(more.events(decision(99, step=3)))
+    spool.close()
+    assert 1 == run_cli("replay", "--dir", str(run_dir.path.parent))
+    said = capsys.readouterr()
+    assert "not as recorded" in said.err
+    assert "decision skip_step" in said.out
+
+
+def test_replay_of_nothing_is_a_usage_error(run_dir: RunDir, tmp_path: Path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert 2 == run_cli("replay", "--dir", str(tmp_path / "empty"))
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------- command
+
+
+def test_a_command_for_a_folder_is_left_there_signed(run_dir: RunDir, capsys):
+    key = run_dir.command_key(create=True)
+    arguments = ("rollback", "--reason", "bad data", "--checkpoint", "c1", "--format", "json")
+    assert 0 == run_cli("command", str(run_dir.path), *arguments)
+    (shown,) = json.loads(capsys.readouterr().out)
+    (left,) = run_dir.take_commands()
+    assert ("c1", shown["command"]["number"]) == (left.checkpoint_id, left.number)
+    verify_command(left, key, run_id=RUN, now_unix_ns=left.issued_unix_ns, last_number=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("halt",), "reason has 0 characters"),
+        (("halt", "--reason", "x", "--ttl", "0"), "ttl_seconds is 0"),
+        (("rollback", "--reason", "x", "--checkpoint", "../c1"), "announced none of that name"),
+        (("halt", "--reason", "x"), "command.key is missing"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_words(run_dir: RunDir, arguments, said, capsys):
+    assert run_cli("command", str(run_dir.path), *arguments) in (1, 2)
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "Traceback" not in printed
+    assert [] == run_dir.take_commands()
+
+
+def test_a_command_through_the_collector_waits_for_the_agent(known: Served, capsys):
+    assert 0 == run_cli("command", RUN, "halt", "--reason", "wrong data", "--format", "json")
+    (view,) = json.loads(capsys.readouterr().out)
+    assert "pending" == view["status"]
+    with known.client("ingest") as agent:
+        (waiting,) = agent.pending_commands(RUN)
+        agent.mark_delivered(RUN, waiting.command.number)
+        assert () == agent.pending_commands(RUN)
+    assert 0 == run_cli("command", RUN[:12], "list")
+    assert "delivered" in capsys.readouterr().out
+
+
+def test_without_a_collector_the_way_out_is_said(run_dir: RunDir, capsys):
+    assert 2 == run_cli("command", RUN, "halt", "--reason", "x")
+    assert "start `vitals collector`" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- alerts
+
+
+def test_alerts_of_a_folder_are_what_the_run_would_raise(run_dir: RunDir, capsys):
+    assert 0 == run_cli("alerts", "list", "--dir", str(run_dir.path.parent), "--format", "json")
+    names = {alert["name"] for alert in json.loads(capsys.readouterr().out)}
+    assert "StepSkipped" in names
+
+
+def test_an_alert_is_listed_acknowledged_and_silenced(known: Served, capsys):
+    assert 0 == run_cli("alerts")
+    assert "TrainingRolledBack" in capsys.readouterr().out
+    with known.client() as client:
+        (alert,) = client.alerts(state="firing")
+    assert 0 == run_cli("alerts", "ack", alert.fingerprint, "--by", "alice")
+    assert "alice" in capsys.readouterr().out
+    silence = ("--hours", "2", "--reason", "known", "--format", "json")
+    assert 0 == run_cli("alerts", "silence", alert.fingerprint, *silence)
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert ("alice", "known") == (shown["acknowledged_by"], shown["silence_reason"])
+
+
+def test_an_unknown_alert_or_state_is_a_usage_error(known: Served, capsys):
+    assert 2 == run_cli("alerts", "ack", "nope")
+    assert 2 == run_cli("alerts", "list", "--state", "burning")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_read_token_cannot_command(known: Served, tmp_path: Path, monkeypatch, capsys):
+    only_read = tmp_path / "read.json"
+    only_read.write_text(json.dumps({"read": known.tokens.read}))
+    only_read.chmod(0o600)
+    monkeypatch.setenv("VITALS_TOKEN_FILE", str(only_read))
+    assert 0 == run_cli("alerts")
+    assert 1 == run_cli("command", RUN, "halt", "--reason", "x")
+    with known.client() as client:
+        assert () == client.commands(RUN)
