@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 from sqlalchemy import select
 
@@ -12,7 +10,7 @@ from vitals_collector.alerts import Inbox, InboxConfig, Occurrence, RunNow
 from vitals_collector.ingest import ingest
 from vitals_collector.metrics import UNKNOWN
 from vitals_collector.schema import audit
-from vitals_collector.store import Store, open_store
+from vitals_collector.store import Store
 
 
 class Desk:
@@ -65,12 +63,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    store = open_store("sqlite://")
+def desk(store: Store) -> Desk:
     for run in (RUN, OTHER_RUN):
         ingest(store, Writer(run=run).steps([0]))
-    yield Desk(store)
-    store.close()
+    return Desk(store)
 
 
 # --------------------------------------------------------------------------------- point alerts

@@ -1,5 +1,4 @@
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,7 @@ from vitals_collector.commands import CONFLICT, MAX_PENDING, issue, listed, mark
 from vitals_collector.ingest import ingest
 from vitals_collector.metrics import UNKNOWN
 from vitals_collector.schema import audit
-from vitals_collector.store import Store, open_store
+from vitals_collector.store import Store
 
 SECOND = 1_000_000_000
 NOW = 1_700_000_000 * SECOND
@@ -62,12 +61,9 @@ def checkpoint(name: str, state: str = "healthy") -> CheckpointChanged:
     return CheckpointChanged(checkpoint_id=name, checkpoint_step=5, state=state, where="memory")
 
 
-@pytest.fixture
-def store() -> Iterator[Store]:
-    opened = open_store("sqlite://")
-    send(opened, RunStarted(info=RunInfo(name="a run")))
-    yield opened
-    opened.close()
+@pytest.fixture(autouse=True)
+def known_run(store: Store) -> None:
+    send(store, RunStarted(info=RunInfo(name="a run")))
 
 
 def ask(store: Store, request: CommandRequest = HALT, *, now: int = NOW, **kwargs):

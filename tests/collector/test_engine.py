@@ -1,5 +1,4 @@
 import math
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -25,7 +24,7 @@ from vitals_collector.ingest import ingest
 from vitals_collector.notifiers import DELIVERED, Result
 from vitals_collector.replay import replay
 from vitals_collector.schema import sources
-from vitals_collector.store import Store, open_store
+from vitals_collector.store import Store
 
 
 class Heard:
@@ -81,10 +80,8 @@ class Place:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
-    store = open_store("sqlite://")
-    yield Place(store)
-    store.close()
+def place(store: Store) -> Place:
+    return Place(store)
 
 
 def decision(seq: int = 1, action: str = "skip_step", step: int = 5, **fields) -> DecisionMade:
@@ -321,11 +318,13 @@ def columns(record: StepRecord) -> dict[str, object]:
     }
 
 
-def write(place: Place, writer: Writer, said, *, before=()) -> None:
+def write(place: Place, writer: Writer, said) -> None:
     """Store what a run would have written of judged steps."""
-    place.send(writer.events(started(), *before))
+    place.send(writer.events(started()))
+    rows = [columns(record) for record, _ in said]
+    together = {name: [row[name] for row in rows] for name in rows[0]}
+    place.send(writer.steps([record.step for record, _ in said], **together))
     for record, judgement in said:
-        place.send(writer.steps([record.step], attempt=record.attempt, **columns(record)))
         events = [FindingRaised(finding=f) for f in judgement.findings]
         if judgement.decision is not None:
             events.append(DecisionMade(decision=judgement.decision))

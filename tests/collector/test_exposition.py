@@ -1,7 +1,6 @@
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,7 +18,7 @@ from vitals_collector.engine import Acting, assemble
 from vitals_collector.exposition import MAX_REASONS, MAX_RUNS, StoreCollector
 from vitals_collector.ingest import ingest
 from vitals_collector.notifiers import LogNotifier
-from vitals_collector.store import Store, open_store
+from vitals_collector.store import Store
 
 BY_NAME = {metric.name: metric for metric in CATALOG}
 
@@ -45,10 +44,8 @@ class Page:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    store = open_store("sqlite://")
-    yield Page(store)
-    store.close()
+def page(store: Store) -> Page:
+    return Page(store)
 
 
 def decision(seq: int, action: str = "skip_step", cause: str = "nonfinite_loss") -> DecisionMade:
