@@ -68,3 +68,49 @@ def test_observe_decides_the_same_and_touches_nothing(tmp_path):
         skipped = reader.series(run_id_of(trained), "steps.skipped", source="rank:0")
     assert (decisions[0].action, decisions[0].step, decisions[0].acted) == ("skip_step", 30, False)
     assert set(skipped.value) == {0}
+
+
+@pytest.fixture(scope="module")
+def healed(tmp_path_factory):
+    """Four ranks, a poisoned window, then parameters overwritten with NaN on rank 2 alone."""
+    faults = FaultPlan().poison_batches(first=60, last=100).nan_parameters_at(rank=2, step=120)
+    trained = train(
+        tmp_path_factory.mktemp("healed"), ranks=4, steps=150, mode="heal", faults=faults
+    )
+    assert trained.exit_code == 0, trained.output[-3000:]
+    return trained
+
+
+def test_a_storm_and_broken_parameters_are_rolled_back_on_every_rank(healed):
+    with reader_of(healed) as reader:
+        decisions = [v.decision for v in reader.decisions(run_id_of(healed))]
+    assert [(d.action, d.step, d.rule, d.rank) for d in decisions] == [
+        ("skip_step", 60, "loss_spike", -1),
+        ("skip_step", 61, "loss_spike", -1),
+        ("rollback", 62, "skip_storm", -1),
+        ("skip_step", 120, "nonfinite", 2),
+        ("skip_step", 121, "nonfinite", 2),
+        ("rollback", 122, "nonfinite_params", 2),
+    ]
+    assert math.isfinite(healed.result["validation_loss"])
+
+
+def test_the_curve_is_stitched_and_the_discarded_branch_stays(healed):
+    run_id = run_id_of(healed)
+    with reader_of(healed) as reader:
+        attempts = reader.run(run_id).attempts
+        kept = reader.series(run_id, "steps.loss", source="rank:0", points=1000)
+        left = reader.series(run_id, "steps.loss", source="rank:0", points=1000, branch="discarded")
+    assert [a.ordinal for a in attempts] == [1, 2, 3]
+    assert list(kept.step) == list(range(150))
+    first, second, third = attempts
+    assert (second.parent, third.parent) == (first.id, second.id)
+    discarded = list(range(second.fork_step, 63)) + list(range(third.fork_step, 123))
+    assert sorted(left.step) == sorted(discarded)
+
+
+def test_the_poisoned_batches_were_passed_over(healed):
+    run_id = run_id_of(healed)
+    with reader_of(healed) as reader:
+        fed = reader.series(run_id, "steps.batch_index", source="rank:3", points=1000, branch="all")
+    assert {int(b) for b in fed.value} & set(range(64, 100)) == set()

@@ -1,0 +1,295 @@
+"""One process: what the monitor changes in a loop (nothing), skips, and brings back."""
+
+import copy
+import json
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_hooks
+from tests.trainer_hooks.torchrun import Trained, reader_of
+from trainvitals.errors import TrainingHalted, UsageError
+from trainvitals.io.mailbox import Mailbox, sign_command
+from trainvitals.io.private import private_base
+from trainvitals.io.rundir import RunDir
+from trainvitals.records import Command
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path, monkeypatch):
+    """Journals and runs under the test's folder, and no agent unless a test wants one."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setenv("VITALS_SHM", str(tmp_path / "shm"))
+    monkeypatch.setenv("VITALS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("VITALS_AGENT", "off")
+
+
+class Loop:
+    """A small regression with all that has state: moments, batch norm, dropout, schedule."""
+
+    def __init__(self, *, fused=True, seed=0, **watch):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=fused)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 10, 0.9)
+        self.data = torch.Generator().manual_seed(1)
+        self.monitor = None
+        if watch:
+            self.monitor = trainer_hooks.watch(self.model, self.optimizer, self.scheduler, **watch)
+
+    def forward(self, scale=1.0):
+        x = torch.randn(32, 4, generator=self.data)
+        loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean() * scale
+        loss.backward()
+        return loss
+
+    def bare_step(self):
+        loss = self.forward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def state(self):
+        return copy.deepcopy(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict()["state"],
+                "scheduler": self.scheduler.state_dict(),
+                "rng": torch.get_rng_state(),
+            }
+        )
+
+
+def assert_same(left, right, path=""):
+    assert type(left) is type(right), path
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}/{key}")
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), path
+    else:
+        assert left == right, path
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard", "heal"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_healthy_run_is_bit_for_bit_what_it_was_without_us(mode, fused):
+    bare = Loop(fused=fused)
+    for _ in range(50):
+        bare.bare_step()
+    plain = bare.state()
+    ours = Loop(fused=fused, mode=mode, checkpoints=True)
+    with ours.monitor as monitor:
+        for _ in range(50):
+            monitor.step(ours.forward())
+        after = ours.state()
+    assert_same(plain, after)
+    assert monitor.swallowed_errors == {}
+
+
+def test_off_trains_as_before_and_writes_nothing(tmp_path):
+    bare = Loop()
+    for _ in range(5):
+        bare.bare_step()
+    ours = Loop(mode="off")
+    for _ in range(5):
+        ours.monitor.step(ours.forward())
+    assert_same(bare.state(), ours.state())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bad_step_leaves_no_trace_but_the_schedule(fused):
+    loop = Loop(fused=fused, mode="guard")
+    with loop.monitor as monitor:
+        for _ in range(5):
+            monitor.step(loop.forward())
+        before = loop.state()
+        loss = loop.forward(scale=float("nan"))
+        monitor.step(loss)
+        after = loop.state()
+    for part in ("model", "optimizer"):
+        assert_same(before[part], after[part], part)
+    assert after["scheduler"]["last_epoch"] == before["scheduler"]["last_epoch"] + 1
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_rollback_brings_back_every_bit(fused):
+    loop = Loop(fused=fused, mode="heal", checkpoints=True)
+    kept, outcomes = {}, []
+    with loop.monitor as monitor:
+        broken = False
+        while monitor.step_index < 70:
+            kept.setdefault(monitor.step_index, loop.state())
+            if monitor.step_index == 60 and not broken:
+                broken = True
+                with torch.no_grad():
+                    loop.model[0].weight.fill_(float("nan"))
+            outcomes.append(monitor.step(loop.forward()))
+            if outcomes[-1].rolled_back_to is not None:
+                back = outcomes[-1].rolled_back_to
+                assert_same(kept[back], loop.state())
+                assert monitor.step_index == back
+    rollbacks = [o.rolled_back_to for o in outcomes if o.rolled_back_to is not None]
+    assert len(rollbacks) == 1
+    assert 0 < rollbacks[0] <= 40
+    assert torch.isfinite(loop.model[0].weight).all()
+
+
+def test_without_checkpoints_nan_parameters_halt_and_the_relaunch_stays_stopped(monkeypatch):
+    loop = Loop(mode="guard")
+    monitor = loop.monitor
+    with pytest.raises(TrainingHalted, match="non-finite"), monitor:
+        for step in range(40):
+            if step == 30:
+                with torch.no_grad():
+                    loop.model[0].weight.fill_(float("nan"))
+            monitor.step(loop.forward())
+    monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
+    with pytest.raises(TrainingHalted, match="vitals resume"):
+        Loop(mode="guard")
+    RunDir.open(monitor._host.run_dir.path).clear_halted()
+    with Loop(mode="guard").monitor as again:
+        assert again.run_id == monitor.run_id
+
+
+def _send(monitor, **fields):
+    run_dir = RunDir.open(monitor._host.run_dir.path)
+    clock = monitor._host.clock
+    command = Command(
+        number=clock.time_ns() // 1000,
+        run_id=monitor.run_id,
+        reason="test",
+        issued_by="operator",
+        issued_unix_ns=clock.time_ns(),
+        expires_unix_ns=clock.time_ns() + 60_000_000_000,
+        **fields,
+    )
+    path = private_base(os.environ) / monitor.run_id / "mailbox"
+    with Mailbox.open(path) as mailbox:
+        mailbox.put(sign_command(command, run_dir.command_key()))
+    return command
+
+
+def test_an_operator_s_rollback_goes_through_the_ladder():
+    loop = Loop(mode="heal", checkpoints=True)
+    with loop.monitor as monitor:
+        for _ in range(50):
+            monitor.step(loop.forward())
+        _send(monitor, action="rollback")
+        outcomes = [monitor.step(loop.forward()) for _ in range(3)]
+    decisions = [o.decision for o in outcomes if o.decision is not None]
+    assert [(d.action, d.rule) for d in decisions] == [("rollback", "command")]
+
+
+def test_an_operator_s_halt_stops_the_run_at_a_step_boundary():
+    loop = Loop(mode="guard")
+    with pytest.raises(TrainingHalted, match="command"), loop.monitor as monitor:
+        for step in range(20):
+            if step == 10:
+                _send(monitor, action="halt")
+            monitor.step(loop.forward())
+    assert monitor.step_index <= 13
+
+
+def test_a_command_with_a_wrong_signature_is_refused_and_training_goes_on():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        monitor.step(loop.forward())
+        path = private_base(os.environ) / monitor.run_id / "mailbox"
+        clock = monitor._host.clock
+        forged = Command(
+            number=clock.time_ns() // 1000,
+            run_id=monitor.run_id,
+            action="halt",
+            reason="",
+            issued_by="mallory",
+            issued_unix_ns=0,
+            expires_unix_ns=2**62,
+        )
+        with Mailbox.open(path) as mailbox:
+            mailbox.put(sign_command(forged, b"wrong" * 8))
+        for _ in range(4):
+            monitor.step(loop.forward())
+    assert monitor.step_index == 5
+
+
+def test_a_fault_of_ours_never_reaches_the_loop(monkeypatch):
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        norms = monitor._device.norms
+        monkeypatch.setattr(norms, "squares_into", lambda *_: 1 / 0)
+        monkeypatch.setattr(monitor._host.emitter, "_stream", lambda *_: 1 / 0)
+        before = loop.state()
+        for _ in range(3):
+            monitor.step(loop.forward())
+        assert monitor.swallowed_errors["prepare"] == 3
+        assert monitor.swallowed_errors["journal.step"] > 0
+    assert not torch.equal(before["model"]["0.weight"], loop.model[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mode": "heal"}, "checkpoints"),
+        ({"mode": "loud"}, "observe, guard, heal"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_with_a_way_out(arguments, words):
+    with pytest.raises(UsageError, match=words):
+        Loop(**arguments)
+
+
+def test_no_gradient_at_the_first_step_is_an_error_and_later_unknown():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor, pytest.raises(UsageError, match="backward"):
+        monitor.step(torch.tensor(1.0))
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        monitor.step(loop.forward())
+        monitor.step(torch.tensor(1.0))
+        monitor.step(loop.forward())
+
+
+def test_the_environment_can_turn_it_down_and_not_up(monkeypatch):
+    monkeypatch.setenv("VITALS_MODE", "heal")
+    with pytest.raises(UsageError, match="VITALS_MODE"):
+        Loop(mode="guard")
+    monkeypatch.setenv("VITALS_MODE", "off")
+    assert Loop(mode="guard").monitor.run_id == ""
+
+
+def test_the_run_directory_alone_answers_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITALS_AGENT", "auto")
+    loop = Loop(mode="guard", run="alone <script>", config={"lr": 0.01, "api_key": "hush"})
+    with loop.monitor as monitor:
+        for step in range(30):
+            monitor.step(loop.forward(float("nan") if step == 20 else 1.0), max_norm=1.0)
+        monitor.observe(temperature=3.0)
+        monitor.evaluate(accuracy=0.5)
+    _end_child_agent(monitor)
+    with reader_of(Trained(0, "", {}, tmp_path / "runs")) as reader:
+        (run,) = reader.runs()
+        detail = reader.run(run.run_id)
+        losses = reader.series(run.run_id, "steps.loss", source="rank:0")
+        scalar = reader.series(run.run_id, "scalars.eval/accuracy", source="rank:0")
+    assert (run.name, run.state, run.num_skips) == ("alone <script>", "finished", 1)
+    assert detail.info.config == {"lr": 0.01, "api_key": "***"}
+    assert list(losses.step) == list(range(30))
+    assert [m.step for m in losses.nonfinite] == [20]
+    assert scalar.value == (0.5,)
+
+
+def _end_child_agent(monitor):
+    """The agent waits for its ranks, and this process is one: ask it to end, as a shutdown does."""
+    (info,) = monitor._host.run_dir.path.glob("agents/*/agent.json")
+    pid = json.loads(info.read_text())["pid"]
+    os.kill(pid, signal.SIGTERM)
+    os.waitpid(pid, 0)
