@@ -8,23 +8,35 @@ least once.
 """
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
-import msgspec
 from msgspec.structs import replace
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import select
 
 from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_is_over
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.views import AckRequest, AlertView, RunState
+from vitals_collector.alert_rows import (
+    Entry,
+    Life,
+    add_silence,
+    entry_of,
+    load,
+    load_open,
+    remember,
+    save,
+    silenced,
+    silences_now,
+    write_audit,
+)
 from vitals_collector.facts import clean
 from vitals_collector.metrics import UNKNOWN
-from vitals_collector.schema import alerts, audit, engine_state, silences
-from vitals_collector.store import Store, insert
+from vitals_collector.schema import alerts
+from vitals_collector.store import Store
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
@@ -64,23 +76,6 @@ class Occurrence(NamedTuple):
     alert: Alert
 
 
-class _Life(msgspec.Struct, frozen=True, kw_only=True):
-    """What an alert's row keeps beside its view."""
-
-    point: bool
-    active_since: float | None = None
-    settled: str = ""
-    """The state that every notifier has had."""
-
-
-class _Entry(NamedTuple):
-    view: AlertView
-    life: _Life
-
-
-_LIFE = msgspec.msgpack.Decoder(_Life)
-
-
 class Inbox:
     """Every alert there is. Thread-safe: each change is one transaction, told after its commit."""
 
@@ -109,19 +104,19 @@ class Inbox:
         told: dict[str, AlertView] = {}
         with self._store.write() as connection:
             for occurrence in occurrences:
-                entry = _load(connection, occurrence.alert.fingerprint)
+                entry = load(connection, occurrence.alert.fingerprint)
                 raised = _raised(entry, occurrence, now)
-                _save(connection, raised)
+                save(connection, raised)
                 if entry is None or entry.view.state != "firing":
                     told[raised.view.fingerprint] = raised.view
-            _remember(connection, *cursor, now_unix_ns=now)
+            remember(connection, *cursor, now_unix_ns=now)
         self._tell_all(told.values())
 
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""
         now = self._clock.time_ns()
         with self._store.read() as connection:
-            open_alerts = _open(connection)
+            open_alerts = load_open(connection)
         changed = [
             (before, after)
             for run in runs
@@ -132,16 +127,16 @@ class Inbox:
         with self._store.write() as connection:
             for _, after in changed:
                 # Told or acknowledged in between: that part of the row is not ours.
-                present = _load(connection, after.view.fingerprint)
-                _save(connection, _merged(present, after))
+                present = load(connection, after.view.fingerprint)
+                save(connection, _merged(present, after))
         changes = {after.view.fingerprint: after.view for b, after in changed if _is_news(b, after)}
         self._tell_all(changes.values())
 
     def _changes(
-        self, run: RunNow, known: dict[str, _Entry], now: int
-    ) -> list[tuple[_Entry | None, _Entry]]:
+        self, run: RunNow, known: dict[str, Entry], now: int
+    ) -> list[tuple[Entry | None, Entry]]:
         holding = {alert.fingerprint: alert for alert in run.conditions}
-        changes: list[tuple[_Entry | None, _Entry]] = []
+        changes: list[tuple[Entry | None, Entry]] = []
         for entry in known.values():
             if entry.life.point and self._is_over(entry, run):
                 changes.append((entry, _resolved(entry, now)))
@@ -154,7 +149,7 @@ class Inbox:
                 changes.append((before, after))
         return changes
 
-    def _is_over(self, entry: _Entry, run: RunNow) -> bool:
+    def _is_over(self, entry: Entry, run: RunNow) -> bool:
         return run.state == "finished" or point_is_over(
             raised_step=entry.view.step,
             last_step=run.last_step,
@@ -162,7 +157,7 @@ class Inbox:
             healthy_steps=self._config.healthy_steps,
         )
 
-    def _advanced(self, entry: _Entry | None, alert: Alert | None, run: RunNow, now: int) -> _Entry:
+    def _advanced(self, entry: Entry | None, alert: Alert | None, run: RunNow, now: int) -> Entry:
         """Return a condition alert one moment on; ``alert`` is None where the condition ended."""
         status = AlertStatus()
         if entry is not None:
@@ -180,8 +175,8 @@ class Inbox:
             assert entry is not None, "only a known alert ends"
             return _resolved(entry, now)
         state = cast(Literal["pending", "firing"], moved.state.value)
-        life = _Life(point=False, active_since=moved.active_since)
-        return _Entry(_view(alert, run.run_id, state, now, now), life)
+        life = Life(point=False, active_since=moved.active_since)
+        return Entry(_view(alert, run.run_id, state, now, now), life)
 
     # ------------------------------------------------------------------------------ for people
 
@@ -193,9 +188,9 @@ class Inbox:
         if state:
             query = query.where(alerts.c.state == state)
         with self._store.read() as connection:
-            quiet = _silences(connection, self._clock.time_ns())
+            quiet = silences_now(connection, self._clock.time_ns())
             rows = connection.execute(query.limit(MAX_LISTED)).all()
-        return tuple(_silenced(_entry(row).view, quiet) for row in rows)
+        return tuple(silenced(entry_of(row).view, quiet) for row in rows)
 
     def acknowledge(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it for a while; both are written into the audit.
@@ -206,7 +201,7 @@ class Inbox:
         self._check(request)
         now = self._clock.time_ns()
         with self._store.write() as connection:
-            entry = _load(connection, fingerprint)
+            entry = load(connection, fingerprint)
             if entry is None:
                 raise UsageError(
                     f"there is no alert {fingerprint[:64]!r}",
@@ -214,15 +209,15 @@ class Inbox:
                     code=UNKNOWN,
                 )
             if request.silence_seconds:
-                _silence(connection, fingerprint, request, now)
+                add_silence(connection, fingerprint, request, now)
             else:
-                entry = _Entry(replace(entry.view, acknowledged_by=request.by), entry.life)
-                _save(connection, entry)
-            _audit(connection, fingerprint, request, now)
-            quiet = _silences(connection, now)
+                entry = Entry(replace(entry.view, acknowledged_by=request.by), entry.life)
+                save(connection, entry)
+            write_audit(connection, fingerprint, request, now)
+            quiet = silences_now(connection, now)
         if fingerprint in quiet:
             self._hush(fingerprint)
-        return _silenced(entry.view, quiet)
+        return silenced(entry.view, quiet)
 
     def _check(self, request: AckRequest) -> None:
         for name, text, least in (("by", request.by, 1), ("reason", request.reason, 0)):
@@ -243,12 +238,12 @@ class Inbox:
     def untold(self) -> tuple[list[AlertView], list[AlertView]]:
         """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
         with self._store.read() as connection:
-            quiet = _silences(connection, self._clock.time_ns())
+            quiet = silences_now(connection, self._clock.time_ns())
             query = select(alerts).where(
                 (alerts.c.state == "firing")
                 | (alerts.c.notified_unix_ns < alerts.c.updated_unix_ns)
             )
-            entries = [_entry(row) for row in connection.execute(query)]
+            entries = [entry_of(row) for row in connection.execute(query)]
         loud = [e for e in entries if e.view.fingerprint not in quiet and e.view.state != "pending"]
         new = [e.view for e in loud if e.life.settled != e.view.state]
         return new, [e.view for e in loud if e.view.state == "firing" and e.view not in new]
@@ -256,10 +251,10 @@ class Inbox:
     def settle(self, told: AlertView) -> None:
         """Note that every notifier has had this state."""
         with self._store.write() as connection:
-            entry = _load(connection, told.fingerprint)
+            entry = load(connection, told.fingerprint)
             if entry is not None and entry.view.state == told.state:
                 settled = replace(entry.life, settled=told.state)
-                _save(connection, _Entry(entry.view, settled))
+                save(connection, Entry(entry.view, settled))
 
     def fired(self) -> dict[tuple[str, str], int]:
         """Return how often alerts began to fire since the start, by (name, severity)."""
@@ -273,7 +268,7 @@ class Inbox:
         with self._lock:
             self._fired.update((v.name, v.severity) for v in views if v.state == "firing")
         with self._store.read() as connection:
-            quiet = _silences(connection, self._clock.time_ns())
+            quiet = silences_now(connection, self._clock.time_ns())
         for view in views:
             if view.state != "pending" and view.fingerprint not in quiet:
                 self._tell(view)
@@ -303,27 +298,27 @@ def _view(
     )
 
 
-def _raised(entry: _Entry | None, occurrence: Occurrence, now: int) -> _Entry:
+def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
     """Return the point alert after one more occurrence: a new firing, or the same one moved on."""
     view = _view(occurrence.alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
     if entry is None or entry.view.state != "firing":
-        return _Entry(view, _Life(point=True))
+        return Entry(view, Life(point=True))
     kept = replace(
         view,
         started_unix_ns=entry.view.started_unix_ns,
         acknowledged_by=entry.view.acknowledged_by,
     )
-    return _Entry(kept, entry.life)
+    return Entry(kept, entry.life)
 
 
-def _resolved(entry: _Entry, now: int) -> _Entry:
+def _resolved(entry: Entry, now: int) -> Entry:
     # One that was only pending was never told; it ends without a word.
     settled = "resolved" if entry.view.state == "pending" else entry.life.settled
     view = replace(entry.view, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
-    return _Entry(view, replace(entry.life, active_since=None, settled=settled))
+    return Entry(view, replace(entry.life, active_since=None, settled=settled))
 
 
-def _merged(present: _Entry | None, after: _Entry) -> _Entry:
+def _merged(present: Entry | None, after: Entry) -> Entry:
     """Return ``after``, keeping an acknowledgement, and the start of what already goes on."""
     if present is None or present.view.state == "resolved":
         return after
@@ -332,110 +327,11 @@ def _merged(present: _Entry | None, after: _Entry) -> _Entry:
         started_unix_ns=present.view.started_unix_ns,
         acknowledged_by=present.view.acknowledged_by,
     )
-    return _Entry(view, after.life)
+    return Entry(view, after.life)
 
 
-def _is_news(before: _Entry | None, after: _Entry) -> bool:
+def _is_news(before: Entry | None, after: Entry) -> bool:
     return after.view.state == "firing" or (before is not None and before.view.state == "firing")
-
-
-# -------------------------------------------------------------------------------------- storage
-
-
-def _entry(row: Row[Any]) -> _Entry:
-    view = AlertView(
-        fingerprint=row.fingerprint,
-        name=row.name,
-        run_id=row.run_id,
-        severity=row.severity,
-        state=row.state,
-        summary=row.summary,
-        labels=msgspec.json.decode(row.labels, type=dict[str, str]) if row.labels else {},
-        step=row.step,
-        started_unix_ns=row.started_unix_ns,
-        updated_unix_ns=row.updated_unix_ns,
-        ended_unix_ns=row.ended_unix_ns,
-        acknowledged_by=row.acknowledged_by,
-    )
-    return _Entry(view, _LIFE.decode(row.body))
-
-
-def _load(connection: Connection, fingerprint: str) -> _Entry | None:
-    row = connection.execute(select(alerts).where(alerts.c.fingerprint == fingerprint)).first()
-    return None if row is None else _entry(row)
-
-
-def _open(connection: Connection) -> dict[str, dict[str, _Entry]]:
-    """Return what is pending or firing, by run and fingerprint."""
-    found: dict[str, dict[str, _Entry]] = defaultdict(dict)
-    query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
-    for row in connection.execute(query):
-        found[row.run_id][row.fingerprint] = _entry(row)
-    return found
-
-
-def _save(connection: Connection, entry: _Entry) -> None:
-    view = entry.view
-    key = {"fingerprint": view.fingerprint}
-    values = {
-        "run_id": view.run_id,
-        "name": view.name,
-        "severity": view.severity,
-        "state": view.state,
-        "summary": view.summary,
-        "labels": msgspec.json.encode(view.labels).decode(),
-        "step": view.step,
-        "started_unix_ns": view.started_unix_ns,
-        "updated_unix_ns": view.updated_unix_ns,
-        "ended_unix_ns": view.ended_unix_ns,
-        "acknowledged_by": view.acknowledged_by,
-        "notified_unix_ns": view.updated_unix_ns if entry.life.settled == view.state else 0,
-        "body": msgspec.msgpack.encode(entry.life),
-    }
-    statement = insert(connection, alerts).values(key | values)
-    connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
-
-
-def _remember(connection: Connection, name: str, seq: int, *, now_unix_ns: int) -> None:
-    values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now_unix_ns}
-    statement = insert(connection, engine_state).values(name=name, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
-
-
-def _silences(connection: Connection, now: int) -> dict[str, Row[Any]]:
-    """Return the silence in force of each fingerprint, the one that ends last."""
-    query = select(silences).where(silences.c.ends_unix_ns > now).order_by(silences.c.ends_unix_ns)
-    return {row.fingerprint: row for row in connection.execute(query)}
-
-
-def _silenced(view: AlertView, quiet: dict[str, Row[Any]]) -> AlertView:
-    found = quiet.get(view.fingerprint)
-    if found is None:
-        return view
-    return replace(view, silenced_until_unix_ns=found.ends_unix_ns, silence_reason=found.reason)
-
-
-def _silence(connection: Connection, fingerprint: str, request: AckRequest, now: int) -> None:
-    values = {
-        "fingerprint": fingerprint,
-        "created_by": request.by,
-        "reason": request.reason,
-        "starts_unix_ns": now,
-        "ends_unix_ns": now + int(request.silence_seconds * 1e9),
-    }
-    connection.execute(silences.insert().values(values))
-
-
-def _audit(connection: Connection, fingerprint: str, request: AckRequest, now: int) -> None:
-    detail = f"{request.silence_seconds:g} s: {request.reason}" if request.silence_seconds else ""
-    values = {
-        "time_unix_ns": now,
-        "actor": request.by,
-        "action": "silence" if request.silence_seconds else "acknowledge",
-        "subject": f"alert/{fingerprint}",
-        "detail": detail or request.reason,
-    }
-    connection.execute(audit.insert().values(values))
 
 
 __all__ = ["Inbox", "InboxConfig", "Occurrence", "RunNow"]
