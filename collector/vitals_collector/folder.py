@@ -45,33 +45,35 @@ class FolderIngest:
                     hint="give the folder that holds the runs (VITALS_DIR), or one run's own",
                 )
 
-    def poll(self) -> int:
-        """Store everything there is to read now; return how many rows were new.
+    def poll(self, stop: threading.Event | None = None) -> int:
+        """Store everything there is to read now, or until ``stop``; return the number of new rows.
 
         Raises:
             StorageError: the store refused; what was read is read again at the next poll.
         """
-        return sum(self._read(spool) for spool in self._spools())
+        stop = stop or threading.Event()
+        return sum(self._read(spool, stop) for spool in self._spools())
 
     def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
         """Poll until told to stop; say an error once and try again, for a disk may come back."""
-        while not stop.wait(interval_seconds):
+        while not stop.is_set():
             try:
-                self.poll()
+                self.poll(stop)
             except (VitalsError, OSError) as error:
                 self._say_once(str(error))
+            stop.wait(interval_seconds)
 
     def _spools(self) -> Iterator[Path]:
         for folder in self._folders:
             for run_dir in [RunDir(folder)] if _is_run(folder) else RunDir.find_all(folder):
                 yield from run_dir.spool_dirs().values()
 
-    def _read(self, spool: Path) -> int:
+    def _read(self, spool: Path, stop: threading.Event) -> int:
         position = self._position(spool)
         # Left to the end, so that a file that grows faster than we read cannot keep us here.
         found = read_batches(spool, position, now=time.time())
         num_new = 0
-        while some := list(islice(found, _BATCHES_AT_ONCE)):
+        while not stop.is_set() and (some := list(islice(found, _BATCHES_AT_ONCE))):
             stored, is_blocked = self._store_some(spool, some)
             announce(self._store, stored)
             num_new += sum(one.reply.num_new for one in stored)

@@ -97,7 +97,8 @@ def store_batch(connection: Connection, batch: Batch, received_unix_ns: int = 0)
     if num_known == header.num_rows:
         return Stored(IngestReply(durable_seq=last_seq, num_new=0, num_duplicate=num_known))
     fresh = _cut(batch, num_known)
-    events = _events_of(fresh)
+    is_events = header.stream == "events"
+    events = list(decode_events(header.stream_schema, fresh.rows)) if is_events else []
     num_lost = max(0, header.first_seq - last_seq - 1)
     try:
         _store_rows(connection, fresh, mark, num_lost)
@@ -160,15 +161,6 @@ def _check_rows(batch: Batch) -> None:
         rows = (batch.rows[start : start + size] for start in range(0, len(batch.rows), size))
         if any(schema.seq_of(row) is None for row in rows):
             raise FormatError("the checksum of an event's row does not hold")
-
-
-def _events_of(batch: Batch) -> list[EventRow]:
-    if batch.header.stream != "events":
-        return []
-    try:
-        return list(decode_events(batch.header.stream_schema, batch.rows))
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"an event's row lacks a value: {error!r}") from error
 
 
 def _cut(batch: Batch, num_known: int) -> Batch:

@@ -71,6 +71,9 @@ class Store:
     def read(self) -> Iterator[Connection]:
         """Give a connection whose reads see one moment."""
         with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
+            if not self._is_sqlite:  # there, a transaction sees one moment by itself
+                options: dict[str, Any] = {"isolation_level": "REPEATABLE READ"}
+                connection = connection.execution_options(**options, postgresql_readonly=True)
             yield connection
 
     @contextmanager

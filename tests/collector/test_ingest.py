@@ -202,10 +202,11 @@ def test_a_number_that_no_database_takes_undoes_the_whole_batch(store: Store):
     assert [] == stored_rows(store)
 
 
-def test_an_event_row_without_its_values_is_refused(store: Store):
+def test_an_event_nobody_knows_is_kept_as_unknown(store: Store):
     raw = Writer().batch(EVENT_SCHEMA, [[None] * 8])
-    with pytest.raises(FormatError, match="an event's row lacks a value"):
-        ingest(store, raw)
+    assert 1 == ingest(store, raw).num_new
+    with store.read() as connection:
+        assert "Unknown" == connection.execute(select(tables.events.c.kind)).scalar_one()
 
 
 def test_text_with_nul_is_stored_without_it(store: Store):

@@ -159,8 +159,7 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_acknowledged_is_lost
     store.close()
 
 
-def test_a_read_sees_one_moment(tmp_path: Path):
-    store = open_data_store(tmp_path / "data")
+def test_a_read_sees_one_moment(store: Store):
     writer = Writer()
     ingest(store, writer.steps([0]))
     count = sqlalchemy.select(sqlalchemy.func.count()).select_from(batches)
@@ -169,4 +168,3 @@ def test_a_read_sees_one_moment(tmp_path: Path):
         ingest(store, writer.steps([1]))
         assert before == connection.execute(count).scalar_one()
     assert 2 == num_rows(store)
-    store.close()
