@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "demo": ("demo",),
     "up": ("up", "run"),
     "doctor": ("doctor",),
+    "resume": ("resume",),
     "agent": ("agent",),
     "collector": ("collector", "runs", "show", "why", "tail", "replay", "alerts", "command"),
     "dashboard": ("dashboard",),
@@ -28,7 +29,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""
 
-OWN = ("demo", "up", "doctor")
+OWN = ("demo", "up", "doctor", "resume")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
 EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all"}

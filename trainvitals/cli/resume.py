@@ -1,0 +1,105 @@
+"""``vitals resume``: a person says that a run which its ladder stopped may go on."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.errors import StorageError, UsageError
+from trainvitals.identity import check_run_id
+from trainvitals.io.rundir import HaltMarker, RunDir
+
+_Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Id, beginning of an id, name, or a folder: a run's or of runs."
+    ),
+]
+_Dir = Annotated[
+    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Where run directories lie.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``resume`` command."""
+
+    @app.command(epilog="Example: vitals resume my-run")
+    def resume(run: _Run, directory: _Dir = Path("vitals_runs")) -> None:
+        """Let a halted run start again, after saying why it was stopped.
+
+        Nothing is started, and no budget is given back: the next start of the run goes on with what
+        is left.
+        """
+        found = find_halted(run, directory)
+        marker = found.halted()
+        if marker is None:
+            raise UsageError(
+                f"run {found.run_id} is not halted; there is nothing to resume",
+                hint="`vitals show RUN` says how the run ended",
+            )
+        typer.echo(_words(found.run_id, marker))
+        try:
+            found.clear_halted()
+        except OSError as error:
+            raise StorageError(
+                f"{found.path / 'HALTED'} cannot be removed: {error.strerror}",
+                hint="only who may write the run directory can resume the run",
+            ) from error
+        typer.echo(f"it may start again: set VITALS_RUN_ID={found.run_id} for its training")
+
+
+def find_halted(run: str, vitals_dir: Path) -> RunDir:
+    """Return the run that is meant; of several that fit, the only one that is halted.
+
+    Args:
+        run: a run directory, a folder with runs, or an id, the beginning of one, or a name.
+        vitals_dir: where to look for an id or a name.
+
+    Raises:
+        UsageError: there is none, or it is not clear which.
+    """
+    folder = Path(run).expanduser()
+    if _is_run_id(folder.absolute().name) and run and folder.is_dir():
+        return RunDir.open(folder)
+    fitting, where = (RunDir.find_all(folder) if run else []), folder
+    if not fitting:
+        runs, where = RunDir.find_all(vitals_dir), vitals_dir
+        fitting = [one for one in runs if run and one.run_id.startswith(run.upper())]
+        fitting = fitting or [one for one in runs if run and _name(one) == run]
+    if not fitting:
+        raise UsageError(
+            f"there is no run {run!r} in {where}",
+            hint="give the run's folder, or --dir with the folder that holds it",
+        )
+    halted = [one for one in fitting if one.halted() is not None]
+    if len(halted) == 1 or len(fitting) == 1:
+        return (halted or fitting)[0]
+    if not halted:
+        raise UsageError(f"none of the {len(fitting)} runs in {where} that fit is halted")
+    raise UsageError(
+        f"{len(halted)} runs that fit are halted: {', '.join(one.run_id for one in halted[:3])}",
+        hint="give the id of one",
+    )
+
+
+def _words(run_id: str, marker: HaltMarker) -> str:
+    when = ""
+    if marker.time_unix_ns:
+        moment = datetime.fromtimestamp(marker.time_unix_ns / 1e9, UTC)
+        when = f" on {moment:%Y-%m-%d at %H:%M:%S} UTC"
+    at = f" at step {marker.step}" if marker.step >= 0 else ""
+    return f"run {run_id} was stopped{at}{when}: {marker.reason}"
+
+
+def _name(run: RunDir) -> str:
+    info = run.info()
+    return "" if info is None else info.name
+
+
+def _is_run_id(text: str) -> bool:
+    try:
+        check_run_id(text)
+    except UsageError:
+        return False
+    return True
