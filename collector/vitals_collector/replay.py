@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 from sqlalchemy import Connection, select
 
+from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
 from trainvitals.records import (
@@ -54,6 +55,8 @@ class Replay:
     recorded: tuple[Decision, ...]
     num_lost_rows: int
     """Rows of rank 0 that never arrived: a replay without them may differ."""
+    other_limits: tuple[int, ...]
+    """Steps whose recorded limits are not those the replayed detectors had computed by then."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -68,6 +71,9 @@ class Replay:
             for number, (a, b) in enumerate(zip(mine, theirs, strict=False), start=1)
             if (difference := _difference(number, a, b))
         ]
+        if self.other_limits:
+            num, first = len(self.other_limits), self.other_limits[0]
+            words.append(f"other limits than recorded in {num} steps, the first {first}")
         if len(mine) != len(theirs):
             words.append(f"{len(mine)} decisions replayed, {len(theirs)} recorded")
         return words
@@ -113,6 +119,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         judgements=tuple(replayer.judgements),
         recorded=tuple(replayer.recorded),
         num_lost_rows=lost,
+        other_limits=tuple(replayer.other_limits),
     )
 
 
@@ -151,6 +158,8 @@ class _Replayer:
         every = [entry for page in pages for entry in page]
         self.recorded = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
         self.judgements: list[Judgement] = []
+        self.other_limits: list[int] = []
+        self._limits: dict[int, Limits] = {}
         self._commands = {
             (d.attempt, d.step): _proposal(d) for d in self.recorded if d.command_number
         }
@@ -171,6 +180,7 @@ class _Replayer:
         if facts is not None and facts.halted:
             facts = msgspec.structs.replace(facts, halted="")  # it was started again: resumed
         self._judge = Judge(self._config, mode, facts=facts)
+        self._limits.clear()
 
     def take(self, record: StepRecord) -> None:
         """Judge one record."""
@@ -180,10 +190,11 @@ class _Replayer:
             self._fork(judge, record)
         self._apply_events(judge, record)
         for saved in self._saved:
-            # A snapshot is taken before the record of lag steps ago is handled.
-            is_due = saved.attempt == record.attempt and record.step > saved.step - 2 - self._lag
+            # A snapshot before step s is taken when the record of step s - 1 - lag was handled.
+            is_due = saved.attempt == record.attempt and record.step > saved.step - 1 - self._lag
             if is_due and saved.state is None:
                 saved.state = judge.detector_state()
+        self._compare_limits(record)
         child = (a.id for a in self._attempts.values() if a.parent == record.attempt)
         self.judgements.append(
             judge.judge(
@@ -194,6 +205,14 @@ class _Replayer:
                 now_attempt_id=min(child, default=record.attempt + 1),
             )
         )
+        self._limits[record.step + 1 + self._lag] = judge.limits()
+
+    def _compare_limits(self, record: StepRecord) -> None:
+        """Limits are every digit of the detectors' memory: equal ones are equal windows."""
+        mine = self._limits.pop(record.step, None)
+        theirs = Limits(record.loss_limit, record.grad_norm_limit)
+        if mine is not None and mine != theirs:
+            self.other_limits.append(record.step)
 
     def _fork(self, judge: Judge, record: StepRecord) -> None:
         """A new branch begins, with the detectors of the checkpoint it started from."""
@@ -203,6 +222,7 @@ class _Replayer:
         own = [s for s in states if s.attempt == parent]
         state = (own or states or [_Saved(0, 0)])[-1].state
         judge.rolled_back(detector_state=state, attempt=record.attempt)
+        self._limits.clear()
 
     def _apply_events(self, judge: Judge, record: StepRecord) -> None:
         """Take in what the run knew when it judged this record, in the order of the events."""
@@ -210,6 +230,7 @@ class _Replayer:
             event = self._pending.pop(0).event
             if isinstance(event, ChangeExpected):
                 judge.rebaseline(event.steps)
+                self._limits.clear()
             elif isinstance(event, CheckpointChanged):
                 self._refs[event.checkpoint_id, event.where] = CheckpointRef(
                     id=event.checkpoint_id,

@@ -98,8 +98,8 @@ def decision(seq: int = 1, action: str = "skip_step", step: int = 5, **fields) -
     return DecisionMade(decision=Decision(**{**given, **fields}))
 
 
-def started(mode: str = "heal") -> RunStarted:
-    return RunStarted(info=RunInfo(name="a run", mode=mode, readback_lag=1))
+def started(mode: str = "heal", lag: int = 1) -> RunStarted:
+    return RunStarted(info=RunInfo(name="a run", mode=mode, readback_lag=lag))
 
 
 # ------------------------------------------------------------------------------------ decisions
@@ -348,27 +348,26 @@ def test_a_recorded_run_is_reproduced_decision_by_decision(place: Place):
 
 
 def test_a_rollback_is_reproduced_and_the_new_branch_goes_on_from_its_checkpoint(place: Place):
-    lag = 1
     ref = CheckpointRef(id="c40", step=40, attempt=1)
     judge = Judge(mode="heal")
     first = series("loss 3..2x60 nanx3; nonfinite_params 0x60 1 1 1", attempt=1)
     said = []
     state = None
     for record in first:
-        if record.step == ref.step - 1 - lag:
+        if record.step == ref.step:
             state = judge.detector_state()
         known = [ref] if record.step > 50 else []
-        said += judgements(judge, [record], checkpoints=known, now_attempt_id=2)
+        said += judgements(judge, [record], checkpoints=known, lag=0, now_attempt_id=2)
         if said[-1][1].decision is not None:
             break
     made = said[-1][1].decision
     assert ("rollback", "c40") == (made.action, made.checkpoint_id)
     judge.rolled_back(detector_state=state, attempt=2)
     later = series("loss 2x30 30 2x20; grad_norm 1x51", attempt=2, first_step=40)
-    said += judgements(judge, later)
+    said += judgements(judge, later, lag=0)
 
     writer = Writer()
-    place.send(writer.events(started()))
+    place.send(writer.events(started(lag=0)))
     place.send(writer.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
     for record, judgement in said:
         place.send(writer.steps([record.step], attempt=record.attempt, **columns(record)))
@@ -402,6 +401,16 @@ def test_a_ledger_that_was_changed_is_found_out(place: Place):
     differences = replay(place.store, RUN).differences()
     assert 1 == len(differences)
     assert "rule 'nonfinite' instead of 'other', rank -1 instead of 3" in differences[0]
+
+
+def test_a_row_that_was_changed_shows_in_the_limits_after_it(place: Place):
+    said = judgements(Judge(mode="guard"), COURSE)
+    record, judgement = said[40]
+    said[40] = (msgspec.structs.replace(record, loss=2.9), judgement)
+    write(place, Writer(), said)
+    (words,) = replay(place.store, RUN).differences()
+    assert words.startswith("other limits than recorded in")
+    assert words.endswith("the first 42")
 
 
 def test_other_settings_show_what_would_have_been_decided(place: Place):
