@@ -38,12 +38,13 @@ class Batches:
         epochs: int,
         clock: Clock,
         waited: Callable[[int], None],
+        start: Position,
     ) -> None:
         self._loader = loader
         self._epochs = epochs
         self._clock = clock
         self._waited = waited
-        self._go_to: Position | None = Position(0, 0)
+        self._go_to: Position | None = start
         self._rng_at_open: OrderedDict[int, Rng] = OrderedDict()
         self.position: Position | None = None
         """The batch that was last handed out."""

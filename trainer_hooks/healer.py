@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
+from trainer_hooks.checkpoints import CheckpointStore
+from trainer_hooks.checkpoints.agree import Agreement
 from trainer_hooks.emit import Emitter
 from trainer_hooks.pack import Reduced
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.snapshots import Meta, SnapshotRing, num_slots
+from trainer_hooks.snapshots import Meta, Restored, SnapshotRing, num_slots
 from trainer_hooks.state import TrainingState
-from trainvitals.errors import CheckpointError, ConfigError
+from trainvitals.errors import ConfigError
 from trainvitals.policy import CheckpointRef
 from trainvitals.records import CheckpointChanged, Decision, Note
 
 if TYPE_CHECKING:
     from trainer_hooks.monitor import Device
+
+_CLOSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +59,17 @@ class Healer:
     """One rank's states to go back to, driven at the same steps on all ranks."""
 
     def __init__(
-        self, settings: CheckpointSettings, ring: SnapshotRing, ranks: Ranks, emitter: Emitter
+        self,
+        settings: CheckpointSettings,
+        ring: SnapshotRing,
+        store: CheckpointStore,
+        ranks: Ranks,
+        emitter: Emitter,
     ) -> None:
         self._settings = settings
         self._ring = ring
+        self._store = store
+        self._saved_at = 0
         self._ranks = ranks
         self._emitter = emitter
         self._wrong: tuple[int, Tensor] | None = None
@@ -72,12 +83,14 @@ class Healer:
         device: Device,
         extra: Mapping[str, Any],
         ranks: Ranks,
+        run_id: str,
         emitter: Emitter,
     ) -> Self:
-        """Lay out the snapshots; the ranks agree that they fit into memory.
+        """Lay out the snapshots and the folder for checkpoints. Collective.
 
         Raises:
-            CheckpointError: on some rank they do not; raised on all of them.
+            CheckpointError: on some rank the snapshots do not fit into memory; raised on all.
+            StorageError: the folder cannot be written; raised on all.
         """
         state = TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=extra
@@ -88,18 +101,32 @@ class Healer:
         ring = SnapshotRing(
             state, num_slots=slots, interval=interval, healthy_after=settings.healthy_after
         )
-        _check_memory(ring, ranks)
+        store = CheckpointStore(
+            state, settings.directory, run_id=run_id, ranks=ranks, keep=settings.keep
+        )
+        agreement = Agreement(ranks)
+        agreement.on_all(ring.check_memory)
+        agreement.on_root(store.prepare)
         if ranks.rank == 0:
             text = (
                 f"{slots} snapshots, {ring.bytes() / 2**20:.1f} MiB a rank, every {interval} steps"
             )
             emitter.event(Note(code="snapshots", text=text), step=0, attempt=0)
-        return cls(settings, ring, ranks, emitter)
+        return cls(settings, ring, store, ranks, emitter)
+
+    def resume(self) -> Restored | None:
+        """Load this run's newest sound checkpoint, if there is one. Collective.
+
+        Raises:
+            CheckpointError: there are some, and none can be loaded.
+        """
+        return self._store.load_newest()
 
     def first(self, step: int, attempt: int, meta: Meta) -> None:
         """Take the state before the first step: healthy, so that protection starts at once."""
         self._ring.take(step, attempt, meta, trusted=True)
         self._ring.commit(step, ok=True)
+        self._saved_at = step
         self._say()
 
     def before_update(self) -> None:
@@ -120,8 +147,12 @@ class Healer:
         self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) == 0.0)
 
     def promote(self, step: int, last_unhealthy_step: int) -> None:
-        """Let snapshots become healthy, and say what changed."""
+        """Let snapshots become healthy, begin to write one where that is due, say what changed."""
         self._ring.promote(step, last_unhealthy_step)
+        newest = self._ring.newest_healthy()
+        if newest is not None and newest.step - self._saved_at >= self._settings.save_every:
+            self._saved_at = newest.step
+            self._store.save(newest)
         self._say()
 
     def refs(self) -> tuple[CheckpointRef, ...]:
@@ -136,14 +167,17 @@ class Healer:
         """Restore the decision's snapshot on this rank and return the meta it was taken with."""
         self._wrong = None
         restored = self._ring.restore(decision.checkpoint_id)
+        self._saved_at = min(self._saved_at, restored.step)
         self._say()
         return restored.meta
 
     def close(self) -> None:
         """Wait, for a bounded time, for what is being written."""
+        self._store.wait(_CLOSE_SECONDS)
+        self._say()
 
     def _say(self) -> None:
-        for change in self._ring.take_changes():
+        for change in self._ring.take_changes() + self._store.take_changes():
             if self._ranks.rank == 0:
                 announce(self._emitter, change)
 
@@ -152,14 +186,3 @@ def announce(emitter: Emitter, change: CheckpointChanged) -> None:
     """Write a checkpoint's change as an event of the branch that the checkpoint lies on."""
     attempt = int(change.checkpoint_id.rpartition("-")[2])
     emitter.event(change, step=change.checkpoint_step, attempt=attempt)
-
-
-def _check_memory(ring: SnapshotRing, ranks: Ranks) -> None:
-    error: CheckpointError | None = None
-    try:
-        ring.check_memory()
-    except CheckpointError as mine:
-        error = mine
-    refused = next((e for e in ranks.gather(error) if e is not None), None)
-    if refused is not None:
-        raise refused

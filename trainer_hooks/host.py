@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from trainer_hooks.pack import PackLayout, Reduced, Root
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import Derived, agreed, rank_losses, step_record
 from trainer_hooks.signals import HostStep, Utilization
+from trainer_hooks.snapshots import Meta
 from trainvitals.clock import Clock
 from trainvitals.errors import TrainingHalted
 from trainvitals.identity import new_attempt_id
@@ -78,27 +79,26 @@ class Host:
         """Return rank 0's limits and its verified command; None on the other ranks."""
         if not self.is_root:
             return None
-        with self.faults.fail_open("limits"):
-            limits = self.judge.limits()
-            action, target, number = 0, -1.0, 0
-            command = None
+        command = None
+        with self.faults.fail_open("mailbox"):
             if self.inbox is not None:
                 command = self.inbox.poll(
                     step=step, refuse=lambda ack: self.acknowledge(ack, step=step)
                 )
-            if command is not None:
-                number, action = command.number, COMMAND_CODES[command.action]
-                if command.checkpoint_id and self.healer is not None:
-                    target = float(self.healer.step_of(command.checkpoint_id))
-            return Root(
-                loss_limit=limits.loss,
-                grad_norm_limit=limits.grad_norm,
-                command_number=number,
-                command_action=action,
-                command_argument=target,
-                next_attempt=new_attempt_id(self.clock.time_ns()),
-            )
-        return Root()
+        number, action, target = 0, 0, -1.0
+        if command is not None:
+            number, action = command.number, COMMAND_CODES[command.action]
+            if command.checkpoint_id and self.healer is not None:
+                target = float(self.healer.step_of(command.checkpoint_id))
+        limits = self.judge.limits()
+        return Root(
+            loss_limit=limits.loss,
+            grad_norm_limit=limits.grad_norm,
+            command_number=number,
+            command_action=action,
+            command_argument=target,
+            next_attempt=new_attempt_id(self.clock.time_ns()),
+        )
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
         """Say what became of a command; rank 0 speaks for all."""
@@ -229,15 +229,16 @@ class Host:
             self._halt(decision)
         assert self.healer is not None, "only a run with checkpoints rolls back"
         meta = self.healer.roll_back(decision)
-        self.tokens_trained = int(meta.get("tokens_trained", 0))
-        self.attempt = decision.new_attempt
-        self.judge.rolled_back(
-            detector_state=meta["judge"],
-            attempt=decision.new_attempt,
-            step=decision.rollback_to_step,
+        self.take_meta(meta)
+        attempt = AttemptStarted(
+            id=decision.new_attempt,
+            parent=decision.attempt,
+            fork_step=decision.rollback_to_step,
+            reason=decision.reason,
         )
-        self._announce_attempt(decision)
-        self.probe_parameters, self.digest = False, 0
+        self.begin_attempt(attempt, meta["judge"])
+        if self.is_root:
+            self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
         return decision.rollback_to_step
 
     def _write_plan(self) -> None:
@@ -268,20 +269,25 @@ class Host:
         self.halted = halted
         raise halted
 
-    def _announce_attempt(self, decision: Decision) -> None:
-        if self.is_root:
-            event = AttemptStarted(
-                id=decision.new_attempt,
-                parent=decision.attempt,
-                fork_step=decision.rollback_to_step,
-                reason=decision.reason,
-            )
-            step = decision.rollback_to_step
-            self.emitter.event(event, step=step, attempt=decision.new_attempt)
+    def begin_attempt(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
+        """Go on as a new branch, with the detectors of the state it starts from."""
+        self.attempt = attempt.id
+        self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
+        self.probe_parameters, self.digest = False, 0
 
-    def snapshot_meta(self) -> dict[str, object]:
+    def snapshot_meta(self, position: tuple[int, int] | None) -> Meta:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
-        return {"judge": self.judge.detector_state(), "tokens_trained": self.tokens_trained}
+        return {
+            "judge": self.judge.detector_state(),
+            "tokens_seen": self.tokens_seen,
+            "tokens_trained": self.tokens_trained,
+            "position": None if position is None else list(position),
+        }
+
+    def take_meta(self, meta: Meta) -> None:
+        """Set the counts to what they were; consumed tokens stay consumed."""
+        self.tokens_trained = int(meta["tokens_trained"])
+        self.tokens_seen = max(self.tokens_seen, int(meta["tokens_seen"]))
 
     def _note(
         self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]

@@ -6,7 +6,7 @@ handles the step of ``lag`` steps ago (``trainer_hooks.host``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +23,7 @@ from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.pack import Local, Packer
 from trainer_hooks.readback import Readback
 from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
+from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
 from trainvitals.errors import UsageError
 from trainvitals.records import (
@@ -61,15 +62,15 @@ class Monitor:
         host: Host,
         *,
         tokens_per_step: int | None,
-        first_step: int = 0,
-        on_close: Sequence[Callable[[], None]] = (),
+        restored: Restored | None = None,
     ) -> None:
         self._device = device
         self._host = host
         self._clock = StepClock(host.clock)
         self._tokens_per_step = tokens_per_step
-        self._first_step = self._step = first_step
-        self._on_close = tuple(on_close)
+        self._first_step = self._step = 0 if restored is None else restored.step
+        position = None if restored is None else restored.meta["position"]
+        self._start_at = Position(0, 0) if position is None else Position(position[0], position[1])
         self._micro: tuple[Tensor, Tensor | float] | None = None
         self._batches: Batches | None = None
         self._positions: dict[int, Position] = {}
@@ -112,7 +113,9 @@ class Monitor:
         passed over by index and never loaded.
         """
         waited = self._clock.waited_for_data
-        stream = Batches(loader, epochs=epochs, clock=self._host.clock, waited=waited)
+        clock, start = self._host.clock, self._start_at
+        stream = Batches(loader, epochs=epochs, clock=clock, waited=waited, start=start)
+        self._start_at = Position(0, 0)
         self._batches = stream
         return iter(stream)
 
@@ -177,8 +180,13 @@ class Monitor:
         decision = self._host_side(ready, attempted)
         if self._host.healer is not None:
             # After the judgement: what it proves healthy must not be evicted just before it.
-            self._host.healer.after_step(self._step, self.attempt, self._host.snapshot_meta)
+            self._host.healer.after_step(self._step, self.attempt, self._meta)
         return StepOutcome(step=attempted, next_step=self._step, decision=decision)
+
+    def _meta(self) -> Meta:
+        """Return what a snapshot keeps besides tensors: the data goes on after the last batch."""
+        last = self.batch_position
+        return self._host.snapshot_meta(None if last is None else (last.epoch, last.batch + 1))
 
     # ---------------------------------------------------------------------------- one step
 
@@ -349,9 +357,6 @@ class Monitor:
             event = RunEnded(state="failed" if failed else "finished", reason=failed)
             host.emitter.event(event, step=self._step, attempt=self.attempt)
         host.emitter.close()
-        for call in self._on_close:
-            with host.faults.fail_open("close"):
-                call()
 
     def __enter__(self) -> Self:
         return self

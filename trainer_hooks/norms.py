@@ -115,7 +115,7 @@ class GradNorms:
         """
         if not grads:
             return
-        norms = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float64))  # type: ignore[call-arg]
+        norms = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float64))
         if len(grads) == len(self._params):
             torch.mul(norms * norms, self._share, out=out)
         else:
@@ -126,5 +126,5 @@ class GradNorms:
         """Return 1.0 where any local parameter holds a NaN or Inf, on the device, float64."""
         with torch.no_grad():
             locals_ = [t for t in map(local_tensor, self._params) if t.numel()]
-            norms = torch.stack(torch._foreach_norm(locals_, float("inf"), dtype=torch.float64))  # type: ignore[call-arg]
+            norms = torch.stack(torch._foreach_norm(locals_, float("inf"), dtype=torch.float64))
             return (~torch.isfinite(norms).all()).to(torch.float64)

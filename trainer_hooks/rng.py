@@ -18,7 +18,7 @@ def capture_rng() -> dict[str, Any]:
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -6,9 +6,7 @@ Everything that reads the environment, makes files, or talks to other ranks at t
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,30 +21,21 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard import BufferShadow, OptimizerGuard
 from trainer_hooks.healer import CheckpointSettings, Healer
 from trainer_hooks.host import Host
-from trainer_hooks.inbox import Inbox
 from trainer_hooks.monitor import Device, Monitor
 from trainer_hooks.norms import GradNorms, named_parameters
 from trainer_hooks.pack import Packer, PackLayout
+from trainer_hooks.place import Place, open_inbox, open_journal, open_run
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.readback import Readback
 from trainer_hooks.signals import HostStep, Utilization
+from trainer_hooks.snapshots import Restored
 from trainer_hooks.starter import missing_packages, start_agent
 from trainer_hooks.verdict import NUM_DERIVED
 from trainvitals.clock import Clock, SystemClock
-from trainvitals.errors import MissingDependencyError, TrainingHalted, UsageError, VitalsError
-from trainvitals.identity import (
-    Identity,
-    new_attempt_id,
-    new_incarnation,
-    new_run_id,
-    safe_node_id,
-)
-from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
-from trainvitals.io.mailbox import Mailbox
-from trainvitals.io.private import private_base
+from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
 from trainvitals.policy import Facts, Judge, JudgeConfig
-from trainvitals.records import AttemptStarted, Note, RankStarted, RunInfo, RunStarted
+from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
 
 Mode = Literal["off", "observe", "guard", "heal"]
 _MODES = ("off", "observe", "guard", "heal")
@@ -101,9 +90,9 @@ def watch(
         return cast(Monitor, Unwatched(all_optimizers, all_schedulers, scaler))
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     device = _device(model, all_optimizers, all_schedulers, scaler, ranks)
-    place = _open_run(ranks, environ, dir, clock)
+    place = open_run(ranks, environ, dir, clock)
     emitter = Emitter(
-        _journal(place, ranks, faults, clock, device.norms.device),
+        open_journal(place, ranks, faults, clock, device.norms.device),
         clock=clock,
         faults=faults,
         is_root=ranks.rank == 0,
@@ -118,23 +107,10 @@ def watch(
             device=device,
             extra=state or {},
             ranks=ranks,
+            run_id=place.run_dir.run_id,
             emitter=emitter,
         )
-    judge = _judge(place, chosen)
-    host = Host(
-        mode=chosen,
-        ranks=ranks,
-        layout=device.packer.layout,
-        judge=judge,
-        healer=healer,
-        emitter=emitter,
-        inbox=_inbox(place, ranks, clock, judge.facts.last_command),
-        run_dir=place.run_dir,
-        faults=faults,
-        clock=clock,
-        utilization=Utilization(device.norms.num_parameters, ranks.world_size, device.norms.device),
-        attempt=place.attempt,
-    )
+    host = _host(chosen, ranks, device, place, healer, emitter, faults, clock)
     info = run_info(
         name=run or "",
         environ=environ,
@@ -146,12 +122,60 @@ def watch(
         num_params=device.norms.num_parameters,
         run_dir=str(place.run_dir.path),
     )
-    _say_hello(host, place, info)
-    if healer is not None:
-        healer.first(0, place.attempt, host.snapshot_meta())
+    restored = _begin(host, place, info)
     if ranks.local_rank == 0:
         _start_agent(host, place, environ)
-    return Monitor(device, host, tokens_per_step=tokens_per_step)
+    return Monitor(device, host, tokens_per_step=tokens_per_step, restored=restored)
+
+
+def _host(
+    mode: Mode,
+    ranks: Ranks,
+    device: Device,
+    place: Place,
+    healer: Healer | None,
+    emitter: Emitter,
+    faults: FaultCounter,
+    clock: Clock,
+) -> Host:
+    """Put the host's part together, with what earlier starts of the run have spent."""
+    assert mode != "off", "an unwatched run has no host part"
+    spent = [entry["facts"] for entry in place.run_dir.read_plan() if "facts" in entry]
+    facts = msgspec.convert(spent[-1], Facts) if spent else Facts()
+    judge = Judge(JudgeConfig(), mode, facts=msgspec.structs.replace(facts, halted=""))
+    return Host(
+        mode=mode,
+        ranks=ranks,
+        layout=device.packer.layout,
+        judge=judge,
+        healer=healer,
+        emitter=emitter,
+        inbox=open_inbox(place, ranks, clock, facts.last_command),
+        run_dir=place.run_dir,
+        faults=faults,
+        clock=clock,
+        utilization=Utilization(device.norms.num_parameters, ranks.world_size, device.norms.device),
+        attempt=place.attempt,
+    )
+
+
+def _begin(host: Host, place: Place, info: RunInfo) -> Restored | None:
+    """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
+    healer = host.healer
+    restored = healer.resume() if healer is not None else None
+    attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
+    if restored is not None:
+        host.take_meta(restored.meta)
+        reason = f"resumed from {restored.id}"
+        attempt = AttemptStarted(
+            id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
+        )
+    host.begin_attempt(attempt, None if restored is None else restored.meta["judge"])
+    _say_hello(host, place, info, attempt)
+    if healer is not None:
+        meta = restored.meta if restored is not None else host.snapshot_meta(None)
+        healer.first(attempt.fork_step, place.attempt, meta)
+    return restored
 
 
 def _device(
@@ -181,103 +205,8 @@ def _device(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a run's files are; the same on all ranks but for the node's own base."""
-
-    run_dir: RunDir
-    folder: Path
-    attempt: int
-    node: str
-
-
-def _open_run(
-    ranks: Ranks, environ: Mapping[str, str], directory: str | Path | None, clock: Clock
-) -> _Place:
-    """Make or find the run on rank 0 and tell all ranks; its error is raised on every rank."""
-    told: tuple[str, str, int] | VitalsError | None = None
-    if ranks.rank == 0:
-        try:
-            told = _open_on_root(environ, directory, clock)
-        except VitalsError as error:
-            told = error
-    told = ranks.broadcast(told)
-    if isinstance(told, VitalsError):
-        raise told
-    assert told is not None
-    run_id, path, attempt = told
-    folder = announce_run(private_base(environ), run_id, Path(path))
-    node = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
-    return _Place(RunDir(Path(path)), folder, attempt, node)
-
-
-def _open_on_root(
-    environ: Mapping[str, str], directory: str | Path | None, clock: Clock
-) -> tuple[str, str, int]:
-    base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
-    run_id = environ.get("VITALS_RUN_ID") or new_run_id(clock.time_ns())
-    run_dir = RunDir.create(base, run_id)
-    marker = run_dir.halted()
-    if marker is not None:
-        raise TrainingHalted(
-            f"run {run_id} was stopped at step {marker.step}: {marker.reason}",
-            hint=f"after looking into it, `vitals resume {run_dir.path}` allows a new start",
-        )
-    run_dir.command_key(create=True)
-    return run_id, str(run_dir.path), new_attempt_id(clock.time_ns())
-
-
-def _journal(
-    place: _Place, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
-) -> JournalWriter | None:
-    """Open this rank's journal; without one training goes on, and the fault is counted."""
-    uuid = ""
-    if device.type == "cuda":
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    with faults.fail_open("journal.open"):
-        identity = Identity(
-            run_id=place.run_dir.run_id,
-            incarnation=new_incarnation(),
-            source=f"rank:{ranks.rank}",
-            node=place.node,
-            pid=os.getpid(),
-            rank=ranks.rank,
-            local_rank=ranks.local_rank,
-            world_size=ranks.world_size,
-            started_unix_ns=clock.time_ns(),
-            started_monotonic_ns=clock.monotonic_ns(),
-            boot_id=_boot_id(),
-            gpu_uuid=uuid,
-        )
-        return JournalWriter(journal_directory(place.folder, identity), identity)
-    return None
-
-
-def _inbox(place: _Place, ranks: Ranks, clock: Clock, last_command: int) -> Inbox | None:
-    if ranks.rank != 0:
-        return None
-    path = place.folder / "mailbox"
-    return Inbox(
-        mailbox=Mailbox.open(path) if path.exists() else Mailbox.create(path),
-        key=place.run_dir.command_key(),
-        run_id=place.run_dir.run_id,
-        clock=clock,
-        last_number=last_command,
-    )
-
-
-def _judge(place: _Place, mode: Mode) -> Judge:
-    """Return the judge of this branch, with what earlier starts of the run have spent."""
-    assert mode != "off"
-    spent = [entry["facts"] for entry in place.run_dir.read_plan() if "facts" in entry]
-    facts = msgspec.convert(spent[-1], Facts) if spent else Facts()
-    judge = Judge(JudgeConfig(), mode, facts=msgspec.structs.replace(facts, halted=""))
-    judge.rolled_back(detector_state=None, attempt=place.attempt)
-    return judge
-
-
-def _say_hello(host: Host, place: _Place, info: RunInfo) -> None:
-    ranks, emitter = host.ranks, host.emitter
+def _say_hello(host: Host, place: Place, info: RunInfo, attempt: AttemptStarted) -> None:
+    ranks, step = host.ranks, attempt.fork_step
     started = RankStarted(
         rank=ranks.rank,
         local_rank=ranks.local_rank,
@@ -285,20 +214,19 @@ def _say_hello(host: Host, place: _Place, info: RunInfo) -> None:
         pid=os.getpid(),
         node=place.node,
     )
-    emitter.event(started, step=0, attempt=place.attempt)
-    if ranks.rank != 0:
-        return
-    with host.faults.fail_open("run.json"):
-        place.run_dir.write_info(info)
-    emitter.event(RunStarted(info=info), step=0, attempt=place.attempt)
-    attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
-    emitter.event(attempt, step=0, attempt=place.attempt)
-    if info.readback_lag == 0:
-        text = "an optimizer takes the verdict on the host: each step waits for it"
-        emitter.event(Note(code="host_path", text=text), step=0, attempt=place.attempt)
+    said: list[Event] = [started]
+    if ranks.rank == 0:
+        with host.faults.fail_open("run.json"):
+            place.run_dir.write_info(info)
+        said += [RunStarted(info=info), attempt]
+        if info.readback_lag == 0:
+            text = "an optimizer takes the verdict on the host: each step waits for it"
+            said.append(Note(code="host_path", text=text))
+    for event in said:
+        host.emitter.event(event, step=step, attempt=place.attempt)
 
 
-def _start_agent(host: Host, place: _Place, environ: Mapping[str, str]) -> None:
+def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
     choice = environ.get("VITALS_AGENT", "auto")
     if choice not in ("auto", "off"):
         raise UsageError(
@@ -357,10 +285,3 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -21,7 +21,9 @@ class Numbers(Dataset):
 
 def stream(loader, epochs=1):
     waits = []
-    return Batches(loader, epochs=epochs, clock=SystemClock(), waited=waits.append), waits
+    return Batches(
+        loader, epochs=epochs, clock=SystemClock(), waited=waits.append, start=Position(0, 0)
+    ), waits
 
 
 def test_the_order_is_the_loader_s_own():

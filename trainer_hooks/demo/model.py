@@ -26,7 +26,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class ByteGPT(nn.Module):
@@ -50,4 +51,5 @@ class ByteGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def main() -> None:
         final = evaluate(model, Windows(text[TRAIN_BYTES:], CONTEXT), device)
         monitor.evaluate(loss=final)
     if rank == 0 and options.result:
-        result = {"run_id": monitor.run_id, "validation_loss": final, "updates_tried": seen}
+        finite = final if math.isfinite(final) else None  # JSON has no NaN
+        result = {"run_id": monitor.run_id, "validation_loss": finite, "updates_tried": seen}
         options.result.write_text(json.dumps(result))
     dist.destroy_process_group()
 

@@ -1,0 +1,122 @@
+"""Where a run's files are: made or found on rank 0, told to all ranks, opened by each."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.inbox import Inbox
+from trainer_hooks.ranks import Ranks
+from trainvitals.clock import Clock
+from trainvitals.errors import TrainingHalted, VitalsError
+from trainvitals.identity import (
+    Identity,
+    new_attempt_id,
+    new_incarnation,
+    new_run_id,
+    safe_node_id,
+)
+from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
+from trainvitals.io.mailbox import Mailbox
+from trainvitals.io.private import private_base
+from trainvitals.io.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run's files are; the same on all ranks but for the node's own base."""
+
+    run_dir: RunDir
+    folder: Path
+    attempt: int
+    node: str
+
+
+def open_run(
+    ranks: Ranks, environ: Mapping[str, str], directory: str | Path | None, clock: Clock
+) -> Place:
+    """Make or find the run on rank 0 and tell all ranks; its error is raised on every rank."""
+    told: tuple[str, str, int] | VitalsError | None = None
+    if ranks.rank == 0:
+        try:
+            told = _open_on_root(environ, directory, clock)
+        except VitalsError as error:
+            told = error
+    told = ranks.broadcast(told)
+    if isinstance(told, VitalsError):
+        raise told
+    assert told is not None
+    run_id, path, attempt = told
+    folder = announce_run(private_base(environ), run_id, Path(path))
+    node = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
+    return Place(RunDir(Path(path)), folder, attempt, node)
+
+
+def _open_on_root(
+    environ: Mapping[str, str], directory: str | Path | None, clock: Clock
+) -> tuple[str, str, int]:
+    base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
+    run_id = environ.get("VITALS_RUN_ID") or new_run_id(clock.time_ns())
+    run_dir = RunDir.create(base, run_id)
+    marker = run_dir.halted()
+    if marker is not None:
+        raise TrainingHalted(
+            f"run {run_id} was stopped at step {marker.step}: {marker.reason}",
+            hint=f"after looking into it, `vitals resume {run_dir.path}` allows a new start",
+        )
+    run_dir.command_key(create=True)
+    return run_id, str(run_dir.path), new_attempt_id(clock.time_ns())
+
+
+def open_journal(
+    place: Place, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
+) -> JournalWriter | None:
+    """Open this rank's journal; without one training goes on, and the fault is counted."""
+    uuid = ""
+    if device.type == "cuda":
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    journal = None
+    with faults.fail_open("journal.open"):
+        identity = Identity(
+            run_id=place.run_dir.run_id,
+            incarnation=new_incarnation(),
+            source=f"rank:{ranks.rank}",
+            node=place.node,
+            pid=os.getpid(),
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            world_size=ranks.world_size,
+            started_unix_ns=clock.time_ns(),
+            started_monotonic_ns=clock.monotonic_ns(),
+            boot_id=_boot_id(),
+            gpu_uuid=uuid,
+        )
+        journal = JournalWriter(journal_directory(place.folder, identity), identity)
+    return journal  # noqa: RET504 - the assignment may not have happened
+
+
+def open_inbox(place: Place, ranks: Ranks, clock: Clock, last_command: int) -> Inbox | None:
+    """Open the run's mailbox on rank 0, which alone reads it."""
+    if ranks.rank != 0:
+        return None
+    path = place.folder / "mailbox"
+    return Inbox(
+        mailbox=Mailbox.open(path) if path.exists() else Mailbox.create(path),
+        key=place.run_dir.command_key(),
+        run_id=place.run_dir.run_id,
+        clock=clock,
+        last_number=last_command,
+    )
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
