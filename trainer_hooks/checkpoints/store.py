@@ -1,7 +1,6 @@
 """The folder of a run's checkpoints: saved in the background, verified, rotated, loaded."""
 
 import logging
-import queue
 import shutil
 import threading
 from collections import deque
@@ -55,9 +54,8 @@ class CheckpointStore:
         self._agree = Agreement(ranks)
         self._keep = max(1, keep)
         self._replicated = ranks.world_size == 1 or state.replicated
-        self._jobs: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
-        self._idle = threading.Condition()
-        self._num_waiting = 0
+        self._jobs: deque[Snapshot] = deque()
+        self._guard = threading.Condition()
         self._worker: threading.Thread | None = None
         self._changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
         self.num_saved = 0
@@ -91,33 +89,34 @@ class CheckpointStore:
         The snapshot's memory is held until it is written. Saves queue up; since each holds a slot
         of the ring, there are never more of them than slots.
         """
-        name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         snapshot.hold()
-        with self._idle:
-            self._num_waiting += 1
-        self._jobs.put(snapshot)
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="vitals-save", daemon=True)
-            self._worker.start()
-        return name
+        with self._guard:
+            self._jobs.append(snapshot)
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="vitals-save", daemon=True)
+                self._worker.start()
+        return manifests.checkpoint_id(snapshot.step, snapshot.attempt)
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = 60.0) -> bool:
         """Wait until all saves are done; return False if the time ran out before."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._num_waiting, timeout)
+        with self._guard:
+            return self._guard.wait_for(lambda: self._worker is None, timeout)
 
     def _work(self) -> None:
+        """Save what is queued, then end: no thread is left behind by a run that saves nothing."""
         while True:
-            snapshot = self._jobs.get()
+            with self._guard:
+                if not self._jobs:
+                    self._worker = None
+                    self._guard.notify_all()
+                    return
+                snapshot = self._jobs.popleft()
             try:
                 self._save(snapshot)
             except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
                 self._failed(snapshot, error)
             finally:
                 snapshot.release()
-                with self._idle:
-                    self._num_waiting -= 1
-                    self._idle.notify_all()
 
     def _save(self, snapshot: Snapshot) -> None:
         """Write, read back, seal and rename; each stage ends in one verdict for all ranks."""
@@ -389,5 +388,7 @@ def _plain(key: str) -> str:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if Spec.of(one) != Spec.of(other):
         return False
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    # clone: a view of one element may have stride 0, which no other type can view
+    raw = [t.clone(memory_format=torch.contiguous_format).view(-1) for t in (one, other)]
+    raw = [t.view(torch.uint8) for t in raw]
     return torch.equal(*raw)
