@@ -1,0 +1,100 @@
+"""``vitals dashboard``: the pages over a collector, or over a folder of runs."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainvitals.errors import MissingDependencyError, UsageError
+
+if TYPE_CHECKING:
+    from vitals_dashboard import launch
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("dashboard", epilog="Example: vitals dashboard vitals_runs --open")(dashboard)
+
+
+def dashboard(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="Folder of runs to read; needs no collector."),
+    ] = None,
+    collector: Annotated[
+        str, typer.Option(help="Address of a collector [default: this user's own].")
+    ] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="That collector's tokens.json (mode 0600).")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open the address in a browser.")
+    ] = False,
+) -> None:
+    """Show runs live in a browser; prints its one-click address, Ctrl-C stops it."""
+    import os
+
+    if find_spec("streamlit") is None:
+        raise MissingDependencyError(
+            "the dashboard needs streamlit", hint="pip install 'trainvitals[dashboard]'"
+        )
+    from vitals_dashboard import launch
+
+    if folder is not None and collector:
+        raise UsageError(
+            f"both a folder ({folder}) and a collector ({collector}) are given",
+            hint="leave out one of them",
+        )
+    port = launch.free_port(port)
+    environ = dict(os.environ)
+    with _ended_by_sigterm(), ExitStack() as stack:
+        children = []
+        if folder is not None:
+            path = launch.check_folder(folder)
+            child, place = stack.enter_context(launch.folder_collector(path, environ))
+            children.append(child)
+        elif collector:
+            place = _named(collector, token_file, environ)
+        else:
+            place = launch.discovered(environ)
+        child, address = stack.enter_context(launch.pages(place, port, environ))
+        typer.echo(address)
+        typer.echo("Ctrl-C stops it.", err=True)
+        if open_browser:
+            typer.launch(address)
+        launch.watch([*children, child])
+
+
+def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launch.CollectorPlace":
+    from trainvitals.io.client import CollectorClient, read_tokens
+    from vitals_dashboard.launch import CollectorPlace
+
+    CollectorClient(url).close()  # refuses what is no address
+    path = str(token_file) if token_file is not None else environ.get("VITALS_TOKEN_FILE", "")
+    if not path:
+        raise UsageError(
+            "a collector is given but no token for it",
+            hint="add --token-file FILE: the tokens.json in the collector's data folder",
+        )
+    read_tokens(path)  # says now what is wrong with it
+    return CollectorPlace(url=url, token_file=str(Path(path).absolute()))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that the programs are stopped as well."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,5 @@
+"""The run page, as Streamlit wants it: a file."""
+
+from vitals_dashboard.views import run
+
+run.render()

@@ -1,0 +1,294 @@
+"""Starts the Streamlit process, and a collector where a folder is to be read; stops both.
+
+The processes have sessions of their own, so that a Ctrl-C in the terminal reaches only the
+launcher, which then stops them in order.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from trainvitals.cli.supervise import stop_process
+from trainvitals.errors import StorageError, TransportError, UsageError
+from trainvitals.io.client import default_data_dir
+from trainvitals.io.private import ensure_private_dir
+from vitals_dashboard.door import HEALTH_PATH
+from vitals_dashboard.settings import (
+    SETTINGS_VARIABLE,
+    DashboardSettings,
+    read_collector_file,
+    write_settings,
+)
+
+T = TypeVar("T")
+
+HOST = "127.0.0.1"
+ALLOWED_HOSTS = ("127.0.0.1", "localhost")
+"""Names a browser may call this server by: another one is a web page that rebinds its name."""
+
+START_SECONDS = 60.0
+POLL_SECONDS = 0.1
+
+STREAMLIT_CONFIG: dict[str, str | bool | tuple[str, ...]] = {
+    "server.address": HOST,
+    "server.allowedHosts": ALLOWED_HOSTS,
+    "server.headless": True,
+    "server.enableXsrfProtection": True,
+    "server.enableCORS": True,
+    "server.enableWebsocketCompression": True,
+    "server.fileWatcherType": "none",
+    "server.runOnSave": False,
+    "browser.gatherUsageStats": False,
+    "client.showErrorDetails": "none",
+    "client.toolbarMode": "viewer",
+    "global.developmentMode": False,
+    "theme.primaryColor": "#0072B2",
+}
+"""What is shipped: loopback only, nothing sent home, no traceback shown to a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorPlace:
+    """Where the runs are read from."""
+
+    url: str
+    token_file: str
+    collector_file: str = ""
+
+
+@dataclass(slots=True)
+class Program:
+    """A process that was started, and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def last_words(self) -> str:
+        """Return the end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
+
+    def check(self) -> None:
+        """Raise TransportError if the process has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise TransportError(
+                f"the {self.name} ended with exit code {code}:\n{self.last_words()}",
+                hint="start `vitals dashboard` again; nothing that was recorded is lost",
+            )
+
+
+def streamlit_command(port: int) -> list[str]:
+    """Return the command of the Streamlit process; it holds no secret."""
+    flags = [f"--server.port={port}"]
+    for name, value in STREAMLIT_CONFIG.items():
+        for item in value if isinstance(value, tuple) else (value,):
+            text = str(item).lower() if isinstance(item, bool) else item
+            flags.append(f"--{name}={text}")
+    entry = Path(__file__).parent / "entry" / "vitals_door.py"
+    return [sys.executable, "-m", "streamlit", "run", str(entry), *flags]
+
+
+def collector_command(folder: Path, data: Path) -> list[str]:
+    """Return the command of a collector that reads a folder of runs."""
+    options = ["--folder", str(folder), "--data", str(data), "--listen", f"{HOST}:0"]
+    return [sys.executable, "-m", "trainvitals", "collector", *options]
+
+
+def free_port(port: int) -> int:
+    """Return ``port`` if it can be listened on, or any free one for 0.
+
+    Raises:
+        UsageError: it is taken, or may not be used.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or "it must be 0 to 65535"
+            raise UsageError(
+                f"port {port} on {HOST} cannot be used: {why}",
+                hint="leave out --port to take a free one",
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def check_folder(folder: Path) -> Path:
+    """Return the folder of runs as an absolute path.
+
+    Raises:
+        UsageError: it is missing, no folder, or cannot be read.
+    """
+    path = folder.expanduser().absolute()
+    hint = "give the folder that VITALS_DIR named in training (default: ./vitals_runs)"
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}", hint=hint)
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise UsageError(f"{path} cannot be read by this user", hint="ask its owner for access")
+    return path
+
+
+def discovered(environ: Mapping[str, str]) -> CollectorPlace:
+    """Return the collector that the environment names, else the one this user has started.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    data = default_data_dir(environ)
+    url, token_file = environ.get("VITALS_COLLECTOR_URL", ""), environ.get("VITALS_TOKEN_FILE", "")
+    if url:
+        return CollectorPlace(url=url, token_file=token_file)
+    place = read_collector_file(data / "collector.json")
+    if place is None:
+        raise UsageError(
+            f"no collector is known: {data / 'collector.json'} is not there",
+            hint="read a folder of runs with `vitals dashboard DIR`, start `vitals collector`,"
+            " or name one with --collector URL --token-file FILE",
+        )
+    return CollectorPlace(
+        url=place.url,
+        token_file=token_file or str(data / "tokens.json"),
+        collector_file=str(data / "collector.json"),
+    )
+
+
+@contextmanager
+def cache_dir(folder: Path) -> Iterator[Path]:
+    """Hold a node-local folder for the store of a folder of runs, used again the next time.
+
+    Two dashboards of the same folder get one each.
+    """
+    base = ensure_private_dir(Path(tempfile.gettempdir()) / f"trainvitals-{os.getuid()}")
+    key = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
+    for slot in range(100):
+        path = ensure_private_dir(base / f"dashboard-{key}-{slot}")
+        lock = os.open(path / "dashboard.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise StorageError(f"{path}: cannot be locked: {error.strerror}") from error
+            continue
+        try:
+            yield path
+        finally:
+            os.close(lock)
+        return
+    raise StorageError("a hundred dashboards of this folder run already", hint="stop one of them")
+
+
+@contextmanager
+def program(
+    name: str, command: Sequence[str], log: Path, environ: Mapping[str, str]
+) -> Iterator[Program]:
+    """Run a program with its output in ``log``; stop it on the way out."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+        )
+    try:
+        yield Program(name, process, log)
+    finally:
+        stop_process(process, 5.0)
+
+
+def wait_for(child: Program, probe: Callable[[], T | None]) -> T:
+    """Return the probe's first answer.
+
+    Raises:
+        TransportError: the program ended, or did not answer in time.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        child.check()
+        answer = probe()
+        if answer is not None:
+            return answer
+        time.sleep(POLL_SECONDS)
+    raise TransportError(
+        f"the {child.name} did not answer within {START_SECONDS:.0f} seconds:\n"
+        f"{child.last_words()}",
+        hint="is the machine very busy? try again",
+    )
+
+
+@contextmanager
+def folder_collector(
+    folder: Path, environ: Mapping[str, str]
+) -> Iterator[tuple[Program, CollectorPlace]]:
+    """Run a collector that reads the folder, until the block ends."""
+    with cache_dir(folder) as data:
+        found = data / "collector.json"
+        found.unlink(missing_ok=True)
+        command = collector_command(folder, data)
+        with program("collector", command, data / "collector.log", environ) as child:
+            place = wait_for(child, lambda: read_collector_file(found))
+            wait_for(child, lambda: _answers(f"{place.url}/healthz"))
+            yield (
+                child,
+                CollectorPlace(
+                    url=place.url,
+                    token_file=str(data / "tokens.json"),
+                    collector_file=str(found),
+                ),
+            )
+
+
+@contextmanager
+def pages(
+    place: CollectorPlace, port: int, environ: Mapping[str, str]
+) -> Iterator[tuple[Program, str]]:
+    """Run the Streamlit process until the block ends; gives it and its one-click address."""
+    token = secrets.token_urlsafe(24)
+    settings = DashboardSettings(
+        door_token=token,
+        collector_url=place.url,
+        token_file=place.token_file,
+        collector_file=place.collector_file,
+    )
+    with tempfile.TemporaryDirectory(prefix="vitals-dashboard-") as name:  # made 0700
+        private = Path(name)
+        write_settings(settings, private / "settings.json")
+        own = {**environ, SETTINGS_VARIABLE: str(private / "settings.json")}
+        address = f"http://{HOST}:{port}"
+        log = private / "dashboard.log"
+        with program("dashboard", streamlit_command(port), log, own) as child:
+            wait_for(child, lambda: _answers(address + HEALTH_PATH))
+            yield child, f"{address}/?token={token}"
+
+
+def _answers(url: str) -> bool | None:
+    try:
+        return httpx.get(url, timeout=2.0, trust_env=False).is_success or None
+    except httpx.HTTPError:
+        return None
+
+
+def watch(children: Sequence[Program]) -> None:
+    """Return never: raise TransportError when one of the programs has ended by itself."""
+    while True:
+        for child in children:
+            child.check()
+        time.sleep(0.5)

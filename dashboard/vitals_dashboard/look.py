@@ -1,0 +1,154 @@
+"""The visual language, in one place: what a colour and a shape mean, in light and in dark.
+
+Colours are Okabe and Ito's, told apart by colour-blind people too; an action is never told by
+colour alone but also by its shape and its word.
+"""
+
+from dataclasses import dataclass
+
+from trainvitals.records import ActionName
+
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#8A8F98"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionLook:
+    """How one action of the ladder is drawn and called."""
+
+    word: str
+    colour: str
+    symbol: str
+    """An ECharts symbol, drawn at the head of the vertical mark."""
+    line: str
+    width: float
+    icon: str
+
+
+ACTIONS: dict[ActionName, ActionLook] = {
+    "skip_step": ActionLook(
+        word="skip",
+        colour=ORANGE,
+        symbol="triangle",
+        line="dotted",
+        width=1.0,
+        icon="\N{BLACK UP-POINTING TRIANGLE}",
+    ),
+    "rollback": ActionLook(
+        word="rollback",
+        colour=PURPLE,
+        symbol="diamond",
+        line="solid",
+        width=1.6,
+        icon="\N{BLACK DIAMOND}",
+    ),
+    "halt": ActionLook(
+        word="halt",
+        colour=VERMILLION,
+        symbol="rect",
+        line="solid",
+        width=2.2,
+        icon="\N{BLACK SQUARE}",
+    ),
+    "accept_level": ActionLook(
+        word="new level",
+        colour=GREEN,
+        symbol="circle",
+        line="dashed",
+        width=1.0,
+        icon="\N{BLACK CIRCLE}",
+    ),
+}
+"""``continue`` is not drawn: nothing was done."""
+
+NON_FINITE_COLOUR = VERMILLION
+
+STATE_WORDS = {
+    "running": "\N{BLACK CIRCLE} running",
+    "finished": "\N{CHECK MARK} finished",
+    "halted": "\N{BLACK SQUARE} halted",
+    "interrupted": "\N{HEAVY VERTICAL BAR}\N{HEAVY VERTICAL BAR} interrupted",
+    "failed": "\N{MULTIPLICATION X} failed",
+    "lost": "? lost",
+}
+STATE_BADGES = {
+    "running": "blue",
+    "finished": "green",
+    "halted": "red",
+    "interrupted": "gray",
+    "failed": "red",
+    "lost": "orange",
+}
+HEALTH_WORDS = {
+    "healthy": "\N{CHECK MARK} healthy",
+    "acting": "\N{BLACK UP-POINTING TRIANGLE} acting",
+    "critical": "\N{BLACK SQUARE} critical",
+    "unknown": "\N{EN DASH} unknown",
+}
+HEALTH_BADGES = {"healthy": "green", "acting": "orange", "critical": "red", "unknown": "gray"}
+SEVERITY_BADGES = {"page": "red", "notify": "orange", "log": "gray"}
+ALERT_WORDS = {
+    "pending": "\N{HORIZONTAL ELLIPSIS} pending",
+    "firing": "\N{BLACK UP-POINTING TRIANGLE} firing",
+    "resolved": "\N{CHECK MARK} resolved",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Palette:
+    """Colours of a chart on one background."""
+
+    main: str
+    lines: tuple[str, ...]
+    faint: str
+    """Limits and rolled-back branches."""
+    text: str
+    quiet: str
+    grid: str
+
+
+LIGHT = Palette(
+    main=BLUE,
+    lines=(BLUE, GREEN, PURPLE, SKY, ORANGE, "#5D4A9C", "#7A5C00", GREY),
+    faint="#A9AFB8",
+    text="#262A33",
+    quiet="#6B7280",
+    grid="#ECEEF1",
+)
+DARK = Palette(
+    main=SKY,
+    lines=(SKY, "#33C7A0", "#E3A6C8", "#4F8FD6", ORANGE, "#A99BE0", YELLOW, GREY),
+    faint="#6C7480",
+    text="#E6E8EC",
+    quiet="#9AA1AC",
+    grid="#2A2E37",
+)
+
+
+def palette(theme: str | None) -> Palette:
+    """Return the palette of a theme; light where the browser has not said yet."""
+    return DARK if theme == "dark" else LIGHT
+
+
+UNITS: dict[str, tuple[str, float]] = {
+    "bytes": ("GiB", 1 / 2**30),
+    "ratio": ("%", 100.0),
+    "hertz": ("GHz", 1e-9),
+    "seconds": ("s", 1.0),
+    "watts": ("W", 1.0),
+    "celsius": ("\N{DEGREE SIGN}C", 1.0),
+}
+"""Base unit to what people read, and the factor."""
+
+STYLE = """<style>
+.stMainBlockContainer{padding-top:3.4rem;padding-bottom:2rem;max-width:1500px}
+.st-key-run_title [data-testid="stText"],.st-key-run_title p{font-size:1.45rem;font-weight:650;
+line-height:1.25;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit}
+.st-key-run_facts [data-testid="stText"]{font-size:.82rem;opacity:.7;font-family:inherit}
+[data-testid="stMetric"]{padding:.35rem .7rem}
+[data-testid="stMetricValue"]{font-size:1.35rem}
+[data-testid="stMetricLabel"] p{font-size:.78rem}
+[data-testid="stMetricDelta"]{font-size:.75rem}
+[class*="st-key-alert_text"] [data-testid="stText"]{font-family:inherit;overflow-wrap:anywhere}
+</style>"""
+"""Our own constant text: the only HTML the pages ever send."""

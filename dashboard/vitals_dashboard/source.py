@@ -1,0 +1,73 @@
+"""The way to the collector: one client an address and token, shared by all sessions."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import streamlit as st
+
+from trainvitals.clock import Clock, SystemClock
+from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
+from trainvitals.io.client import CollectorClient
+from trainvitals.views import SeriesReply
+from vitals_dashboard import states
+from vitals_dashboard.settings import load_settings
+
+TIMEOUT_SECONDS = 3.0
+POINTS = 1000
+"""Points asked for a curve: about what a laptop's width can show."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a page reads from, and whether it may also act."""
+
+    client: CollectorClient
+    control: CollectorClient | None
+    """None: no control token was given, so the page can only look."""
+    clock: Clock
+
+
+@st.cache_resource(max_entries=16, on_release=CollectorClient.close, show_spinner=False)
+def _client(url: str, token: str) -> CollectorClient:
+    return CollectorClient(url, token, timeout=TIMEOUT_SECONDS)
+
+
+def connect() -> Source:
+    """Return the source that the launcher named; asks the collector nothing yet."""
+    settings = load_settings(os.environ)
+    url, tokens = settings.url(), settings.tokens()
+    return Source(
+        client=_client(url, tokens.read or tokens.control),
+        control=_client(url, tokens.control) if tokens.control else None,
+        clock=SystemClock(),
+    )
+
+
+def guarded(draw: Callable[[Source], None]) -> None:
+    """Draw, or say in words why nothing can be drawn; the next refresh tries again."""
+    try:
+        draw(connect())
+    except UnauthorizedError as error:
+        states.wrong_token(error)
+    except TransportError as error:
+        states.collector_down(error)
+    except VitalsError as error:
+        states.problem(error)
+
+
+@st.cache_data(max_entries=1000, ttl=3600, show_spinner=False)
+def loss_curve(_client: CollectorClient, url: str, run_id: str, last_step: int) -> list[float]:
+    """Return a few points of a run's loss; asked again only when the run has gone on."""
+    reply = _client.series(run_id, "steps.loss", points=60)
+    return [value for value in reply.value if value is not None]
+
+
+def series_or_none(
+    source: Source, run_id: str, metric: str, known: tuple[str, ...], **how: object
+) -> SeriesReply | None:
+    """Return a series, or None where the run has no such metric or no point of it."""
+    if metric not in known:
+        return None
+    reply = source.client.series(run_id, metric, **how)  # type: ignore[arg-type]
+    return reply if reply.step or reply.nonfinite else None

@@ -1,0 +1,62 @@
+"""What a page says when there is nothing to draw: in words, with the way out."""
+
+import streamlit as st
+
+from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
+from vitals_dashboard import words
+
+
+def _notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
+    with st.container(border=True, key="notice"):
+        st.markdown(f"{icon} **{title}**")
+        if error is not None:
+            st.text(words.plain(error.text, 400))
+        st.text(words.plain(hint, 400))
+
+
+def collector_down(error: TransportError) -> None:
+    """Say that the collector does not answer, and that nothing is lost by it."""
+    _notice(
+        "The collector does not answer",
+        error,
+        "Training goes on and its numbers are kept; they appear here when the collector is back."
+        " This page tries again by itself.",
+        ":material/cloud_off:",
+    )
+
+
+def wrong_token(error: UnauthorizedError) -> None:
+    """Say that the collector refused the token, and how to give another."""
+    _notice(
+        "The collector refused this dashboard's token",
+        error,
+        "Start it again with the collector's own token file:"
+        " vitals dashboard --collector URL --token-file FILE",
+        ":material/key_off:",
+    )
+
+
+def problem(error: VitalsError) -> None:
+    """Say what went wrong where it is neither of the two."""
+    _notice("This cannot be shown", error, error.hint or f"[{error.code}]", ":material/error:")
+
+
+def no_runs() -> None:
+    """Say that there is no run yet, and how the first one comes here."""
+    _notice(
+        "No runs yet",
+        None,
+        "Put `with trainer_hooks.watch(model, optimizer) as monitor` around a training loop, or try"
+        " `vitals demo`. A run appears here with its first step.",
+        ":material/timeline:",
+    )
+
+
+def no_such_run(run_id: str) -> None:
+    """Say that the address names a run that is not here."""
+    _notice(
+        "This run is not here",
+        None,
+        f"The address asks for {words.plain(run_id, 60)}; choose one of those above.",
+        ":material/search_off:",
+    )

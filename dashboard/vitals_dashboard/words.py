@@ -1,0 +1,60 @@
+"""Numbers, ages and other people's text, made fit to be read. Reads no clock."""
+
+import math
+import unicodedata
+
+SECOND_NS = 1_000_000_000
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+
+
+def plain(text: str, limit: int = 120) -> str:
+    """Return text for one line: no control or direction-changing characters, at most ``limit``."""
+    kept = "".join(
+        " " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c
+        for c in text[: limit * 4]
+        if unicodedata.category(c) not in ("Cf", "Cs", "Co", "Cn")
+    )
+    kept = " ".join(kept.split())
+    return kept if len(kept) <= limit else kept[: limit - 1] + ELLIPSIS
+
+
+def run_label(name: str, run_id: str, limit: int = 80) -> str:
+    """Return what a run is called: its name, or its id where it has none."""
+    return plain(name, limit) or run_id
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number with few digits; a dash where nothing was measured."""
+    if value is None:
+        return "\N{EN DASH}"
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.{digits}g}"
+
+
+def count(number_of: int, one: str, many: str = "") -> str:
+    """Return ``1 point`` or ``1,200 points``."""
+    return f"{number_of:,} {one if number_of == 1 else many or one + 's'}"
+
+
+def age(since_unix_ns: int, now_unix_ns: int) -> str:
+    """Return how long ago something was; a clock ahead of ours counts as now."""
+    if since_unix_ns <= 0:
+        return "\N{EN DASH}"
+    seconds = max(0, now_unix_ns - since_unix_ns) / SECOND_NS
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def size(num_bytes: int) -> str:
+    """Return bytes as people read them."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

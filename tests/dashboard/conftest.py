@@ -1,0 +1,70 @@
+"""A stub collector, and the pages set up to read it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import streamlit as st
+from streamlit.testing.v1 import AppTest
+
+import vitals_dashboard
+from tests.dashboard.stub import CONTROL, READ, Stub, StubServer
+from vitals_dashboard.settings import SETTINGS_VARIABLE, DashboardSettings, write_settings
+
+PAGES = Path(vitals_dashboard.__file__).parent / "entry" / "vitals_pages.py"
+DOOR_TOKEN = "door-token-0123456789abcdef"
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    served = Stub()
+    server = StubServer(served)
+    yield served
+    st.cache_data.clear()
+    st.cache_resource.clear()  # closes the clients, and with them the server's threads
+    server.close()
+
+
+def write_tokens(path: Path, *, read: str = READ, control: str = "") -> Path:
+    path.touch(mode=0o600)
+    path.write_bytes(msgspec.json.encode({"read": read, "control": control}))
+    return path
+
+
+@pytest.fixture
+def open_page(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., AppTest]:
+    """Open a page and run it: ``open_page("run", control=True, run=...)``."""
+
+    def opened(
+        page: str = "overview",
+        *,
+        url: str = "",
+        read: str = READ,
+        control: bool = False,
+        **query: str,
+    ) -> AppTest:
+        tokens = write_tokens(
+            tmp_path / "tokens.json", read=read, control=CONTROL if control else ""
+        )
+        settings = DashboardSettings(
+            door_token=DOOR_TOKEN, collector_url=url or stub.url, token_file=str(tokens)
+        )
+        write_settings(settings, tmp_path / "settings.json")
+        monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "settings.json"))
+        app = AppTest.from_file(str(PAGES), default_timeout=60)
+        for key, value in query.items():
+            app.query_params[key] = value
+        if page != "overview":
+            app.switch_page(f"vitals_page_{page}.py")
+        return app.run()
+
+    return opened
+
+
+def texts(app: AppTest) -> str:
+    """Everything a page says, in one string."""
+    kinds = (app.text, app.markdown, app.caption, app.metric)
+    return "\n".join(str(e.value) for kind in kinds for e in kind)
