@@ -46,6 +46,9 @@ class AgentConfig:
     """Address that ``/metrics`` listens on."""
     port: int = 0
     """Port that ``/metrics`` listens on; 0 takes a free one."""
+    read_token: str = ""
+    """Token for ``/metrics``, the collector's where there is one: so that one scrape job can read
+    every agent. Empty makes one of this folder's own."""
     sample_seconds: float = 2.0
     """Time between two samples of GPUs, node and processes."""
     spool_max_bytes: int = 5 << 30
@@ -127,8 +130,9 @@ class Agent:
         """
         self._home.acquire()
         try:
+            token = self._home.read_token(self.config.read_token)
             self._server = MetricsServer(
-                self, host=self.config.host, port=self.config.port, token=self._home.read_token()
+                self, host=self.config.host, port=self.config.port, token=token
             )
             self._info = AgentInfo(
                 pid=os.getpid(),

@@ -92,7 +92,10 @@ def serve(
     from vitals_agent.agent import Agent, AgentConfig
     from vitals_agent.daemon import LoopConfig, log_to_stderr, run
 
+    from trainvitals.io.client import CollectorClient, read_tokens
+
     host, port = _address(listen)
+    tokens = read_tokens(token_file) if token_file else None
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
@@ -100,14 +103,12 @@ def serve(
         run_id=check_run_id(run_id) if run_id else "",
         host=host,
         port=port,
+        read_token=tokens.read if tokens else "",
     )
     log_to_stderr(logging.WARNING if once else logging.INFO)
     client = None
     if collector:
-        from trainvitals.io.client import CollectorClient, read_tokens
-
-        token = read_tokens(token_file).ingest if token_file else ""
-        client = CollectorClient(collector, token, timeout=3.0)
+        client = CollectorClient(collector, tokens.ingest if tokens else "", timeout=3.0)
     try:
         run(Agent(config, client=client), LoopConfig(child=child, once=once))
     finally:

@@ -64,18 +64,20 @@ class AgentHome:
         """Whether this agent holds the folder."""
         return self._lock_fd is not None
 
-    def read_token(self) -> str:
-        """Return the token for ``/metrics``, made at the first start and kept."""
+    def read_token(self, given: str = "") -> str:
+        """Return the token for ``/metrics``: the one given, else one made once; keep it here."""
         path = self.path / TOKEN_FILE
         try:
             fd = open_private(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
         with os.fdopen(fd, "r+") as file:
-            token = file.read().strip()
-            if not token:
-                token = secrets.token_urlsafe(32)
+            kept = file.read().strip()
+            token = given or kept or secrets.token_urlsafe(32)
+            if token != kept:
+                file.seek(0)
                 file.write(token + "\n")
+                file.truncate()
         return token
 
     def publish(self, info: AgentInfo) -> None:

@@ -149,6 +149,15 @@ def test_the_token_stays_the_same_over_restarts(world):
     assert len(token) >= 40
 
 
+def test_a_given_token_opens_every_agent_and_the_old_one_no_more(world):
+    own = world.agent()
+    old = read_token(own)
+    own.stop()
+    shared = world.agent(read_token="shared-by-the-collector")
+    assert 200 == get(shared, "/metrics", "shared-by-the-collector")[0]
+    assert 401 == get(shared, "/metrics", old)[0]
+
+
 def test_a_port_that_is_taken_is_a_clear_error_and_the_folder_is_given_back(world):
     port = urlsplit(world.agent().info.url).port
     with pytest.raises(UsageError, match=f"--listen 127.0.0.1:{port} cannot be used"):

@@ -114,7 +114,9 @@ class _Demo:
             decisions = self._ledger(client, guarded.run_id, len(expected()))
         matches = match(expected(), decisions)
         extra = unexpected(matches, decisions) + false_alarms
-        print_summary(Console(highlight=False), matches, extra, clean, guarded, bare)
+        # A pipe has no width of its own; 80 columns would fold every reason into a ribbon.
+        output = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+        print_summary(output, matches, extra, clean, guarded, bare)
         against = compare_losses(guarded, clean)
         near = against is not None and abs(against) <= LOSS_TOLERANCE
         return near and not extra and all(m.decision for m in matches)
@@ -213,7 +215,7 @@ def print_summary(
     """Print each fault, what was decided by which rule, what it cost, and the losses."""
     table = Table(title="What the ledger says", title_justify="left")
     for column in ("fault", "step", "rank", "decided", "by rule", "cost", "reason"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column != "reason")
     for want, decision in matches:
         rank = "all" if want.rank < 0 else str(want.rank)
         if decision is None:
