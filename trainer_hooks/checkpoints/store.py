@@ -124,7 +124,8 @@ class CheckpointStore:
         if self._ranks.broadcast(self._is_root and (self._directory / name).exists()):
             return
         partial = self._directory / f"{_PARTIAL}{name}"
-        own = self._share(snapshot)
+        own: dict[str, Tensor] = {}
+        self._agree.on_all(lambda: own.update(self._share(snapshot)))
         size = sum(self._ranks.gather(sum(t.nbytes for t in own.values())))
         self._agree.on_root(lambda: self._make_room(partial, size))
         payload.write(partial, own, self._ranks.side)
