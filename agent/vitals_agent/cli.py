@@ -88,11 +88,10 @@ def serve(
     Raises:
         VitalsError: an argument cannot be used, or another agent serves the folder.
     """
+    from trainvitals.io.client import CollectorClient, read_tokens
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
     from vitals_agent.daemon import LoopConfig, log_to_stderr, run
-
-    from trainvitals.io.client import CollectorClient, read_tokens
 
     host, port = _address(listen)
     tokens = read_tokens(token_file) if token_file else None
