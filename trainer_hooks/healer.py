@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from trainer_hooks.checkpoints import CheckpointStore
 from trainer_hooks.checkpoints.agree import Agreement
+from trainer_hooks.device import Device
 from trainer_hooks.emit import Emitter
 from trainer_hooks.pack import Reduced
 from trainer_hooks.ranks import Ranks
@@ -23,9 +24,6 @@ from trainer_hooks.state import TrainingState
 from trainvitals.errors import ConfigError
 from trainvitals.policy import CheckpointRef
 from trainvitals.records import CheckpointChanged, Decision, Note
-
-if TYPE_CHECKING:
-    from trainer_hooks.monitor import Device
 
 _CLOSE_SECONDS = 30.0
 

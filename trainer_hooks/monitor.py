@@ -7,21 +7,18 @@ handles the step of ``lag`` steps ago (``trainer_hooks.host``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainer_hooks.batches import Batches, Position
-from trainer_hooks.guard import BufferShadow, OptimizerGuard, overflow_flag
+from trainer_hooks.device import Device
+from trainer_hooks.guard import overflow_flag
 from trainer_hooks.host import Host
-from trainer_hooks.norms import GradNorms
 from trainer_hooks.outcome import StepOutcome
-from trainer_hooks.pack import Local, Packer
-from trainer_hooks.readback import Readback
+from trainer_hooks.pack import Local
 from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
 from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
@@ -32,25 +29,6 @@ from trainvitals.records import (
     Decision,
     RunEnded,
 )
-
-
-@dataclass(slots=True, kw_only=True)
-class Device:
-    """What lives on the device: filled, summed, judged and applied without waiting."""
-
-    optimizers: tuple[Optimizer, ...]
-    schedulers: tuple[Any, ...]
-    scaler: torch.amp.GradScaler | None
-    norms: GradNorms
-    packer: Packer
-    guards: tuple[OptimizerGuard, ...]
-    shadow: BufferShadow
-    readback: Readback[HostStep]
-
-    @property
-    def reads_verdict(self) -> bool:
-        """Whether an optimizer needs the verdict on the host: then every rank reads it at once."""
-        return not all(guard.on_device for guard in self.guards)
 
 
 class Monitor:
@@ -368,6 +346,3 @@ class Monitor:
         trace: TracebackType | None,
     ) -> None:
         self.close(failed="" if error is None else f"{type(error).__name__}: {error}"[:500])
-
-
-__all__ = ["Device", "Monitor"]

@@ -263,6 +263,7 @@ class SnapshotRing:
             if not ok:
                 self._drop([entry], entry.failure or "not finite, or missing on a rank", "bad")
             else:
+                assert entry._slot is not None, "the ranks agreed on a snapshot that is not there"
                 entry.state = "healthy" if entry.trusted else "verified"
                 self._note(entry)
 

@@ -73,7 +73,7 @@ class TrainingState:
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         self._wrapped = model
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._model, self._is_ddp = _unwrap(model)
         inner = [getattr(o, "optim", None) for o in optimizers]
         self._optimizers = [*optimizers, *(o for o in inner if isinstance(o, Optimizer))]
         self._schedulers = list(schedulers)
@@ -88,7 +88,7 @@ class TrainingState:
         """Whether parameters and moments are known to be the same on every rank: plain DDP."""
         sharded = any(hasattr(p, "to_local") for p in self._params.values())
         wrapped = any(isinstance(getattr(o, "optim", None), Optimizer) for o in self._optimizers)
-        return isinstance(self._wrapped, DistributedDataParallel) and not sharded and not wrapped
+        return self._is_ddp and not sharded and not wrapped
 
     # ------------------------------------------------------------------------------- reading
 
@@ -221,9 +221,8 @@ class TrainingState:
         for name, state in host["extra"].items():
             self._extra[name].load_state_dict(state)
         for module in self._wrapped.modules():
-            reshard = getattr(module, "reshard", None)  # FSDP2 may hold gathered parameters
-            if callable(reshard):
-                reshard()
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+                module.reshard()  # type: ignore[operator]  # it may hold gathered parameters
         torch.clear_autocast_cache()
         if rng:
             restore_rng(host["rng"])
@@ -293,6 +292,7 @@ class TrainingState:
     def _load_scaler_scalars(self, saved: dict[str, Any]) -> None:
         if self._scaler is None or not saved:
             return
+        self._scaler._per_optimizer_states.clear()  # a step that was under way is gone
         absent = saved.pop("absent")
         for name, value in saved.items():
             setattr(self._scaler, name, value)
@@ -330,6 +330,18 @@ def _refuse(text: str) -> None:
     raise CheckpointError(
         text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
     )
+
+
+def _unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Return the user's own module, and whether DDP lies around it."""
+    is_ddp = False
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model, is_ddp = model.module, True
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model, is_ddp
 
 
 def _is_tensor(value: object) -> bool:

@@ -16,21 +16,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_hooks.attributes import run_info
+from trainer_hooks.device import Device, lay_out
 from trainer_hooks.emit import Emitter, Layers
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard import BufferShadow, OptimizerGuard
 from trainer_hooks.healer import CheckpointSettings, Healer
 from trainer_hooks.host import Host
-from trainer_hooks.monitor import Device, Monitor
-from trainer_hooks.norms import GradNorms, named_parameters
-from trainer_hooks.pack import Packer, PackLayout
+from trainer_hooks.monitor import Monitor
 from trainer_hooks.place import Place, open_inbox, open_journal, open_run
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.readback import Readback
-from trainer_hooks.signals import HostStep, Utilization
+from trainer_hooks.signals import Utilization
 from trainer_hooks.snapshots import Restored
 from trainer_hooks.starter import missing_packages, start_agent
-from trainer_hooks.verdict import NUM_DERIVED
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -89,7 +85,7 @@ def watch(
 
         return cast(Monitor, Unwatched(all_optimizers, all_schedulers, scaler))
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
-    device = _device(model, all_optimizers, all_schedulers, scaler, ranks)
+    device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks)
     place = open_run(ranks, environ, dir, clock)
     emitter = Emitter(
         open_journal(place, ranks, faults, clock, device.norms.device),
@@ -176,33 +172,6 @@ def _begin(host: Host, place: Place, info: RunInfo) -> Restored | None:
         meta = restored.meta if restored is not None else host.snapshot_meta(None)
         healer.first(attempt.fork_step, place.attempt, meta)
     return restored
-
-
-def _device(
-    model: nn.Module,
-    optimizers: tuple[Optimizer, ...],
-    schedulers: tuple[Any, ...],
-    scaler: torch.amp.GradScaler | None,
-    ranks: Ranks,
-) -> Device:
-    """Lay out what works on the device; the ranks compare what each holds."""
-    params = named_parameters(model, optimizers)
-    norms = GradNorms(params, ranks)
-    guards = tuple(OptimizerGuard(o, scaler) for o in optimizers)
-    layout = PackLayout.of(len(params), ranks)
-    # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
-    lag = 1 if all(guard.on_device for guard in guards) else 0
-    size = layout.size + NUM_DERIVED + 1
-    return Device(
-        optimizers=optimizers,
-        schedulers=schedulers,
-        scaler=scaler,
-        norms=norms,
-        packer=Packer(layout, norms.device),
-        guards=guards,
-        shadow=BufferShadow(model),
-        readback=Readback[HostStep](lag=lag, size=size, device=norms.device),
-    )
 
 
 def _say_hello(host: Host, place: Place, info: RunInfo, attempt: AttemptStarted) -> None:
