@@ -1,0 +1,205 @@
+"""Real programs and real torchrun ranks on this machine; all of them end with the test."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.testing.faults import FaultPlan
+
+DEADLINE_SECONDS = 60.0
+RowKey = tuple[str, str, str, int]
+"""Source, incarnation, stream, sequence number."""
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+    """Look again and again until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+class Lab:
+    """Starts programs with one mark in their environment, by which all they started is found."""
+
+    def __init__(self, folder: Path, shared: Path) -> None:
+        self.folder = folder
+        self.shared = shared
+        self.runs = folder / "runs"
+        self.data = folder / "collector"
+        self.mark = f"VITALS_E2E_MARK={secrets.token_hex(8)}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def environ(self, **more: str) -> dict[str, str]:
+        """Return a clean environment: the developer's own settings are not in it."""
+        name, _, value = self.mark.partition("=")
+        clean = {key: v for key, v in os.environ.items() if not key.startswith("VITALS_")}
+        return {
+            **clean,
+            name: value,
+            "VITALS_DIR": str(self.runs),
+            "VITALS_SHM": str(self.shared),
+            "XDG_DATA_HOME": str(self.folder / "data"),
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }
+
+    def start(self, name: str, *command: str, **environ: str) -> subprocess.Popen[bytes]:
+        """Start a command in a session of its own, as a terminal would; its output is a file."""
+        with self.log(name).open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self.environ(**environ),
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def log(self, name: str) -> Path:
+        """Return the file with a program's output."""
+        return self.folder / f"{name}.log"
+
+    def vitals(self, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "trainvitals", *map(str, arguments)],
+            env=self.environ(**environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+        )
+
+    def start_vitals(self, *arguments: object, **environ: str) -> subprocess.Popen[bytes]:
+        """Start a program; its log has the command's name."""
+        words = [str(a) for a in arguments]
+        return self.start(words[0], sys.executable, "-m", "trainvitals", *words, **environ)
+
+    def collector(self, port: int, *options: object) -> subprocess.Popen[bytes]:
+        """Start the collector and wait until it answers."""
+        listen = ("--data", self.data, "--listen", f"127.0.0.1:{port}")
+        process = self.start_vitals("collector", *listen, *options)
+        until(lambda: _answers(port) or process.poll() is not None, "the collector answers")
+        assert process.poll() is None, self.log("collector").read_text()
+        return process
+
+    def agent(self, port: int, *options: object) -> subprocess.Popen[bytes]:
+        """Start an agent that ships to the collector on ``port``."""
+        where = ("--collector", f"http://127.0.0.1:{port}", "--token-file", self.tokens)
+        return self.start_vitals("agent", "--dir", self.runs, *where, *options)
+
+    def train(
+        self,
+        *torchrun: str,
+        steps: int,
+        mode: str = "guard",
+        faults: FaultPlan | None = None,
+        name: str = "training",
+        **environ: str,
+    ) -> subprocess.Popen[bytes]:
+        """Start the demo's training under torchrun with the given options."""
+        return self.start(
+            name,
+            *(sys.executable, "-m", "torch.distributed.run", *torchrun),
+            *("-m", "trainer_hooks.demo.train", "--steps", str(steps), "--mode", mode),
+            VITALS_DEMO_FAULTS=(faults or FaultPlan()).to_json(),
+            **environ,
+        )
+
+    @property
+    def tokens(self) -> Path:
+        """The collector's tokens."""
+        return self.data / "tokens.json"
+
+    def client(self, port: int) -> CollectorClient:
+        """Return a client that may read."""
+        return CollectorClient(f"http://127.0.0.1:{port}", read_tokens(self.tokens).read)
+
+    def run_id(self) -> str:
+        """Return the only run's id, once there is one."""
+        until(lambda: list(self.runs.glob("[0-9A-Z]*/run.json")), "the run begins")
+        (path,) = self.runs.glob("[0-9A-Z]*/run.json")
+        return path.parent.name
+
+    def alive(self) -> dict[int, str]:
+        """Return every process with our mark and its command line, whoever its parent is now."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in (path / "environ").read_bytes().split(b"\0"):
+                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(path.name)] = command.strip()
+        return found
+
+    def close(self) -> None:
+        """Kill what is left, and wait for it."""
+        while left := self.alive():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self.processes:
+                process.wait()
+        for process in self.processes:
+            process.wait()
+
+
+@contextlib.contextmanager
+def open_lab(folder: Path) -> Iterator[Lab]:
+    """Give a lab whose journals lie in real shared memory: on a disk a SIGKILL may lose rows."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    shared = Path(tempfile.mkdtemp(prefix="vitals-e2e-", dir="/dev/shm"))
+    lab = Lab(folder, shared)
+    try:
+        yield lab
+    finally:
+        lab.close()
+        shutil.rmtree(shared)
+
+
+def free_port() -> int:
+    """Return a port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def stored_rows(data: Path) -> Counter[tuple[RowKey, bytes]]:
+    """Return how often each row is in a collector's database, past all code of the collector."""
+    found: Counter[tuple[RowKey, bytes]] = Counter()
+    query = "SELECT source, incarnation, stream, first_seq, num_rows, row_bytes FROM batches"
+    address = f"file:{data / 'vitals.db'}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
+        for source, incarnation, stream, first_seq, num_rows, raw in database.execute(query):
+            size = len(raw) // num_rows
+            for i in range(num_rows):
+                key = (source, incarnation, stream, first_seq + i)
+                found[key, raw[i * size : (i + 1) * size]] += 1
+    return found
+
+
+def _answers(port: int) -> bool:
+    try:
+        address = f"http://127.0.0.1:{port}/healthz"
+        return httpx.get(address, timeout=2.0, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False

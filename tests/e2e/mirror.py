@@ -1,0 +1,58 @@
+"""A second, independent copy of what ranks write: hard links to their journals' segments."""
+
+import contextlib
+from pathlib import Path
+
+from tests.e2e.lab import RowKey
+from trainvitals.io.journal import JournalReader
+from trainvitals.records import Schema
+
+
+class Mirror:
+    """Keeps every segment that it once saw: an agent frees a name in shared memory, not ours."""
+
+    def __init__(self, shared: Path) -> None:
+        self.rows: dict[RowKey, bytes] = {}
+        self.times: dict[int, dict[int, int]] = {}
+        """Of each rank: when each step was recorded, in monotonic nanoseconds."""
+        self.pids: dict[int, int] = {}
+        self._shared = shared
+        self._copy = shared / "mirror"
+        self._copy.mkdir()
+        self._readers: dict[Path, JournalReader] = {}
+
+    def look(self) -> None:
+        """Link new segments and read what was written since."""
+        for path in sorted(self._shared.glob("trainvitals-*/*/rank-*/*.seg")):
+            folder = self._copy / path.parent.name
+            folder.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                (folder / path.name).hardlink_to(path)
+        for folder in self._copy.iterdir():
+            reader = self._readers.setdefault(folder, JournalReader(folder))
+            while batches := reader.read():
+                for batch in batches:
+                    self._take(reader, batch.header.stream_schema, batch.header.first_seq, batch)
+
+    def num_steps(self, rank: int = 0) -> int:
+        """Return how many steps the rank has recorded by now."""
+        self.look()
+        return len(self.times.get(rank, ()))
+
+    @property
+    def num_lost(self) -> int:
+        """Rows that this copy missed; with any, it proves nothing."""
+        return sum(reader.dropped for reader in self._readers.values())
+
+    def _take(self, reader: JournalReader, schema: Schema, first_seq: int, batch) -> None:
+        who = reader.identity
+        assert who is not None
+        self.pids[who.rank] = who.pid
+        for i in range(batch.header.num_rows):
+            raw = batch.rows[i * schema.row_size : (i + 1) * schema.row_size]
+            key = (who.source, who.incarnation, schema.stream, first_seq + i)
+            assert key not in self.rows
+            self.rows[key] = raw
+            if schema.stream == "steps":
+                values = schema.unpack(raw)
+                self.times.setdefault(who.rank, {})[values["step"]] = values["monotonic_ns"]
