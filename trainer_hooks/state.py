@@ -79,7 +79,7 @@ class TrainingState:
         self._schedulers = list(schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._extra = dict(extra or {})
-        self._params = {_clean(n): p for n, p in self._model.named_parameters()}
+        self._params: dict[str, Tensor] = {_clean(n): p for n, p in self._model.named_parameters()}
         self._names = {id(p): n for n, p in self._params.items()}
         self._finite_at_start = frozenset(self.tensors()) - frozenset(self.nonfinite())
 
@@ -99,7 +99,7 @@ class TrainingState:
         A DTensor gives its local shard, and an expanded tensor its one true element: writing to
         what is returned changes the training. Optimizer state is there once it exists.
         """
-        live = {f"model.{n}": p for n, p in self._params.items()}
+        live: dict[str, Tensor] = {f"model.{n}": p for n, p in self._params.items()}
         live |= {f"buffer.{_clean(n)}": b for n, b in self._model.named_buffers()}
         for key, _, state, name in self._moments():
             live[key] = state[name]
