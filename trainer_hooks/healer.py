@@ -6,24 +6,26 @@ Checkpoints on disk are written from healthy snapshots, at each rank's own pace,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
-from trainer_hooks.checkpoints import CheckpointStore
-from trainer_hooks.checkpoints.agree import Agreement
 from trainer_hooks.device import Device
 from trainer_hooks.emit import Emitter
 from trainer_hooks.pack import Reduced
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import Meta, Restored, SnapshotRing, num_slots
 from trainer_hooks.state import TrainingState
-from trainvitals.errors import ConfigError
+from trainvitals.errors import CheckpointError, ConfigError
 from trainvitals.policy import CheckpointRef
 from trainvitals.records import CheckpointChanged, Decision, Note
+
+if TYPE_CHECKING:
+    from trainer_hooks.checkpoints import CheckpointStore
 
 _CLOSE_SECONDS = 30.0
 
@@ -90,6 +92,10 @@ class Healer:
             CheckpointError: on some rank the snapshots do not fit into memory; raised on all.
             StorageError: the folder cannot be written; raised on all.
         """
+        # Half a second of torch.distributed.checkpoint: paid by those who heal.
+        from trainer_hooks.checkpoints import CheckpointStore
+        from trainer_hooks.checkpoints.agree import Agreement
+
         state = TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=extra
         )
@@ -103,7 +109,8 @@ class Healer:
             state, settings.directory, run_id=run_id, ranks=ranks, keep=settings.keep
         )
         agreement = Agreement(ranks)
-        agreement.on_all(ring.check_memory)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+        agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
         agreement.on_root(store.prepare)
         if ranks.rank == 0:
             text = (
@@ -121,8 +128,20 @@ class Healer:
         return self._store.load_newest()
 
     def first(self, step: int, attempt: int, meta: Meta) -> None:
-        """Take the state before the first step: healthy, so that protection starts at once."""
-        self._ring.take(step, attempt, meta, trusted=True)
+        """Take the state before the first step: healthy, so that protection starts at once.
+
+        Raises:
+            CheckpointError: on some rank it is not finite, or could not be copied; raised on all.
+        """
+        wrong = self._ring.take(step, attempt, meta, trusted=True)
+        bad = [rank for rank, count in enumerate(self._ranks.gather(float(wrong))) if count]
+        if bad:
+            raise CheckpointError(
+                f"the state before step {step} is not finite, or could not be copied, on rank(s) "
+                f"{', '.join(map(str, bad[:8]))}: there would be nothing sound to go back to",
+                hint="look at the model's initialisation and the memory left; mode 'guard' needs "
+                "no snapshots",
+            )
         self._ring.commit(step, ok=True)
         self._saved_at = step
         self._say()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.moments import nonfinite_count
 from trainer_hooks.ranks import Ranks
 from trainvitals.errors import UsageError
 
@@ -123,8 +124,6 @@ class GradNorms:
             out.index_copy_(0, index, norms * norms * self._share[index])
 
     def nonfinite_parameters(self) -> Tensor:
-        """Return 1.0 where any local parameter holds a NaN or Inf, on the device, float64."""
+        """Return, on the device, how many local parameters hold a NaN or Inf; does not wait."""
         with torch.no_grad():
-            locals_ = [t for t in map(local_tensor, self._params) if t.numel()]
-            norms = torch.stack(torch._foreach_norm(locals_, float("inf"), dtype=torch.float64))
-            return (~torch.isfinite(norms).all()).to(torch.float64)
+            return nonfinite_count([local_tensor(p) for p in self._params], self.device)

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ def main() -> None:
     model = ByteGPT(width=WIDTH, num_layers=LAYERS, num_heads=HEADS, context=CONTEXT).to(device)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=PEAK_RATE, weight_decay=0.1, fused=True)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / WARM_UP))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate, steps=options.steps))
     faults = Injector(FaultPlan.from_json(os.environ.get("VITALS_DEMO_FAULTS", "")), rank)
 
     monitor = trainer_hooks.watch(  # Vitals: line 1
@@ -73,6 +74,12 @@ def main() -> None:
         result = {"run_id": monitor.run_id, "validation_loss": finite, "updates_tried": seen}
         options.result.write_text(json.dumps(result))
     dist.destroy_process_group()
+
+
+def rate(step: int, *, steps: int) -> float:
+    """Return the factor on the peak rate: a linear warm-up, then a cosine down to a tenth."""
+    cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps))
+    return min((step + 1) / WARM_UP, cosine)
 
 
 def _batch_index(monitor: trainer_hooks.Monitor, seen: int) -> int:
