@@ -293,3 +293,37 @@ def _end_child_agent(monitor):
     pid = json.loads(info.read_text())["pid"]
     os.kill(pid, signal.SIGTERM)
     os.waitpid(pid, 0)
+
+
+def test_a_relaunch_goes_on_from_its_newest_checkpoint_on_disk(tmp_path, monkeypatch):
+    settings = trainer_hooks.CheckpointSettings(directory=tmp_path / "kept", save_every=20)
+    loop, kept = Loop(mode="heal", checkpoints=settings), {}
+    with loop.monitor as monitor:
+        while monitor.step_index < 70:
+            kept[monitor.step_index] = loop.state()
+            monitor.step(loop.forward())
+    monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
+    again = Loop(seed=9, mode="heal", checkpoints=settings)
+    with again.monitor as relaunched:
+        step = relaunched.step_index
+        assert 20 <= step < 70
+        assert_same(kept[step], again.state())
+        assert relaunched.attempt != monitor.attempt
+        for _ in range(3):
+            relaunched.step(again.forward())
+
+
+def test_spent_budgets_and_applied_commands_survive_a_relaunch(monkeypatch):
+    loop = Loop(mode="heal", checkpoints=True)
+    with loop.monitor as monitor:
+        for _ in range(50):
+            monitor.step(loop.forward())
+        command = _send(monitor, action="rollback")
+        for _ in range(3):
+            monitor.step(loop.forward())
+        spent = monitor._host.judge.facts
+    monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
+    with Loop(mode="heal", checkpoints=True).monitor as again:
+        facts = again._host.judge.facts
+    assert (facts.num_causes, facts.num_rollbacks) == (spent.num_causes, spent.num_rollbacks)
+    assert facts.last_command == command.number
