@@ -87,7 +87,7 @@ def over_a_folder(lab: Lab, run_id: str) -> Answers:
     with lab.client(port) as client:
         answers = settled(client, run_id)
     collector.send_signal(signal.SIGINT)
-    assert 0 == collector.wait(20), lab.log("collector").read_text()
+    assert 130 == collector.wait(20), lab.log("collector").read_text()
     return answers
 
 

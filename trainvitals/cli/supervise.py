@@ -23,9 +23,12 @@ import msgspec
 from trainvitals.errors import StorageError, TransportError, UsageError
 
 T = TypeVar("T")
+_Handler = Callable[[int, FrameType | None], object] | int | None
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+COMMAND_STOP_SECONDS = 40.0
+"""torchrun itself gives its ranks 30 seconds to end; killed before, it would leave them behind."""
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ class Stack:
         self.collector_url = ""
         self.dashboard_url = ""
         self._children: list[Child] = []
-        self._handlers: list[tuple[int, object]] = []
+        self._handlers: list[tuple[signal.Signals, _Handler]] = []
 
     @property
     def token_file(self) -> Path:
@@ -159,7 +162,8 @@ class Stack:
                 f"{self.home}: cannot be used: {error.strerror}",
                 hint="give another folder with --dir",
             ) from error
-        self._handlers = [(signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))]
+        told = (signal.SIGTERM, signal.SIGHUP)
+        self._handlers = [(number, signal.signal(number, _end)) for number in told]
         return self
 
     def __exit__(
@@ -168,9 +172,14 @@ class Stack:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
-        for number, handler in self._handlers:
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # A second Ctrl-C, while this takes its seconds, would leave programs behind.
+        now = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+        try:
+            self.stop()
+        finally:
+            for number, handler in now + self._handlers:
+                signal.signal(number, handler)
 
 
 _STOP_ORDER = ("agent", "dashboard", "collector")
@@ -200,6 +209,9 @@ def start_command(command: Sequence[str], environ: Mapping[str, str], log: Path)
         )
     try:
         yield Child("training", process, log)
+    except KeyboardInterrupt as interrupt:
+        _end_command(process, interrupt)
+        raise
     finally:
         stop_process(process)
 
@@ -207,10 +219,9 @@ def start_command(command: Sequence[str], environ: Mapping[str, str], log: Path)
 def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a command in the foreground; return its exit code, 128 + N after signal N.
 
-    A Ctrl-C reaches the command from the terminal itself; it is waited for, and then stopped.
-
     Raises:
         UsageError: there is no such command.
+        KeyboardInterrupt: at a Ctrl-C, once the command has ended.
     """
     try:
         process = subprocess.Popen(list(command), env=dict(environ))
@@ -221,13 +232,34 @@ def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
         ) from error
     try:
         code = process.wait()
-    except KeyboardInterrupt:
-        code = stop_process(process)
+    except _Ended as ended:
+        code = _end_command(process, ended)
+    except KeyboardInterrupt as interrupt:
+        _end_command(process, interrupt)
+        raise
     return code if code >= 0 else 128 - code
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: they came to this process alone."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _Ended
+
+
+def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt) -> int:
+    """Let the command end, insist where it does not, and return its exit code.
+
+    A Ctrl-C reached it from the terminal already. Another signal on top of that, too early, keeps
+    torchrun from waiting for its ranks.
+    """
+    try:
+        if not isinstance(interrupt, _Ended):
+            return process.wait(STOP_SECONDS)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        pass  # it does not listen, or the person will not wait
+    return stop_process(process, COMMAND_STOP_SECONDS)
 
 
 def _address(path: Path, pid: int) -> _Address | None:

@@ -1,0 +1,135 @@
+"""``vitals up`` and ``vitals run`` as a person uses them: exit codes, Ctrl-C, and nothing left."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.lab import Lab, open_lab, until
+
+pytestmark = pytest.mark.dist
+
+STOP_SECONDS = 15.0
+
+
+@pytest.fixture
+def lab(tmp_path):
+    with open_lab(tmp_path) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        yield busy.getsockname()[1]
+
+
+def home(lab: Lab, name: str = "home") -> tuple[str, Path]:
+    return "--dir", lab.folder / name
+
+
+def press_ctrl_c(process: subprocess.Popen[bytes]) -> int:
+    """Send SIGINT to the foreground group, as a terminal does; return the exit code."""
+    os.killpg(process.pid, signal.SIGINT)
+    return process.wait(STOP_SECONDS)
+
+
+def assert_an_error(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode in (1, 2), done
+    assert "Traceback" not in done.stderr
+    for word in ("error: ", *words):
+        assert word in done.stderr
+
+
+def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
+    up = lab.start_vitals("up", *home(lab))
+    until(lambda: "VITALS_DIR=" in lab.log("up").read_text(), "vitals up is up")
+    names = " ".join(lab.alive().values())
+    for program in ("trainvitals collector", "trainvitals agent", "trainvitals dashboard"):
+        assert program in names
+
+    second = lab.vitals("up", *home(lab))
+    assert_an_error(second, str(lab.folder / "home"), "another")
+    assert up.poll() is None
+
+    os.killpg(up.pid, signal.SIGINT)
+    with contextlib.suppress(AssertionError):
+        until(lambda: up.poll() is not None, "it is ending", seconds=0.3)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(up.pid, signal.SIGINT)  # an impatient person presses it again
+    assert 130 == up.wait(STOP_SECONDS), lab.log("up").read_text()
+    assert {} == lab.alive()
+    assert "Traceback" not in lab.log("up").read_text()
+
+
+def test_run_keeps_the_commands_output_and_exit_code(lab):
+    program = "import sys; print('to stdout'); print('to stderr', file=sys.stderr); sys.exit(7)"
+    done = lab.vitals("run", *home(lab), "--", sys.executable, "-c", program)
+    assert (7, "to stdout\n") == (done.returncode, done.stdout)
+    assert "to stderr\n" in done.stderr
+    assert {} == lab.alive()
+
+
+def test_run_gives_128_and_the_number_of_the_signal_that_killed_the_command(lab):
+    done = lab.vitals("run", *home(lab), "--", "sh", "-c", "kill -KILL $$")
+    assert 128 + signal.SIGKILL == done.returncode, done.stderr
+    assert {} == lab.alive()
+
+
+def test_ctrl_c_ends_a_training_and_all_around_it(lab):
+    training = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    script = ("-m", "trainer_hooks.demo.train", "--steps", "100000", "--mode", "guard")
+    run = lab.start_vitals("run", *home(lab), "--", sys.executable, *training, *script)
+    lab.runs = lab.folder / "home" / "runs"
+    run_id = lab.run_id()
+    spool = lab.runs / run_id / "agents"
+    until(lambda: list(spool.glob("*/spool/*.tvs")), "the agent keeps what the ranks write")
+    assert 130 == press_ctrl_c(run), lab.log("run").read_text()
+    assert {} == lab.alive()
+    assert "got signal: 15" not in lab.log("run").read_text(), "torchrun was not let finish"
+    shown = lab.vitals("runs", lab.runs, "--format", "json")
+    assert (0, "") == (shown.returncode, shown.stderr)
+
+
+def test_sigterm_to_run_alone_ends_the_command_and_keeps_its_exit_code(lab):
+    handles = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))"
+    waits = f"{handles}; print('on', flush=True); signal.pause()"
+    run = lab.start_vitals("run", *home(lab), "--", sys.executable, "-c", waits)
+    until(lambda: "on\n" in lab.log("run").read_text(), "the command runs")
+    run.send_signal(signal.SIGTERM)
+    assert 9 == run.wait(STOP_SECONDS), lab.log("run").read_text()
+    assert {} == lab.alive()
+
+
+def test_a_command_that_is_not_there_is_said(lab):
+    done = lab.vitals("run", *home(lab), "--", "no-such-trainer", "--steps", "3")
+    assert_an_error(done, "no-such-trainer", "cannot be run")
+    assert 2 == done.returncode
+    assert {} == lab.alive()
+
+
+def test_a_port_that_is_taken_is_said_and_nothing_stays(lab):
+    with taken_port() as port:
+        done = lab.vitals("up", *home(lab), "--port", port)
+    assert_an_error(done, str(port))
+    assert {} == lab.alive()
+
+
+@pytest.mark.parametrize("where", ["in a file", "not ours to write"])
+def test_a_folder_that_cannot_be_used_is_said(lab, where):
+    if where == "in a file":
+        (lab.folder / "file").write_text("")
+        folder = lab.folder / "file" / "home"
+    else:
+        folder = Path("/proc/vitals")  # nobody can, root neither
+    done = lab.vitals("up", "--dir", folder)
+    assert_an_error(done, str(folder), "cannot be used")
+    assert {} == lab.alive()
