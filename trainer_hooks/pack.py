@@ -136,7 +136,7 @@ class Packer:
         self.layout = layout
         self.pack = torch.zeros(layout.size, dtype=torch.float64, device=device)
         pinned = device.type == "cuda"
-        # Two host buffers in turn: the copy of the last step may still be under way.
+        # Three host buffers in turn: copies of the last steps may still be under way.
         self._host = [
             torch.zeros(layout.size - layout.num_params, dtype=torch.float64, pin_memory=pinned)
             for _ in range(3)
@@ -145,7 +145,7 @@ class Packer:
 
     @property
     def squares(self) -> Tensor:
-        """The part of the pack that the norms go to, zeroed by ``fill``."""
+        """The part of the pack that the norms go to; ``clear`` zeroes it."""
         return self.pack[: self.layout.num_params]
 
     def fill(self, local: Local, root: Root | None) -> None:
