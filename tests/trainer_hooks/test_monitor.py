@@ -1,16 +1,16 @@
 """One process: what the monitor changes in a loop (nothing), skips, and brings back."""
 
 import copy
-import json
 import os
-import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import trainer_hooks
-from tests.trainer_hooks.torchrun import Trained, reader_of
+from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.io.mailbox import Mailbox, sign_command
 from trainvitals.io.private import private_base
@@ -266,15 +266,22 @@ def test_the_environment_can_turn_it_down_and_not_up(monkeypatch):
     assert Loop(mode="guard").monitor.run_id == ""
 
 
-def test_the_run_directory_alone_answers_afterwards(tmp_path, monkeypatch):
-    monkeypatch.setenv("VITALS_AGENT", "auto")
-    loop = Loop(mode="guard", run="alone <script>", config={"lr": 0.01, "api_key": "hush"})
-    with loop.monitor as monitor:
-        for step in range(30):
-            monitor.step(loop.forward(float("nan") if step == 20 else 1.0), max_norm=1.0)
-        monitor.observe(temperature=3.0)
-        monitor.evaluate(accuracy=0.5)
-    _end_child_agent(monitor)
+ALONE = """
+from tests.trainer_hooks.test_monitor import Loop
+
+loop = Loop(mode="guard", run="alone <script>", config={"lr": 0.01, "api_key": "hush"})
+with loop.monitor as monitor:
+    for step in range(30):
+        monitor.step(loop.forward(float("nan") if step == 20 else 1.0), max_norm=1.0)
+    monitor.observe(temperature=3.0)
+    monitor.evaluate(accuracy=0.5)
+"""
+
+
+def test_the_run_directory_alone_answers_afterwards(tmp_path):
+    environ = {**os.environ, "VITALS_AGENT": "auto"}
+    subprocess.run([sys.executable, "-c", ALONE], env=environ, check=True, timeout=120)
+    wait_for_agents(tmp_path / "runs")
     with reader_of(Trained(0, "", {}, tmp_path / "runs")) as reader:
         (run,) = reader.runs()
         detail = reader.run(run.run_id)
@@ -285,14 +292,6 @@ def test_the_run_directory_alone_answers_afterwards(tmp_path, monkeypatch):
     assert list(losses.step) == list(range(30))
     assert [m.step for m in losses.nonfinite] == [20]
     assert scalar.value == (0.5,)
-
-
-def _end_child_agent(monitor):
-    """The agent waits for its ranks, and this process is one: ask it to end, as a shutdown does."""
-    (info,) = monitor._host.run_dir.path.glob("agents/*/agent.json")
-    pid = json.loads(info.read_text())["pid"]
-    os.kill(pid, signal.SIGTERM)
-    os.waitpid(pid, 0)
 
 
 def test_a_relaunch_goes_on_from_its_newest_checkpoint_on_disk(tmp_path, monkeypatch):
