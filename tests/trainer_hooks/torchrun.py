@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +65,14 @@ def train(
 
 
 def wait_for_agents(runs: Path) -> None:
-    """Wait until the agents of these runs have drained and ended: they let go of their locks."""
-    import fcntl
+    """Wait until the agents of these runs have taken every row in, and ended.
 
+    An agent removes a journal once all of it is safe in the spool, and lets go of its lock at the
+    end; the journals lie in ``shm`` beside the folder of runs.
+    """
+    deadline = time.monotonic() + 60
+    while list((runs.parent / "shm").rglob("*.seg")) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for lock in runs.glob("*/agents/*/agent.lock"):
         with lock.open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
