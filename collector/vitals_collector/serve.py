@@ -4,11 +4,13 @@ import contextlib
 import fcntl
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import uvicorn
@@ -118,10 +120,17 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
         ssl_keyfile=listen.tls_key,
     )
     url = url_of(bound, listen)
+    # uvicorn raises the signal once more when it has shut down: unheard, that kills us right there.
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         _Server(config, data, url).run(sockets=[bound])
     finally:
         (data / ADDRESS_FILE).unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
 
 
 def log_to_stderr() -> None:
