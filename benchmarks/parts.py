@@ -13,7 +13,8 @@ from trainvitals.io.journal import JournalWriter
 from trainvitals.io.journal_reader import JournalReader
 from trainvitals.io.private import private_base
 from trainvitals.policy import Judge
-from trainvitals.records import StepRecord, Value
+from trainvitals.records import StepRecord
+from trainvitals.rows import Value
 from trainvitals.wire import decode_batch, encode_batch
 
 

@@ -11,7 +11,8 @@ from trainer_hooks.signals import HostStep
 from trainvitals.catalog import LAYERS_SCHEMA, SCALARS_SCHEMA, steps_schema
 from trainvitals.clock import Clock
 from trainvitals.io.journal import JournalWriter, StreamWriter
-from trainvitals.records import EVENT_SCHEMA, Event, NamesDefined, Schema, StepRecord, Value
+from trainvitals.records import EVENT_SCHEMA, Event, NamesDefined, StepRecord
+from trainvitals.rows import Schema, Value
 
 LAYERS_EVERY = 10
 """Steps between rows of layer norms, far from any finding."""

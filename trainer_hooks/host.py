@@ -38,8 +38,8 @@ from trainvitals.records import (
     Note,
     RunEnded,
     StepRecord,
-    Value,
 )
+from trainvitals.rows import Value
 
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 

@@ -23,12 +23,7 @@ from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_r
 from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
 from trainvitals.errors import UsageError
-from trainvitals.records import (
-    ChangeExpected,
-    DataWindowSkipped,
-    Decision,
-    RunEnded,
-)
+from trainvitals.records import ChangeExpected, DataWindowSkipped, Decision, RunEnded
 
 
 class Monitor:

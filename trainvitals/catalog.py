@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainvitals.records import EVENT_SCHEMA, Column, Schema
+from trainvitals.records import EVENT_SCHEMA
+from trainvitals.rows import Column, Schema
 
 Kind = Literal["gauge", "counter", "info"]
 Scope = Literal["run", "rank", "gpu", "node", "process", "agent", "collector", "hooks"]

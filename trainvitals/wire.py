@@ -17,7 +17,7 @@ import msgspec
 
 from trainvitals.errors import FormatError, NewerVersionError, UsageError
 from trainvitals.identity import Identity
-from trainvitals.records import FORMAT_VERSION, Schema
+from trainvitals.rows import FORMAT_VERSION, Schema
 
 MAGIC = b"TVB1"
 PREFIX = struct.Struct("<4sIII")

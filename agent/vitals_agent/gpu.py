@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainvitals.catalog import GPU_METRICS
-from trainvitals.records import Value
+from trainvitals.rows import Value
 
 COLUMNS = tuple(metric.column for metric in GPU_METRICS)
 

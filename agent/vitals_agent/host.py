@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 
 from trainvitals.catalog import NODE_METRICS
-from trainvitals.records import Value
+from trainvitals.rows import Value
 
 COLUMNS = tuple(metric.column for metric in NODE_METRICS)
 

@@ -4,16 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainvitals.records import (
-    CommandAcknowledged,
-    DecisionMade,
-    Event,
-    RunEnded,
-    Value,
-    column_of,
-    decode_events,
-    rows_of,
-)
+from trainvitals.records import CommandAcknowledged, DecisionMade, Event, RunEnded, decode_events
+from trainvitals.rows import Value, column_of, rows_of
 from trainvitals.wire import Batch
 
 _NONFINITE_BITS = 1 | 2

@@ -8,7 +8,7 @@ import psutil
 from trainvitals.catalog import PROCESS_METRICS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.identity import Identity
-from trainvitals.records import Value
+from trainvitals.rows import Value
 
 COLUMNS = tuple(metric.column for metric in PROCESS_METRICS)
 AGE_SLACK_SECONDS = 5.0

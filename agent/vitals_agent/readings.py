@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from trainvitals.catalog import GPU_METRICS, NODE_METRICS, PROCESS_METRICS, STEP_METRICS, MetricSpec
-from trainvitals.records import Value
+from trainvitals.rows import Value
 from vitals_agent.exposition import Reading
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Sampling

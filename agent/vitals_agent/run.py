@@ -10,7 +10,8 @@ from trainvitals.errors import NewerVersionError, StorageError
 from trainvitals.identity import Identity, Source, new_incarnation
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
-from trainvitals.records import Note, Value
+from trainvitals.records import Note
+from trainvitals.rows import Value
 from vitals_agent.faults import Faults
 from vitals_agent.home import AgentHome
 from vitals_agent.sources import OwnSource

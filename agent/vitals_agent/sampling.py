@@ -4,7 +4,8 @@ import logging
 from collections.abc import Iterable
 
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA, PROCESS_SCHEMA
-from trainvitals.records import Note, Value
+from trainvitals.records import Note
+from trainvitals.rows import Value
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuReport, GpuSampler
 from vitals_agent.host import HostSampler

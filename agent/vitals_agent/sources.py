@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainvitals.clock import Clock
 from trainvitals.identity import Identity
-from trainvitals.records import EVENT_SCHEMA, Event, Schema, Value, encode_event
+from trainvitals.records import EVENT_SCHEMA, Event, encode_event
+from trainvitals.rows import Schema, Value
 from trainvitals.wire import BatchHeader, encode_batch
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from trainvitals.identity import Identity
 from trainvitals.io.journal import JournalReader, mark_closed
 from trainvitals.io.segments import CLOSED
-from trainvitals.records import Value
+from trainvitals.rows import Value
 from trainvitals.wire import Batch, encode_batch
 from vitals_agent.lastseen import LastSeen
 from vitals_agent.process import RankProcess

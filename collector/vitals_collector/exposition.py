@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
-from trainvitals.records import Schema, Value
+from trainvitals.rows import Schema, Value
 from trainvitals.views import RunSummary
 from vitals_collector import commands, overview
 from vitals_collector.auth import require

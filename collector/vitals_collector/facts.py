@@ -29,9 +29,8 @@ from trainvitals.records import (
     RankStarted,
     RunEnded,
     RunStarted,
-    Schema,
-    column_of,
 )
+from trainvitals.rows import Schema, column_of
 from vitals_collector.schema import (
     attempts,
     checkpoints,

@@ -21,7 +21,8 @@ from sqlalchemy.exc import DataError
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.identity import Identity
-from trainvitals.records import EVENT_SCHEMA, EventRow, Schema, column_of, decode_events, rows_of
+from trainvitals.records import EVENT_SCHEMA, EventRow, decode_events
+from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.wire import Batch, BatchHeader, IngestReply, decode_batch
 from vitals_collector import facts
 from vitals_collector.schema import batches, measured_columns, row_schemas, runs, sources, streams

@@ -16,7 +16,8 @@ from sqlalchemy import Connection, Row, func, select
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
-from trainvitals.records import Decision, Finding, Schema, column_of, rows_of
+from trainvitals.records import Decision, Finding
+from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.views import (
     AttemptView,
     Branch,

@@ -24,10 +24,9 @@ from trainvitals.records import (
     DecisionMade,
     Event,
     RunStarted,
-    Schema,
     StepRecord,
-    Value,
 )
+from trainvitals.rows import Schema, Value
 from vitals_collector.schema import batches, events, sources, streams
 from vitals_collector.series import read_schema
 from vitals_collector.store import Store

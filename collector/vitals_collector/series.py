@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sqlalchemy import Connection, Row, select
 
 from trainvitals.errors import FormatError
-from trainvitals.records import Schema, column_of, rows_of
+from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.views import Branch, NonFiniteMark
 from vitals_collector.schema import batches, row_schemas
 

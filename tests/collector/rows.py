@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from trainvitals.catalog import NODE_SCHEMA, PROCESS_SCHEMA, SCALARS_SCHEMA, steps_schema
 from trainvitals.identity import Identity, new_incarnation
-from trainvitals.records import EVENT_SCHEMA, Event, Schema, Value, encode_event
+from trainvitals.records import EVENT_SCHEMA, Event, encode_event
+from trainvitals.rows import Schema, Value
 from trainvitals.wire import BatchHeader, encode_batch
 
 RUN = "01JD0000000000000000000000"

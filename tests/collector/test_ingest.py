@@ -15,7 +15,6 @@ from trainvitals.records import (
     EVENT_SCHEMA,
     AttemptStarted,
     CheckpointChanged,
-    Column,
     CommandAck,
     CommandAcknowledged,
     Decision,
@@ -27,8 +26,8 @@ from trainvitals.records import (
     RunEnded,
     RunInfo,
     RunStarted,
-    Schema,
 )
+from trainvitals.rows import Column, Schema
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
 from vitals_collector import schema as tables
 from vitals_collector.ingest import ingest

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.e2e.lab import RowKey
 from trainvitals.io.journal import JournalReader
-from trainvitals.records import Schema
+from trainvitals.rows import Schema
 
 
 class Mirror:

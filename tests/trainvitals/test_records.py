@@ -10,7 +10,6 @@ from trainvitals.errors import FormatError
 from trainvitals.records import (
     EVENT_PAYLOAD_BYTES,
     EVENT_SCHEMA,
-    Column,
     Decision,
     DecisionMade,
     Event,
@@ -18,13 +17,10 @@ from trainvitals.records import (
     Note,
     RunInfo,
     RunStarted,
-    Schema,
-    Value,
-    column_of,
     decode_events,
     encode_event,
-    rows_of,
 )
+from trainvitals.rows import Column, Schema, Value, column_of, rows_of
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 INTS = st.integers(-(2**63), 2**63 - 1)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trainvitals.errors import FormatError, NewerVersionError
 from trainvitals.identity import Identity
-from trainvitals.records import FORMAT_VERSION, Column, Schema
+from trainvitals.rows import FORMAT_VERSION, Column, Schema
 from trainvitals.wire import (
     MAGIC,
     MAX_BODY_BYTES,

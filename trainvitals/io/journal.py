@@ -33,7 +33,8 @@ from trainvitals.io.segments import (
     encode_header,
     segment_name,
 )
-from trainvitals.records import EVENT_SCHEMA, STREAMS, Event, Schema, Value, encode_event
+from trainvitals.records import EVENT_SCHEMA, Event, encode_event
+from trainvitals.rows import STREAMS, Schema, Value
 
 __all__ = [
     "JournalReader",

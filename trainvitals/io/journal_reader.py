@@ -16,7 +16,8 @@ from trainvitals.io.segments import (
     read_header,
     runs_of_rows,
 )
-from trainvitals.records import EVENT_SCHEMA, Schema
+from trainvitals.records import EVENT_SCHEMA
+from trainvitals.rows import Schema
 from trainvitals.wire import MAX_BODY_BYTES, Batch, BatchHeader
 
 _Known = tuple[SegmentHeader, int]

@@ -20,7 +20,8 @@ import msgspec
 
 from trainvitals.errors import FormatError, NewerVersionError, UnauthorizedError, UsageError
 from trainvitals.io.private import open_private
-from trainvitals.records import FORMAT_VERSION, Command
+from trainvitals.records import Command
+from trainvitals.rows import FORMAT_VERSION
 
 MAGIC = b"TVM1"
 MAILBOX_BYTES = 4096

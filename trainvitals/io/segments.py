@@ -21,7 +21,7 @@ import msgspec
 from trainvitals.errors import FormatError, NewerVersionError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.io.private import open_private
-from trainvitals.records import FORMAT_VERSION, STREAMS, Schema
+from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema
 
 MAGIC = b"TVJ1"
 CLOSED = "closed"

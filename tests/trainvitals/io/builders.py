@@ -2,7 +2,8 @@ from collections.abc import Sequence
 
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 from trainvitals.io.journal import StreamWriter
-from trainvitals.records import Column, Command, Note, Schema, Value
+from trainvitals.records import Command, Note
+from trainvitals.rows import Column, Schema, Value
 from trainvitals.wire import Batch, BatchHeader, encode_batch
 
 STEPS = Schema("steps", (Column("step", "i8"), Column("loss", "f8")))

@@ -22,7 +22,8 @@ from trainvitals.io.journal import (
 )
 from trainvitals.io.private import is_memory_backed
 from trainvitals.io.segments import list_segments
-from trainvitals.records import EVENT_SCHEMA, Column, Note, Schema, decode_events
+from trainvitals.records import EVENT_SCHEMA, Note, decode_events
+from trainvitals.rows import Column, Schema
 
 
 @pytest.fixture(params=["memory", "disk"])

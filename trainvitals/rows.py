@@ -1,0 +1,168 @@
+"""The row format: what a rank writes, a disk keeps, a wire carries and a store reads, unchanged.
+
+A row is what travels from the rank to the store, byte for byte::
+
+    crc32 u32 | zero u32 | seq i64 | validity u64 x W | column | column | ...
+
+Little-endian; ``crc32`` covers everything after itself. Columns are ``f8``, ``i8`` or ``S<n>`` (n
+bytes, a multiple of 8). Bit i of the validity words says whether column i was measured at all:
+missing is not NaN, and NaN is a value that is kept. Columns only grow; a reader keeps the names it
+does not know. A row of zeros (preallocated, never written) fails its checksum.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trainvitals.errors import FormatError
+
+FORMAT_VERSION = 1
+"""Version of rows, segments and batches; raised only when an old reader would misread."""
+
+STREAMS = ("steps", "layers", "scalars", "events", "gpu", "node", "process")
+"""Streams a writer may open. Ranks write the first four, agents the events and the last three."""
+
+MAX_COLUMNS = 512
+
+Value = float | int | bytes | None
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """One column: its name (in the catalog, where it is a metric) and its type."""
+
+    name: str
+    kind: str
+
+    @property
+    def size(self) -> int:
+        """Bytes in a row."""
+        return int(self.kind[1:]) if self.kind.startswith("S") else 8
+
+    def check(self) -> None:
+        """Raise FormatError unless the kind is ``f8``, ``i8`` or ``S<multiple of 8>``."""
+        sized = re.fullmatch("S([0-9]{1,4})", self.kind)
+        size = int(sized[1]) if sized else 0
+        if self.kind in ("f8", "i8") or (0 < size <= 4096 and size % 8 == 0):
+            return
+        raise FormatError(
+            f"column {self.name!r} has type {self.kind!r}; known are f8, i8 and S<8n>"
+        )
+
+
+class Schema(msgspec.Struct, frozen=True, dict=True):
+    """The columns of one stream, in row order."""
+
+    stream: str
+    columns: tuple[Column, ...]
+
+    def check(self) -> Schema:
+        """Return self if it can be laid out.
+
+        Raises:
+            FormatError: unknown stream, too many columns, duplicate names or unknown types.
+        """
+        if self.stream not in STREAMS:
+            raise FormatError(f"stream is {self.stream!r}; known are {', '.join(STREAMS)}")
+        if not 0 < len(self.columns) <= MAX_COLUMNS:
+            raise FormatError(f"{len(self.columns)} columns; a row has 1 to {MAX_COLUMNS}")
+        if len({c.name for c in self.columns}) != len(self.columns):
+            raise FormatError("two columns have the same name")
+        for column in self.columns:
+            column.check()
+        return self
+
+    @cached_property
+    def num_validity_words(self) -> int:
+        """64-bit words of validity bits."""
+        return (len(self.columns) + 63) // 64
+
+    @cached_property
+    def row_size(self) -> int:
+        """Bytes of a row."""
+        return 16 + 8 * self.num_validity_words + sum(c.size for c in self.columns)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Column name to position."""
+        return {c.name: i for i, c in enumerate(self.columns)}
+
+    @cached_property
+    def dtype(self) -> np.dtype[np.void]:
+        """Numpy structured type of a row, for ``np.frombuffer(rows, schema.dtype)``."""
+        head = [("crc", "<u4"), ("zero", "<u4"), ("seq", "<i8")]
+        valid = [("validity", "<u8", (self.num_validity_words,))]
+        body = [
+            (f"c{i}", c.kind if c.kind.startswith("S") else "<" + c.kind)
+            for i, c in enumerate(self.columns)
+        ]
+        return np.dtype(head + valid + body)
+
+    @cached_property
+    def _struct(self) -> struct.Struct:
+        codes = {"f8": "d", "i8": "q"}
+        body = "".join(codes.get(c.kind) or f"{c.size}s" for c in self.columns)
+        return struct.Struct(f"<IIq{self.num_validity_words}Q{body}")
+
+    @cached_property
+    def _blank(self) -> tuple[Value, ...]:
+        blanks: dict[str, Value] = {"f8": 0.0, "i8": 0}
+        return tuple(blanks.get(c.kind, b"") for c in self.columns)
+
+    def pack(self, seq: int, values: Sequence[Value]) -> bytes:
+        """Return the row's bytes; ``None`` is a missing value. One value per column, in order."""
+        bits = 0
+        filled = list(self._blank)
+        for i, value in enumerate(values):
+            if value is not None:
+                bits |= 1 << i
+                filled[i] = value
+        words = [(bits >> 64 * w) & 0xFFFFFFFFFFFFFFFF for w in range(self.num_validity_words)]
+        raw = self._struct.pack(0, 0, seq, *words, *filled)
+        return zlib.crc32(raw[4:]).to_bytes(4, "little") + raw[4:]
+
+    def seq_of(self, row: bytes | memoryview) -> int | None:
+        """Return the row's sequence number, or None if its checksum does not hold."""
+        if len(row) != self.row_size or zlib.crc32(row[4:]) != int.from_bytes(row[:4], "little"):
+            return None
+        return int(struct.unpack_from("<q", row, 8)[0])
+
+    def unpack(self, row: bytes | memoryview) -> dict[str, Value]:
+        """Return the row's valid columns by name. Does not verify the checksum."""
+        parts = self._struct.unpack(row)
+        words = parts[3 : 3 + self.num_validity_words]
+        values = parts[3 + self.num_validity_words :]
+        return {
+            column.name: values[i]
+            for i, column in enumerate(self.columns)
+            if words[i // 64] >> (i % 64) & 1
+        }
+
+
+def rows_of(schema: Schema, raw: bytes) -> npt.NDArray[np.void]:
+    """Return the rows as a structured array without copying.
+
+    Raises:
+        FormatError: the length is not a whole number of rows.
+    """
+    if len(raw) % schema.row_size:
+        raise FormatError(f"{len(raw)} bytes are no whole number of {schema.row_size}-byte rows")
+    return np.frombuffer(raw, dtype=schema.dtype)
+
+
+def column_of(
+    schema: Schema, rows: npt.NDArray[np.void], name: str
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.bool_]]:
+    """Return one column's values and which of them were measured; none, if it is not there."""
+    i = schema.index.get(name)
+    if i is None:
+        return np.zeros(len(rows)), np.zeros(len(rows), dtype=bool)
+    bit = np.uint64(1 << (i % 64))
+    return rows[f"c{i}"], (rows["validity"][:, i // 64] & bit) != 0
