@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def test_every_folder_in_the_table_of_rooms_is_there_and_no_room_is_missing():
     packages = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*/__init__.py")}
     packages |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages - {"benchmarks", "docs"} <= {room.rstrip("/") for room in rooms}
+
+
+def test_the_order_of_the_core_is_the_one_that_is_checked():
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = [c["layers"] for c in linter["contracts"] if c["type"] == "layers"]
+    checked = [set(layer.replace("trainvitals.", "").split(" | ")) for layer in reversed(layers)]
+    text = PAGES[0].read_text()
+    chain = text[text.index("errors, clock <-") :].partition("\n\n")[0]
+    assert checked == [{name.strip() for name in part.split(",")} for part in chain.split("<-")]
 
 
 def test_decisions_are_numbered_without_gaps_and_listed():
