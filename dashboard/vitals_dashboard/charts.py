@@ -15,6 +15,10 @@ from vitals_dashboard.look import ACTIONS, NON_FINITE_COLOUR, UNITS, Palette
 
 Spec = dict[str, Any]
 Point = tuple[float, float | None]
+Legend = Literal["lines", "marks"]
+"""Name the lines where there are several; or everything drawn, decisions included."""
+
+CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
 
 MARK_AXIS = {"type": "value", "show": False, "min": 0, "max": 1}
 """Marks stand on an axis of their own, so that they never stretch the curve's."""
@@ -112,7 +116,7 @@ def non_finite_series(replies: Sequence[SeriesReply]) -> list[Spec]:
         [step, 0, f"{kind} at step {step:,} ({words.plain(source, 40)})"]
         for step, kind, source in seen
     ]
-    return [_marks("non-finite", data, symbol="pin", colour=NON_FINITE_COLOUR, size=13)]
+    return [_marks("non-finite", data, symbol=CROSS, colour=NON_FINITE_COLOUR, size=9)]
 
 
 def _marks(name: str, data: list[list[Any]], *, symbol: str, colour: str, size: int) -> Spec:
@@ -123,7 +127,7 @@ def _marks(name: str, data: list[list[Any]], *, symbol: str, colour: str, size: 
         "clip": False,
         "symbol": symbol,
         "symbolSize": size,
-        "itemStyle": {"color": colour},
+        "itemStyle": {"color": colour, "opacity": 1},
         "dimensions": ["step", "height", {"name": "why", "type": "ordinal"}],
         "encode": {"x": 0, "y": 1, "tooltip": [2]},
         "data": data,
@@ -198,17 +202,19 @@ def step_chart(
     log: bool = False,
     extent: tuple[int, int] | None = None,
     show_unit: bool = True,
+    legend: Legend = "lines",
 ) -> Spec:
     """Return a chart over steps, with decisions and non-finite steps marked."""
     curves = _curves(lines, "step", log, look)
     marks = decision_series(_within(decisions, extent))
     marks += non_finite_series([line.reply for line in lines if line.role != "limit"])
-    axis: Spec = {"type": "value", "scale": True}
+    whole = {"label": {"precision": 0}}  # "step 265", not "265.00", above the tooltip
+    axis: Spec = {"type": "value", "scale": True, "axisPointer": whole}
     if extent is not None:
         axis |= {"min": extent[0], "max": max(extent[1], extent[0] + 1)}
     unit = display_unit(lines[0].reply.unit)[0] if lines and show_unit else ""
     heading = f"{title}, {unit}" if unit else title
-    return _frame(heading, lines, curves + marks, axis, log=log, look=look)
+    return _frame(heading, lines, curves + marks, axis, log=log, look=look, legend=legend)
 
 
 def time_chart(title: str, lines: Sequence[Line], *, look: Palette) -> Spec:
@@ -234,40 +240,44 @@ def _frame(
     *,
     look: Palette,
     log: bool = False,
+    legend: Legend = "lines",
 ) -> Spec:
     quiet = {"color": look.quiet, "fontSize": 11}
     rule = {"lineStyle": {"color": look.grid}}
-    names = list(dict.fromkeys(str(s["name"]) for s in series))
+    drawn = list(dict.fromkeys(str(s["name"]) for s in series))
+    own = [line.name for line in lines if line.name in drawn]
+    names = drawn if legend == "marks" else own if len(own) > 1 else []
     return {
         "animation": False,
         "title": {
-            "text": title,
-            "subtext": drawn_of_total(lines),
+            # Only our own words are in here, so its rich-text braces cannot be anybody's text.
+            "text": f"{title}  {{quiet|{drawn_of_total(lines)}}}",
             "left": 2,
-            "top": 0,
-            "itemGap": 2,
-            "textStyle": {"fontSize": 13, "fontWeight": 600, "color": look.text},
-            "subtextStyle": quiet,
+            "top": 2,
+            "textStyle": {"fontSize": 13, "fontWeight": 600, "rich": {"quiet": quiet}},
         },
         "legend": {
-            "show": len(names) > 1,
+            "show": bool(names),
             "data": names,
-            "type": "scroll",
-            "right": 4,
-            "top": 0,
-            "left": "38%",
+            "right": 10,
+            "top": 2,
             "itemWidth": 14,
             "itemHeight": 8,
+            "itemGap": 10,
             "textStyle": quiet,
         },
-        "grid": {"left": 6, "right": 14, "top": 48, "bottom": 4, "containLabel": True},
+        "grid": {"left": 6, "right": 14, "top": 34, "bottom": 4, "containLabel": True},
         "tooltip": {
             "trigger": "axis",
             "confine": True,
             "valueFormatter": "%.5g",
             "extraCssText": TOOLTIP_STYLE,
         },
-        "xAxis": x_axis | {"axisLabel": quiet, "splitLine": {"show": False}},
+        "xAxis": x_axis
+        | {
+            "axisLabel": quiet | {"showMaxLabel": False},
+            "splitLine": {"show": False},
+        },
         "yAxis": [
             {
                 "type": "log" if log else "value",

@@ -56,7 +56,9 @@ STREAMLIT_CONFIG: dict[str, str | bool | tuple[str, ...]] = {
     "client.showErrorDetails": "none",
     "client.toolbarMode": "viewer",
     "global.developmentMode": False,
-    "theme.primaryColor": "#0072B2",
+    "logger.enableRich": False,
+    "theme.light.primaryColor": "#0072B2",
+    "theme.dark.primaryColor": "#56B4E9",
 }
 """What is shipped: loopback only, nothing sent home, no traceback shown to a reader."""
 

@@ -61,7 +61,8 @@ ACTIONS: dict[ActionName, ActionLook] = {
 }
 """``continue`` is not drawn: nothing was done."""
 
-NON_FINITE_COLOUR = VERMILLION
+NON_FINITE_COLOUR = "#C4161C"
+"""Red, darker than every other colour here, and always a cross."""
 
 STATE_WORDS = {
     "running": "\N{BLACK CIRCLE} running",
@@ -102,26 +103,20 @@ class Palette:
     lines: tuple[str, ...]
     faint: str
     """Limits and rolled-back branches."""
-    text: str
-    quiet: str
-    grid: str
+    quiet: str = "#858B96"
+    grid: str = "rgba(128,136,148,0.20)"
+    """These two suit both backgrounds: a browser tells its theme only after the first drawing."""
 
 
 LIGHT = Palette(
     main=BLUE,
     lines=(BLUE, GREEN, PURPLE, SKY, ORANGE, "#5D4A9C", "#7A5C00", GREY),
     faint="#A9AFB8",
-    text="#262A33",
-    quiet="#6B7280",
-    grid="#ECEEF1",
 )
 DARK = Palette(
     main=SKY,
     lines=(SKY, "#33C7A0", "#E3A6C8", "#4F8FD6", ORANGE, "#A99BE0", YELLOW, GREY),
     faint="#6C7480",
-    text="#E6E8EC",
-    quiet="#9AA1AC",
-    grid="#2A2E37",
 )
 
 
@@ -141,14 +136,16 @@ UNITS: dict[str, tuple[str, float]] = {
 """Base unit to what people read, and the factor."""
 
 STYLE = """<style>
-.stMainBlockContainer{padding-top:3.4rem;padding-bottom:2rem;max-width:1500px}
+.stMainBlockContainer{padding-top:4.4rem;padding-bottom:2rem;max-width:1500px}
 .st-key-run_title [data-testid="stText"],.st-key-run_title p{font-size:1.45rem;font-weight:650;
 line-height:1.25;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit}
 .st-key-run_facts [data-testid="stText"]{font-size:.82rem;opacity:.7;font-family:inherit}
-[data-testid="stMetric"]{padding:.35rem .7rem}
-[data-testid="stMetricValue"]{font-size:1.35rem}
+[data-testid="stMetric"]{padding:0!important}
+[data-testid="stMetric"]>div{padding:.4rem .8rem!important}
+[data-testid="stStatusWidget"]:has([data-testid*="Icon"]){display:none}
+[data-testid="stMetricValue"]{font-size:1.3rem;line-height:1.3}
 [data-testid="stMetricLabel"] p{font-size:.78rem}
-[data-testid="stMetricDelta"]{font-size:.75rem}
+[data-testid="stMetricDelta"]{font-size:.72rem;padding-top:0;padding-bottom:0}
 [class*="st-key-alert_text"] [data-testid="stText"]{font-family:inherit;overflow-wrap:anywhere}
 </style>"""
 """Our own constant text: the only HTML the pages ever send."""

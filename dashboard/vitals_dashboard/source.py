@@ -64,7 +64,7 @@ def loss_curve(_client: CollectorClient, url: str, run_id: str, last_step: int) 
 
 
 def series_or_none(
-    source: Source, run_id: str, metric: str, known: tuple[str, ...], **how: object
+    source: Source, run_id: str, metric: str, known: tuple[str, ...], /, **how: object
 ) -> SeriesReply | None:
     """Return a series, or None where the run has no such metric or no point of it."""
     if metric not in known:

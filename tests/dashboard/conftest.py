@@ -52,13 +52,16 @@ def open_page(
         settings = DashboardSettings(
             door_token=DOOR_TOKEN, collector_url=url or stub.url, token_file=str(tokens)
         )
+        (tmp_path / "settings.json").unlink(missing_ok=True)
         write_settings(settings, tmp_path / "settings.json")
         monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "settings.json"))
-        app = AppTest.from_file(str(PAGES), default_timeout=60)
-        for key, value in query.items():
-            app.query_params[key] = value
-        if page != "overview":
-            app.switch_page(f"vitals_page_{page}.py")
+        # The run page stands alone; alerts link to it, so they need the navigation around them.
+        start = PAGES.with_name("vitals_page_run.py") if page == "run" else PAGES
+        app = AppTest.from_file(str(start), default_timeout=60)
+        if page == "alerts":
+            app.run()  # a page can be switched to only from a page
+            app.switch_page("vitals_page_alerts.py")
+        app.query_params.update(query)
         return app.run()
 
     return opened

@@ -1,10 +1,15 @@
 """The pages and the way between them."""
 
+from pathlib import Path
+
 import streamlit as st
 
 from vitals_dashboard import frame
 
-st.set_page_config(page_title="Vitals", page_icon=":material/vital_signs:", layout="wide")
+# A file of ours: Streamlit would fetch a material icon for the tab from the internet.
+ICON = Path(__file__).with_name("vitals_icon.svg")
+
+st.set_page_config(page_title="Vitals", page_icon=str(ICON), layout="wide")
 frame.style()
 st.navigation(
     [

@@ -71,7 +71,7 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
     key = alert.fingerprint
     with st.container(border=True, key=f"alert_{key}"):
         text, acts = st.columns([5, 2], vertical_alignment="center")
-        with text, st.container(key=f"alert_text_{key}"):
+        with text, st.container(key=f"alert_text_{key}", gap="xxsmall"):
             with st.container(horizontal=True, vertical_alignment="center"):
                 st.badge(alert.severity, color=SEVERITY_BADGES[alert.severity])  # type: ignore[arg-type]
                 st.text(words.plain(alert.name, 60))
@@ -135,6 +135,7 @@ def _history(rows: list[tables.Row]) -> None:
         rows,
         key="alert_history",
         hide_index=True,
+        placeholder="",
         height=min(38 + 35 * len(rows), 600),
         column_config={
             "Summary": st.column_config.TextColumn(width="large"),

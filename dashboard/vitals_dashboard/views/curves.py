@@ -121,7 +121,7 @@ def draw(view: View) -> None:
     if not loss:
         st.caption("No step has been recorded yet; curves begin with the first one.")
         return
-    _steps(view, "Loss", loss, key="loss", height=TALL, log=view.log_loss)
+    _steps(view, "Loss", loss, key="loss", height=TALL, log=view.log_loss, legend="marks")
     left, right = st.columns(2)
     with left:
         norm = view.with_limit("steps.grad_norm", "grad norm")
@@ -162,6 +162,7 @@ def _steps(
     height: int = LOW,
     log: bool = False,
     unitless: bool = False,
+    legend: charts.Legend = "lines",
 ) -> None:
     if not lines:
         return
@@ -173,6 +174,7 @@ def _steps(
         extent=view.extent,
         log=log,
         show_unit=not unitless,
+        legend=legend,
     )
     st.echarts_chart(spec, key=f"chart_{key}", height=height, alt=f"{title} over steps")
 

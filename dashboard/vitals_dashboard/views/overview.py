@@ -61,6 +61,7 @@ def _body(source: Source, text: str, state: str | None) -> None:
         rows,
         key="runs",
         hide_index=True,
+        placeholder="",
         height=min(38 + 35 * max(len(rows), 1), 700),
         on_select="rerun",
         selection_mode="single-row",
@@ -69,7 +70,7 @@ def _body(source: Source, text: str, state: str | None) -> None:
             "Loss": st.column_config.NumberColumn(format="%.4g"),
             "Step": st.column_config.NumberColumn(format="localized"),
             "Loss curve": st.column_config.LineChartColumn(width="small", color=BLUE),
-            "Last decision": st.column_config.TextColumn(width="large"),
+            "Last decision": st.column_config.TextColumn(width=320),
             "Started": st.column_config.DatetimeColumn(format="distance"),
         },
     )

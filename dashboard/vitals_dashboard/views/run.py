@@ -16,8 +16,8 @@ from vitals_dashboard.look import (
 from vitals_dashboard.source import Source
 from vitals_dashboard.views import curves
 
-WINDOWS = {"all": 0, "5000": 5_000, "1000": 1_000, "200": 200}
-"""Word in the address to the number of last steps; 0 is all."""
+WINDOWS = {"all steps": 0, "last 5000": 5_000, "last 1000": 1_000, "last 200": 200}
+"""Words, in the address too, to the number of last steps; 0 is all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,10 @@ def _controls() -> Controls:
         window = st.segmented_control(
             "Steps",
             list(WINDOWS),
-            default="all",
+            default="all steps",
             required=True,
             key="window",
             bind="query-params",
-            format_func=lambda word: "all steps" if word == "all" else f"last {int(word):,}",
             label_visibility="collapsed",
         )
         log_loss = st.toggle("Log loss", key="log", bind="query-params")
@@ -71,12 +70,15 @@ def _body(source: Source, controls: Controls) -> None:
     if not runs:
         states.no_runs()
         return
-    run_id = _choose(runs)
+    head, choice = st.columns([3, 1], vertical_alignment="top")
+    with choice:
+        run_id = _choose(runs)
     if run_id is None:
         return
     detail = source.client.run(run_id)
     decisions = source.client.decisions(run_id)
-    _head(detail, source.clock.time_ns())
+    with head:
+        _head(detail, source.clock.time_ns())
     _numbers(source, detail)
     view = curves.View(
         source=source,
@@ -125,9 +127,9 @@ def _choose(runs: Sequence[RunSummary]) -> str | None:
 
 def _head(detail: RunDetail, now_unix_ns: int) -> None:
     summary, info = detail.summary, detail.info
-    with st.container(key="run_title"):
-        st.text(words.run_label(summary.name, summary.run_id, 160))
-    with st.container(horizontal=True, key="run_badges"):
+    with st.container(horizontal=True, vertical_alignment="center", key="run_head", gap="small"):
+        with st.container(key="run_title", width="content"):
+            st.text(words.run_label(summary.name, summary.run_id, 160))
         st.badge(STATE_WORDS[summary.state], color=STATE_BADGES[summary.state])  # type: ignore[arg-type]
         st.badge(HEALTH_WORDS[summary.health], color=HEALTH_BADGES[summary.health])  # type: ignore[arg-type]
         if summary.num_firing_alerts:
@@ -197,6 +199,7 @@ def _table(rows: list[tables.Row], empty: str, *, key: str) -> None:
         rows,
         key=key,
         hide_index=True,
+        placeholder="",
         height=min(38 + 35 * len(rows), 330),
         column_config={
             "Step": numbers,

@@ -1,0 +1,140 @@
+import json
+
+import pytest
+
+from tests.dashboard import samples
+from tests.dashboard.samples import FORK, NAN_STEP, decision, sample_run, series
+from trainvitals.views import NonFiniteMark
+from vitals_dashboard import charts
+from vitals_dashboard.charts import Line
+from vitals_dashboard.look import ACTIONS, DARK, LIGHT
+
+
+def loss_chart(**how):
+    run = sample_run()
+    get = lambda metric, branch="lineage": run.series[metric, "rank:0", branch]  # noqa: E731
+    lines = [
+        Line(name="loss", reply=get("steps.loss")),
+        Line(name="limit", reply=get("steps.loss_limit"), role="limit"),
+        Line(name="rolled back", reply=get("steps.loss", "discarded"), role="discarded"),
+    ]
+    return charts.step_chart("Loss", lines, look=LIGHT, decisions=run.decisions, **how)
+
+
+def named(spec, name):
+    return [s for s in spec["series"] if s["name"] == name]
+
+
+def test_each_decision_is_marked_at_its_step_with_its_reason():
+    spec = loss_chart()
+    (skips,) = named(spec, "skip")
+    assert [120, 180, 181] == [line["xAxis"] for line in skips["markLine"]["data"]]
+    assert [120, 180, 181] == [point[0] for point in skips["data"]]
+    assert "skip at step 120: gradients of rank 1 are NaN" == skips["data"][0][2]
+    (rollback,) = named(spec, "rollback")
+    assert [262] == [line["xAxis"] for line in rollback["markLine"]["data"]]
+    assert rollback["data"][0][2].startswith("rollback to step 230 at step 262: 3 skips")
+
+
+def test_actions_differ_in_colour_and_in_shape():
+    assert len(ACTIONS) == len({look.colour for look in ACTIONS.values()})
+    assert len(ACTIONS) == len({look.symbol for look in ACTIONS.values()})
+
+
+def test_what_was_only_observed_is_said_to_be_so():
+    view = decision(1, "skip_step", 5, "loss 9", acted=False)
+    assert "skip (observed only) at step 5: loss 9" == charts.mark_text(view)
+
+
+def test_continue_is_not_drawn():
+    assert [] == charts.decision_series([decision(1, "continue", 5, "fine")])
+
+
+def test_every_non_finite_step_has_a_mark():
+    spec = loss_chart()
+    (marks,) = named(spec, "non-finite")
+    assert [[NAN_STEP, 0, f"nan at step {NAN_STEP} (rank:0)"]] == marks["data"]
+    assert 1 == marks["yAxisIndex"], "marks never stretch the axis of the curve"
+
+
+def test_a_run_without_one_finite_value_still_shows_its_marks():
+    nan = tuple(NonFiniteMark(step=s, attempt=1, kind="+inf") for s in (3, 4))
+    reply = series("steps.loss", "rank:0", [None, None], steps=[3, 4], nonfinite=nan)
+    spec = charts.step_chart("Loss", [Line(name="loss", reply=reply)], look=DARK, extent=(0, 4))
+    (marks,) = named(spec, "non-finite")
+    assert [3, 4] == [point[0] for point in marks["data"]]
+
+
+def test_the_minimum_and_maximum_that_came_are_drawn():
+    reply = sample_run().series["steps.loss", "rank:0", "lineage"]
+    drawn = [y for _, y in charts.points(reply, x="step") if y is not None]
+    came = [v for v in reply.value if v is not None]
+    assert (min(came), max(came), len(came)) == (min(drawn), max(drawn), len(drawn))
+
+
+def test_a_non_finite_value_is_a_gap_and_never_bridged():
+    (line, *_) = named(loss_chart(), "loss")
+    assert [NAN_STEP, None] == line["data"][NAN_STEP]
+    assert not line["connectNulls"]
+
+
+def test_a_lone_point_between_gaps_is_drawn_as_a_dot():
+    reply = series("steps.loss", "rank:0", [1.0, None, 2.0, None, None])
+    spec = charts.step_chart("Loss", [Line(name="loss", reply=reply)], look=LIGHT)
+    _, dots = named(spec, "loss")
+    assert [[0, 1.0], [2, 2.0]] == dots["data"]
+
+
+def test_a_log_axis_leaves_a_gap_where_it_cannot_show_a_value():
+    reply = series("steps.grad_norm", "rank:0", [1.0, 0.0, -1.0, 2.0])
+    assert [1.0, None, None, 2.0] == [y for _, y in charts.points(reply, x="step", log=True)]
+    spec = charts.step_chart("Norm", [Line(name="n", reply=reply)], look=LIGHT, log=True)
+    assert "log" == spec["yAxis"][0]["type"]
+
+
+def test_no_line_joins_two_rolled_back_branches():
+    reply = series("steps.loss", "rank:0", [1.0, 2.0, 3.0], steps=[FORK - 2, FORK - 1, FORK])
+    assert [(FORK - 2, 1.0), (FORK - 1, 2.0), (FORK, None), (FORK, 3.0)] == charts.branches(reply)
+
+
+def test_limits_and_discarded_branches_are_faint():
+    spec = loss_chart()
+    for name in ("limit", "rolled back"):
+        assert LIGHT.faint == named(spec, name)[0]["lineStyle"]["color"]
+    assert "dashed" == named(spec, "limit")[0]["lineStyle"]["type"]
+
+
+def test_the_chart_says_how_many_of_the_points_are_drawn():
+    reply = series("steps.loss", "rank:0", [1.0, 2.0], total=1_000_000)
+    spec = charts.step_chart("Loss", [Line(name="loss", reply=reply)], look=LIGHT)
+    assert "2 of 1,000,000 points" in spec["title"]["text"]
+
+
+def test_decisions_outside_the_window_are_left_out():
+    spec = loss_chart(extent=(150, 200))
+    (skips,) = named(spec, "skip")
+    assert [180, 181] == [point[0] for point in skips["data"]]
+    assert [] == named(spec, "rollback")
+    assert (150, 200) == (spec["xAxis"]["min"], spec["xAxis"]["max"])
+
+
+@pytest.mark.parametrize(
+    ("unit", "drawn", "label"),
+    [("bytes", 2.0, "Memory, GiB"), ("ratio", 100 * 2**31, "Memory, %"), ("", 2**31, "Memory")],
+)
+def test_values_are_drawn_in_the_unit_that_people_read(unit, drawn, label):
+    reply = series("node.memory_used_bytes", "node:a", [float(2**31)], unit=unit)
+    spec = charts.time_chart("Memory", [Line(name="node a", reply=reply)], look=LIGHT)
+    assert drawn == spec["series"][0]["data"][0][1]
+    assert spec["title"]["text"].startswith(label + "  ")
+
+
+def test_a_spec_is_strict_json_whatever_the_reason_says():
+    run = sample_run()
+    run.decisions.append(decision(9, "halt", 300, samples.HOSTILE + "\u2028\x00" + "y" * 900))
+    line = Line(name=samples.HOSTILE, reply=run.series["steps.loss", "rank:0", "lineage"])
+    spec = charts.step_chart("Loss", [line], look=LIGHT, decisions=run.decisions)
+    text = json.dumps(spec, allow_nan=False)
+    assert "yyyy" in text
+    assert 400 > max(len(point[2]) for point in named(spec, "halt")[0]["data"])
+    assert samples.HOSTILE not in spec["title"]["text"]

@@ -1,0 +1,57 @@
+import pytest
+
+from tests.dashboard import samples
+from vitals_dashboard import tables, words
+
+SECOND = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "\u2013"), (2.41234, "2.412"), (420, "420"), (1e-5, "1e-05"), (float("nan"), "nan"),
+     (1_234_567.0, "1,234,567"), (12_345.6, "12,346"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_a_number_has_few_digits_and_missing_is_a_dash(value, text):
+    assert text == words.number(value)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (-5, "0 s"), (119, "119 s"), (7_000, "116 min"), (90_000, "25 h"), (1e6, "11 d")],
+)
+def test_an_age_is_in_the_unit_that_fits(seconds, text):
+    now = 10**18
+    assert text == words.age(now - int(seconds) * SECOND, now)
+
+
+def test_plain_text_is_one_bounded_line_without_control_or_direction_marks():
+    assert "a b <script> c" == words.plain("a\n\tb\x00 <script>\u202e c\u200b")
+    assert 120 == len(words.plain("x" * 10_000))
+    assert "" == words.plain("\u202e\n")
+
+
+def test_a_run_without_a_name_is_called_by_its_id():
+    assert samples.run_id(3) == words.run_label("\u202e ", samples.run_id(3))
+
+
+def test_the_search_looks_at_names_tags_users_and_ids():
+    runs = [
+        samples.summary(1, name="Alpha", tags=("x",)),
+        samples.summary(2, name="beta", user="Eve"),
+    ]
+    found = lambda text: [run.name for run in tables.matching(runs, text, None)]  # noqa: E731
+    assert ["Alpha"] == found("alpha")
+    assert ["beta"] == found("EVE")
+    assert ["beta"] == found(samples.run_id(2))
+    assert [] == found("gamma")
+
+
+def test_attempts_are_told_by_the_numbers_people_give_them():
+    rows = tables.attempt_rows(samples.sample_run().detail.attempts)
+    assert [(2, 1, 230), (1, None, 0)] == [
+        (row["Attempt"], row["Forked from"], row["At step"]) for row in rows
+    ]
+
+
+def test_an_unknown_time_is_no_time():
+    assert tables.moment(0) is None
