@@ -22,7 +22,7 @@ ROOMS = (
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 50
 
-LONGER_FILES = {"trainvitals/records.py": 510}
+LONGER_FILES: dict[str, int] = {}
 """Files that were longer when this was written, and how long they may be at most."""
 
 LONGER_FUNCTIONS: dict[str, int] = {}

@@ -46,7 +46,7 @@ def discover(base: Path) -> list[JournalRef]:
         try:
             check_run_id(folder.name)
         except UsageError:
-            continue
+            continue  # not a run's folder: other files may lie here
         run_dir = _run_dir_of(folder)
         found += [JournalRef(folder.name, path, run_dir) for path in _folders(folder)]
     return sorted(found)

@@ -130,7 +130,7 @@ class JournalReader:
                     self._known[path] = read_header(path)
                     self._identity = self._known[path][0].identity
                 except FileNotFoundError:
-                    continue
+                    continue  # evicted by the writer meanwhile
                 except NewerVersionError as error:
                     self.set_aside.add(path)
                     self._unsaid = error

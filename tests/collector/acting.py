@@ -1,0 +1,85 @@
+"""The acting parts over a store, and what was heard of them."""
+
+from trainvitals.records import (
+    Decision,
+    DecisionMade,
+    RunInfo,
+    RunStarted,
+)
+from trainvitals.testing import ManualClock
+from trainvitals.views import AlertView
+from vitals_collector.alerts import InboxConfig
+from vitals_collector.engine import Acting, EngineConfig, assemble
+from vitals_collector.ingest import ingest
+from vitals_collector.notifiers import DELIVERED, Result
+from vitals_collector.store import Store
+
+
+class Heard:
+    """A notifier that keeps what it was told, and answers as planned."""
+
+    takes_log = True
+
+    def __init__(self, *results: Result, name: str = "heard", reposts: bool = False) -> None:
+        self.name = name
+        self.reposts = reposts
+        self.results = list(results)
+        self.alerts: list[AlertView] = []
+
+    def notify(self, alerts) -> Result:
+        result = self.results.pop(0) if self.results else DELIVERED
+        if not result.error:
+            self.alerts += alerts
+        return result
+
+    @property
+    def words(self) -> list[str]:
+        return [f"{a.name} {a.state}" for a in self.alerts]
+
+
+class Place:
+    """A store, a clock, and the acting parts over them; ``restart`` loses all memory."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.clock = ManualClock()
+        self.heard = Heard()
+        self.acting: Acting
+        self.restart()
+
+    def restart(self) -> None:
+        self.store.after_ingest.clear()
+        self.acting = assemble(
+            self.store,
+            [self.heard],
+            clock=self.clock,
+            config=EngineConfig(lost_after_seconds=60.0),
+            inbox_config=InboxConfig(healthy_steps=10, lost_hold_seconds=15.0),
+            up_since_unix_ns=self.clock.time_ns(),
+        )
+
+    def send(self, raw: bytes) -> None:
+        ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
+
+    def look(self) -> list[str]:
+        self.acting.engine.poll()
+        self.acting.dispatcher.pump()
+        return self.heard.words
+
+
+def decision(seq: int = 1, action: str = "skip_step", step: int = 5, **fields) -> DecisionMade:
+    given = {
+        "ledger_seq": seq,
+        "action": action,
+        "step": step,
+        "decided_at_step": step + 1,
+        "attempt": 1,
+        "reason": f"because of step {step}",
+        "rule": "nonfinite",
+        "cause": "nonfinite_loss",
+    }
+    return DecisionMade(decision=Decision(**{**given, **fields}))
+
+
+def started(mode: str = "heal", lag: int = 1) -> RunStarted:
+    return RunStarted(info=RunInfo(name="a run", mode=mode, readback_lag=lag))

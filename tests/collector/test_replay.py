@@ -1,0 +1,194 @@
+"""A recorded run is judged again from what is stored, and must come out the same (I8)."""
+
+import math
+
+import msgspec
+import pytest
+
+from tests.collector.acting import Place, started
+from tests.collector.rows import RUN, Writer
+from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, LadderConfig
+from trainvitals.records import (
+    AttemptStarted,
+    CheckpointChanged,
+    DecisionMade,
+    FindingRaised,
+    StepRecord,
+)
+from trainvitals.testing import judgements, series
+from vitals_collector.replay import replay
+from vitals_collector.schema import sources
+from vitals_collector.store import Store
+
+
+@pytest.fixture
+def place(store: Store) -> Place:
+    return Place(store)
+
+
+# ---------------------------------------------------------------------------------------- replay
+
+
+def columns(record: StepRecord) -> dict[str, object]:
+    """Return the row's columns as rank 0 writes them."""
+    loss, norm = record.loss, record.grad_norm
+    verdict = (
+        1 * (loss is not None and not math.isfinite(loss))
+        + 2 * (norm is not None and not math.isfinite(norm))
+        + 16 * record.overflow
+        + 32 * bool(record.failed_ranks)
+    )
+    ranks = record.nonfinite_ranks
+    return {
+        "loss": loss,
+        "loss_max": record.loss_max,
+        "grad_norm": norm,
+        "loss_limit": record.loss_limit,
+        "grad_norm_limit": record.grad_norm_limit,
+        "learning_rate": record.learning_rate,
+        "verdict": verdict,
+        "skipped": int(record.skipped),
+        "culprit_rank": ranks[0] if len(ranks) == 1 else -1,
+        "nonfinite_params": record.nonfinite_params,
+        "rank_loss": 1.0,
+    }
+
+
+def write(place: Place, writer: Writer, said) -> None:
+    """Store what a run would have written of judged steps."""
+    place.send(writer.events(started()))
+    rows = [columns(record) for record, _ in said]
+    together = {name: [row[name] for row in rows] for name in rows[0]}
+    place.send(writer.steps([record.step for record, _ in said], **together))
+    for record, judgement in said:
+        events = [FindingRaised(finding=f) for f in judgement.findings]
+        if judgement.decision is not None:
+            events.append(DecisionMade(decision=judgement.decision))
+        if events:
+            place.send(writer.events(*events, step=record.step, attempt=record.attempt))
+
+
+COURSE = "loss 3..2x60 nan 2x10 40 2x30; grad_norm 1x60 1 1x10 50 1x30; loss_max 2x102"
+
+
+def test_a_recorded_run_is_reproduced_decision_by_decision(place: Place):
+    said = judgements(Judge(mode="guard"), COURSE)
+    place.send(Writer().events(started("guard")))
+    writer = Writer()
+    write(place, writer, said)
+    done = replay(place.store, RUN)
+    assert [] == done.differences()
+    assert repr([r for r, _ in said]) == repr(list(done.records))
+    assert repr([j.findings for _, j in said]) == repr([j.findings for j in done.judgements])
+    assert ["skip_step", "skip_step"] == [d.action for d in done.decisions]
+
+
+def test_a_rollback_is_reproduced_and_the_new_branch_goes_on_from_its_checkpoint(place: Place):
+    ref = CheckpointRef(id="c40", step=40, attempt=1)
+    judge = Judge(mode="heal")
+    first = series("loss 3..2x60 nanx3; nonfinite_params 0x60 1 1 1", attempt=1)
+    said = []
+    state = None
+    for record in first:
+        if record.step == ref.step:
+            state = judge.detector_state()
+        known = [ref] if record.step > 50 else []
+        said += judgements(judge, [record], checkpoints=known, lag=0, now_attempt_id=2)
+        if said[-1][1].decision is not None:
+            break
+    made = said[-1][1].decision
+    assert ("rollback", "c40") == (made.action, made.checkpoint_id)
+    judge.rolled_back(detector_state=state, attempt=2)
+    later = series("loss 2x30 30 2x20; grad_norm 1x51", attempt=2, first_step=40)
+    said += judgements(judge, later, lag=0)
+
+    writer = Writer()
+    place.send(writer.events(started(lag=0)))
+    place.send(writer.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
+    for record, judgement in said:
+        place.send(writer.steps([record.step], attempt=record.attempt, **columns(record)))
+        events = []
+        if (record.attempt, record.step) == (1, 50):
+            events.append(
+                CheckpointChanged(
+                    checkpoint_id="c40", checkpoint_step=40, state="healthy", where="memory"
+                )
+            )
+        if judgement.decision is not None:
+            events.append(DecisionMade(decision=judgement.decision))
+        if events:
+            place.send(writer.events(*events, step=record.step, attempt=record.attempt))
+        if judgement.decision is made:
+            fork = AttemptStarted(id=2, parent=1, fork_step=40, reason="rollback")
+            place.send(writer.events(fork, step=40, attempt=2))
+    done = replay(place.store, RUN)
+    assert [] == done.differences()
+    assert repr([j.findings for _, j in said]) == repr([j.findings for j in done.judgements])
+    assert ["rollback", "skip_step"] == [d.action for d in done.decisions]
+
+
+def test_a_ledger_that_was_changed_is_found_out(place: Place):
+    said = judgements(Judge(mode="guard"), COURSE)
+    at = next(i for i, (_, j) in enumerate(said) if j.decision)
+    record, judgement = said[at]
+    forged = msgspec.structs.replace(judgement.decision, rank=3, rule="other")
+    said[at] = (record, judgement._replace(decision=forged))
+    write(place, Writer(), said)
+    differences = replay(place.store, RUN).differences()
+    assert 1 == len(differences)
+    assert "rule 'nonfinite' instead of 'other', rank -1 instead of 3" in differences[0]
+
+
+def test_a_row_that_was_changed_shows_in_the_limits_after_it(place: Place):
+    said = judgements(Judge(mode="guard"), COURSE)
+    record, judgement = said[40]
+    said[40] = (msgspec.structs.replace(record, loss=2.9), judgement)
+    write(place, Writer(), said)
+    (words,) = replay(place.store, RUN).differences()
+    assert words.startswith("other limits than recorded in")
+    assert words.endswith("the first 42")
+
+
+def test_other_settings_show_what_would_have_been_decided(place: Place):
+    said = judgements(Judge(mode="guard"), "loss 3..2x60 nanx3 2x10")
+    write(place, Writer(), said)
+    strict = JudgeConfig(ladder=LadderConfig(max_skips_in_a_row=2))
+    done = replay(place.store, RUN, config=strict)
+    assert "halt" in [d.action for d in done.decisions]
+    assert done.differences()
+
+
+def test_ranks_that_the_reduced_row_does_not_name_come_from_their_own_rows(place: Place):
+    place.send(Writer().events(started()))
+    nan = math.nan
+    place.send(
+        Writer("rank:0").steps([0], verdict=1 + 32, culprit_rank=-1, loss=nan, rank_loss=1.0)
+    )
+    place.send(Writer("rank:1").steps([0], rank_loss=nan))
+    place.send(Writer("rank:2").steps([0], rank_loss=nan))
+    place.send(Writer("rank:3").steps([0], rank_loss=None))
+    (record,) = replay(place.store, RUN).records
+    assert ((1, 2), (3,)) == (record.nonfinite_ranks, record.failed_ranks)
+
+
+def test_missing_and_nan_stay_apart(place: Place):
+    place.send(Writer().steps([0, 1], loss=[None, math.nan]))
+    first, second = replay(place.store, RUN).records
+    assert first.loss is None
+    assert second.loss is not None and math.isnan(second.loss)
+
+
+def test_lost_rows_are_said(place: Place):
+    writer = Writer()
+    place.send(writer.steps([0], loss=1.0))
+    place.send(writer.steps([5], loss=1.0, lose=4))
+    assert 4 == replay(place.store, RUN).num_lost_rows
+
+
+def test_a_replay_changes_nothing_in_the_store(place: Place):
+    write(place, Writer(), judgements(Judge(mode="guard"), COURSE))
+    before = place.acting.inbox.listed()
+    replay(place.store, RUN)
+    assert before == place.acting.inbox.listed()
+    with place.store.read() as connection:
+        assert 1 == len(connection.execute(sources.select()).all())

@@ -1,0 +1,42 @@
+"""A training that saves, for the tests of checkpoints on disk."""
+
+from pathlib import Path
+
+from tests.trainer_hooks.training import Training
+from trainer_hooks.checkpoints import CheckpointStore
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.snapshots import SnapshotRing
+
+ALONE = Ranks(0, 1, 0, None)
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """A training with snapshots and a store; ``save`` trains some steps and writes a checkpoint."""
+
+    def __init__(self, directory, *, optimizer="adamw", run_id="run", keep=3, **options):
+        self.training = Training(optimizer, **options)
+        self.ring = SnapshotRing(self.training.state, num_slots=3, interval=1, healthy_after=0)
+        self.store = CheckpointStore(
+            self.training.state, directory, run_id=run_id, ranks=ALONE, keep=keep
+        )
+        self.store.prepare()
+        self.step = 0
+
+    def save(self, *, steps=2, healthy=True):
+        self.training.run(steps)
+        self.step += steps
+        self.ring.take(self.step, 7, {"batch": self.step}, trusted=healthy)
+        self.ring.commit(self.step, True)
+        name = self.store.save(self.ring.newest_committed())
+        assert self.store.wait()
+        return name
+
+
+def ids(store):
+    return [ref.id for ref in store.refs()]
+
+
+def another_process(run):
+    """Return what a relaunch of the same run has: the folder, and a new training."""
+    return Run(run.store._directory, keep=run.store._keep)

@@ -1,0 +1,186 @@
+"""A damaged, forged or foreign checkpoint is refused before a byte of it is trusted."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.trainer_hooks.saving import Run, another_process, ids
+from trainer_hooks.checkpoints import manifest as manifests
+from trainer_hooks.checkpoints import payload
+from trainvitals.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    NewerVersionError,
+    UsageError,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path / "checkpoints")
+
+
+# ---------------------------------------------------------------------------------- damage
+
+
+def flip(path, at=-100):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def halve(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def plant_file(path):
+    (path.parent / "__9_9.distcp").write_bytes(b"more")
+
+
+def link_elsewhere(path):
+    copy = path.parent.parent / "elsewhere"
+    shutil.move(path, copy)
+    path.symlink_to(copy)
+
+
+DAMAGE = {
+    "a flipped bit in the data": ("__0_0.distcp", flip),
+    "a flipped bit in the metadata": (".metadata", flip),
+    "a flipped bit in the manifest": ("manifest.json", flip),
+    "truncated data": ("__0_0.distcp", halve),
+    "a truncated manifest": ("manifest.json", halve),
+    "an empty manifest": ("manifest.json", lambda path: path.write_bytes(b"")),
+    "missing data": ("__0_0.distcp", Path.unlink),
+    "missing metadata": (".metadata", Path.unlink),
+    "a missing manifest": ("manifest.json", Path.unlink),
+    "a file more": ("manifest.json", plant_file),
+    "data that is a link": ("__0_0.distcp", link_elsewhere),
+    "a manifest that is a link": ("manifest.json", link_elsewhere),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_loading_falls_back_past_a_damaged_checkpoint_and_sets_it_aside(run, what):
+    sound, damaged = run.save(), run.save()
+    folder = run.store._directory
+    file, damage = DAMAGE[what]
+    damage(folder / damaged / file)
+    new = another_process(run)
+    assert sound == new.store.load_newest().id
+    assert [sound] == ids(new.store)
+    assert (folder / f"bad-{damaged}").is_dir()
+    change = new.store.take_changes()[0]
+    assert (damaged, "bad") == (change.checkpoint_id, change.state)
+    assert change.detail
+
+
+def test_a_folder_that_is_a_link_is_refused(run, tmp_path):
+    sound, moved = run.save(), run.save()
+    folder = run.store._directory
+    (folder / moved).rename(tmp_path / moved)
+    (folder / moved).symlink_to(tmp_path / moved)
+    assert sound == another_process(run).store.load_newest().id
+    assert (tmp_path / moved / "manifest.json").is_file()
+
+
+def test_when_all_are_damaged_training_does_not_silently_begin_anew(run):
+    for name in (run.save(), run.save()):
+        flip(run.store._directory / name / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="all 2 checkpoints"):
+        another_process(run).store.load_newest()
+
+
+def test_a_damaged_checkpoint_changes_nothing_of_the_live_state(run):
+    name = run.save()
+    flip(run.store._directory / name / "__0_0.distcp")
+    before = run.training.bits()
+    with pytest.raises(CheckpointCorruptError, match="checksum"):
+        run.store.load(name)
+    assert before == run.training.bits()
+
+
+def test_a_manifest_of_a_newer_vitals_is_neither_loaded_nor_set_aside(run):
+    name = run.save()
+    path = run.store._directory / name / "manifest.json"
+    content = msgspec.json.decode(path.read_bytes())
+    path.write_bytes(msgspec.json.encode(content | {"format_version": 99}))
+    with pytest.raises(NewerVersionError, match="format 99"):
+        another_process(run).store.load(name)
+    assert path.is_file()
+
+
+class Evil:
+    def __init__(self, witness):
+        self.witness = witness
+
+    def __reduce__(self):
+        return (Path.touch, (self.witness,))
+
+
+def reseal(folder):
+    """Forge a manifest that fits the folder's present files, as somebody who can write may."""
+    path = folder / "manifest.json"
+    content = msgspec.json.decode(path.read_bytes(), type=manifests.Manifest)
+    path.unlink()
+    manifests.seal(folder, content)
+
+
+@pytest.mark.parametrize("forged_manifest", [False, True])
+def test_code_planted_in_the_metadata_does_not_run(run, tmp_path, forged_manifest):
+    name = run.save()
+    folder, witness = run.store._directory / name, tmp_path / "ran"
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(witness)))
+    if forged_manifest:
+        reseal(folder)
+    with pytest.raises(CheckpointCorruptError):
+        run.store.load(name)
+    assert not witness.exists()
+
+
+def test_code_planted_among_the_tensors_does_not_run(run, tmp_path):
+    name = run.save()
+    folder, witness = run.store._directory / name, tmp_path / "ran"
+    torch.save(Evil(witness), folder / "__0_0.distcp")
+    reseal(folder)
+    with pytest.raises((CheckpointCorruptError, CheckpointError)):
+        run.store.load(name)
+    assert not witness.exists()
+
+
+def test_metadata_that_points_out_of_the_folder_is_refused(run, tmp_path):
+    name = run.save()
+    folder = run.store._directory / name
+    metadata = payload.read_metadata(folder)
+    for info in metadata.storage_data.values():
+        info.relative_path = "../secret"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder.parent / "secret").write_bytes(b"key")
+    reseal(folder)
+    with pytest.raises(CheckpointCorruptError, match="secret"):
+        run.store.load(name)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc", "step-1", "", "step-00000001-7/x"])
+def test_an_id_is_a_name_never_a_path(run, name):
+    with pytest.raises(UsageError, match="it must be an id"):
+        run.store.load(name)
+
+
+def test_an_id_that_is_not_there_is_refused_with_those_that_are(run):
+    name = run.save()
+    with pytest.raises(UsageError, match=f"there are: {name}"):
+        run.store.verify("step-00009999-7")
+
+
+def test_another_model_is_told_and_the_checkpoint_stays(run):
+    name = run.save()
+    new = another_process(run)
+    new.training.model[1].register_buffer("more", torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"buffer\.1\.more is not in the checkpoint"):
+        new.store.load_newest()
+    assert [name] == ids(new.store)
