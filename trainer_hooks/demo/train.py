@@ -77,9 +77,9 @@ def main() -> None:
 
 
 def rate(step: int, *, steps: int) -> float:
-    """Return the factor on the peak rate: a linear warm-up, then a cosine down to a tenth."""
-    cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps))
-    return min((step + 1) / WARM_UP, cosine)
+    """Return the factor on the peak rate: warm-up, a plateau, a last sixth down to a tenth."""
+    down = 1.0 - 0.9 * (6 * step / steps - 5)
+    return min((step + 1) / WARM_UP, 1.0, max(down, 0.1))
 
 
 def _batch_index(monitor: trainer_hooks.Monitor, seen: int) -> int:

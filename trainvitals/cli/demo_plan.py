@@ -8,8 +8,8 @@ from trainvitals.testing.faults import FaultPlan
 
 STEPS = 600
 NAN_GRADIENT_STEP = 150
-POISON_FIRST, POISON_LAST = 330, 375
-NAN_PARAMETERS_STEP = 470
+POISON_FIRST, POISON_LAST = 400, 449
+NAN_PARAMETERS_STEP = 540
 LOSS_TOLERANCE = 0.02
 """How far above the clean run's validation loss the guarded run may end."""
 
