@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.moments import true_elements
 from trainvitals.errors import UsageError
 
 _HONOURS_FOUND_INF = (
@@ -39,23 +40,55 @@ class BufferShadow:
     """Keeps the model's buffers as they were before forward; a bad step gets them back.
 
     Floating buffers and scalar counters, all of them each time: batch norm's kernel writes its
-    running statistics without raising their version counter, so change cannot be seen cheaply.
+    running statistics without raising their version counter, so change cannot be seen cheaply. They
+    are looked up by their place in the module, since a forward may put a new tensor there.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        buffers = [b for b in model.buffers() if b.numel()]
-        self._live = [b for b in buffers if b.is_floating_point() or b.dim() == 0]
-        self._kept = [b.detach().clone() for b in self._live]
+        self._places = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._kept: dict[int, Tensor] = {}
+        self.keep()
 
+    def _live(self) -> dict[int, Tensor]:
+        """Return the buffers by place, each as its true elements."""
+        found = {i: buffers.get(name) for i, (buffers, name) in enumerate(self._places)}
+        each = {i: true_elements(b) for i, b in found.items() if b is not None and b.numel()}
+        return {
+            i: b
+            for i, b in each.items()
+            if (b.is_floating_point() or b.is_complex() or not b.dim())
+            and b.layout == torch.strided
+        }
+
+    @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers; call after the update, before the next forward."""
-        if self._live:
-            torch._foreach_copy_(self._kept, self._live)
+        live = self._live()
+        same = live.keys() == self._kept.keys()
+        if live and same and all(_alike(self._kept[i], live[i]) for i in live):
+            torch._foreach_copy_(list(self._kept.values()), list(live.values()))
+        else:
+            self._kept = {i: buffer.clone() for i, buffer in live.items()}
 
+    @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
-        """Where ``bad`` is 1, set every buffer to what was kept. Does not wait."""
-        for kept, live in zip(self._kept, self._live, strict=True):
-            live.copy_(torch.where(bad.to(live.device) != 0, kept, live))
+        """Where ``bad`` is 1, set every buffer to what was kept. Does not wait.
+
+        A buffer that forward gave another shape or type has nothing to go back to, and is left.
+        """
+        for i, buffer in self._live().items():
+            kept = self._kept.get(i)
+            if kept is not None and _alike(kept, buffer):
+                buffer.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 class OptimizerGuard:
@@ -68,11 +101,20 @@ class OptimizerGuard:
                 hint="use an optimizer whose step() takes no closure",
             )
         self.optimizer = optimizer
-        self.on_device = takes_found_inf(optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._flags: dict[torch.device, Tensor] = {}
+        self._look_again(optimizer)
+        self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        """A loaded state brings its own choice of ``fused``, and may have no momentum."""
+        self.on_device = takes_found_inf(optimizer)
         if self.on_device:
             _create_momentum(optimizer)
+
+    def release(self) -> None:
+        """Leave the optimizer as it was found."""
+        self._hook.remove()
 
     def apply(self, bad: Tensor, *, skip_on_host: bool | None, lr_factor: float) -> None:
         """Step the optimizer unless the verdict is bad.

@@ -68,6 +68,19 @@ def zeros(
     )
 
 
+def true_elements(tensor: Tensor) -> Tensor:
+    """Return this rank's part without the repeats of an expanded tensor: safe to write to."""
+    tensor = tensor.detach()
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is not None:
+        tensor = to_local()
+    if tensor.layout == torch.strided:
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 @torch.no_grad()
 def nonfinite_count(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return on ``device`` how many of the tensors hold a NaN or Inf; does not wait for it.

@@ -363,13 +363,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _local(key: str, tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is not None:
-        tensor = to_local()
+    tensor = moments.true_elements(tensor)
     if tensor.layout != torch.strided:
         raise CheckpointError(f"{key} is {tensor.layout}; only dense tensors can be put back")
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
     return tensor
