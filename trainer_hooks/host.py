@@ -6,11 +6,11 @@ what is equal on all. Nothing here enters a collective.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
@@ -22,7 +22,7 @@ from trainer_hooks.reading import Derived, agreed, rank_losses, step_record
 from trainer_hooks.signals import HostStep, Utilization
 from trainer_hooks.snapshots import Meta
 from trainvitals.clock import Clock
-from trainvitals.errors import TrainingHalted
+from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.identity import new_attempt_id
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
@@ -40,6 +40,9 @@ from trainvitals.records import (
     StepRecord,
 )
 from trainvitals.rows import Value
+
+_DEEDS = ("rollback", "halt")
+"""Decisions that the host carries out; a skip was carried out on the device."""
 
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
@@ -108,16 +111,16 @@ class Host:
 
     # ------------------------------------------------------------------------- after a step
 
-    def handle(self, numbers: list[float], host: HostStep, *, now_step: int) -> Decision | None:
-        """Handle one step's numbers; return the decision to carry out, if there is one.
+    def handle(self, numbers: list[float], host: HostStep, *, now_step: int) -> Judgement:
+        """Judge one step's numbers and write its row; return what is to be carried out.
+
+        A step of a branch that was left is written down and judged no more.
 
         Args:
             numbers: the reduced pack and the device's own figures.
             host: what this rank measured in that step.
             now_step: the step in whose call this happens.
         """
-        if host.attempt != self.attempt:
-            return None
         reduced = Reduced(self.layout, numbers[: self.layout.size])
         derived = Derived.of(numbers[self.layout.size :])
         record = step_record(
@@ -128,6 +131,9 @@ class Host:
             skipped=derived.blocked and self.mode != "observe",
             learning_rate=host.learning_rates[0],
         )
+        if host.attempt != self.attempt:
+            self._write(host, record, reduced, derived, Judgement())
+            return Judgement()
         if self.healer is not None:
             self.healer.returned(reduced, step=host.step)
         judgement = self.judge.judge(
@@ -141,16 +147,13 @@ class Host:
         self._write(host, record, reduced, derived, judgement)
         if self.healer is not None:
             self.healer.promote(host.step, self.judge.last_unhealthy_step)
-        return judgement.decision
+        return judgement
 
     def _after_judgement(self, record: StepRecord, reduced: Reduced, judgement: Judgement) -> None:
         self.probe_parameters = bool(record.nonfinite_ranks) or any(
             f.kind == "nonfinite" for f in judgement.findings
         )
-        action = judgement.decision.action if judgement.decision else "continue"
-        words = (record.step, record.attempt, record.skipped, action)
-        # Sixteen bits: sums of digests in shared slots stay exact, and a chance match is rare.
-        self.digest = zlib.crc32(repr(words).encode()) & 0xFFFF
+        self.digest = self.judge.digest()
         if not self._disagreed and not agreed(reduced):
             self._disagreed = True
             self._note(
@@ -184,10 +187,6 @@ class Host:
                 self.emitter.event(
                     FindingRaised(finding=finding), step=record.step, attempt=record.attempt
                 )
-            if judgement.ack is not None:
-                # Before the answer: no restart may take the same command again.
-                self._write_plan()
-                self.acknowledge(judgement.ack, step=record.step)
 
     def _root_columns(
         self, host: HostStep, record: StepRecord, derived: Derived, tokens: int | None
@@ -210,25 +209,66 @@ class Host:
 
     # ------------------------------------------------------------------------------ acting
 
-    def carry_out(self, decision: Decision, *, now_step: int) -> int:
-        """Do what the ladder decided, and return the step that comes next.
+    def carry_out(self, judgement: Judgement, *, now_step: int) -> int:
+        """Do what was judged, and return the step that comes next.
 
-        The plan journal is written before the deed: a relaunch finds what was meant.
+        The plan journal is written before the deed, so that a relaunch finds what was meant and no
+        command is taken twice; a command is answered after it.
 
         Raises:
             TrainingHalted: the decision is to stop.
         """
-        if self.is_root:
-            self.emitter.event(
-                DecisionMade(decision=decision), step=decision.step, attempt=decision.attempt
-            )
-        if not decision.acted or decision.action in ("skip_step", "accept_level", "continue"):
-            return now_step + 1
-        self._write_plan()
-        if decision.action == "halt":
+        decision, ack = judgement.decision, judgement.ack
+        acts = decision is not None and decision.acted and decision.action in _DEEDS
+        if acts or ack is not None:
+            self._write_plan()
+        next_step = now_step + 1
+        if decision is not None:
+            self._enter(decision)
+            if acts and decision.action == "rollback":
+                next_step = self._go_back(decision)
+        if ack is not None:
+            self.acknowledge(ack, step=now_step)
+        if acts and decision is not None and decision.action == "halt":
             self._halt(decision)
+        return next_step
+
+    def carry_out_at_end(self, judgement: Judgement) -> None:
+        """Record what was judged after the loop's last step; a halt still leaves its marker.
+
+        Nobody is left to go back, so a rollback is entered as not done.
+
+        Raises:
+            TrainingHalted: the decision is to stop.
+        """
+        decision, ack = judgement.decision, judgement.ack
+        if decision is not None and decision.action == "rollback":
+            decision = replace(
+                decision,
+                acted=False,
+                new_attempt=0,
+                cost_steps=0,
+                reason=f"{decision.reason}; not done, as the loop had ended",
+            )
+            if ack is not None:
+                ack = replace(ack, status="refused", detail="the loop had ended")
+        self.carry_out(Judgement(judgement.findings, decision, ack), now_step=-1)
+
+    def _enter(self, decision: Decision) -> None:
+        """Write the ledger's entry."""
+        if self.is_root:
+            event = DecisionMade(decision=decision)
+            self.emitter.event(event, step=decision.step, attempt=decision.attempt)
+
+    def _go_back(self, decision: Decision) -> int:
+        """Restore the decision's snapshot and open its branch; return the step it goes on from."""
         assert self.healer is not None, "only a run with checkpoints rolls back"
-        meta = self.healer.roll_back(decision)
+        try:
+            meta = self.healer.roll_back(decision)
+        except CheckpointError as error:
+            # On this rank alone, perhaps: it cannot go on, and the marker keeps all from doing so.
+            reason = f"{decision.reason}; the restore failed: {error.text}"
+            self._halt(replace(decision, action="halt", rule="rollback_failed", reason=reason))
         self.take_meta(meta)
         attempt = AttemptStarted(
             id=decision.new_attempt,
@@ -249,13 +289,14 @@ class Host:
         if self.is_root:
             self.run_dir.append_plan({"facts": msgspec.to_builtins(self.judge.facts)})
 
-    def _halt(self, decision: Decision) -> None:
+    def _halt(self, decision: Decision) -> NoReturn:
+        """Leave the durable marker first: torchrun starts a rank again whatever its exit code."""
         halted = TrainingHalted(
             f"the run was stopped at step {decision.step}: {decision.reason}",
             hint=f"`vitals why {self.run_dir.run_id} {decision.step}` explains; "
             f"`vitals resume {self.run_dir.run_id}` allows a new start",
         )
-        if self.is_root:
+        if self.is_root or decision.rule == "rollback_failed":
             self.run_dir.write_halted(
                 HaltMarker(
                     reason=decision.reason,

@@ -7,8 +7,9 @@ handles the step of ``lag`` steps ago (``trainer_hooks.host``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ from trainer_hooks.pack import Local
 from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
 from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
-from trainvitals.errors import UsageError
+from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import ChangeExpected, DataWindowSkipped, Decision, RunEnded
+
+EndState = Literal["finished", "interrupted", "failed"]
 
 
 class Monitor:
@@ -280,17 +283,17 @@ class Monitor:
     ) -> Decision | None:
         if ready is None:
             return None
-        decision = self._host.handle(*ready, now_step=attempted)
-        if decision is None:
-            return None
-        self._step = self._host.carry_out(decision, now_step=attempted)
-        if decision.acted and decision.action == "rollback":
+        judgement = self._host.handle(*ready, now_step=attempted)
+        self._step = self._host.carry_out(judgement, now_step=attempted)
+        decision = judgement.decision
+        if decision is not None and decision.acted and decision.action == "rollback":
             self._after_rollback(decision)
         return decision
 
     def _after_rollback(self, decision: Decision) -> None:
-        """Forget what is in flight and move the data on past the poisoned window."""
-        self._device.readback.discard()
+        """Write down what was in flight and move the data on past the poisoned window."""
+        while (left := self._device.readback.pop()) is not None:
+            self._host.handle(*left, now_step=self._step)
         self._device.shadow.keep()
         self._clock.restart()
         for optimizer in self._device.optimizers:
@@ -315,21 +318,30 @@ class Monitor:
 
     # ------------------------------------------------------------------------------- the end
 
-    def close(self, *, failed: str = "") -> None:
-        """Write down what is still in flight and say goodbye. Enters no collective."""
+    def close(self) -> None:
+        """Write down what is still in flight and say goodbye. Enters no collective.
+
+        Raises:
+            TrainingHalted: the last step's numbers came back only now, and say so.
+        """
+        self._end("finished", "")
+
+    def _end(self, state: EndState, reason: str) -> None:
         if self._closed:
             return
         self._closed = True
         host = self._host
-        with host.faults.fail_open("close"):
-            while host.halted is None and (ready := self._device.readback.pop()) is not None:
-                host.handle(*ready, now_step=self._step)
-        if host.healer is not None:
-            host.healer.close()
-        if host.is_root and host.halted is None:
-            event = RunEnded(state="failed" if failed else "finished", reason=failed)
-            host.emitter.event(event, step=self._step, attempt=self.attempt)
-        host.emitter.close()
+        try:
+            while host.halted is None and (left := self._device.readback.pop()) is not None:
+                host.carry_out_at_end(host.handle(*left, now_step=self._step))
+        finally:
+            with host.faults.fail_open("close"):
+                if host.healer is not None:
+                    host.healer.close()
+            if host.is_root and host.halted is None:
+                event = RunEnded(state=state, reason=reason)
+                host.emitter.event(event, step=self._step, attempt=self.attempt)
+            host.emitter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -340,4 +352,11 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(failed="" if error is None else f"{type(error).__name__}: {error}"[:500])
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self._end("finished", "")
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        text = f"{type(error).__name__}: {error}"[:500]
+        # What the loop raised goes on; a halt that is found only now is in its marker.
+        with suppress(TrainingHalted):
+            self._end("interrupted" if interrupted else "failed", text)

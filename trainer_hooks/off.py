@@ -78,7 +78,7 @@ class Unwatched:
         self.step_index += 1
         return StepOutcome(step=self.step_index - 1, next_step=self.step_index)
 
-    def close(self, *, failed: str = "") -> None:
+    def close(self) -> None:
         """Do nothing."""
 
     def __enter__(self) -> Self:

@@ -107,7 +107,7 @@ def open_inbox(place: Place, ranks: Ranks, clock: Clock, last_command: int) -> I
         return None
     path = place.folder / "mailbox"
     return Inbox(
-        mailbox=Mailbox.open(path) if path.exists() else Mailbox.create(path),
+        mailbox=Mailbox.create(path),
         key=place.run_dir.command_key(),
         run_id=place.run_dir.run_id,
         clock=clock,

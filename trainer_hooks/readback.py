@@ -28,14 +28,17 @@ class Readback(Generic[Note]):
     def __init__(self, *, lag: int, size: int, device: torch.device) -> None:
         self.lag = lag
         self._cuda = device.type == "cuda"
-        self._free = [
-            torch.zeros(size, dtype=torch.float64, pin_memory=self._cuda) for _ in range(lag + 1)
-        ]
+        self._size = size
+        self._free = [self._buffer() for _ in range(lag + 1)]
         self._pending: deque[_Pending[Note]] = deque()
+
+    def _buffer(self) -> Tensor:
+        return torch.zeros(self._size, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
 
     def push(self, numbers: Tensor, note: Note) -> tuple[list[float], Note] | None:
         """Start the copy of this step's numbers; return those of ``lag`` steps ago."""
-        host = self._free.pop()
+        # None is left where a Ctrl-C came between taking one and noting it, and training went on.
+        host = self._free.pop() if self._free else self._buffer()
         host.copy_(numbers, non_blocking=True)
         event = None
         if self._cuda:
@@ -54,8 +57,3 @@ class Readback(Generic[Note]):
         numbers: list[float] = pending.host.tolist()
         self._free.append(pending.host)
         return numbers, pending.note
-
-    def discard(self) -> None:
-        """Forget what is in flight: after a rollback it speaks of a state that is gone."""
-        while self._pending:
-            self._free.append(self._pending.popleft().host)

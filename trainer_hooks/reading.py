@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trainer_hooks.pack import Reduced
-from trainer_hooks.verdict import BAD_GRADIENTS, BAD_LOSS, OVERFLOW, RANK_FAILED
-from trainvitals.records import StepRecord
+from trainvitals.records import BAD_GRADIENTS, BAD_LOSS, OVERFLOW, RANK_FAILED, StepRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.pack import RANK_FIELDS, ROOT_FIELDS, PackLayout
-
-BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
-"""Bits of ``steps.verdict``; the first four and OVERFLOW keep the update from being applied."""
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    LOSS_OUTLIER,
+    NORM_OUTLIER,
+    OVERFLOW,
+    RANK_FAILED,
+)
 
 NUM_DERIVED = 3
 

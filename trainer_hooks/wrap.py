@@ -64,7 +64,8 @@ def watch(
             needs ``checkpoints``); ``off`` does nothing but train. ``VITALS_MODE=off|observe``
             overrides the code.
         scaler: the gradient scaler, not yet unscaled.
-        checkpoints: where verified checkpoints go; True puts them into the run directory.
+        checkpoints: where verified checkpoints go; True puts them into the run directory. They
+            are kept, and a relaunch of the run resumes from them, in every mode but ``off``.
         dir: where run directories go; else ``VITALS_DIR``, else ``./vitals_runs``.
         tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
         config: hyperparameters to keep with the run.
@@ -96,7 +97,7 @@ def watch(
         layers=Layers(device.norms.names),
     )
     healer = None
-    if chosen == "heal":
+    if checkpoints:
         healer = Healer.make(
             _settings(checkpoints, place.run_dir),
             model=model,

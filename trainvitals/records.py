@@ -21,6 +21,10 @@ Level = Literal["act", "tell"]
 ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"]
 
 
+BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
+"""Bits of the column ``steps.verdict``; all but the last keep the update from being applied."""
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The reduced numbers of one step: what every rank holds alike, and all that detectors see."""
 
@@ -147,13 +151,13 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunStarted(_Event, frozen=True, kw_only=True):
-    """First event of each incarnation of global rank 0."""
+    """Says what run it is: once in each incarnation of global rank 0."""
 
     info: RunInfo
 
 
 class RankStarted(_Event, frozen=True, kw_only=True):
-    """First event of every rank's incarnation."""
+    """Says which rank this is: once in every rank's incarnation."""
 
     rank: int
     local_rank: int

@@ -4,11 +4,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainvitals.records import CommandAcknowledged, DecisionMade, Event, RunEnded, decode_events
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    CommandAcknowledged,
+    DecisionMade,
+    Event,
+    RunEnded,
+    decode_events,
+)
 from trainvitals.rows import Value, column_of, rows_of
 from trainvitals.wire import Batch
-
-_NONFINITE_BITS = 1 | 2
 
 
 @dataclass(slots=True)
@@ -46,7 +52,7 @@ class LastSeen:
         self.num_steps += batch.header.num_rows
         verdict, valid = column_of(schema, rows_of(schema, batch.rows), "verdict")
         bits = verdict[valid].astype(np.int64)
-        self.num_nonfinite += int(np.count_nonzero(bits & _NONFINITE_BITS))
+        self.num_nonfinite += int(np.count_nonzero(bits & (BAD_LOSS | BAD_GRADIENTS)))
 
     def _observe_event(self, event: Event) -> None:
         if isinstance(event, RunEnded):

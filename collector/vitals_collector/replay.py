@@ -17,6 +17,10 @@ from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
 from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    OVERFLOW,
+    RANK_FAILED,
     AttemptStarted,
     ChangeExpected,
     CheckpointChanged,
@@ -37,8 +41,6 @@ COMPARED = (
 )  # fmt: skip
 """What makes two decisions the same; words and budgets follow from these."""
 
-_BAD_LOSS, _BAD_GRADIENTS, _OVERFLOW, _RANK_FAILED = 1, 2, 16, 32
-"""Bits of ``steps.verdict`` (see the catalog)."""
 _KINDS = ("RunStarted", "AttemptStarted", "CheckpointChanged", "ChangeExpected", "DecisionMade")
 
 _decode_event = msgspec.msgpack.Decoder(Event).decode
@@ -343,13 +345,13 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
     """Return the step as detectors saw it: rank 0's reduced row, merged with the ranks' own."""
     step, attempt = _int(row, "step", 0), _int(row, "attempt", 0)
     bits, culprit = _int(row, "verdict", 0), _int(row, "culprit_rank", -1)
-    is_bad = bool(bits & (_BAD_LOSS | _BAD_GRADIENTS))
+    is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
     ranks = _Ranks(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
-    if (is_bad and culprit < 0) or bits & _RANK_FAILED:
+    if (is_bad and culprit < 0) or bits & RANK_FAILED:
         found = _own_rows(connection, run_id, step, attempt)
         ranks = _Ranks(
             nonfinite=ranks.nonfinite or (found.nonfinite if is_bad else ()),
-            failed=found.failed if bits & _RANK_FAILED else (),
+            failed=found.failed if bits & RANK_FAILED else (),
         )
     return StepRecord(
         step=step,
@@ -364,7 +366,7 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
         failed_ranks=ranks.failed,
         nonfinite_params=_int(row, "nonfinite_params", 0),
         skipped=bool(_int(row, "skipped", 0)),
-        overflow=bool(bits & _OVERFLOW),
+        overflow=bool(bits & OVERFLOW),
         learning_rate=_float(row, "learning_rate"),
     )
 

@@ -3,16 +3,24 @@
 from collections.abc import Sequence
 from textwrap import fill
 
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    LOSS_OUTLIER,
+    NORM_OUTLIER,
+    OVERFLOW,
+    RANK_FAILED,
+)
 from trainvitals.views import DecisionView, FindingView, RunSummary, StepRow, StepView
 from vitals_collector.output import printable
 
 _VERDICT = (
-    (1, "the loss was not finite"),
-    (2, "the gradients were not finite"),
-    (4, "the loss was above its limit"),
-    (8, "the gradient norm was above its limit"),
-    (16, "the loss scaler overflowed"),
-    (32, "a rank failed to prepare the step"),
+    (BAD_LOSS, "the loss was not finite"),
+    (BAD_GRADIENTS, "the gradients were not finite"),
+    (LOSS_OUTLIER, "the loss was above its limit"),
+    (NORM_OUTLIER, "the gradient norm was above its limit"),
+    (OVERFLOW, "the loss scaler overflowed"),
+    (RANK_FAILED, "a rank failed to prepare the step"),
 )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import trainer_hooks
 from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
-from trainvitals.errors import TrainingHalted, UsageError
+from trainvitals.errors import CheckpointError, TrainingHalted, UsageError
 from trainvitals.io.mailbox import Mailbox, sign_command
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
@@ -326,3 +326,77 @@ def test_spent_budgets_and_applied_commands_survive_a_relaunch(monkeypatch):
         facts = again._host.judge.facts
     assert (facts.num_causes, facts.num_rollbacks) == (spent.num_causes, spent.num_rollbacks)
     assert facts.last_command == command.number
+
+
+def _decisions(tmp_path):
+    wait_for_agents(tmp_path / "runs")
+    with reader_of(Trained(0, "", {}, tmp_path / "runs")) as reader:
+        (run,) = reader.runs()
+        return run, [v.decision for v in reader.decisions(run.run_id)]
+
+
+LAST_STEP_BAD = """
+from tests.trainer_hooks.test_monitor import Loop
+
+loop = Loop(mode="guard")
+with loop.monitor as monitor:
+    for step in range(30):
+        monitor.step(loop.forward(float("nan") if step == 29 else 1.0))
+"""
+
+
+def test_what_the_last_step_s_numbers_say_is_in_the_ledger(tmp_path):
+    environ = {**os.environ, "VITALS_AGENT": "auto"}
+    subprocess.run([sys.executable, "-c", LAST_STEP_BAD], env=environ, check=True, timeout=120)
+    run, decisions = _decisions(tmp_path)
+    assert run.state == "finished"
+    assert [(d.action, d.step) for d in decisions] == [("skip_step", 29)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [("raise KeyboardInterrupt", "interrupted"), ("1 / 0", "failed"), ("exit(0)", "finished")],
+)
+def test_how_a_loop_ended_is_how_the_run_ended(tmp_path, ending, state):
+    script = f"""
+from tests.trainer_hooks.test_monitor import Loop
+
+loop = Loop(mode="guard")
+with loop.monitor as monitor:
+    monitor.step(loop.forward())
+    {ending}
+"""
+    environ = {**os.environ, "VITALS_AGENT": "auto"}
+    subprocess.run([sys.executable, "-c", script], env=environ, stderr=-3, timeout=120)
+    run, _ = _decisions(tmp_path)
+    assert run.state == state
+
+
+def test_a_run_turned_down_to_observe_still_resumes_from_its_checkpoint(tmp_path, monkeypatch):
+    settings = trainer_hooks.CheckpointSettings(directory=tmp_path / "kept", save_every=20)
+    loop = Loop(mode="heal", checkpoints=settings)
+    with loop.monitor as monitor:
+        while monitor.step_index < 70:
+            monitor.step(loop.forward())
+    monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
+    monkeypatch.setenv("VITALS_MODE", "observe")
+    with Loop(seed=9, mode="heal", checkpoints=settings).monitor as again:
+        assert again.step_index >= 20
+
+
+def test_a_restore_that_fails_halts_and_says_so(monkeypatch):
+    loop = Loop(mode="heal", checkpoints=True)
+    with pytest.raises(TrainingHalted, match="restore failed"), loop.monitor as monitor:
+        ring = monitor._host.healer._ring
+
+        def broken(checkpoint_id):
+            raise CheckpointError("the model has changed")
+
+        monkeypatch.setattr(ring, "restore", broken)
+        for _ in range(50):
+            monitor.step(loop.forward())
+        command = _send(monitor, action="rollback")
+        for _ in range(4):
+            monitor.step(loop.forward())
+    assert monitor._host.run_dir.halted() is not None
+    assert command.number > 0

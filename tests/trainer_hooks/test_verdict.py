@@ -10,17 +10,16 @@ from trainer_hooks.norms import GradNorms, named_parameters
 from trainer_hooks.pack import Local, Packer, PackLayout, Reduced, Root
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import Derived, culprits, rank_losses, step_record
-from trainer_hooks.verdict import (
+from trainer_hooks.verdict import clip_coefficient, judge_on_device
+from trainvitals.errors import UsageError
+from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
     LOSS_OUTLIER,
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
-    clip_coefficient,
-    judge_on_device,
 )
-from trainvitals.errors import UsageError
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")

@@ -66,7 +66,7 @@ def parse_id(name: str) -> tuple[int, int]:
     if match is None:
         raise UsageError(
             f"checkpoint is {name!r}; it must be an id such as step-00000120-1763712486000123",
-            hint="`vitals checkpoints list` shows the ids",
+            hint="`vitals show` shows the ids",
         )
     return int(match[1]), int(match[2])
 

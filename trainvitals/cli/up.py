@@ -1,5 +1,6 @@
 """``vitals up`` and ``vitals run``: the programs for this machine, alone or around a training."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainvitals.cli.supervise import Stack, environ_of_this_process, run_command
-from trainvitals.errors import TransportError
+from trainvitals.errors import TransportError, UsageError
 
 _Dir = Annotated[
     Path, typer.Option("--dir", help="Folder for runs, store and logs.", file_okay=False)
@@ -43,6 +44,11 @@ def register(app: typer.Typer) -> None:
 
         Keeps the command's output and exit code (128 + N after signal N).
         """
+        if shutil.which(command[0]) is None:
+            raise UsageError(
+                f"there is no command {command[0]!r}",
+                hint="vitals run -- torchrun --nproc-per-node 8 train.py",
+            )
         with Stack(directory, environ_of_this_process()) as stack:
             _start(stack, port)
             code = run_command(command, stack.training_environ())
