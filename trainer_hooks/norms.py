@@ -78,6 +78,19 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
     return found
 
 
+def _check_alike(names: list[list[str]]) -> None:
+    """Refuse, on all ranks, parameters that differ by rank: the packs would be of other lengths."""
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            odd = sorted(set(other).symmetric_difference(names[0]))[:4] or ["their order"]
+            raise UsageError(
+                f"rank {rank} trains {len(other)} parameters and rank 0 {len(names[0])}; they "
+                f"differ in {', '.join(odd)}",
+                hint="all ranks must watch the same parameters in the same order; pipeline stages "
+                "are not supported",
+            )
+
+
 class GradNorms:
     """The gradients of all watched parameters and their squares; collective when made."""
 
@@ -86,26 +99,34 @@ class GradNorms:
         self._params: Sequence[Tensor] = tuple(params.values())
         self.device = local_tensor(self._params[0]).device
         shards = [_shard(name, param) for name, param in params.items()]
-        held = Counter(shard for rank in ranks.gather(shards) for shard in rank)
+        all_shards = ranks.gather(shards)
+        _check_alike([[name for name, *_ in rank] for rank in all_shards])
+        held = Counter(shard for rank in all_shards for shard in rank)
         self._share = torch.tensor(
             [1.0 / held[shard] for shard in shards], dtype=torch.float64, device=self.device
         )
         self.num_parameters = sum(p.numel() for p in self._params)
+        self._where: tuple[list[int], Tensor] | None = None
 
     def gradients(self) -> tuple[list[int], list[Tensor]]:
-        """Return the positions that have a gradient and those gradients, sparse ones coalesced."""
+        """Return the positions that have a gradient and those gradients, sparse ones coalesced.
+
+        What is returned is the gradient itself: scaled in place, it is clipped.
+        """
         where, grads = [], []
         for i, param in enumerate(self._params):
             grad = param.grad
             if grad is None:
                 continue
+            if grad.is_sparse and not grad.is_coalesced():
+                grad = param.grad = grad.coalesce()
             local = local_tensor(grad)
             if local.is_sparse:
-                local = local.coalesce().values()
+                local = local._values()  # type: ignore[no-untyped-call]
             if local.numel() == 0:
                 continue
             where.append(i)
-            grads.append(local)
+            grads.append(torch.view_as_real(local) if local.is_complex() else local)
         return where, grads
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
@@ -116,12 +137,24 @@ class GradNorms:
         """
         if not grads:
             return
-        norms = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float64))
+        each = torch._foreach_norm(grads, 2.0, dtype=torch.float64)
+        norms = torch.stack([norm.to(self.device) for norm in each])
         if len(grads) == len(self._params):
             torch.mul(norms * norms, self._share, out=out)
         else:
-            index = torch.tensor(where, device=self.device)
+            index = self._index(where)
             out.index_copy_(0, index, norms * norms * self._share[index])
+
+    def _index(self, where: list[int]) -> Tensor:
+        """Return the positions on the device: kept, and sent from pinned memory, which waits not.
+
+        Frozen parameters are without a gradient in every step.
+        """
+        if self._where is None or self._where[0] != where:
+            pinned = self.device.type == "cuda"
+            index = torch.tensor(where, device="cpu", pin_memory=pinned)
+            self._where = where, index.to(self.device, non_blocking=True)
+        return self._where[1]
 
     def nonfinite_parameters(self) -> Tensor:
         """Return, on the device, how many local parameters hold a NaN or Inf; does not wait."""

@@ -138,7 +138,12 @@ class Packer:
         pinned = device.type == "cuda"
         # Three host buffers in turn: copies of the last steps may still be under way.
         self._host = [
-            torch.zeros(layout.size - layout.num_params, dtype=torch.float64, pin_memory=pinned)
+            torch.zeros(
+                layout.size - layout.num_params,
+                dtype=torch.float64,
+                device="cpu",
+                pin_memory=pinned,
+            )
             for _ in range(3)
         ]
         self._turn = 0
@@ -161,7 +166,7 @@ class Packer:
         for field, number in numbers.items():
             host[layout.mine(field) - base] = number
         if root is not None:
-            host[: len(ROOT_FIELDS)] = torch.tensor(root.words(), dtype=torch.float64)
+            host[: len(ROOT_FIELDS)] = torch.tensor(root.words(), dtype=torch.float64, device="cpu")
         self.pack[base:].copy_(host, non_blocking=True)
         if not local.failed:
             self._fill_tensors(local)
