@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.collector.acting import decision, started
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_engine import COURSE, columns, decision, started
+from tests.collector.test_replay import COURSE, columns
 from trainvitals.cli.main import main
 from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
