@@ -1,0 +1,227 @@
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from tests.dashboard.folder import write_run
+from trainvitals.cli.main import main
+from trainvitals.errors import UsageError
+from vitals_dashboard import launch
+from vitals_dashboard.settings import (
+    SETTINGS_VARIABLE,
+    DashboardSettings,
+    load_settings,
+    write_settings,
+)
+
+
+def test_what_is_shipped_is_closed_by_default():
+    flags = launch.streamlit_command(8501)
+    for flag in (
+        "--server.address=127.0.0.1",
+        "--server.allowedHosts=127.0.0.1",
+        "--server.allowedHosts=localhost",
+        "--server.enableXsrfProtection=true",
+        "--server.enableCORS=true",
+        "--server.headless=true",
+        "--browser.gatherUsageStats=false",
+        "--client.showErrorDetails=none",
+        "--client.toolbarMode=viewer",
+    ):
+        assert flag in flags
+
+
+def test_no_secret_is_an_argument():
+    text = " ".join(launch.streamlit_command(1) + launch.collector_command(Path("a"), Path("b")))
+    assert "token" not in text
+
+
+def test_files_beside_the_entry_shadow_no_module():
+    entry = Path(launch.__file__).parent / "entry"
+    assert all(path.stem.startswith("vitals_") for path in entry.iterdir() if path.suffix == ".py")
+
+
+def test_the_settings_file_is_private_and_comes_back_whole(tmp_path: Path):
+    settings = DashboardSettings(door_token="t" * 32, collector_url="http://a:1", token_file="f")
+    path = tmp_path / "settings.json"
+    write_settings(settings, path)
+    assert 0o600 == stat.S_IMODE(path.stat().st_mode)
+    assert settings == load_settings({SETTINGS_VARIABLE: str(path)})
+    with pytest.raises(FileExistsError):
+        write_settings(settings, path)
+
+
+def test_the_pages_started_by_hand_say_how_to_start_them():
+    with pytest.raises(UsageError, match=SETTINGS_VARIABLE) as caught:
+        load_settings({})
+    assert "vitals dashboard" in caught.value.hint
+
+
+def test_a_collector_that_moved_to_another_port_is_found_again(tmp_path: Path):
+    place = tmp_path / "collector.json"
+    settings = DashboardSettings(
+        door_token="t", collector_url="http://a:1", token_file="", collector_file=str(place)
+    )
+    assert "http://a:1" == settings.url()
+    place.write_bytes(msgspec.json.encode({"url": "http://a:2", "pid": 1}))
+    assert "http://a:2" == settings.url()
+
+
+def test_two_dashboards_of_one_folder_do_not_share_a_store(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with launch.cache_dir(Path("/runs")) as first, launch.cache_dir(Path("/runs")) as second:
+        assert first != second
+    with launch.cache_dir(Path("/runs")) as again:
+        assert first == again, "the next one goes on with what was read"
+    assert 0o700 == stat.S_IMODE(first.stat().st_mode)
+
+
+def test_a_free_port_is_taken_where_none_is_named():
+    assert 0 < launch.free_port(0)
+
+
+# ---------------------------------------------------------------------- mistakes, without traceback
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command line, which must fail as usage; return what it said."""
+
+    def run(*arguments: str) -> str:
+        assert 2 == main(["dashboard", *arguments])
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return run
+
+
+def test_a_missing_folder_is_a_clear_error(fails, tmp_path: Path):
+    assert "does not exist" in fails(str(tmp_path / "nothing"))
+
+
+def test_a_file_in_place_of_the_folder_is_a_clear_error(fails, tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert "is not a folder" in fails(str(tmp_path / "file"))
+
+
+def test_a_taken_port_is_a_clear_error(fails, tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = fails(str(tmp_path), "--port", str(port))
+    assert f"port {port}" in said and "leave out --port" in said
+
+
+def test_an_impossible_port_is_a_clear_error(fails, tmp_path: Path):
+    assert "0 to 65535" in fails(str(tmp_path), "--port", "99999")
+
+
+def test_no_collector_anywhere_says_what_to_start(fails):
+    assert "vitals dashboard DIR" in fails()
+
+
+def test_a_collector_without_its_token_is_a_clear_error(fails):
+    assert "--token-file" in fails("--collector", "http://127.0.0.1:9")
+
+
+def test_a_wrong_address_is_a_clear_error(fails, tmp_path: Path):
+    assert "http://host:port" in fails("--collector", "nonsense")
+
+
+def test_a_folder_and_a_collector_together_are_a_clear_error(fails, tmp_path: Path):
+    assert "leave out one" in fails(str(tmp_path), "--collector", "http://127.0.0.1:9")
+
+
+# ------------------------------------------------------------------------------- the whole command
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+@contextmanager
+def dashboard(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run ``vitals dashboard FOLDER``; gives the process and the address that it printed."""
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainvitals", "dashboard", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environ,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+        process.stdout.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    return folder
+
+
+def test_the_command_serves_a_folder_behind_its_token_and_ends_in_seconds(
+    runs: Path, tmp_path: Path
+):
+    write_run(runs, name="kept")
+    with dashboard(runs, tmp_path) as (process, address):
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{20,}", address)
+        base, _, token = address.partition("/?token=")
+        children = children_of(process.pid)
+        assert 2 == len(children), "a collector and the pages"
+        arguments = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children)
+        environments = "".join(
+            Path(f"/proc/{pid}/environ").read_text(errors="replace") for pid in children
+        )
+        assert token not in arguments and token not in environments
+        with httpx.Client(trust_env=False) as client:
+            assert 401 == client.get(base).status_code
+            assert 401 == client.get(f"{base}/run?token=guess").status_code
+            assert 400 == client.get(base, headers={"Host": "evil.example"}).status_code
+            inside = client.get(address, follow_redirects=True)
+            assert (200, f"{base}/") == (inside.status_code, str(inside.url))
+            assert "token" not in str(inside.url)
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert 130 == process.wait(30)
+        assert 10 > time.monotonic() - started
+        assert all(gone(pid) for pid in children)
+
+
+@pytest.mark.parametrize("victim", ["collector", "pages"])
+def test_where_one_part_dies_the_command_says_so_and_ends_the_other(
+    victim: str, runs: Path, tmp_path: Path
+):
+    with dashboard(runs, tmp_path) as (process, _):
+        children = children_of(process.pid)
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+        dies = next(
+            p for p, line in lines.items() if ("collector" in line) == (victim == "collector")
+        )
+        os.kill(dies, signal.SIGKILL)
+        assert 1 == process.wait(30)
+        assert all(gone(pid) for pid in children)
