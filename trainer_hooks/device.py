@@ -16,6 +16,7 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.readback import Readback
 from trainer_hooks.signals import HostStep
 from trainer_hooks.verdict import NUM_DERIVED
+from trainvitals.errors import UsageError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +32,12 @@ class Device:
     shadow: BufferShadow
     readback: Readback[HostStep]
 
+    def release(self) -> None:
+        """Leave the optimizers as they were found."""
+        for optimizer, guard in zip(self.optimizers, self.guards, strict=True):
+            guard.release()
+            vars(optimizer).pop("add_param_group", None)
+
     @property
     def reads_verdict(self) -> bool:
         """Whether an optimizer needs the verdict on the host: then every rank reads it at once."""
@@ -45,6 +52,7 @@ def lay_out(
     ranks: Ranks,
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
+    _refuse_plateau(schedulers)
     params = named_parameters(model, optimizers)
     norms = GradNorms(params, ranks)
     guards = tuple(OptimizerGuard(o, scaler) for o in optimizers)
@@ -52,6 +60,8 @@ def lay_out(
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
     lag = 1 if all(guard.on_device for guard in guards) else 0
     size = layout.size + NUM_DERIVED + 1
+    for optimizer in optimizers:
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
     return Device(
         optimizers=optimizers,
         schedulers=schedulers,
@@ -61,4 +71,22 @@ def lay_out(
         guards=guards,
         shadow=BufferShadow(model),
         readback=Readback[HostStep](lag=lag, size=size, device=norms.device),
+    )
+
+
+def _refuse_plateau(schedulers: tuple[Any, ...]) -> None:
+    if any(isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers):
+        raise UsageError(
+            "ReduceLROnPlateau needs a metric, and is not stepped at every update",
+            hint="leave it out of watch(), step it yourself after each evaluation, and name it in "
+            "watch(state={'plateau': scheduler}) so that a rollback brings it back",
+        )
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    """Stand in for ``add_param_group``: what it adds would be neither measured nor guarded."""
+    raise UsageError(
+        "a parameter group was added after watch()",
+        hint="add all groups first (a rate of 0 keeps one still), or close this monitor and watch "
+        "again",
     )

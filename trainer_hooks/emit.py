@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.pack import Reduced
@@ -60,6 +62,31 @@ class Emitter:
         self._scalar_ids: dict[str, int] = {}
         self._layers_until = -1
         self._layers_named = False
+        self._depth = 0
+        self._put_off: Callable[[], None] | None = None
+
+    @contextmanager
+    def _writing(self, where: str) -> Iterator[None]:
+        """Fail open, and let a signal wait for the end of a write that the main thread is in."""
+        if threading.current_thread() is not threading.main_thread():
+            with self._faults.fail_open(where):
+                yield
+            return
+        self._depth += 1
+        try:
+            with self._faults.fail_open(where):
+                yield
+        finally:
+            self._depth -= 1
+            if self._put_off is not None and not self._depth:
+                call, self._put_off = self._put_off, None
+                call()
+
+    def put_off(self, call: Callable[[], None]) -> bool:
+        """Make ``call`` after the write the main thread is in; False where it is in none."""
+        if self._depth:
+            self._put_off = call
+        return self._depth > 0
 
     def _stream(self, schema: Schema) -> StreamWriter | None:
         stream = self._streams.get(schema.stream)
@@ -69,7 +96,7 @@ class Emitter:
 
     def event(self, event: Event, *, step: int, attempt: int) -> None:
         """Write an event."""
-        with self._faults.fail_open("journal.event"):
+        with self._writing("journal.event"):
             stream = self._stream(EVENT_SCHEMA)
             if stream is not None:
                 stream.append_event(
@@ -82,7 +109,7 @@ class Emitter:
 
     def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
         """Write user-named scalars; a new name is defined by an event first."""
-        with self._faults.fail_open("journal.scalars"):
+        with self._writing("journal.scalars"):
             stream = self._stream(SCALARS_SCHEMA)
             if stream is None:
                 return
@@ -96,7 +123,7 @@ class Emitter:
 
     def step(self, host: HostStep, record: StepRecord, extra: Mapping[str, Value]) -> None:
         """Write the rank's row of one step; rank 0 adds the numbers that are equal on all ranks."""
-        with self._faults.fail_open("journal.step"):
+        with self._writing("journal.step"):
             stream = self._stream(self._steps_schema)
             if stream is None:
                 return
@@ -124,7 +151,7 @@ class Emitter:
             self._layers_until = host.step + LAYERS_AFTER_FINDING
         if not self._is_root or (host.step % LAYERS_EVERY and host.step > self._layers_until):
             return
-        with self._faults.fail_open("journal.layers"):
+        with self._writing("journal.layers"):
             stream = self._stream(LAYERS_SCHEMA)
             if stream is None:
                 return
@@ -139,7 +166,7 @@ class Emitter:
 
     def close(self) -> None:
         """Close the journal; what was written stays for the agent."""
-        with self._faults.fail_open("journal.close"):
+        with self._writing("journal.close"):
             if self._journal is not None:
                 self._journal.close()
 

@@ -190,20 +190,42 @@ def _create_momentum(optimizer: Optimizer) -> None:
                 state["momentum_buffer"] = torch.zeros_like(param)
 
 
+def update_scaler(
+    scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
+) -> None:
+    """Let the scale follow the overflow that the ranks agreed on; does not wait.
+
+    Where one rank's shard alone overflowed, the ranks' scales would part.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return
+    states = [scaler._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+    flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+    for flag in flags:
+        flag.copy_(overflow)
+    if not flags:  # no gradient on this rank
+        states[0]["found_inf_per_device"][overflow.device] = overflow.to(torch.float32)
+    scaler.update()
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    """Unscale the gradients, unless the loop has done so in this step."""
+    from torch.amp.grad_scaler import OptState
+
+    for optimizer in optimizers:
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            scaler.unscale_(optimizer)
+
+
 def overflow_flag(
     scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], device: torch.device
 ) -> Tensor | None:
     """Unscale the gradients once and return whether any overflowed, on the device."""
     if scaler is None or not scaler.is_enabled():
         return None
-    from torch.amp.grad_scaler import OptState
-
-    found: list[Tensor] = []
-    for optimizer in optimizers:
-        state = scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
-            scaler.unscale_(optimizer)
-        found.extend(t.to(device) for t in state["found_inf_per_device"].values())
+    unscale(scaler, optimizers)
+    states = [scaler._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+    found = [f.to(device) for state in states for f in state["found_inf_per_device"].values()]
     if not found:
         return torch.zeros((), dtype=torch.float64, device=device)
     return (torch.stack([f.reshape(()) for f in found]).sum() > 0).to(torch.float64)

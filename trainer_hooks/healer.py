@@ -161,7 +161,9 @@ class Healer:
 
     def returned(self, reduced: Reduced, *, step: int) -> None:
         """All ranks' words on the snapshot of ``step`` are in: it is verified, or dropped."""
-        self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) == 0.0)
+        # A rank that could not measure the step could not speak for its copy either.
+        silent = sum(reduced.by_rank("failed"))
+        self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) + silent == 0.0)
 
     def promote(self, step: int, last_unhealthy_step: int) -> None:
         """Let snapshots become healthy, begin to write one where that is due, say what changed."""

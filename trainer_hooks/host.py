@@ -6,6 +6,7 @@ what is equal on all. Nothing here enters a collective.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
@@ -22,6 +23,7 @@ from trainer_hooks.reading import Derived, agreed, rank_losses, step_record
 from trainer_hooks.signals import HostStep, Utilization
 from trainer_hooks.snapshots import Meta
 from trainvitals.clock import Clock
+from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.identity import new_attempt_id
 from trainvitals.io.rundir import HaltMarker, RunDir
@@ -29,6 +31,7 @@ from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.records import (
     COMMAND_CODES,
     AttemptStarted,
+    Command,
     CommandAck,
     CommandAcknowledged,
     CommandAction,
@@ -69,6 +72,12 @@ class Host:
     """Whether the next pack should say if parameters are finite: after a bad step only."""
     digest: int = 0
     halted: TrainingHalted | None = None
+    expecting: int = 0
+    """Steps of an announced change that the packs have not brought back yet; on rank 0."""
+    last_step: int = -1
+    """The newest step that was judged."""
+    _command: Command | None = None
+    _was_announced: bool = False
     _disagreed: bool = False
 
     @property
@@ -82,25 +91,29 @@ class Host:
         """Return rank 0's limits and its verified command; None on the other ranks."""
         if not self.is_root:
             return None
-        command = None
         with self.faults.fail_open("mailbox"):
             if self.inbox is not None:
-                command = self.inbox.poll(
-                    step=step, refuse=lambda ack: self.acknowledge(ack, step=step)
-                )
+                refuse = lambda ack: self.acknowledge(ack, step=step)  # noqa: E731
+                self._command = self.inbox.poll(step=step, refuse=refuse) or self._command
+        command = self._command
         number, action, target = 0, 0, -1.0
-        if command is not None:
+        if command is not None and command.number <= self.judge.facts.last_command:
+            self._command = None
+        elif command is not None:
+            # In every pack until it is answered: one that a rollback overtakes is judged no more.
             number, action = command.number, COMMAND_CODES[command.action]
             if command.checkpoint_id and self.healer is not None:
                 target = float(self.healer.step_of(command.checkpoint_id))
-        limits = self.judge.limits()
+        limits = self.judge.limits() if not self.expecting else Limits()
         return Root(
             loss_limit=limits.loss,
             grad_norm_limit=limits.grad_norm,
             command_number=number,
             command_action=action,
             command_argument=target,
-            next_attempt=new_attempt_id(self.clock.time_ns()),
+            # A clock may go backwards; a branch is newer than the one it leaves all the same.
+            next_attempt=max(new_attempt_id(self.clock.time_ns()), self.attempt + 1),
+            expect_steps=self.expecting,
         )
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
@@ -128,7 +141,7 @@ class Host:
             derived,
             step=host.step,
             attempt=host.attempt,
-            skipped=derived.blocked and self.mode != "observe",
+            skipped=derived.blocked(self.mode),
             learning_rate=host.learning_rates[0],
         )
         if host.attempt != self.attempt:
@@ -136,6 +149,7 @@ class Host:
             return Judgement()
         if self.healer is not None:
             self.healer.returned(reduced, step=host.step)
+        self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
             decided_at_step=now_step,
@@ -143,11 +157,19 @@ class Host:
             command=_proposal(reduced),
             now_attempt_id=int(reduced.root["next_attempt"]),
         )
+        self.last_step = host.step
         self._after_judgement(record, reduced, judgement)
         self._write(host, record, reduced, derived, judgement)
         if self.healer is not None:
             self.healer.promote(host.step, self.judge.last_unhealthy_step)
         return judgement
+
+    def _announced(self, steps: int) -> None:
+        """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
+        if steps and not self._was_announced:
+            self.judge.rebaseline(steps)
+            self.expecting = 0
+        self._was_announced = steps > 0
 
     def _after_judgement(self, record: StepRecord, reduced: Reduced, judgement: Judgement) -> None:
         self.probe_parameters = bool(record.nonfinite_ranks) or any(
@@ -287,7 +309,9 @@ class Host:
         A relaunch is a new attempt: ledger entries stay apart even where a count is lost.
         """
         if self.is_root:
-            self.run_dir.append_plan({"facts": msgspec.to_builtins(self.judge.facts)})
+            # A full disk must not part rank 0 from the others, which go on with the deed.
+            with self.faults.fail_open("plan"):
+                self.run_dir.append_plan({"facts": msgspec.to_builtins(self.judge.facts)})
 
     def _halt(self, decision: Decision) -> NoReturn:
         """Leave the durable marker first: torchrun starts a rank again whatever its exit code."""
@@ -297,14 +321,14 @@ class Host:
             f"`vitals resume {self.run_dir.run_id}` allows a new start",
         )
         if self.is_root or decision.rule == "rollback_failed":
-            self.run_dir.write_halted(
-                HaltMarker(
-                    reason=decision.reason,
-                    step=decision.step,
-                    attempt=decision.attempt,
-                    time_unix_ns=self.clock.time_ns(),
-                )
+            marker = HaltMarker(
+                reason=decision.reason,
+                step=decision.step,
+                attempt=decision.attempt,
+                time_unix_ns=self.clock.time_ns(),
             )
+            with self.faults.fail_open("halt.marker"):  # without one the halt itself still holds
+                self.run_dir.write_halted(marker)
             event = RunEnded(state="halted", reason=decision.reason)
             self.emitter.event(event, step=decision.step, attempt=decision.attempt)
         self.halted = halted
@@ -314,7 +338,7 @@ class Host:
         """Go on as a new branch, with the detectors of the state it starts from."""
         self.attempt = attempt.id
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
-        self.probe_parameters, self.digest = False, 0
+        self.probe_parameters, self.digest, self._was_announced = False, 0, False
 
     def snapshot_meta(self, position: tuple[int, int] | None) -> Meta:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
@@ -339,7 +363,8 @@ class Host:
 
 
 def _tokens(host: HostStep, reduced: Reduced) -> int | None:
-    return int(sum(reduced.by_rank("weight"))) if host.weighted else None
+    total = sum(reduced.by_rank("weight"))
+    return int(total) if host.weighted and math.isfinite(total) else None
 
 
 def _proposal(reduced: Reduced) -> Proposal | None:

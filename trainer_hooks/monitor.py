@@ -9,24 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from trainer_hooks.batches import Batches, Position
 from trainer_hooks.device import Device
-from trainer_hooks.guard import overflow_flag
+from trainer_hooks.goodbye import EndState, Goodbye, closed, opened
+from trainer_hooks.guard import overflow_flag, update_scaler
 from trainer_hooks.host import Host
+from trainer_hooks.norms import scale
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.pack import Local
 from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
 from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
 from trainvitals.errors import TrainingHalted, UsageError
-from trainvitals.records import ChangeExpected, DataWindowSkipped, Decision, RunEnded
+from trainvitals.records import ChangeExpected, DataWindowSkipped, Decision
 
-EndState = Literal["finished", "interrupted", "failed"]
+
+class _Prepared(NamedTuple):
+    """What a rank brings out of its part before the exchange."""
+
+    grads: list[Tensor]
+    weighted: bool
+    """Whether the losses' weights are numbers of tokens."""
+    failed: bool
 
 
 class Monitor:
@@ -47,10 +56,18 @@ class Monitor:
         self._first_step = self._step = 0 if restored is None else restored.step
         position = None if restored is None else restored.meta["position"]
         self._start_at = Position(0, 0) if position is None else Position(position[0], position[1])
-        self._micro: tuple[Tensor, Tensor | float] | None = None
+        self._micro: tuple[Tensor, Tensor | float, bool] | None = None
         self._batches: Batches | None = None
         self._positions: dict[int, Position] = {}
         self._closed = False
+        self.goodbye = Goodbye(host)
+        opened(self)
+
+    def __del__(self) -> None:
+        """End a loop whose monitor was dropped; a halt found now has its marker."""
+        if not getattr(self, "_closed", True):
+            with suppress(TrainingHalted):
+                self.end("finished", "")
 
     def __reduce__(self) -> Any:
         raise UsageError("a Monitor belongs to one process and cannot be pickled")
@@ -95,13 +112,23 @@ class Monitor:
         self._batches = stream
         return iter(stream)
 
-    def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Add one micro-batch's loss to the step; call once per backward when accumulating."""
-        part = loss.detach().to(torch.float64) * weight
-        if self._micro is None:
-            self._micro = (part, weight)
-        else:
-            self._micro = (self._micro[0] + part, self._micro[1] + weight)
+    def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
+        """Add one micro-batch's loss to the step; call once per backward when accumulating.
+
+        Weights are numbers of tokens; without them, the micro-batches count alike.
+        """
+        with self._host.faults.fail_open("micro"):
+            # Added to 0.0: the loop may go on counting in the tensor it gave us.
+            share = 0.0 + (1.0 if weight is None else weight)
+            part = self._on_device(loss).detach().to(torch.float64) * share
+            before, so_far, weighted = self._micro or (0.0, 0.0, True)
+            self._micro = (before + part, so_far + share, weighted and weight is not None)
+
+    def _on_device(self, loss: Tensor | float) -> Tensor:
+        """Return the loss as a tensor; a number is written by a kernel, so that nothing waits."""
+        if isinstance(loss, Tensor):
+            return loss
+        return torch.full((), loss, dtype=torch.float64, device=self._device.norms.device)
 
     def observe(self, **values: float) -> None:
         """Record scalars of your own at the present step."""
@@ -112,9 +139,12 @@ class Monitor:
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
-        """Announce a planned change: the finite rules take a new baseline. Call it on all ranks."""
-        self._host.judge.rebaseline(steps)
+        """Announce a planned change: from the next step the finite rules take a new baseline.
+
+        Rank 0's word counts, and reaches all ranks with the step's numbers.
+        """
         if self._host.is_root:
+            self._host.expecting = max(1, steps)
             event = ChangeExpected(reason=reason, steps=steps)
             self._host.emitter.event(event, step=self._step, attempt=self.attempt)
 
@@ -141,16 +171,21 @@ class Monitor:
         """
         if self._host.halted is not None:
             raise self._host.halted
+        if self._closed:
+            raise UsageError(
+                "this monitor is closed, so the step would not be guarded",
+                hint="keep the loop inside `with watch(...) as monitor:`, or close it at the end",
+            )
         self._clock.enter()
         device = self._device
-        grads, weighted = self._prepare(loss, weight)
+        prepared = self._prepare(loss, weight)
         self._host.ranks.reduce(device.packer.pack)
         verdict = judge_on_device(device.packer.layout, device.packer.pack)
-        self._update(verdict, grads, max_norm)
+        self._update(verdict, prepared, max_norm)
         attempted = self._step
         ready = device.readback.push(
             torch.cat((device.packer.pack, verdict.derived(), self._loss_scale())),
-            self._host_step(max_norm, weighted),
+            self._host_step(max_norm, prepared.weighted),
         )
         self._step += 1
         decision = self._host_side(ready, attempted)
@@ -166,35 +201,35 @@ class Monitor:
 
     # ---------------------------------------------------------------------------- one step
 
-    def _prepare(
-        self, loss: Tensor | float | None, weight: Tensor | float | None
-    ) -> tuple[list[Tensor], bool]:
+    def _prepare(self, loss: Tensor | float | None, weight: Tensor | float | None) -> _Prepared:
         """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more."""
         device, host = self._device, self._host
         root = host.root_words(self._step)
         overflow = overflow_flag(device.scaler, device.optimizers, device.norms.device)
-        grads: list[Tensor] = []
-        prepared = weighted = False
+        grads: list[Tensor] | None = None
+        failed, weighted = True, weight is not None and loss is not None
         with host.faults.fail_open("prepare"):
-            if self._micro is not None:
-                total, weight = self._micro
-                self._micro, loss = None, total / weight
-            weighted = weight is not None
             where, grads = device.norms.gradients()
+            if self._micro is not None:
+                (total, weight, weighted), self._micro = self._micro, None
+                loss = total / weight
             device.packer.clear()
             device.norms.squares_into(device.packer.squares, where, grads)
             device.packer.fill(self._local(loss, weight, len(grads), overflow), root)
-            prepared = True
-        if not prepared:
+            failed = False
+        if failed:
+            # Short of its numbers, this rank still unscales, clips and steps as the others do.
+            self._micro = None
+            local = Local(loss=None, weight=0.0, overflow=overflow, failed=True, digest=host.digest)
             device.packer.clear()
-            device.packer.fill(Local(loss=None, weight=0.0, failed=True), root)
+            device.packer.fill(local, root)
         elif not grads and self._step == self._first_step and host.ranks.world_size == 1:
             raise UsageError(
                 "no parameter of the optimizers has a gradient at the first step",
                 hint="call monitor.step(loss) after loss.backward(), with the optimizers that "
                 "hold the model's parameters",
             )
-        return grads, weighted
+        return _Prepared(device.norms.untouched() if grads is None else grads, weighted, failed)
 
     def _local(
         self,
@@ -204,10 +239,8 @@ class Monitor:
         overflow: Tensor | None,
     ) -> Local:
         norms, host = self._device.norms, self._host
-        if loss is not None and not isinstance(loss, Tensor):
-            loss = torch.tensor(loss, dtype=torch.float64, device=norms.device)
         return Local(
-            loss=loss,
+            loss=None if loss is None else self._on_device(loss),
             weight=1.0 if weight is None else weight,
             overflow=overflow,
             nonfinite_params=norms.nonfinite_parameters() if host.probe_parameters else None,
@@ -216,15 +249,15 @@ class Monitor:
             digest=host.digest,
         )
 
-    def _update(self, verdict: Verdict, grads: list[Tensor], max_norm: float | None) -> None:
+    def _update(self, verdict: Verdict, prepared: _Prepared, max_norm: float | None) -> None:
         """Clip and step every optimizer under the verdict; then scaler, schedulers, gradients."""
         device = self._device
         guarding = self._host.mode != "observe"
-        bad = verdict.bad if guarding else torch.zeros_like(verdict.bad)
+        # Observing takes nothing from the loop, and so not the scaler's own skip either.
+        bad = verdict.bad if guarding else verdict.overflow
         skip_on_host = bool(bad.item()) if device.reads_verdict else None
-        if max_norm is not None and grads and not skip_on_host:
-            coefficient = clip_coefficient(verdict.grad_norm, max_norm)
-            torch._foreach_mul_(grads, coefficient.to(grads[0].dtype))
+        if max_norm is not None and prepared.grads and not skip_on_host:
+            self._clip(verdict, prepared, max_norm)
         if self._host.healer is not None:
             self._host.healer.before_update()
         factor = self._host.judge.lr_factor_at(self._step)
@@ -234,22 +267,33 @@ class Monitor:
         if guarding:
             device.shadow.put_back(bad)
         device.shadow.keep()
-        if device.scaler is not None and device.scaler.is_enabled():
-            device.scaler.update()
+        update_scaler(device.scaler, device.optimizers, verdict.overflow)
         with self._clock.not_ours():
             for scheduler in device.schedulers:
                 scheduler.step()
         for optimizer in device.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
+    def _clip(self, verdict: Verdict, prepared: _Prepared, max_norm: float) -> None:
+        """Scale the gradients by the ranks' norm; where none could measure, by this rank's own.
+
+        Replicas hold the same gradients, so their own norms are the same.
+        """
+        norm = verdict.grad_norm
+        if prepared.failed:
+            with self._host.faults.fail_open("clip"):
+                own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
+                norm = torch.where(verdict.measured, norm, own)
+        scale(prepared.grads, clip_coefficient(norm, max_norm))
+
     def _loss_scale(self) -> Tensor:
         """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
-        scale = getattr(self._device.scaler, "_scale", None)
-        if scale is None:
+        loss_scale = getattr(self._device.scaler, "_scale", None)
+        if loss_scale is None:
             device = self._device.norms.device
             return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
-        on_device: Tensor = scale.detach().to(torch.float64).reshape(1)
-        return on_device
+        found: Tensor = loss_scale.detach().to(self._device.norms.device, torch.float64)
+        return found.reshape(1)
 
     def _host_step(self, max_norm: float | None, weighted: bool) -> HostStep:
         clock = self._host.clock
@@ -324,24 +368,24 @@ class Monitor:
         Raises:
             TrainingHalted: the last step's numbers came back only now, and say so.
         """
-        self._end("finished", "")
+        self.end("finished", "")
 
-    def _end(self, state: EndState, reason: str) -> None:
-        if self._closed:
+    def end(self, state: EndState, reason: str) -> None:
+        """Close, and say how the loop ended. Does nothing in a forked child."""
+        if self._closed or not self.goodbye.is_ours:
             return
         self._closed = True
-        host = self._host
+        host, readback = self._host, self._device.readback
         try:
-            while host.halted is None and (left := self._device.readback.pop()) is not None:
+            while host.halted is None and (left := readback.pop(patience_seconds=2.0)) is not None:
                 host.carry_out_at_end(host.handle(*left, now_step=self._step))
         finally:
             with host.faults.fail_open("close"):
                 if host.healer is not None:
                     host.healer.close()
-            if host.is_root and host.halted is None:
-                event = RunEnded(state=state, reason=reason)
-                host.emitter.event(event, step=self._step, attempt=self.attempt)
-            host.emitter.close()
+            self.goodbye.say(state, reason)
+            self._device.release()
+            closed(self)
 
     def __enter__(self) -> Self:
         return self
@@ -353,10 +397,10 @@ class Monitor:
         trace: TracebackType | None,
     ) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._end("finished", "")
+            self.end("finished", "")
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         text = f"{type(error).__name__}: {error}"[:500]
         # What the loop raised goes on; a halt that is found only now is in its marker.
         with suppress(TrainingHalted):
-            self._end("interrupted" if interrupted else "failed", text)
+            self.end("interrupted" if interrupted else "failed", text)

@@ -7,7 +7,7 @@ holds all), FSDP (each holds a part) and their products, without weights from pl
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -91,6 +91,15 @@ def _check_alike(names: list[list[str]]) -> None:
             )
 
 
+def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Multiply the gradients in place: in groups of a device and type, or the fused way is lost."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        alike[grad.device, grad.dtype].append(grad)
+    for (device, dtype), group in alike.items():
+        torch._foreach_mul_(group, coefficient.to(device, dtype))
+
+
 class GradNorms:
     """The gradients of all watched parameters and their squares; collective when made."""
 
@@ -122,12 +131,16 @@ class GradNorms:
                 grad = param.grad = grad.coalesce()
             local = local_tensor(grad)
             if local.is_sparse:
-                local = local._values()  # type: ignore[no-untyped-call]
+                local = local._values()
             if local.numel() == 0:
                 continue
             where.append(i)
             grads.append(torch.view_as_real(local) if local.is_complex() else local)
         return where, grads
+
+    def untouched(self) -> list[Tensor]:
+        """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
+        return [param.grad for param in self._params if param.grad is not None]
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
         """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.guard import unscale
 from trainer_hooks.outcome import StepOutcome
 
 
@@ -60,12 +61,12 @@ class Unwatched:
     ) -> StepOutcome:
         """Clip, update, schedule and zero the gradients, whatever they are."""
         scaler = self._scaler
+        if scaler is not None and scaler.is_enabled():
+            unscale(scaler, self._optimizers)
+        if max_norm is not None:
+            groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+            torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], max_norm)
         for optimizer in self._optimizers:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            if max_norm is not None:
-                params = [p for group in optimizer.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grad_norm_(params, max_norm)
             if scaler is not None:
                 scaler.step(optimizer)
             else:

@@ -37,6 +37,7 @@ ROOT_FIELDS = (
     "command_action",
     "command_argument",
     "next_attempt",  # id for the branch that a rollback would open
+    "expect_steps",  # an announced change: the finite rules forget, and abstain this long
 )
 RankField = Literal[
     "weighted_loss",
@@ -58,12 +59,14 @@ class PackLayout:
     num_params: int
     num_slots: int
     slot: int
+    world_size: int = 1
 
     @classmethod
     def of(cls, num_params: int, ranks: Ranks) -> PackLayout:
         """Return the layout for this job and this rank's slot in it."""
         slots = min(ranks.world_size, MAX_SLOTS)
-        return cls(num_params, slots, ranks.rank * slots // ranks.world_size)
+        slot = ranks.rank * slots // ranks.world_size
+        return cls(num_params, slots, slot, ranks.world_size)
 
     @property
     def root(self) -> int:
@@ -116,6 +119,7 @@ class Root:
     command_action: int = 0
     command_argument: float = 0.0
     next_attempt: int = 0
+    expect_steps: int = 0
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
@@ -126,6 +130,7 @@ class Root:
             float(self.command_action),
             self.command_argument,
             float(self.next_attempt),
+            float(self.expect_steps),
         ]
 
 
@@ -168,6 +173,8 @@ class Packer:
         if root is not None:
             host[: len(ROOT_FIELDS)] = torch.tensor(root.words(), dtype=torch.float64, device="cpu")
         self.pack[base:].copy_(host, non_blocking=True)
+        if local.overflow is not None:
+            self.pack[layout.mine("overflow")] = local.overflow.reshape(())
         if not local.failed:
             self._fill_tensors(local)
 
@@ -177,8 +184,6 @@ class Packer:
             loss = local.loss.detach().to(torch.float64).reshape(())
             pack[layout.mine("weighted_loss")] = loss * local.weight
             pack[layout.mine("weight")] = local.weight
-        if local.overflow is not None:
-            pack[layout.mine("overflow")] = local.overflow.reshape(())
         if local.snapshot_wrong is not None:
             pack[layout.mine("snapshot_wrong")] = local.snapshot_wrong
         if local.nonfinite_params is not None:

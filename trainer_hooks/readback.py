@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -47,13 +48,29 @@ class Readback(Generic[Note]):
         self._pending.append(_Pending(host, event, note))
         return self.pop() if len(self._pending) > self.lag else None
 
-    def pop(self) -> tuple[list[float], Note] | None:
-        """Return the oldest pending numbers, waiting for their copy alone; or None."""
+    def pop(self, *, patience_seconds: float | None = None) -> tuple[list[float], Note] | None:
+        """Return the oldest pending numbers, waiting for their copy alone; or None.
+
+        With ``patience_seconds`` the wait is bounded, and numbers that did not come are given up:
+        at the end of a loop they may stand behind a collective that a lost peer never enters.
+        """
         if not self._pending:
             return None
         pending = self._pending.popleft()
-        if pending.event is not None:
-            pending.event.synchronize()
+        if pending.event is not None and not _arrived(pending.event, patience_seconds):
+            return None
         numbers: list[float] = pending.host.tolist()
         self._free.append(pending.host)
         return numbers, pending.note
+
+
+def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
+    """Wait for the event, for ever or so long; return whether it happened."""
+    if patience_seconds is None:
+        event.synchronize()
+        return True
+    give_up = time.monotonic() + patience_seconds
+    while not event.query() and time.monotonic() < give_up:
+        time.sleep(0.001)
+    done: bool = event.query()
+    return done

@@ -24,10 +24,9 @@ class Derived:
         bits, loss, norm, scale = numbers
         return cls(int(bits), loss, norm, scale)
 
-    @property
-    def blocked(self) -> bool:
-        """Whether a guarding run kept the update back."""
-        return bool(self.bits & (RANK_FAILED - 1))
+    def blocked(self, mode: str) -> bool:
+        """Whether the update was kept back: where we only observe, by the scaler alone."""
+        return bool(self.bits & (OVERFLOW if mode == "observe" else RANK_FAILED - 1))
 
 
 def rank_losses(reduced: Reduced) -> list[float | None]:

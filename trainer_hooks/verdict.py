@@ -31,6 +31,10 @@ class Verdict(NamedTuple):
     bits: Tensor
     loss: Tensor
     grad_norm: Tensor
+    overflow: Tensor
+    """0.0 or 1.0: whether the gradient scaler's own flag was up on any rank."""
+    measured: Tensor
+    """True where at least one rank could measure; else the norm says nothing."""
 
     def derived(self) -> Tensor:
         """Return the numbers that go to the host beside the pack: bits, loss, norm."""
@@ -49,8 +53,11 @@ def judge_on_device(layout: PackLayout, pack: Tensor) -> Verdict:
     weight = sums[_FIELD["weight"]]
     has_loss = weight != 0
     loss = sums[_FIELD["weighted_loss"]] / torch.where(has_loss, weight, torch.ones_like(weight))
-    norm = pack[: layout.num_params].sum().sqrt()
-    whole = sums[_FIELD["failed"]] == 0
+    failed = sums[_FIELD["failed"]]
+    whole, measured = failed == 0, failed < layout.world_size
+    # Replicas each bring an equal part: without one of them the others' parts stand for it.
+    part = torch.where(measured, 1.0 - failed / layout.world_size, torch.ones_like(failed))
+    norm = (pack[: layout.num_params].sum() / part).sqrt()
     overflow = sums[_FIELD["overflow"]] > 0
     bits = (
         (has_loss & ~torch.isfinite(loss)) * BAD_LOSS
@@ -61,7 +68,14 @@ def judge_on_device(layout: PackLayout, pack: Tensor) -> Verdict:
         + (~whole) * RANK_FAILED
     )
     bad = (bits & (RANK_FAILED - 1)) != 0
-    return Verdict(bad.to(torch.float64), bits.to(torch.float64), loss, norm)
+    return Verdict(
+        bad.to(torch.float64),
+        bits.to(torch.float64),
+        loss,
+        norm,
+        overflow.to(torch.float64),
+        measured,
+    )
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

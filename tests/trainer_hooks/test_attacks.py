@@ -1,0 +1,298 @@
+"""One process: what a hostile loop does to the monitor, and what must hold all the same."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_hooks
+from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
+from trainvitals.errors import UsageError
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Amp(Loop):
+    """The loop under a gradient scaler on the CPU."""
+
+    def __init__(self, *, fused=True, scale=2.0**10, **watch):
+        super().__init__(fused=fused)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        self.monitor = trainer_hooks.watch(
+            self.model, self.optimizer, self.scheduler, scaler=self.scaler, **watch
+        )
+
+    def forward(self, scale=1.0):
+        x = torch.randn(32, 4, generator=self.data)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = self.model(x)
+        loss = (out.float() - x.sum(1, keepdim=True)).square().mean() * scale
+        self.scaler.scale(loss).backward()
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_s_overflow_skips_in_every_mode_and_is_no_finding(mode, fused):
+    loop = Amp(fused=fused, mode=mode)
+    with loop.monitor as monitor:
+        for _ in range(3):
+            monitor.step(loop.forward())
+        before = loop.state()
+        loss = loop.forward()
+        loop.model[0].weight.grad[0, 0] = INF
+        monitor.step(loss)
+        after = loop.state()
+        assert loop.scaler.get_scale() == 2.0**9
+        outcomes = [monitor.step(loop.forward()) for _ in range(3)]
+    assert_same(before["optimizer"], after["optimizer"])
+    assert torch.equal(before["model"]["0.weight"], after["model"]["0.weight"])
+    assert not torch.equal(after["model"]["0.weight"], loop.model[0].weight)
+    assert [o.decision for o in outcomes] == [None] * 3
+    assert monitor.swallowed_errors == {}
+
+
+def test_a_nan_loss_under_a_scaler_is_a_finding():
+    loop = Amp(mode="guard")
+    with loop.monitor as monitor:
+        for _ in range(3):
+            monitor.step(loop.forward())
+        monitor.step(loop.forward(NAN))
+        outcome = monitor.step(loop.forward())
+    assert (outcome.decision.action, outcome.decision.cause) == ("skip_step", "nonfinite_loss")
+
+
+def test_a_step_without_gradients_under_a_scaler_is_unknown_and_no_error():
+    loop = Amp(mode="guard")
+    with loop.monitor as monitor:
+        monitor.step(loop.forward())
+        monitor.step(torch.tensor(1.0))
+        monitor.step(loop.forward())
+    assert monitor.swallowed_errors == {}
+
+
+@pytest.mark.parametrize("second_fused", [True, False])
+def test_two_optimizers_under_one_scaler_skip_together(second_fused):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizers = [
+        torch.optim.AdamW(model[0].parameters(), lr=0.1, fused=True),
+        torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9, fused=second_fused),
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with trainer_hooks.watch(model, optimizers, scaler=scaler) as monitor:
+        for step in range(4):
+            before = copy.deepcopy(model.state_dict())
+            loss = model(torch.ones(2, 4)).square().mean()
+            scaler.scale(loss).backward()
+            if step == 2:
+                model[1].bias.grad.fill_(INF)
+            monitor.step(loss)
+            assert torch.equal(before["0.weight"], model[0].weight) == (step == 2)
+            assert torch.equal(before["1.weight"], model[1].weight) == (step == 2)
+    assert scaler.get_scale() == 4.0
+    assert monitor.swallowed_errors == {}
+
+
+@pytest.mark.parametrize("weight", [NAN, torch.tensor(NAN), INF])
+def test_a_weight_that_is_no_number_does_not_stop_the_loop(weight):
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        for _ in range(4):
+            monitor.step(loop.forward(), weight=weight)
+    assert monitor.step_index == 4
+
+
+def test_micro_batches_weigh_and_take_numbers_and_do_not_share_memory():
+    loop = Loop(mode="guard")
+    tokens = torch.tensor(3)
+    seen = []
+    with loop.monitor as monitor:
+        push = monitor._device.readback.push
+        monitor._device.readback.push = lambda n, h: (seen.append(float(n[-3])), push(n, h))[1]
+        for _ in range(3):
+            loop.forward()
+            monitor.micro(torch.tensor(1.0), tokens)
+            tokens += 1  # the loop's own tensor
+            tokens -= 1
+            monitor.micro(5.0, 1)
+            monitor.step()
+    assert seen == [2.0, 2.0, 2.0]
+
+
+def test_micro_batches_without_weights_are_not_counted_as_tokens():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        for _ in range(3):
+            monitor.micro(loop.forward())
+            monitor.step()
+        assert monitor._host.tokens_seen == 0
+
+
+def test_sparse_gradients_are_clipped_as_dense_ones_are():
+    torch.manual_seed(0)
+    tables = [nn.Embedding(6, 3, sparse=sparse) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        with trainer_hooks.watch(table, optimizer) as monitor:
+            loss = table(torch.tensor([1, 1, 3])).square().sum() * 100
+            loss.backward()
+            monitor.step(loss, max_norm=0.5)
+        assert monitor.swallowed_errors == {}
+    assert torch.allclose(tables[0].weight, tables[1].weight)
+
+
+def test_complex_empty_and_scalar_parameters_are_measured():
+    model = nn.Module()
+    model.wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model.none = nn.Parameter(torch.ones(0, 4))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        for step in range(4):
+            before = model.wave.detach().clone()
+            loss = (model.wave.abs().square().sum() + model.none.sum()) * model.scale
+            (loss * (NAN if step == 2 else 1.0)).backward()
+            monitor.step(loss, max_norm=1.0)
+            assert torch.equal(before, model.wave) == (step == 2)
+    assert monitor.swallowed_errors == {}
+
+
+class Centre(nn.Module):
+    """Replaces its buffer in each forward, as DINO's centre does, and holds an expanded one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("centre", torch.zeros(2))
+        self.register_buffer("wide", torch.ones(1).expand(5))
+
+    def forward(self, x):
+        out = self.inner(x)
+        self.centre = self.centre * 0.9 + out.detach().mean(0) * 0.1
+        return out - self.centre
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_buffer_that_forward_replaces_is_put_back_too(fused):
+    model = Centre()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        for x in (1.0, NAN, 2.0):
+            before = copy.deepcopy(model.state_dict())
+            loss = model(torch.full((3, 2), x)).square().mean()
+            loss.backward()
+            monitor.step(loss)
+            if x != x:
+                assert_same(before, model.state_dict())
+    assert torch.isfinite(model.centre).all()
+
+
+def test_plateau_schedulers_are_refused_with_a_way_out():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UsageError, match="ReduceLROnPlateau"):
+        trainer_hooks.watch(model, optimizer, scheduler)
+
+
+def test_a_group_added_under_guard_is_refused_and_allowed_again_afterwards():
+    model, late = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainer_hooks.watch(model, optimizer), pytest.raises(UsageError, match="after watch"):
+        optimizer.add_param_group({"params": late.parameters()})
+    optimizer.add_param_group({"params": late.parameters()})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_loaded_state_that_turns_fused_off_takes_the_host_path():
+    old = Loop(fused=False)
+    for _ in range(2):
+        old.bare_step()
+    loop = Loop(fused=True, mode="guard")
+    with loop.monitor as monitor:
+        loop.optimizer.load_state_dict(old.optimizer.state_dict())
+        for scale in (1.0, NAN, 1.0):
+            monitor.step(loop.forward(scale))
+    assert torch.isfinite(loop.model[0].weight).all()
+
+
+def test_a_step_after_close_says_so():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        monitor.step(loop.forward())
+    with pytest.raises(UsageError, match="closed"):
+        monitor.step(loop.forward())
+
+
+def test_off_clips_all_optimizers_together_as_on_does():
+    weights = []
+    for mode in ("off", "guard"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        with trainer_hooks.watch(model, optimizers, mode=mode) as monitor:
+            for _ in range(2):
+                loss = model(torch.ones(2, 4)).square().mean() * 100
+                loss.backward()
+                monitor.step(loss, max_norm=0.5)
+        weights.append(model[0].weight.detach().clone())
+    assert torch.allclose(weights[0], weights[1])
+
+
+def test_a_default_device_of_the_user_s_does_not_move_our_tensors():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        for _ in range(2):
+            loss = loop.forward()
+            with torch.device("meta"):
+                monitor.step(loss)
+    assert monitor.swallowed_errors == {}
+
+
+def test_a_monitor_that_is_dropped_is_collected_and_its_optimizer_free_again():
+    loop = Loop(mode="guard")
+    loop.monitor.step(loop.forward())
+    loop.monitor = None
+    gc.collect()
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("what", ["gradients", "squares_into"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_failing_preparation_still_clips(monkeypatch, fused, what):
+    def boom(*_):
+        raise RuntimeError("ours")
+
+    plain = Loop(fused=fused)
+    for _ in range(3):
+        plain.forward(1e4)
+        nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+    ours = Loop(fused=fused, mode="guard")
+    monkeypatch.setattr(ours.monitor._device.norms, what, boom)
+    with ours.monitor as monitor:
+        for _ in range(3):
+            monitor.step(ours.forward(1e4), max_norm=0.1)
+    assert monitor.swallowed_errors["prepare"] == 3
+    assert torch.allclose(plain.model[0].weight, ours.model[0].weight, atol=1e-5)
+
+
+def test_a_skip_in_the_last_step_is_in_the_ledger_and_a_rollback_there_did_not_act():
+    for mode, action in (("guard", "skip_step"), ("heal", "rollback")):
+        loop, said = Loop(mode=mode, checkpoints=True), []
+        emitter = loop.monitor._host.emitter
+        emit = emitter.event
+        emitter.event = lambda event, **k: (said.append(event), emit(event, **k))[1]  # noqa: B023
+        with loop.monitor as monitor:
+            for step in range(30):
+                last = step in ((29,) if mode == "guard" else (27, 28, 29))
+                monitor.step(loop.forward(NAN if last else 1.0))
+        decisions = [e.decision for e in said if type(e).__name__ == "DecisionMade"]
+        assert (decisions[-1].step, decisions[-1].action) == (29, action)
+        assert decisions[-1].acted == (mode == "guard")
+        assert type(said[-1]).__name__ == "RunEnded"

@@ -1,0 +1,133 @@
+"""How a rank says that it ends, whichever way it comes: an exit nobody closed for, or SIGTERM.
+
+Nothing here enters a collective, nor waits for one: a peer may be gone. SIGTERM is taken on rank 0
+alone, which speaks for the run; every other rank dies of it as it did without us.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Literal, Protocol
+from weakref import WeakSet
+
+from trainer_hooks.host import Host
+from trainvitals.records import RunEnded
+
+EndState = Literal["finished", "interrupted", "failed"]
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Open(Protocol):
+    """A monitor that is not closed yet."""
+
+    goodbye: Goodbye
+
+    def end(self, state: EndState, reason: str) -> None:
+        """Close it."""
+
+
+class Goodbye:
+    """Says once how this rank's part of the run ended."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._pid = os.getpid()
+        self._said = self.interrupted = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process opened the journal; a forked child did not."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank speaks for the run."""
+        return self._host.is_root
+
+    def say(self, state: EndState, reason: str) -> None:
+        """Write the last event; rank 0 for the run, another rank only of its own failure."""
+        if self._said or not self.is_ours:
+            return
+        self._said = True
+        host = self._host
+        if self.interrupted and state == "finished":
+            state, reason = "interrupted", "SIGTERM"
+        if host.halted is None and (host.is_root or state == "failed"):
+            event = RunEnded(state=state, reason=reason)
+            host.emitter.event(event, step=host.last_step + 1, attempt=host.attempt)
+        host.emitter.close()
+
+    def put_off(self, call: Callable[[], None]) -> bool:
+        """Have ``call`` made after the write the main thread is in; False where it is in none."""
+        return self._host.emitter.put_off(call)
+
+
+_open: WeakSet[Open] = WeakSet()
+_previous: Handler = None
+
+
+def opened(monitor: Open) -> None:
+    """Look after this monitor until it is closed."""
+    _open.add(monitor)
+    if monitor.goodbye.is_root:
+        _listen()
+
+
+def closed(monitor: Open) -> None:
+    """Leave this monitor, and SIGTERM as it was found once no other needs it."""
+    global _previous
+    _open.discard(monitor)
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, _previous)
+        _previous = None
+
+
+@atexit.register
+def _at_exit() -> None:
+    """End what nobody closed. An error that nobody caught has been shown by now, and is known."""
+    error = getattr(sys, "last_value", None)
+    for monitor in list(_open):
+        if error is None:
+            monitor.end("finished", "")
+        else:
+            monitor.end("failed", f"{type(error).__name__}: {error}"[:500])
+
+
+def _listen() -> None:
+    """Take SIGTERM, in the main thread only; where it is ignored or not Python's, leave it."""
+    global _previous
+    if threading.current_thread() is not threading.main_thread():
+        return
+    current = signal.getsignal(signal.SIGTERM)
+    if current in (None, signal.SIG_IGN, _on_sigterm):
+        return
+    _previous = current
+    signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Say that the run was interrupted, then do what would have been done without us.
+
+    It may have come in the middle of a write of ours, whose lock this very thread holds: then it
+    waits for that write to end.
+    """
+    ours = [monitor for monitor in _open if monitor.goodbye.is_ours]
+    if any(m.goodbye.put_off(lambda: _on_sigterm(number, None)) for m in ours):
+        return
+    dying = _previous in (None, signal.SIG_DFL)
+    for monitor in ours:
+        monitor.goodbye.interrupted = True
+        if dying:
+            monitor.goodbye.say("interrupted", "SIGTERM")
+    if dying:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif callable(_previous):
+        _previous(number, frame)
