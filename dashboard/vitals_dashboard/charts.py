@@ -22,6 +22,9 @@ CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
 
 MARK_AXIS = {"type": "value", "show": False, "min": 0, "max": 1}
 """Marks stand on an axis of their own, so that they never stretch the curve's."""
+ABOVE, BELOW = 1.05, -0.025
+"""Heights of marks: just outside the curves' area, where pointing at one shows its own tooltip and
+not that of the nearest point of a curve."""
 
 TOOLTIP_STYLE = "max-width:26rem;white-space:normal;overflow-wrap:anywhere;"
 
@@ -88,10 +91,10 @@ def decision_series(decisions: Sequence[DecisionView]) -> list[Spec]:
         result.append(
             _marks(
                 look.word,
-                [[d.decision.step, 1, mark_text(d)] for d in chosen],
+                [[d.decision.step, ABOVE, mark_text(d)] for d in chosen],
                 symbol=look.symbol,
                 colour=look.colour,
-                size=8,
+                size=10,
             )
             | {
                 "markLine": {
@@ -113,7 +116,7 @@ def non_finite_series(replies: Sequence[SeriesReply]) -> list[Spec]:
     if not seen:
         return []
     data: list[list[Any]] = [
-        [step, 0, f"{kind} at step {step:,} ({words.plain(source, 40)})"]
+        [step, BELOW, f"{kind} at step {step:,} ({words.plain(source, 40)})"]
         for step, kind, source in seen
     ]
     return [_marks("non-finite", data, symbol=CROSS, colour=NON_FINITE_COLOUR, size=9)]
@@ -130,6 +133,7 @@ def _marks(name: str, data: list[list[Any]], *, symbol: str, colour: str, size: 
         "itemStyle": {"color": colour, "opacity": 1},
         "dimensions": ["step", "height", {"name": "why", "type": "ordinal"}],
         "encode": {"x": 0, "y": 1, "tooltip": [2]},
+        "tooltip": {"trigger": "item"},
         "data": data,
         "z": 5,
     }

@@ -50,12 +50,12 @@ def run_page(address: str) -> str:
 
 
 def tooltip_at(page: Any, step: int) -> str:
-    """Return what the loss chart says at a step, pointed at with the mouse."""
+    """Return what the loss chart says when the head of the mark at a step is pointed at."""
     box = page.locator(CHART).first.bounding_box()
-    guess = box["x"] + 28 + (box["width"] - 42) * step / (NUM_STEPS - 1)
+    x = box["x"] + 20 + (box["width"] - 56) * step / (NUM_STEPS - 1)
     said = ""
-    for offset in (0, *(s * d for d in range(2, 30, 2) for s in (-1, 1))):
-        page.mouse.move(guess + offset, box["y"] + box["height"] * 0.4)
+    for offset in (0, *(sign * d for d in range(3, 30, 3) for sign in (-1, 1))):
+        page.mouse.move(x + offset, box["y"] + 23)
         page.wait_for_timeout(120)
         said = page.evaluate(
             """() => [...document.querySelectorAll('[data-testid=stEChartsChart] div')]
@@ -76,6 +76,7 @@ def test_the_live_page_shows_the_decisions_on_the_curve(page, address, tmp_path:
     page.wait_for_timeout(1_000)
     assert f"skip at step {NAN_STEP}: gradients of rank 1 are NaN" in tooltip_at(page, NAN_STEP)
     assert f"skip at step {SPIKE_STEP}: loss 9 is above" in tooltip_at(page, SPIKE_STEP)
+    page.wait_for_timeout(500)
     picture = tmp_path / "live.png"
     page.screenshot(path=str(picture))
     assert 40_000 < picture.stat().st_size
