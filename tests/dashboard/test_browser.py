@@ -1,6 +1,8 @@
 """The pages in a real browser, over a real collector that reads a folder."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,12 @@ def test_without_the_token_there_is_only_the_door(page, address):
     page.click("button")
     page.wait_for_selector("[data-testid=stDataFrame] canvas")
     assert "token" not in page.url
+
+
+def test_the_screenshot_script_writes_a_picture_of_the_address(address, tmp_path: Path):
+    script = Path(__file__).parents[2] / "docs" / "make_screenshot.py"
+    picture = tmp_path / "run.png"
+    command = [sys.executable, str(script), run_page(address), str(picture), "--theme", "dark"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (0, f"{picture}\n") == (done.returncode, done.stdout), done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
