@@ -12,8 +12,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainvitals.clock import Clock
 
-Rng = tuple[torch.Tensor, torch.Tensor | None]
-"""State of the global generator, and of the loader's own where it has one."""
+
+class Rng(NamedTuple):
+    """What an epoch's order was drawn from."""
+
+    state: torch.Tensor
+    own: torch.Tensor | None
+    """State of the loader's own generator, where it has one."""
+    seeds_workers: bool
+    """Whether the iterator draws its workers' base seed before the sampler draws its order."""
 
 
 class Position(NamedTuple):
@@ -54,7 +61,7 @@ class Batches:
         """Whether a move costs no loading."""
         loader = self._loader
         return (
-            isinstance(loader, DataLoader)
+            type(loader) is DataLoader  # what a subclass adds would be lost in the rest of an epoch
             and not isinstance(loader.dataset, IterableDataset)
             and loader.batch_sampler is not None
         )
@@ -115,7 +122,9 @@ def _rng(loader: DataLoader[Any]) -> Rng:
     own = [
         g for g in (loader.generator, getattr(loader.sampler, "generator", None)) if g is not None
     ]
-    return torch.get_rng_state(), own[0].get_state() if own else None
+    # Persistent workers are seeded once: from the second epoch on their iterator is only reset.
+    kept = loader.persistent_workers and loader._iterator is not None
+    return Rng(torch.get_rng_state(), own[0].get_state() if own else None, not kept)
 
 
 def _rest_of(loader: DataLoader[Any], rng: Rng, start: int) -> DataLoader[Any]:
@@ -123,11 +132,11 @@ def _rest_of(loader: DataLoader[Any], rng: Rng, start: int) -> DataLoader[Any]:
     generator = loader.generator or getattr(loader.sampler, "generator", None)
     now, own_now = torch.get_rng_state(), generator.get_state() if generator else None
     try:
-        torch.set_rng_state(rng[0])
-        if generator is not None and rng[1] is not None:
-            generator.set_state(rng[1])
-        # A DataLoader's iterator draws its workers' base seed before the sampler draws its order.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        torch.set_rng_state(rng.state)
+        if generator is not None and rng.own is not None:
+            generator.set_state(rng.own)
+        if rng.seeds_workers:
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
         rest = list(islice(iter(loader.batch_sampler), start, None))  # type: ignore[arg-type]
     finally:
         torch.set_rng_state(now)
@@ -139,6 +148,8 @@ def _rest_of(loader: DataLoader[Any], rng: Rng, start: int) -> DataLoader[Any]:
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,

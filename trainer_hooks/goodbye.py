@@ -122,6 +122,8 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if any(m.goodbye.put_off(lambda: _on_sigterm(number, None)) for m in ours):
         return
     dying = _previous in (None, signal.SIG_DFL)
+    if dying:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not cut the goodbye short
     for monitor in ours:
         monitor.goodbye.interrupted = True
         if dying:

@@ -296,3 +296,40 @@ def test_a_skip_in_the_last_step_is_in_the_ledger_and_a_rollback_there_did_not_a
         assert (decisions[-1].step, decisions[-1].action) == (29, action)
         assert decisions[-1].acted == (mode == "guard")
         assert type(said[-1]).__name__ == "RunEnded"
+
+
+class Reads(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts what makes the host wait for a value on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("mode", ["guard", "heal"])
+def test_a_fused_step_reads_nothing_of_the_present_step(monkeypatch, mode, frozen):
+    loop = Loop(mode=mode, checkpoints=True)
+    if frozen:
+        loop.model[0].weight.requires_grad_(False)
+    lists = []
+    to_list = torch.Tensor.tolist
+    with loop.monitor as monitor:
+        for step in range(45):
+            loss = loop.forward(NAN if step == 30 else 1.0)
+            with Reads() as reads, monkeypatch.context() as patched:
+                for name in ("__bool__", "__float__", "__int__", "item", "cpu", "numpy"):
+                    patched.setattr(torch.Tensor, name, lambda *_, n=name: pytest.fail(n))
+                patched.setattr(torch.Tensor, "tolist", lambda t: (lists.append(t), to_list(t))[1])
+                monitor.step(loss, weight=torch.tensor(3), max_norm=1.0)
+            assert reads.seen == []
+    # What was read is the pinned copy of the step before, once a step, and the generator's state.
+    size = monitor._device.packer.layout.size + 4
+    assert len([t for t in lists if t.numel() == size]) == 44
+    assert monitor.swallowed_errors == {}

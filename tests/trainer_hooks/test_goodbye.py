@@ -1,0 +1,135 @@
+"""Real child processes: whichever way a loop ends, its last event says so, and nothing hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trainvitals.io.journal import JournalReader, discover
+from trainvitals.io.private import private_base
+from trainvitals.records import RunEnded, decode_events
+
+START = """
+import os, signal, sys
+from tests.trainer_hooks.test_monitor import Loop
+
+loop = Loop(mode="guard")
+monitor = loop.monitor
+def train(steps):
+    for _ in range(steps):
+        monitor.step(loop.forward())
+train(5)
+"""
+
+
+def run(tmp_path, script, **keywords):
+    """Run the script and return (exit code, how the run ended, stderr)."""
+    (tmp_path / "shm").mkdir(exist_ok=True)
+    environ = {
+        **os.environ,
+        "VITALS_SHM": str(tmp_path / "shm"),
+        "VITALS_DIR": str(tmp_path / "runs"),
+        "VITALS_AGENT": "off",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", START + script],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **keywords,
+    )
+    ended = []
+    for ref in discover(private_base(environ)):
+        reader = JournalReader(ref.directory)
+        for batch in reader.read(max_rows=100_000):
+            schema = batch.header.stream_schema
+            if schema.stream == "events":
+                rows = decode_events(schema, batch.rows)
+                ended += [row.event for row in rows if isinstance(row.event, RunEnded)]
+    return done.returncode, [(e.state, e.reason) for e in ended], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "ended"),
+    [
+        ("", 0, ("finished", "")),
+        ("del monitor, loop", 0, ("finished", "")),
+        ("raise RuntimeError('boom')", 1, ("failed", "RuntimeError: boom")),
+        ("with monitor: raise KeyError('a')", 1, ("failed", "KeyError: 'a'")),
+        ("with monitor: raise KeyboardInterrupt", None, ("interrupted", "KeyboardInterrupt: ")),
+        ("with monitor: sys.exit(0)", 0, ("finished", "")),
+    ],
+)
+def test_every_way_out_is_said_once(tmp_path, script, code, ended):
+    found, said, errors = run(tmp_path, script)
+    assert [ended] == said, errors
+    assert code is None or code == found
+
+
+def test_sigterm_ends_the_process_as_before_and_is_said(tmp_path):
+    code, said, errors = run(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)\ntrain(1000)")
+    assert (-signal.SIGTERM, [("interrupted", "SIGTERM")]) == (code, said), errors
+
+
+def test_sigterm_in_the_middle_of_a_write_waits_for_its_end(tmp_path):
+    script = """
+from trainvitals.io.journal import StreamWriter
+whole = StreamWriter._append
+def cut(self, rows):
+    os.kill(os.getpid(), signal.SIGTERM)  # the journal's lock is held here
+    return whole(self, rows)
+StreamWriter._append = cut
+train(1000)
+"""
+    code, said, errors = run(tmp_path, script)
+    assert (-signal.SIGTERM, [("interrupted", "SIGTERM")]) == (code, said), errors
+
+
+def test_a_handler_of_the_loop_s_own_is_called_and_the_loop_may_go_on(tmp_path):
+    script = """
+monitor.close()
+seen = []
+signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+with Loop(mode="guard").monitor as monitor:
+    os.kill(os.getpid(), signal.SIGTERM)
+    train(3)
+assert seen == [1]
+os.kill(os.getpid(), signal.SIGTERM)
+assert seen == [1, 1]
+"""
+    code, said, errors = run(tmp_path, script.replace("train(3)", "pass"))
+    assert code == 0, errors
+    assert sorted(said) == [("finished", ""), ("interrupted", "SIGTERM")]
+
+
+def test_a_forked_child_says_nothing_and_its_sigterm_is_its_own(tmp_path):
+    script = """
+pid = os.fork()
+if not pid:
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+pid = os.fork()
+if not pid:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+"""
+    code, said, errors = run(tmp_path, script)
+    assert (0, [("finished", "")]) == (code, said), errors
+
+
+def test_data_workers_that_are_forked_meanwhile_leave_the_monitor_alone(tmp_path):
+    script = """
+import torch
+from torch.utils.data import DataLoader
+for x in monitor.batches(DataLoader(torch.arange(8.0), 2, num_workers=2), epochs=2):
+    monitor.step(loop.forward())
+assert monitor.step_index == 13
+assert monitor.swallowed_errors == {}
+"""
+    code, said, errors = run(tmp_path, script)
+    assert (0, [("finished", "")]) == (code, said), errors
