@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.guard import BufferShadow, OptimizerGuard
 from trainer_hooks.norms import GradNorms, named_parameters
 from trainer_hooks.pack import Packer, PackLayout
@@ -52,10 +53,18 @@ def lay_out(
     ranks: Ranks,
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
-    _refuse_plateau(schedulers)
-    params = named_parameters(model, optimizers)
+    params: dict[str, Tensor] = {}
+    guards: list[OptimizerGuard] = []
+
+    def local() -> list[str]:
+        _refuse_plateau(schedulers)
+        params.update(named_parameters(model, optimizers))
+        guards.extend(OptimizerGuard(o, scaler) for o in optimizers)
+        return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in guards]
+
+    kinds = on_every_rank(ranks, local)
+    check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
     norms = GradNorms(params, ranks)
-    guards = tuple(OptimizerGuard(o, scaler) for o in optimizers)
     layout = PackLayout.of(len(params), ranks)
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
     lag = 1 if all(guard.on_device for guard in guards) else 0
@@ -68,7 +77,7 @@ def lay_out(
         scaler=scaler,
         norms=norms,
         packer=Packer(layout, norms.device),
-        guards=guards,
+        guards=tuple(guards),
         shadow=BufferShadow(model),
         readback=Readback[HostStep](lag=lag, size=size, device=norms.device),
     )

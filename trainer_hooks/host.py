@@ -17,6 +17,7 @@ from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.healer import Healer
 from trainer_hooks.inbox import Inbox
+from trainer_hooks.norms import no_gradients
 from trainer_hooks.pack import PackLayout, Reduced, Root
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import Derived, agreed, rank_losses, step_record
@@ -74,6 +75,8 @@ class Host:
     halted: TrainingHalted | None = None
     expecting: int = 0
     """Steps of an announced change that the packs have not brought back yet; on rank 0."""
+    first_step: int = -1
+    """The step this start begins with, until it was judged: it must bring gradients."""
     last_step: int = -1
     """The newest step that was judged."""
     _command: Command | None = None
@@ -147,6 +150,9 @@ class Host:
         if host.attempt != self.attempt:
             self._write(host, record, reduced, derived, Judgement())
             return Judgement()
+        if host.step == self.first_step and record.grad_norm is None and not record.failed_ranks:
+            raise no_gradients()  # known on all ranks alike
+        self.first_step = -1
         if self.healer is not None:
             self.healer.returned(reduced, step=host.step)
         self._announced(int(reduced.root["expect_steps"]))

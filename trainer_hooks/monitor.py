@@ -19,7 +19,7 @@ from trainer_hooks.device import Device
 from trainer_hooks.goodbye import EndState, Goodbye, closed, opened
 from trainer_hooks.guard import overflow_flag, update_scaler
 from trainer_hooks.host import Host
-from trainer_hooks.norms import scale
+from trainer_hooks.norms import no_gradients, scale
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.pack import Local
 from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
@@ -224,11 +224,7 @@ class Monitor:
             device.packer.clear()
             device.packer.fill(local, root)
         elif not grads and self._step == self._first_step and host.ranks.world_size == 1:
-            raise UsageError(
-                "no parameter of the optimizers has a gradient at the first step",
-                hint="call monitor.step(loss) after loss.backward(), with the optimizers that "
-                "hold the model's parameters",
-            )
+            raise no_gradients()
         return _Prepared(device.norms.untouched() if grads is None else grads, weighted, failed)
 
     def _local(

@@ -78,6 +78,15 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
     return found
 
 
+def no_gradients() -> UsageError:
+    """Return what is said where the first step brings no gradient on any rank."""
+    return UsageError(
+        "no parameter of the optimizers has a gradient at the first step",
+        hint="call monitor.step(loss) after loss.backward(), with the optimizers that hold the "
+        "model's parameters",
+    )
+
+
 def _check_alike(names: list[list[str]]) -> None:
     """Refuse, on all ranks, parameters that differ by rank: the packs would be of other lengths."""
     for rank, other in enumerate(names):

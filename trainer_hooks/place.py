@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
+from trainer_hooks.agree import on_every_rank
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.inbox import Inbox
 from trainer_hooks.ranks import Ranks
 from trainvitals.clock import Clock
-from trainvitals.errors import TrainingHalted, VitalsError
+from trainvitals.errors import StorageError, TrainingHalted
 from trainvitals.identity import (
     Identity,
     new_attempt_id,
@@ -26,6 +28,7 @@ from trainvitals.io.journal import JournalWriter, announce_run, journal_director
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
+from trainvitals.policy import Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +39,30 @@ class Place:
     folder: Path
     attempt: int
     node: str
+    facts: Facts
+    """What earlier starts of the run have spent, as rank 0 read it."""
 
 
 def open_run(
     ranks: Ranks, environ: Mapping[str, str], directory: str | Path | None, clock: Clock
 ) -> Place:
-    """Make or find the run on rank 0 and tell all ranks; its error is raised on every rank."""
-    told: tuple[str, str, int] | VitalsError | None = None
-    if ranks.rank == 0:
-        try:
-            told = _open_on_root(environ, directory, clock)
-        except VitalsError as error:
-            told = error
-    told = ranks.broadcast(told)
-    if isinstance(told, VitalsError):
-        raise told
-    assert told is not None
-    run_id, path, attempt = told
-    folder = announce_run(private_base(environ), run_id, Path(path))
+    """Make or find the run on rank 0 and tell all ranks; an error is raised on every rank."""
+    at_root = on_every_rank(
+        ranks, lambda: _open_on_root(environ, directory, clock) if ranks.rank == 0 else None
+    )[0]
+    assert at_root is not None
+    run_id, path, attempt, facts = at_root
+    folders: list[Path] = []
+    on_every_rank(
+        ranks, lambda: folders.append(announce_run(private_base(environ), run_id, Path(path)))
+    )
     node = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
-    return Place(RunDir(Path(path)), folder, attempt, node)
+    return Place(RunDir(Path(path)), folders[0], attempt, node, facts)
 
 
 def _open_on_root(
     environ: Mapping[str, str], directory: str | Path | None, clock: Clock
-) -> tuple[str, str, int]:
+) -> tuple[str, str, int, Facts]:
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
     run_id = environ.get("VITALS_RUN_ID") or new_run_id(clock.time_ns())
     run_dir = RunDir.create(base, run_id)
@@ -70,8 +72,18 @@ def _open_on_root(
             f"run {run_id} was stopped at step {marker.step}: {marker.reason}",
             hint=f"after looking into it, `vitals resume {run_dir.path}` allows a new start",
         )
-    run_dir.command_key(create=True)
-    return run_id, str(run_dir.path), new_attempt_id(clock.time_ns())
+    try:
+        run_dir.command_key(create=True)
+    except OSError as error:
+        raise StorageError(
+            f"{run_dir.path}: the command key cannot be made: {error.strerror}",
+            hint="set VITALS_DIR to a folder that can be written",
+        ) from error
+    spent = [entry["facts"] for entry in run_dir.read_plan() if "facts" in entry]
+    facts = msgspec.convert(spent[-1], Facts) if spent else Facts()
+    # A clock may have gone back since; a relaunch is newer than what it follows all the same.
+    attempt = max(new_attempt_id(clock.time_ns()), facts.attempt + 1)
+    return run_id, str(run_dir.path), attempt, facts
 
 
 def open_journal(
@@ -101,18 +113,23 @@ def open_journal(
     return journal  # noqa: RET504 - the assignment may not have happened
 
 
-def open_inbox(place: Place, ranks: Ranks, clock: Clock, last_command: int) -> Inbox | None:
-    """Open the run's mailbox on rank 0, which alone reads it."""
-    if ranks.rank != 0:
-        return None
-    path = place.folder / "mailbox"
-    return Inbox(
-        mailbox=Mailbox.create(path),
-        key=place.run_dir.command_key(),
-        run_id=place.run_dir.run_id,
-        clock=clock,
-        last_number=last_command,
-    )
+def open_inbox(place: Place, ranks: Ranks, clock: Clock) -> Inbox | None:
+    """Open the run's mailbox on rank 0, which alone reads it; an error is raised on every rank."""
+    opened: list[Inbox] = []
+
+    def at_root() -> None:
+        if ranks.rank == 0:
+            inbox = Inbox(
+                mailbox=Mailbox.create(place.folder / "mailbox"),
+                key=place.run_dir.command_key(),
+                run_id=place.run_dir.run_id,
+                clock=clock,
+                last_number=place.facts.last_command,
+            )
+            opened.append(inbox)
+
+    on_every_rank(ranks, at_root)
+    return opened[0] if opened else None
 
 
 def _boot_id() -> str:

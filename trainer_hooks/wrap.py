@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.attributes import run_info
 from trainer_hooks.device import Device, lay_out
 from trainer_hooks.emit import Emitter, Layers
@@ -30,7 +32,7 @@ from trainer_hooks.starter import missing_packages, start_agent
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy import Facts, Judge, JudgeConfig
+from trainvitals.policy import Judge, JudgeConfig
 from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
 
 Mode = Literal["off", "observe", "guard", "heal"]
@@ -76,16 +78,15 @@ def watch(
         UsageError: an argument cannot work; the text says which and what to do.
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
-    _check_torch()
     environ = dict(os.environ)
-    chosen = _mode(mode, environ, checkpoints)
     all_optimizers = tuple([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
     all_schedulers = tuple(_as_list(schedulers))
+    ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
+    chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler)
     if chosen == "off":
         from trainer_hooks.off import Unwatched
 
         return cast(Monitor, Unwatched(all_optimizers, all_schedulers, scaler))
-    ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks)
     place = open_run(ranks, environ, dir, clock)
     emitter = Emitter(
@@ -137,9 +138,7 @@ def _host(
 ) -> Host:
     """Put the host's part together, with what earlier starts of the run have spent."""
     assert mode != "off", "an unwatched run has no host part"
-    spent = [entry["facts"] for entry in place.run_dir.read_plan() if "facts" in entry]
-    facts = msgspec.convert(spent[-1], Facts) if spent else Facts()
-    judge = Judge(JudgeConfig(), mode, facts=msgspec.structs.replace(facts, halted=""))
+    judge = Judge(JudgeConfig(), mode, facts=msgspec.structs.replace(place.facts, halted=""))
     return Host(
         mode=mode,
         ranks=ranks,
@@ -147,7 +146,7 @@ def _host(
         judge=judge,
         healer=healer,
         emitter=emitter,
-        inbox=open_inbox(place, ranks, clock, facts.last_command),
+        inbox=open_inbox(place, ranks, clock),
         run_dir=place.run_dir,
         faults=faults,
         clock=clock,
@@ -167,6 +166,7 @@ def _begin(host: Host, place: Place, info: RunInfo) -> Restored | None:
         attempt = AttemptStarted(
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
+    host.first_step = attempt.fork_step
     host.begin_attempt(attempt, None if restored is None else restored.meta["judge"])
     _say_hello(host, place, info, attempt)
     if healer is not None:
@@ -197,13 +197,7 @@ def _say_hello(host: Host, place: Place, info: RunInfo, attempt: AttemptStarted)
 
 
 def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
-    choice = environ.get("VITALS_AGENT", "auto")
-    if choice not in ("auto", "off"):
-        raise UsageError(
-            f"VITALS_AGENT is {choice!r}; it must be auto or off",
-            hint="unset it to let local rank 0 start the node's agent",
-        )
-    if choice == "off":
+    if environ.get("VITALS_AGENT") == "off":
         return
     missing = missing_packages()
     if missing:
@@ -212,6 +206,38 @@ def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
         return
     with host.faults.fail_open("agent.start"):
         start_agent(place.run_dir.path.parent, place.run_dir.run_id, environ)
+
+
+def _agreed_mode(
+    ranks: Ranks,
+    mode: str,
+    environ: Mapping[str, str],
+    checkpoints: CheckpointSettings | str | Path | bool | None,
+    scaler: torch.amp.GradScaler | None,
+) -> Mode:
+    """Return the mode, once all ranks were told the same; one that differs would part from them."""
+
+    def told() -> tuple[Mode, bool, object]:
+        _check_torch()
+        _check_agent_choice(environ)
+        settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
+        how = bool(checkpoints) if settings is None else replace(settings, directory=Path())
+        return _mode(mode, environ, checkpoints), scaler is not None and scaler.is_enabled(), how
+
+    modes, scaled, kept = zip(*on_every_rank(ranks, told), strict=True)
+    check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
+    check_same("gradient scaler", scaled, "give the scaler on all ranks or on none")
+    check_same("checkpoints", kept, "give the same CheckpointSettings on all ranks")
+    return cast(Mode, modes[0])
+
+
+def _check_agent_choice(environ: Mapping[str, str]) -> None:
+    choice = environ.get("VITALS_AGENT", "auto")
+    if choice not in ("auto", "off"):
+        raise UsageError(
+            f"VITALS_AGENT is {choice!r}; it must be auto or off",
+            hint="unset it to let local rank 0 start the node's agent",
+        )
 
 
 def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
