@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,9 @@ from trainvitals import __version__
 from trainvitals.records import RunInfo
 
 _SECRET_WORDS = ("token", "key", "secret", "password", "credential")
+_MAX_TEXT = 500
+_MAX_DEPTH = 8
+_MAX_CHARACTERS = 100_000
 Plain = str | int | float | bool | None
 
 
@@ -28,12 +31,13 @@ def run_info(
     run_dir: str,
 ) -> RunInfo:
     """Return the run's attributes. Values of settings that sound like secrets are not kept."""
+    words = [tags] if isinstance(tags, str) else tags
     return RunInfo(
-        name=(name or environ.get("VITALS_NAME", ""))[:300],
-        project=environ.get("VITALS_PROJECT", "")[:300],
+        name=_text(name or environ.get("VITALS_NAME", ""))[:300],
+        project=_text(environ.get("VITALS_PROJECT", ""))[:300],
         user=_user(),
-        tags=tuple(tags),
-        config=dict(flat(config)),
+        tags=tuple(_text(tag) for tag in words),
+        config=flat(config),
         git_commit=_git_commit(),
         mode=mode,
         world_size=world_size,
@@ -45,20 +49,46 @@ def run_info(
     )
 
 
-def flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, Plain]]:
-    """Return nested settings as dotted names with plain values; secrets become ``***``."""
-    pairs: list[tuple[str, Plain]] = []
+def flat(config: Mapping[str, object]) -> dict[str, Plain]:
+    """Return nested settings as dotted names with plain values; secrets become ``***``.
+
+    Bounded in every direction: what does not fit into one record would take the run's name with it.
+    """
+    kept: dict[str, Plain] = {}
+    num_characters = 0
+    for name, value in _pairs(config, "", 0):
+        num_characters += len(name) + len(str(value))
+        if num_characters > _MAX_CHARACTERS:
+            kept["..."] = "more settings were not kept"
+            break
+        kept[name] = value
+    return kept
+
+
+def _pairs(config: Mapping[str, object], prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
     for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            pairs += flat(value, f"{name}.")
+        name = _text(f"{prefix}{key}")
+        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+            yield from _pairs(value, f"{name}.", depth + 1)
         elif any(word in str(key).lower() for word in _SECRET_WORDS) and isinstance(value, str):
-            pairs.append((name, "***"))
-        elif value is None or isinstance(value, str | int | float | bool):
-            pairs.append((name, value))
+            yield name, "***"
+        elif value is None or isinstance(value, bool):
+            yield name, value
+        elif isinstance(value, float):  # a float64 of NumPy's is one too
+            yield name, float(value)
+        elif isinstance(value, int) and abs(value) < 2**63:
+            yield name, int(value)
         else:
-            pairs.append((name, repr(value)[:500]))
-    return pairs
+            yield name, _text(value)
+
+
+def _text(value: object) -> str:
+    """Return what any object looks like, as text that can be stored."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception as error:  # noqa: BLE001 - a stranger's __repr__ may raise anything
+        text = f"<{type(value).__name__}: {type(error).__name__}>"
+    return text[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
 def _user() -> str:

@@ -1,0 +1,71 @@
+"""What a run says of itself is kept, whatever it was given."""
+
+import enum
+
+import msgspec
+import numpy as np
+import pytest
+
+from trainer_hooks.attributes import flat, run_info
+from trainvitals.records import RunInfo
+
+
+class Angry:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+class Kind(enum.StrEnum):
+    BIG = "big"
+
+
+def info(**given: object) -> RunInfo:
+    plain = {
+        "name": "a run",
+        "environ": {},
+        "mode": "guard",
+        "config": {},
+        "tags": (),
+        "world_size": 1,
+        "readback_lag": 1,
+        "num_params": 1,
+        "run_dir": "/runs/x",
+    }
+    return run_info(**{**plain, **given})
+
+
+def loop() -> dict[str, object]:
+    config: dict[str, object] = {"lr": 0.1}
+    config |= {f"again{i}": config for i in range(10)}
+    return config
+
+
+def test_nested_settings_get_dotted_names_and_secrets_are_not_kept():
+    config = {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}, "wandb": {"api_key": "hush"}}
+    expected = {"optimizer.lr": 0.1, "optimizer.betas": "(0.9, 0.95)", "wandb.api_key": "***"}
+    assert expected == flat(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"surrogate": "\ud800", "\udfff": 1},
+        {"odd": [object(), Angry(), b"\xff", {1, 2}], 3: Kind.BIG},
+        {"numbers": np.float64(2.5), "whole": np.int64(3), "long": 2**80, "nan": float("nan")},
+        {"text": "x" * 3_000_000},
+        {f"setting {i}": "y" * 500 for i in range(5_000)},
+        loop(),
+    ],
+    ids=["surrogates", "objects", "numbers", "long text", "many", "a loop"],
+)
+def test_whatever_the_settings_hold_the_run_keeps_its_name(config):
+    raw = msgspec.msgpack.encode(info(config=config))
+    assert "a run" == msgspec.msgpack.decode(raw, type=RunInfo).name
+    assert len(raw) < 400_000, "an event takes at most half of a journal"
+    msgspec.json.encode(info(config=config))
+
+
+def test_names_and_tags_of_any_type_are_text():
+    said = info(name=5, tags=[1, None, "\ud800"])
+    assert ("5", ("1", "None", "\\ud800")) == (said.name, said.tags)
+    assert ("baseline",) == info(tags="baseline").tags
