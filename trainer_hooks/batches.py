@@ -55,6 +55,8 @@ class Batches:
         self._rng_at_open: OrderedDict[int, Rng] = OrderedDict()
         self.position: Position | None = None
         """The batch that was last handed out."""
+        self.ended = False
+        """Whether nobody iterates any more."""
 
     @property
     def seekable(self) -> bool:
@@ -79,11 +81,14 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches; after each, look whether a move was asked for."""
-        while self._go_to is not None and self._go_to.epoch < self._epochs:
-            (epoch, start), self._go_to = self._go_to, None
-            yield from self._epoch(epoch, start)
-            if self._go_to is None:
-                self._go_to = Position(epoch + 1, 0)
+        try:
+            while self._go_to is not None and self._go_to.epoch < self._epochs:
+                (epoch, start), self._go_to = self._go_to, None
+                yield from self._epoch(epoch, start)
+                if self._go_to is None:
+                    self._go_to = Position(epoch + 1, 0)
+        finally:
+            self.ended = True
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Any]:
         source = self._open(epoch, start)
@@ -104,7 +109,7 @@ class Batches:
         if not isinstance(loader, DataLoader):
             return islice(iter(loader), start, None)
         set_epoch = getattr(loader.sampler, "set_epoch", None)
-        if set_epoch is not None:
+        if set_epoch is not None and self._epochs > 1:  # else the loop has its own epochs
             set_epoch(epoch)
         drawn = epoch in self._rng_at_open
         if not drawn:

@@ -109,8 +109,18 @@ class Monitor:
         clock, start = self._host.clock, self._start_at
         stream = Batches(loader, epochs=epochs, clock=clock, waited=waited, start=start)
         self._start_at = Position(0, 0)
-        self._batches = stream
-        return iter(stream)
+        outer, self._batches = self._batches, stream
+        if outer is None or outer.ended:
+            outer = None
+            self._positions.clear()  # they count the batches of a loop that is over
+        return self._handed_out(stream, outer)
+
+    def _handed_out(self, stream: Batches, outer: Batches | None) -> Iterator[Any]:
+        try:
+            yield from stream
+        finally:
+            if outer is not None and self._batches is stream:
+                self._batches = outer  # a loop within the loop, such as a validation
 
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Add one micro-batch's loss to the step; call once per backward when accumulating.

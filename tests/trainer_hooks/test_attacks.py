@@ -333,3 +333,92 @@ def test_a_fused_step_reads_nothing_of_the_present_step(monkeypatch, mode, froze
     size = monitor._device.packer.layout.size + 4
     assert len([t for t in lists if t.numel() == size]) == 44
     assert monitor.swallowed_errors == {}
+
+
+def test_a_validation_loop_within_the_loop_leaves_the_position_alone():
+    loop = Loop(mode="guard")
+    places = []
+    with loop.monitor as monitor:
+        for _ in monitor.batches(range(4)):
+            monitor.step(loop.forward())
+            for _ in monitor.batches(range(9)):
+                pass
+            for _ in monitor.batches(range(9)):
+                break
+            gc.collect()
+            places.append(monitor.batch_position)
+        for _ in monitor.batches(range(2)):
+            places.append(monitor.batch_position)
+    assert [p.batch for p in places] == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_loop_that_owns_its_epochs_keeps_its_sampler_s_epoch():
+    sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=1, rank=0)
+    loader = torch.utils.data.DataLoader(range(8), 2, sampler=sampler)
+    loop, orders = Loop(mode="guard"), []
+    with loop.monitor as monitor:
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            orders.append([b.tolist() for b in monitor.batches(loader)])
+    assert orders[0] != orders[1]
+
+
+def test_storms_in_a_row_and_a_clock_that_runs_backwards_leave_a_line_of_branches():
+    loop, backs, branches = Loop(mode="heal", checkpoints=True), [], []
+    host = loop.monitor._host
+    now = [host.clock.time_ns()]
+
+    class Backwards:
+        def time_ns(self):
+            now[0] -= 10_000_000_000
+            return now[0]
+
+        def monotonic_ns(self):
+            return 1
+
+    host.clock = Backwards()
+    with loop.monitor as monitor:
+        done = 0
+        while monitor.step_index < 80 and done < 300:
+            bad = 40 <= done < 46 or 90 <= done < 96
+            outcome = monitor.step(loop.forward(NAN if bad else 1.0))
+            done += 1
+            if outcome.rolled_back_to is not None:
+                backs.append(outcome.rolled_back_to)
+                branches.append(monitor.attempt)
+        first = branches[0]
+    assert len(backs) >= 2
+    assert branches == sorted(set(branches))
+    assert first > now[0] // 1_000_000 * 1_000
+    assert torch.isfinite(loop.model[0].weight).all()
+    assert monitor.swallowed_errors == {}
+
+
+def test_a_command_that_a_rollback_overtakes_is_answered_all_the_same():
+    from tests.trainer_hooks.test_monitor import _send
+
+    loop, acks = Loop(mode="heal", checkpoints=True), []
+    with loop.monitor as monitor:
+        emitter = monitor._host.emitter
+        whole = emitter.event
+        emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
+        for step in range(60):
+            if step == 43:  # its pack is in flight when the storm of 40 to 42 rolls back
+                command = _send(monitor, action="rollback")
+            outcome = monitor.step(loop.forward(NAN if step in (40, 41, 42) else 1.0))
+            if step == 43:
+                assert outcome.rolled_back_to is not None
+    assert [a.number for a in acks if a is not None] == [command.number]
+
+
+def test_a_snapshot_of_a_step_that_could_not_be_measured_is_not_trusted(monkeypatch):
+    loop = Loop(mode="heal", checkpoints=True)
+    with loop.monitor as monitor:
+        squares_into = monitor._device.norms.squares_into
+        for step in range(60):
+            # The second snapshot is taken after 21 steps, and its flag travels with step 21.
+            broken = (lambda *_: 1 / 0) if step == 21 else squares_into
+            monkeypatch.setattr(monitor._device.norms, "squares_into", broken)
+            monitor.step(loop.forward())
+        steps = [ref.step for ref in monitor._host.healer.refs()]
+    assert 21 not in steps

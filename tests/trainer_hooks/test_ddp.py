@@ -105,7 +105,7 @@ def test_the_curve_is_stitched_and_the_discarded_branch_stays(healed):
     assert list(kept.step) == list(range(150))
     first, second, third = attempts
     assert (second.parent, third.parent) == (first.id, second.id)
-    discarded = list(range(second.fork_step, 63)) + list(range(third.fork_step, 123))
+    discarded = list(range(second.fork_step, 64)) + list(range(third.fork_step, 124))
     assert sorted(left.step) == sorted(discarded)
 
 
