@@ -6,10 +6,10 @@ handles the step of ``lag`` steps ago (``trainer_hooks.host``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import ChangeExpected, DataWindowSkipped, Decision
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _not_compiled(function: Function) -> Function:
+    """Keep a function out of graphs: it reads clocks and talks to other ranks."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 class _Prepared(NamedTuple):
@@ -158,6 +165,7 @@ class Monitor:
             event = ChangeExpected(reason=reason, steps=steps)
             self._host.emitter.event(event, step=self._step, attempt=self.attempt)
 
+    @_not_compiled
     def step(
         self,
         loss: Tensor | float | None = None,

@@ -422,3 +422,13 @@ def test_a_snapshot_of_a_step_that_could_not_be_measured_is_not_trusted(monkeypa
             monitor.step(loop.forward())
         steps = [ref.step for ref in monitor._host.healer.refs()]
     assert 21 not in steps
+
+
+def test_a_compiled_function_around_the_step_leaves_it_as_it_is():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        step = torch.compile(lambda loss: monitor.step(loss), backend="eager")
+        before = loop.state()
+        assert [step(loop.forward(scale).detach()).step for scale in (NAN, 1.0, 1.0)] == [0, 1, 2]
+    assert torch.isfinite(loop.model[0].weight).all()
+    assert not torch.equal(before["model"]["0.weight"], loop.model[0].weight)
