@@ -64,6 +64,7 @@ class Emitter:
         self._layers_named = False
         self._depth = 0
         self._put_off: Callable[[], None] | None = None
+        self._told: OSError | None = None
 
     @contextmanager
     def _writing(self, where: str) -> Iterator[None]:
@@ -127,6 +128,7 @@ class Emitter:
             stream = self._stream(self._steps_schema)
             if stream is None:
                 return
+            self._tell_losses()
             values: dict[str, Value] = {
                 "step": host.step,
                 "attempt": host.attempt,
@@ -163,6 +165,15 @@ class Emitter:
             head = [host.step, host.attempt, host.time_unix_ns, host.monotonic_ns]
             for layer, norm in enumerate(self._layers.norms(reduced.squares)):
                 stream.append([*head, layer, norm])
+
+    def _tell_losses(self) -> None:
+        """Raise what made the journal drop rows, once each: it counts them, and says nothing."""
+        assert self._journal is not None
+        error = self._journal.last_error
+        if error is not None and error is not self._told:
+            self._told = error
+            with self._faults.fail_open("journal.full"):
+                raise error
 
     def close(self) -> None:
         """Close the journal; what was written stays for the agent."""

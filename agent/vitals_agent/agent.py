@@ -13,6 +13,7 @@ from trainvitals.errors import UsageError
 from trainvitals.io.journal import JournalRef, discover
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
+from trainvitals.records import Note
 from vitals_agent.backoff import Backoff
 from vitals_agent.exposition import Health, MetricsServer, Reading
 from vitals_agent.faults import Faults
@@ -49,6 +50,8 @@ class AgentConfig:
     read_token: str = ""
     """Token for ``/metrics``, the collector's where there is one: so that one scrape job can read
     every agent. Empty makes one of this folder's own."""
+    notice: str = ""
+    """What went wrong before the start; it is said in every run."""
     sample_seconds: float = 2.0
     """Time between two samples of GPUs, node and processes."""
     spool_max_bytes: int = 5 << 30
@@ -244,6 +247,10 @@ class Agent:
         self.runs = {**self.runs, run.run_id: run}
         self._elsewhere.discard(run.run_id)
         log.info("run taken up run=%s", run.run_id)
+        if self.config.notice:
+            log.error("%s run=%s", self.config.notice, run.run_id)
+            note = Note(code="not_shipped", text=self.config.notice, severity="error")
+            run.node_source.say(note)
         return run
 
     def _take_up_leftovers(self) -> None:

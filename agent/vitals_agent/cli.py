@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.errors import ConfigError, UsageError, VitalsError
-from trainvitals.identity import Source, check_run_id, safe_node_id
+from trainvitals.errors import ConfigError, VitalsError
+from trainvitals.identity import check_run_id, safe_node_id
 
 _Dir = Annotated[
     Path,
@@ -88,26 +88,33 @@ def serve(
     Raises:
         VitalsError: an argument cannot be used, or another agent serves the folder.
     """
-    from trainvitals.io.client import CollectorClient, read_tokens
+    from trainvitals.io.client import CollectorClient, Tokens, read_tokens
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
     from vitals_agent.daemon import LoopConfig, log_to_stderr, run
 
     host, port = _address(listen)
-    tokens = read_tokens(token_file) if token_file else None
+    log_to_stderr(logging.WARNING if once else logging.INFO)
+    tokens, notice = Tokens(), ""
+    client: CollectorClient | None = None
+    try:
+        tokens = read_tokens(token_file) if token_file else tokens
+        client = CollectorClient(collector, tokens.ingest, timeout=3.0) if collector else None
+    except VitalsError as error:
+        if not child:
+            raise
+        # A rank's child can tell nobody but the run, and its folder keeps everything all the same.
+        notice = f"nothing is shipped: {error.text}"
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
-        node=_node_id(node),
+        node=_node_id(node, child=child),
         run_id=check_run_id(run_id) if run_id else "",
         host=host,
         port=port,
-        read_token=tokens.read if tokens else "",
+        read_token=tokens.read,
+        notice=notice,
     )
-    log_to_stderr(logging.WARNING if once else logging.INFO)
-    client = None
-    if collector:
-        client = CollectorClient(collector, tokens.ingest if tokens else "", timeout=3.0)
     try:
         run(Agent(config, client=client), LoopConfig(child=child, once=once))
     finally:
@@ -124,16 +131,15 @@ def _address(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _node_id(node: str) -> str:
-    if not node:
-        return safe_node_id(socket.gethostname())
-    try:
-        return Source.parse(f"node:{node}").key
-    except UsageError:
+def _node_id(node: str, *, child: bool) -> str:
+    """Return the id that the ranks here go by: an agent with another one would find no journal."""
+    safe = safe_node_id(node or socket.gethostname())
+    if node and node != safe and not child:
         raise ConfigError(
-            f"--node is {node!r}; use letters, digits and ._:- (at most 128)",
-            hint="leave it out to use the host name",
-        ) from None
+            f"--node is {node!r}; use letters, digits and ._- (at most 64)",
+            hint=f"ranks with VITALS_NODE={node} call themselves {safe}",
+        )
+    return safe
 
 
 def main() -> None:

@@ -205,7 +205,8 @@ def test_a_disk_that_refuses_is_counted_and_nothing_is_lost_when_it_has_room_aga
         (["--listen", "127.0.0.1:99999"], "it must be HOST:PORT"),
         (["--listen", "203.0.113.7:0"], "--listen 203.0.113.7:0 cannot be used"),
         (["--run", "../../etc"], "run id is '../../etc'; it must be a ULID"),
-        (["--node", "a/b"], "--node is 'a/b'"),
+        (["--node", "a/b"], "call themselves a-b"),
+        (["--node", "a:b"], "--node is 'a:b'"),
         (["--collector", "collector"], "it must be http://host:port"),
         (["--collector", "http://127.0.0.1:9", "--token-file", "/absent"], "/absent"),
         (["--colector", "x"], "No such option"),
@@ -216,6 +217,20 @@ def test_a_mistake_is_answered_with_its_value_and_a_way_out(node, arguments, tex
     errors = no_traceback(agent)
     assert 2 == agent.returncode
     assert text in errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--collector", "nonsense"], ["--collector", "http://127.0.0.1:9", "--token-file", "/absent"]],
+)
+def test_a_child_that_cannot_ship_says_so_in_the_run_and_keeps_everything(node, world, arguments):
+    rank = node.rank(0)
+    child = node.agent("--child", *arguments)
+    until(lambda: len(world.steps(0)) > 10, "the child spools")
+    rank.communicate("stop\n")
+    assert "nothing is shipped" in no_traceback(child)
+    assert 1 == world.notes().count("not_shipped")
+    assert_every_row_once(world, 0, node.num_steps(0))
 
 
 def test_a_folder_that_cannot_be_made_is_said(node, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import UsageError
+from trainvitals.errors import StorageError, UsageError
 from trainvitals.identity import Identity, check_run_id
 from trainvitals.io.private import ensure_private_dir, open_private
 from trainvitals.io.segments import CLOSED, ClosedMarker
@@ -27,10 +27,20 @@ class _RunPointer(msgspec.Struct, frozen=True):
 
 
 def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
-    """Make the run's folder under the private base, note where its run directory is, return it."""
+    """Make the run's folder under the private base, note where its run directory is, return it.
+
+    Raises:
+        StorageError: the folder cannot be made or written.
+    """
     folder = ensure_private_dir(base / check_run_id(run_id))
     pointer = msgspec.json.encode(_RunPointer(run_id, str(run_dir.absolute())))
-    _write_small(folder / "run.json", pointer)
+    try:
+        _write_small(folder / "run.json", pointer)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: the journals' folder cannot be written: {error.strerror}",
+            hint="free some shared memory, or set VITALS_SHM to a folder with room",
+        ) from error
     return folder
 
 

@@ -164,7 +164,8 @@ class JournalWriter:
 
     def _make_room(self, size: int, bound: int) -> None:
         if size > bound // 2:
-            raise OSError(errno.ENOSPC, f"{size} bytes are too much for a journal of {bound}")
+            text = f"{size} bytes are too much for a journal of {bound}, its share of what is free"
+            raise OSError(errno.ENOSPC, text, str(self.directory))
         if self._used() + size > bound:  # the reader may have freed some
             self._segments = [entry for entry in self._segments if entry[1].exists()]
         while self._used() + size > bound:
