@@ -54,7 +54,7 @@ def ready(lines: Iterator[str]) -> str:
     """Pass the demo's output on; return the dashboard's address once the demo is through, or ""."""
     for line in lines:
         sys.stderr.write(line)
-        found = re.search(r"Ctrl-C stops the dashboard at (http://\S+)", line)
+        found = re.search(r"dashboard: (http://\S+)\s+\(Ctrl-C", line)
         if found:
             return found[1]
     return ""

@@ -175,7 +175,7 @@ class TestTranscripts:
     """Long outputs are not run again, but they must be of what is run today."""
 
     def test_the_demo_is_the_one_of_today(self):
-        said = block("transcript: vitals demo --headless").body
+        said = block("transcript: vitals demo --headless --compare").body
         for want in expected():
             rows = [line for line in said.splitlines() if f" {want.step} " in line]
             assert any(want.action in row for row in rows), want
