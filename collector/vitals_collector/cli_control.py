@@ -21,8 +21,8 @@ from trainvitals.io.client import (
     discover_collector,
     read_tokens,
 )
-from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView
-from vitals_collector.output import Format, moment, write_json, write_rows
+from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
+from vitals_collector.output import Format, moment, printable, write_json, write_rows
 from vitals_collector.reading import DEFAULT_DIR, find_run, open_reader
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def command(
     """Propose a halt or a rollback to a run; its own ladder accepts or refuses."""
     if folder is None and Path(run).is_dir():
         folder, run = Path(run), ""
+    elif folder is None and action is not Action.LIST:
+        folder = _default_folder(collector)
     if action is Action.LIST:
         with _control(collector, token_file, needs="read") as client:
             found = client.commands(find_run(client, run).run_id)
@@ -102,7 +104,9 @@ def command(
         view = _leave(folder, run, request)
     else:
         with _control(collector, token_file, needs="control") as client:
-            view = client.send_command(find_run(client, run).run_id, request)
+            summary = find_run(client, run)
+            _check_open(summary)
+            view = client.send_command(summary.run_id, request)
     _write_commands((view,), form)
 
 
@@ -116,6 +120,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     with open_reader(folder) as opened:
         summary = find_run(opened.reader, run)
         announced = opened.reader.checkpoints(summary.run_id)
+    _check_open(summary)
     check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
     path = folder.absolute()
     run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
@@ -130,6 +135,15 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     signed = sign_command(unsigned, run_dir.command_key())
     run_dir.put_command(signed)
     return CommandView(command=signed, status="pending")
+
+
+def _check_open(run: RunSummary) -> None:
+    """Refuse a command for a run that said goodbye; a silent one may be there again."""
+    if run.state not in ("running", "lost"):
+        raise UsageError(
+            f"run {run.run_id} is {run.state}; nobody is there to take a command",
+            hint=f"`vitals show {run.run_id}` says how it ended",
+        )
 
 
 def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
@@ -170,6 +184,7 @@ def list_alerts(
     """Show the inbox, newest first."""
     if state not in ("", "pending", "firing", "resolved"):
         raise UsageError(f"--state is {state!r}; it must be pending, firing or resolved")
+    folder = folder or _default_folder(collector)
     if folder is not None:
         found = _alerts_of(folder, run, state)
     else:
@@ -269,9 +284,8 @@ def replay(
         raise UsageError("--format is csv; a replay is written as table or json")
     if run and folder is None and Path(run).is_dir():
         folder, run = Path(run), ""
-    default = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
-    if folder is None and data is None and default.is_dir():
-        folder = default
+    if folder is None and data is None:
+        folder = _folder_here()
     where = data or default_data_dir(os.environ)
     store = open_data_store(where) if folder is None else open_store("sqlite://")
     with contextlib.closing(store):
@@ -286,6 +300,7 @@ def replay(
     if done.num_lost_rows:
         _say(f"{done.num_lost_rows} rows of rank 0 were lost: a replay without them may differ")
     _say(
+        f"{printable(summary.name or summary.run_id)}: "
         f"{len(done.records)} steps, {len(done.decisions)} decisions: "
         + ("not as recorded" if differences else "all as recorded")
     )
@@ -302,10 +317,24 @@ def _write_replay(done: "Replay", form: Format) -> None:
         rows += [(row, f.step, f"finding {f.kind}", f.reason) for f in judgement.findings]
         if (made := judgement.decision) is not None:
             rows.append((row, made.step, f"decision {made.action}", made.reason))
+    if not rows:
+        return
     write_rows(("row", "step", "what", "reason"), rows, form)
 
 
 # -------------------------------------------------------------------------------------- helpers
+
+
+def _folder_here() -> Path | None:
+    """Return the folder of runs that VITALS_DIR names, or the one in the working directory."""
+    folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
+    return folder if folder.is_dir() else None
+
+
+def _default_folder(collector: str) -> Path | None:
+    """Return the folder to read where no collector was named and none of this user's is known."""
+    known = collector or discover_collector(os.environ) is not None
+    return None if known else _folder_here()
 
 
 @contextlib.contextmanager

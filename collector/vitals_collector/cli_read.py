@@ -15,12 +15,18 @@ from vitals_collector.reading import Opened, Reader, find_run, open_reader
 from vitals_collector.tail import Tail
 
 Run = Annotated[
-    str, typer.Argument(help="Id, beginning of an id, name, or a folder; the newest run if absent.")
+    str,
+    typer.Argument(
+        help="Id, beginning of an id, name, or folder; of a folder, or if absent, the newest run."
+    ),
 ]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
 Collector = Annotated[str, typer.Option("--collector", help="Address of a running collector.")]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
 Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
+
+MAX_EVENTS = 20
+"""The newest events that ``show`` writes; ``--format json`` has all."""
 
 
 def register(app: typer.Typer) -> None:
@@ -85,7 +91,9 @@ def show(
 
 
 def why(
-    run: Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a folder.")],
+    run: Annotated[
+        str, typer.Argument(help="Id, beginning of an id, name, or a folder (its newest run).")
+    ],
     step: Annotated[int, typer.Argument(help="The step.", min=0)],
     folder: Dir = None,
     collector: Collector = "",
@@ -175,8 +183,9 @@ def _show_run(reader: Reader, run_id: str, form: Format) -> None:
     detail = reader.run(run_id)
     ledger = reader.decisions(run_id)
     saved = reader.checkpoints(run_id)
+    said = reader.events(run_id)
     if form is Format.JSON:
-        write_json({"run": detail, "decisions": ledger, "checkpoints": saved})
+        write_json({"run": detail, "decisions": ledger, "checkpoints": saved, "events": said})
         return
     write_rows(("what", "value"), _facts(detail), form)
     if form is Format.CSV:
@@ -190,6 +199,9 @@ def _show_run(reader: Reader, run_id: str, form: Format) -> None:
     typer.echo("")
     kept = [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved]
     write_rows(("checkpoint", "step", "state", "where", "bytes"), kept, form)
+    typer.echo("")
+    newest = [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in said[-MAX_EVENTS:]]
+    write_rows(("time", "source", "step", "what was said"), newest, form)
 
 
 def _facts(detail: RunDetail) -> list[tuple[str, object]]:

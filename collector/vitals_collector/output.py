@@ -9,6 +9,9 @@ from enum import StrEnum
 
 import msgspec
 
+MAX_CELL = 60
+"""Characters of a table's cell, but in its last column."""
+
 
 class Format(StrEnum):
     """How data is written."""
@@ -31,7 +34,10 @@ def write_rows(
     with_header: bool = True,
     min_width: int = 0,
 ) -> None:
-    """Write rows as CSV or as aligned columns, never cut to a terminal's width."""
+    """Write rows as CSV or as aligned columns, never cut to a terminal's width.
+
+    A cell of a table that others follow is cut where it would push them out of sight.
+    """
     lines = [[_cell(value) for value in row] for row in rows]
     if form is Format.CSV:
         buffer = io.StringIO()
@@ -39,6 +45,7 @@ def write_rows(
         writer.writerows([header, *lines] if with_header else lines)
         sys.stdout.write(buffer.getvalue())
         return
+    lines = [[*map(_short, line[:-1]), *line[-1:]] for line in lines]
     shown = [[name.upper() for name in header], *lines] if with_header else lines
     widths = [max(min_width, max(map(len, column))) for column in zip(*shown, strict=True)]
     for line in shown:
@@ -60,6 +67,10 @@ def moment(time_unix_ns: int) -> str:
 def printable(text: str) -> str:
     """Return the text without control characters: no stranger's name may steer the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _short(cell: str) -> str:
+    return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 
 def _cell(value: object) -> str:

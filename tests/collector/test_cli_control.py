@@ -12,7 +12,7 @@ from trainvitals.io.mailbox import verify_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.policy import Judge
-from trainvitals.records import CheckpointChanged, DecisionMade
+from trainvitals.records import CheckpointChanged, DecisionMade, RunEnded
 from trainvitals.testing import judgements
 
 
@@ -107,6 +107,22 @@ def test_a_command_for_a_folder_is_left_there_signed(run_dir: RunDir, capsys):
     (left,) = run_dir.take_commands()
     assert ("c1", shown["command"]["number"]) == (left.checkpoint_id, left.number)
     verify_command(left, key, run_id=RUN, now_unix_ns=left.issued_unix_ns, last_number=0)
+
+
+def test_nobody_is_told_that_an_ended_run_will_take_a_command(run_dir: RunDir, capsys):
+    spool_of(run_dir, [Writer().events(RunEnded(state="finished"))])
+    assert 2 == run_cli("command", str(run_dir.path), "halt", "--reason", "x")
+    assert "is finished; nobody is there" in capsys.readouterr().err
+    assert not (run_dir.path / "commands").exists()
+
+
+def test_without_a_collector_the_folder_here_is_meant(run_dir: RunDir, monkeypatch, capsys):
+    monkeypatch.setenv("VITALS_DIR", str(run_dir.path.parent))
+    run_dir.command_key(create=True)
+    assert 0 == run_cli("command", RUN, "halt", "--reason", "x")
+    assert 1 == len(run_dir.take_commands())
+    assert 0 == run_cli("alerts", "list")
+    assert "StepSkipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

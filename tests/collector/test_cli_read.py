@@ -36,6 +36,14 @@ def vitals(*arguments: object) -> int:
         return int(stop.code or 0)
 
 
+def leave(folder: Path, *parts: bytes) -> None:
+    """Leave a run in the folder, as an agent does."""
+    spool = Spool(RunDir.create(folder, RUN).agent_dir("a") / "spool", max_bytes=1 << 20, keep=True)
+    for part in parts:
+        spool.append(part)
+    spool.close()
+
+
 def test_a_folder_lists_its_runs(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert 0 == vitals("runs", runs)
     header, line = capsys.readouterr().out.splitlines()
@@ -54,6 +62,23 @@ def test_the_same_answer_comes_from_a_collector(served: Served, capsys: pytest.C
     assert RUN in capsys.readouterr().out
 
 
+def test_a_long_name_pushes_nothing_out_of_sight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    leave(tmp_path, Writer().events(RunStarted(info=RunInfo(name="x" * 300))))
+    assert 0 == vitals("runs", tmp_path)
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 200
+    assert 0 == vitals("runs", tmp_path, "--format", "csv")
+    assert "x" * 300 in capsys.readouterr().out
+
+
+def test_it_is_shown_how_a_run_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ended = RunEnded(state="failed", reason="RuntimeError: CUDA out of memory")
+    leave(tmp_path, Writer().events(RunStarted(info=RunInfo(name="tiny")), ended))
+    assert 0 == vitals("show", tmp_path)
+    assert "failed: RuntimeError: CUDA out of memory" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("run", ["", "tiny", RUN, RUN[:12].lower()])
 def test_a_run_is_found_by_id_beginning_or_name(
     runs: Path, run: str, capsys: pytest.CaptureFixture[str]
@@ -68,7 +93,7 @@ def test_a_run_is_found_by_id_beginning_or_name(
 def test_a_run_directory_can_be_given_itself(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert 0 == vitals("show", runs / RUN, "--format", "json")
     shown = json.loads(capsys.readouterr().out)
-    assert {"run", "decisions", "checkpoints"} == set(shown)
+    assert {"run", "decisions", "checkpoints", "events"} == set(shown)
     assert ["skip_step", "rollback"] == [d["decision"]["action"] for d in shown["decisions"]]
 
 
