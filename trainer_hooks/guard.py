@@ -51,29 +51,40 @@ class BufferShadow:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._seen: list[tuple[Tensor | None, int]] = []
+        self._live: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
+        self._kept_of: dict[int, Tensor] = {}
         self.keep()
 
-    def _live(self) -> dict[int, Tensor]:
-        """Return the buffers by place, each as its true elements."""
-        found = {i: buffers.get(name) for i, (buffers, name) in enumerate(self._places)}
-        each = {i: true_elements(b) for i, b in found.items() if b is not None and b.numel()}
-        return {
-            i: b
-            for i, b in each.items()
-            if (b.is_floating_point() or b.is_complex() or not b.dim())
-            and b.layout == torch.strided
-        }
+    def _look(self) -> dict[int, Tensor]:
+        """Return the buffers by place, each as its true elements; looked at anew where one moved.
+
+        A buffer moved if its place holds another tensor, or that tensor another memory.
+        """
+        found = [buffers.get(name) for buffers, name in self._places]
+        seen = [(b, 0 if b is None else b.data_ptr()) for b in found]
+        if len(seen) != len(self._seen) or any(
+            one[0] is not other[0] or one[1] != other[1]
+            for one, other in zip(seen, self._seen, strict=True)
+        ):
+            each = {i: true_elements(b) for i, b in enumerate(found) if b is not None and b.numel()}
+            self._seen, self._live = seen, {i: b for i, b in each.items() if _is_state(b)}
+        return self._live
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers; call after the update, before the next forward."""
-        live = self._live()
-        same = live.keys() == self._kept.keys()
-        if live and same and all(_alike(self._kept[i], live[i]) for i in live):
-            torch._foreach_copy_(list(self._kept.values()), list(live.values()))
-        else:
+        live = self._look()
+        if live is not self._kept_of and not self._fits(live):
             self._kept = {i: buffer.clone() for i, buffer in live.items()}
+        elif live:
+            torch._foreach_copy_(list(self._kept.values()), list(live.values()))
+        self._kept_of = live
+
+    def _fits(self, live: dict[int, Tensor]) -> bool:
+        kept = self._kept
+        return live.keys() == kept.keys() and all(_alike(kept[i], live[i]) for i in live)
 
     @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
@@ -81,10 +92,17 @@ class BufferShadow:
 
         A buffer that forward gave another shape or type has nothing to go back to, and is left.
         """
-        for i, buffer in self._live().items():
+        live = self._look()
+        for i, buffer in live.items():
             kept = self._kept.get(i)
-            if kept is not None and _alike(kept, buffer):
+            if kept is not None and (live is self._kept_of or _alike(kept, buffer)):
                 buffer.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
+
+
+def _is_state(buffer: Tensor) -> bool:
+    """Whether forward may write numbers there: floating ones, and counters."""
+    numbers = buffer.is_floating_point() or buffer.is_complex() or not buffer.dim()
+    return numbers and buffer.layout == torch.strided
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -130,3 +130,19 @@ def test_running_statistics_of_a_bad_step_are_put_back_bit_for_bit():
     assert not torch.isfinite(norm.running_mean).all()
     shadow.put_back(torch.tensor(1.0))
     _assert_equal(kept, norm.state_dict())
+
+
+def test_a_buffer_that_grows_is_left_and_then_kept_as_it_is():
+    module = nn.Module()
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("mean", torch.zeros(2))
+    shadow = BufferShadow(module)
+    module.seen = torch.ones(3)
+    module.mean += 1
+    shadow.put_back(torch.tensor(1.0))
+    shadow.keep()
+    assert (module.seen.tolist(), module.mean.tolist()) == ([1.0] * 3, [0.0] * 2)
+    module.seen = module.seen * 5
+    module.mean.data = torch.full((2,), 7.0)
+    shadow.put_back(torch.tensor(1.0))
+    assert (module.seen.tolist(), module.mean.tolist()) == ([1.0] * 3, [0.0] * 2)
