@@ -6,9 +6,11 @@ import getpass
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 
 from trainvitals import __version__
+from trainvitals.policy import JudgeConfig
 from trainvitals.records import RunInfo
 
 _SECRET_WORDS = ("token", "key", "secret", "password", "credential")
@@ -29,6 +31,7 @@ def run_info(
     readback_lag: int,
     num_params: int,
     run_dir: str,
+    judge: JudgeConfig,
 ) -> RunInfo:
     """Return the run's attributes. Values of settings that sound like secrets are not kept."""
     words = [tags] if isinstance(tags, str) else tags
@@ -46,6 +49,7 @@ def run_info(
         torch_version=str(torch.__version__),
         vitals_version=__version__,
         run_dir=run_dir,
+        judge=msgspec.to_builtins(judge),
     )
 
 

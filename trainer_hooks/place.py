@@ -28,7 +28,7 @@ from trainvitals.io.journal import JournalWriter, announce_run, journal_director
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy import Facts
+from trainvitals.policy import Facts, JudgeConfig, load_judge_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class Place:
     node: str
     facts: Facts
     """What earlier starts of the run have spent, as rank 0 read it."""
+    judge: JudgeConfig
+    """Settings of the detectors and the ladder, as rank 0 read them."""
 
 
 def open_run(
@@ -51,18 +53,19 @@ def open_run(
         ranks, lambda: _open_on_root(environ, directory, clock) if ranks.rank == 0 else None
     )[0]
     assert at_root is not None
-    run_id, path, attempt, facts = at_root
+    run_id, path, attempt, facts, judge = at_root
     folders: list[Path] = []
     on_every_rank(
         ranks, lambda: folders.append(announce_run(private_base(environ), run_id, Path(path)))
     )
     node = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
-    return Place(RunDir(Path(path)), folders[0], attempt, node, facts)
+    return Place(RunDir(Path(path)), folders[0], attempt, node, facts, judge)
 
 
 def _open_on_root(
     environ: Mapping[str, str], directory: str | Path | None, clock: Clock
-) -> tuple[str, str, int, Facts]:
+) -> tuple[str, str, int, Facts, JudgeConfig]:
+    judge = load_judge_config(environ)
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
     run_id = environ.get("VITALS_RUN_ID") or new_run_id(clock.time_ns())
     run_dir = RunDir.create(base, run_id)
@@ -83,7 +86,7 @@ def _open_on_root(
     facts = msgspec.convert(spent[-1], Facts) if spent else Facts()
     # A clock may have gone back since; a relaunch is newer than what it follows all the same.
     attempt = max(new_attempt_id(clock.time_ns()), facts.attempt + 1)
-    return run_id, str(run_dir.path), attempt, facts
+    return run_id, str(run_dir.path), attempt, facts, judge
 
 
 def open_journal(

@@ -32,7 +32,7 @@ from trainer_hooks.starter import missing_packages, start_agent
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy import Judge, JudgeConfig
+from trainvitals.policy import Judge
 from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
 
 Mode = Literal["off", "observe", "guard", "heal"]
@@ -119,6 +119,7 @@ def watch(
         readback_lag=device.readback.lag,
         num_params=device.norms.num_parameters,
         run_dir=str(place.run_dir.path),
+        judge=place.judge,
     )
     restored = _begin(host, place, info)
     if ranks.local_rank == 0:
@@ -138,7 +139,7 @@ def _host(
 ) -> Host:
     """Put the host's part together, with what earlier starts of the run have spent."""
     assert mode != "off", "an unwatched run has no host part"
-    judge = Judge(JudgeConfig(), mode, facts=msgspec.structs.replace(place.facts, halted=""))
+    judge = Judge(place.judge, mode, facts=msgspec.structs.replace(place.facts, halted=""))
     return Host(
         mode=mode,
         ranks=ranks,

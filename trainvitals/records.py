@@ -6,7 +6,7 @@ An event is msgpack in the rows of the ``events`` stream; a long one takes sever
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -144,6 +144,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str = ""
     vitals_version: str = ""
     run_dir: str = ""
+    judge: dict[str, dict[str, Any]] = {}
+    """Settings of the detectors and the ladder, so that a replay judges by the same."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -145,6 +145,13 @@ class _Saved:
     state: dict[str, Any] | None = None
 
 
+def _recorded_config(started: RunStarted | None) -> JudgeConfig | None:
+    """Return the settings the run was judged by; None where it did not say: the defaults."""
+    if started is None or not started.info.judge:
+        return None
+    return msgspec.convert(started.info.judge, JudgeConfig)
+
+
 class _Replayer:
     """Feeds one judge in the order in which the run fed its own."""
 
@@ -180,7 +187,8 @@ class _Replayer:
         facts = self._judge.facts if self._judge else None
         if facts is not None and facts.halted:
             facts = msgspec.structs.replace(facts, halted="")  # it was started again: resumed
-        self._judge = Judge(self._config, mode, facts=facts)
+        config = self._config or _recorded_config(started)
+        self._judge = Judge(config, mode, facts=facts)
         self._limits.clear()
 
     def take(self, record: StepRecord) -> None:

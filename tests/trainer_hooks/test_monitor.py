@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import trainer_hooks
 from tests.trainer_hooks.torchrun import Trained, reader_of, wait_for_agents
-from trainvitals.errors import CheckpointError, TrainingHalted, UsageError
+from trainvitals.errors import CheckpointError, ConfigError, TrainingHalted, UsageError
 from trainvitals.io.mailbox import Mailbox, sign_command
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
@@ -400,3 +401,22 @@ def test_a_restore_that_fails_halts_and_says_so(monkeypatch):
             monitor.step(loop.forward())
     assert monitor._host.run_dir.halted() is not None
     assert command.number > 0
+
+
+def test_settings_come_from_a_file_and_the_environment_and_are_recorded(tmp_path, monkeypatch):
+    (tmp_path / "vitals.toml").write_text("[ladder]\nmargin = 30\n[grad_norm]\nmin_ratio = 50\n")
+    monkeypatch.setenv("VITALS_CONFIG", str(tmp_path / "vitals.toml"))
+    monkeypatch.setenv("VITALS_LADDER_STORM_SKIPS", "5")
+    with Loop(mode="guard").monitor as monitor:
+        config = monitor._host.judge.config
+        info = monitor._host.run_dir.info()
+    assert (config.ladder.margin, config.ladder.storm_skips) == (30, 5)
+    assert (config.detect.grad_norm.min_ratio, config.detect.loss.min_ratio) == (50.0, 2.0)
+    assert info.judge["ladder"]["margin"] == 30
+    assert msgspec.convert(info.judge, type(config)) == config
+
+
+def test_a_setting_that_does_not_exist_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITALS_LADDER_MARGINS", "5")
+    with pytest.raises(ConfigError, match="VITALS_LADDER_MARGINS"):
+        Loop(mode="guard")

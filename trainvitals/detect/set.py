@@ -8,7 +8,13 @@ from typing import Any
 import msgspec
 
 from trainvitals.detect.nonfinite import NonFiniteDetector
-from trainvitals.detect.spike import GRAD_NORM_DEFAULTS, LOSS_DEFAULTS, SpikeConfig, SpikeDetector
+from trainvitals.detect.spike import (
+    GRAD_NORM_DEFAULTS,
+    LOSS_DEFAULTS,
+    GradNormConfig,
+    SpikeConfig,
+    SpikeDetector,
+)
 from trainvitals.records import Finding, StepRecord
 
 
@@ -25,7 +31,7 @@ class DetectConfig:
 
     loss: SpikeConfig = LOSS_DEFAULTS
     """Outliers of the loss."""
-    grad_norm: SpikeConfig = GRAD_NORM_DEFAULTS
+    grad_norm: GradNormConfig = GRAD_NORM_DEFAULTS
     """Outliers of the gradient norm."""
 
 

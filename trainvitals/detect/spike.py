@@ -86,8 +86,18 @@ class SpikeConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradNormConfig(SpikeConfig):
+    """The same for the gradient norm."""
+
+    min_ratio: float = 20.0
+    """The limit is at least this multiple of the course."""
+    doubt_ratio: float = 20.0
+    """The same while in doubt; equal to ``min_ratio``: no doubt."""
+
+
 LOSS_DEFAULTS = SpikeConfig()
-GRAD_NORM_DEFAULTS = SpikeConfig(min_ratio=20.0, doubt_ratio=20.0)
+GRAD_NORM_DEFAULTS = GradNormConfig()
 """Clean GPT-2 runs show gradient norms of 5 to 15 times the median for one step, while the loss
 moves less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: 20 times the median (4.8)
 is passed at the same step as 10 times (2.4), two steps before the loss shows anything."""

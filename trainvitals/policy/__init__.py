@@ -1,6 +1,6 @@
 """What to do about findings: the ladder, its budgets, and the judge that runs in every rank."""
 
-from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
+from trainvitals.policy.judge import Judge, JudgeConfig, Judgement, load_judge_config
 from trainvitals.policy.ladder import decide
 from trainvitals.policy.rungs import Verdict
 from trainvitals.policy.state import (
@@ -25,5 +25,6 @@ __all__ = [
     "Proposal",
     "Verdict",
     "decide",
+    "load_judge_config",
     "lr_factor_at",
 ]

@@ -6,12 +6,15 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from trainvitals.config import load_settings
 from trainvitals.detect import DetectConfig, DetectorSet, Limits
+from trainvitals.detect.spike import GradNormConfig, SpikeConfig
 from trainvitals.policy.ladder import SAME_LEVEL_RULE, decide
 from trainvitals.policy.rungs import retarget
 from trainvitals.policy.state import (
@@ -34,6 +37,24 @@ class JudgeConfig:
     """What counts as bad."""
     ladder: LadderConfig = field(default_factory=LadderConfig)
     """What is done about it."""
+
+
+_SECTIONS = {"ladder": LadderConfig, "loss": SpikeConfig, "grad_norm": GradNormConfig}
+
+
+def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
+    """Return the settings of what judges a run: ``[ladder]``, ``[loss]`` and ``[grad_norm]``.
+
+    They come from the TOML file that ``VITALS_CONFIG`` names, overridden by variables such as
+    ``VITALS_LADDER_MARGIN``. Rank 0 reads them for all ranks, and the run records them.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a value that cannot work.
+    """
+    path = environ.get("VITALS_CONFIG")
+    found = load_settings(_SECTIONS, path=Path(path) if path else None, environ=environ)
+    detect = DetectConfig(loss=found["loss"], grad_norm=found["grad_norm"])
+    return JudgeConfig(detect=detect, ladder=found["ladder"])
 
 
 class Judgement(NamedTuple):
