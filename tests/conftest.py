@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -14,6 +15,15 @@ from trainvitals.identity import Identity, new_incarnation, new_run_id
 
 POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
 """Threads of pools that belong to a library and end with the process."""
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C again where a shell started us in the background, with SIGINT ignored.
+
+    What is ignored stays ignored in every program a test starts, and some are ended by it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
