@@ -16,7 +16,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.inbox import Inbox
 from trainer_hooks.ranks import Ranks
 from trainvitals.clock import Clock
-from trainvitals.errors import StorageError, TrainingHalted
+from trainvitals.errors import FormatError, StorageError, TrainingHalted
 from trainvitals.identity import (
     Identity,
     new_attempt_id,
@@ -82,11 +82,22 @@ def _open_on_root(
             f"{run_dir.path}: the command key cannot be made: {error.strerror}",
             hint="set VITALS_DIR to a folder that can be written",
         ) from error
-    spent = [entry["facts"] for entry in run_dir.read_plan() if "facts" in entry]
-    facts = msgspec.convert(spent[-1], Facts) if spent else Facts()
+    facts = _facts(run_dir)
     # A clock may have gone back since; a relaunch is newer than what it follows all the same.
     attempt = max(new_attempt_id(clock.time_ns()), facts.attempt + 1)
     return run_id, str(run_dir.path), attempt, facts, judge
+
+
+def _facts(run_dir: RunDir) -> Facts:
+    """Return what earlier starts of the run have spent; what cannot be read is never guessed."""
+    spent = [entry["facts"] for entry in run_dir.read_plan() if "facts" in entry]
+    try:
+        return msgspec.convert(spent[-1], Facts) if spent else Facts()
+    except msgspec.ValidationError as error:
+        raise FormatError(
+            f"{run_dir.path / 'plan.jsonl'}: what the run has spent is damaged: {error}",
+            hint="restore the file from a backup, or start a new run",
+        ) from error
 
 
 def open_journal(

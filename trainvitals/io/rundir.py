@@ -165,7 +165,7 @@ class RunDir:
         folder = self.path / "commands"
         taken: list[Command] = []
         found = folder.iterdir() if folder.is_dir() else ()
-        paths = [path for path in found if _COMMAND_FILE.match(path.name)]
+        paths = [path for path in found if _COMMAND_FILE.match(path.name) and path.is_file()]
         for path in sorted(paths, key=lambda p: int(p.stem)):
             raw = _read(path)
             if raw is None:

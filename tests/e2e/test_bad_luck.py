@@ -1,0 +1,186 @@
+"""Bad input and bad luck from the outside: a clear error with a way out, and training unharmed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.lab import Lab, free_port, open_lab, until
+from trainvitals.identity import new_run_id
+from trainvitals.io.private import private_base
+from trainvitals.io.rundir import RunDir
+
+pytestmark = pytest.mark.servers
+
+PROGRAM = """
+import sys
+import torch
+import trainer_hooks
+from trainvitals.errors import VitalsError
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+try:
+    with trainer_hooks.watch(model, optimizer, run="unlucky", tags="a tag") as monitor:
+        for _ in range(30):
+            model(torch.ones(2, 4)).square().mean().backward()
+            monitor.step()
+    print("trained", monitor.run_id, sorted(monitor.swallowed_errors))
+except VitalsError as error:
+    sys.exit(str(error))
+"""
+RUN = new_run_id(1_790_000_000_000_000_000)
+
+
+@pytest.fixture
+def lab(tmp_path):
+    with open_lab(tmp_path) as opened:
+        yield opened
+
+
+def train(lab: Lab, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Train for some steps in one process."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=lab.environ(**environ),
+        cwd=lab.folder,
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+    )
+
+
+def run_dir(lab: Lab) -> RunDir:
+    made = RunDir.create(lab.runs, RUN)
+    made.command_key(create=True)
+    return made
+
+
+def fill(folder: Path) -> None:
+    """Leave no room in the file system of the folder."""
+    with (folder / "fill").open("wb", buffering=0) as file:
+        try:
+            while file.write(b"\0" * 4096):
+                pass
+        except OSError:
+            pass
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path):
+    """A file system of 128 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    options = ("-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder))
+    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"VITALS_DIR": "/proc/x"}, "/proc/x/"),
+        ({"VITALS_SHM": "/absent"}, "VITALS_SHM is '/absent'"),
+        ({"VITALS_RUN_ID": "../../etc"}, "run id is '../../etc'"),
+        ({"VITALS_MODE": "heal"}, "VITALS_MODE is 'heal'"),
+        ({"VITALS_AGENT": "never"}, "VITALS_AGENT is 'never'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_said_before_the_training_begins(lab, environ, said):
+    done = train(lab, **{"VITALS_AGENT": "off", **environ})
+    assert 1 == done.returncode
+    assert said in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "mode", "said"),
+    [
+        ("HALTED", b"", 0o644, "vitals resume"),
+        ("command.key", b"00" * 32, 0o644, "chmod go-rwx"),
+        ("command.key", b"torn", 0o600, "64 hexadecimal characters"),
+        ("plan.jsonl", b"garbage\n", 0o644, "plan.jsonl:1 is damaged"),
+        ("plan.jsonl", b'{"facts": 5}\n', 0o644, "plan.jsonl"),
+    ],
+)
+def test_a_run_whose_promises_cannot_be_read_does_not_go_on_without_them(
+    lab, name, content, mode, said
+):
+    path = run_dir(lab).path / name
+    path.write_bytes(content)
+    path.chmod(mode)
+    done = train(lab, VITALS_RUN_ID=RUN, VITALS_AGENT="off")
+    assert 1 == done.returncode
+    assert said in done.stderr
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert content == path.read_bytes()
+
+
+def test_what_is_only_for_people_may_be_torn(lab):
+    directory = run_dir(lab)
+    (directory.path / "run.json").write_text('{"name": "un')
+    (directory.path / "plan.jsonl").write_text('{"facts": {"ro')
+    assert f"trained {RUN} []\n" == train(lab, VITALS_RUN_ID=RUN, VITALS_AGENT="off").stdout
+    assert "unlucky" == json.loads((directory.path / "run.json").read_text())["name"]
+
+
+def test_a_full_disk_is_said_at_the_start(lab, small_tmpfs):
+    fill(small_tmpfs)
+    done = train(lab, VITALS_DIR=str(small_tmpfs), VITALS_AGENT="off")
+    assert 1 == done.returncode
+    assert "No space left on device" in done.stderr
+    assert "hint: " in done.stderr
+
+
+def test_shared_memory_without_room_is_said_and_training_goes_on(lab, small_tmpfs):
+    done = train(lab, VITALS_SHM=str(small_tmpfs), VITALS_AGENT="off")
+    assert 0 == done.returncode, done.stderr
+    assert "['journal.full']" in done.stdout
+    assert "its share of what is free" in done.stderr
+
+
+def test_full_shared_memory_is_said_at_the_start(lab, small_tmpfs):
+    private_base({"VITALS_SHM": str(small_tmpfs)})
+    fill(small_tmpfs)
+    done = train(lab, VITALS_SHM=str(small_tmpfs), VITALS_AGENT="off")
+    assert 1 == done.returncode
+    assert "set VITALS_SHM to a folder with room" in done.stderr
+
+
+def test_a_collector_that_cannot_be_meant_costs_the_run_nothing(lab):
+    settings = {"VITALS_COLLECTOR_URL": "nonsense", "VITALS_NODE": "rack 1/node:7"}
+    done = train(lab, **settings)
+    assert done.stdout.startswith("trained "), done.stderr
+    found = RunDir.open(lab.runs / done.stdout.split()[1])
+    gone = lambda: not list(found.path.glob("agents/*/agent.json"))  # noqa: E731
+    until(lambda: found.spool_dirs() and gone() and not lab.alive(), "the agent drained and ended")
+    assert ["rack-1-node-7"] == list(found.spool_dirs())
+    shown = lab.vitals("show", found.path)
+    assert "nothing is shipped: the collector's address is 'nonsense'" in shown.stdout
+    assert "last step      29" in shown.stdout
+
+
+def test_a_collector_that_goes_while_a_run_is_followed_is_said(lab):
+    port = free_port()
+    collector = lab.collector(port)
+    training = lab.start("train", sys.executable, "-c", PROGRAM.replace("30", "1_000_000"))
+    agent = lab.agent(port)
+    where = ("--collector", f"http://127.0.0.1:{port}", "--token-file", lab.tokens)
+    with lab.client(port) as client:
+        until(lambda: len(client.runs()) == 1, "the run is known")
+    follow = lab.start_vitals("tail", "--follow", *where)
+    until(lambda: "STEP" in lab.log("tail").read_text(), "it is followed")
+    os.kill(collector.pid, signal.SIGKILL)
+    assert 1 == follow.wait(20.0)
+    said = lab.log("tail").read_text()
+    assert ("cannot be reached" in said, "hint: " in said) == (True, True)
+    assert "Traceback" not in said
+    assert (None, None) == (training.poll(), agent.poll())
