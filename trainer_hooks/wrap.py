@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, SupportsIndex, cast
 
 import msgspec
 import torch
@@ -79,6 +79,7 @@ def watch(
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
     environ = dict(os.environ)
+    tokens, settings = _tokens(tokens_per_step), _mapping(config)
     all_optimizers = tuple([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
     all_schedulers = tuple(_as_list(schedulers))
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
@@ -113,7 +114,7 @@ def watch(
         name=run or "",
         environ=environ,
         mode=chosen,
-        config=config or {},
+        config=settings,
         tags=tags,
         world_size=ranks.world_size,
         readback_lag=device.readback.lag,
@@ -124,7 +125,7 @@ def watch(
     restored = _begin(host, place, info)
     if ranks.local_rank == 0:
         _start_agent(host, place, environ)
-    return Monitor(device, host, tokens_per_step=tokens_per_step, restored=restored)
+    return Monitor(device, host, tokens_per_step=tokens, restored=restored)
 
 
 def _host(
@@ -276,6 +277,28 @@ def _check_torch() -> None:
             f"torch is {torch.__version__}; at least 2.6 is needed",
             hint="upgrade torch in the way your cluster installs it",
         )
+
+
+def _tokens(value: float | None) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
+        raise UsageError(
+            f"tokens_per_step is {value!r}; it must be a number above 0",
+            hint="the tokens of all ranks in one step; leave it out where they vary",
+        )
+    return int(value)
+
+
+def _mapping(config: object) -> Mapping[str, object]:
+    if isinstance(config, Mapping):
+        return config
+    if config is None:
+        return {}
+    raise UsageError(
+        f"config is a {type(config).__name__}; it must be a mapping",
+        hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
+    )
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -1,12 +1,17 @@
 """What a run says of itself is kept, whatever it was given."""
 
+import argparse
 import enum
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+import trainer_hooks
 from trainer_hooks.attributes import flat, run_info
+from trainvitals.errors import UsageError
+from trainvitals.policy import JudgeConfig
 from trainvitals.records import RunInfo
 
 
@@ -30,6 +35,7 @@ def info(**given: object) -> RunInfo:
         "readback_lag": 1,
         "num_params": 1,
         "run_dir": "/runs/x",
+        "judge": JudgeConfig(),
     }
     return run_info(**{**plain, **given})
 
@@ -69,3 +75,20 @@ def test_names_and_tags_of_any_type_are_text():
     said = info(name=5, tags=[1, None, "\ud800"])
     assert ("5", ("1", "None", "\\ud800")) == (said.name, said.tags)
     assert ("baseline",) == info(tags="baseline").tags
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tokens_per_step": "12"}, "tokens_per_step is '12'"),
+        ({"tokens_per_step": 0}, "tokens_per_step is 0"),
+        ({"tokens_per_step": float("nan")}, "tokens_per_step is nan"),
+        ({"config": argparse.Namespace(lr=0.1)}, "config is a Namespace"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_said_before_the_first_step(given, said):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=said) as caught:
+        trainer_hooks.watch(model, optimizer, **given)
+    assert caught.value.hint
