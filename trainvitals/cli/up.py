@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
         """
         if shutil.which(command[0]) is None:
             raise UsageError(
-                f"there is no command {command[0]!r}",
+                f"{command[0]!r} cannot be run: there is no such command",
                 hint="vitals run -- torchrun --nproc-per-node 8 train.py",
             )
         with Stack(directory, environ_of_this_process()) as stack:
