@@ -147,7 +147,7 @@ class TestDiff:
         """Return the folder a loop ran in and its output; gloo's own abort is tried again.
 
         On a busy machine torch 2.13 ends a gloo process now and then with "terminate called without
-        an active exception" (SIGABRT): 3 of 16 bare loops and 1 of 16 watched ones did, as measured.
+        an active exception" (SIGABRT): as measured, 3 of 16 bare loops and 1 of 16 watched ones.
         """
         path.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run"]

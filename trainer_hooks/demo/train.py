@@ -73,6 +73,7 @@ def main() -> None:
         finite = final if math.isfinite(final) else None  # JSON has no NaN
         result = {"run_id": monitor.run_id, "validation_loss": finite, "updates_tried": seen}
         options.result.write_text(json.dumps(result))
+    dist.barrier()  # the result is there before any rank begins to end
     dist.destroy_process_group()
 
 

@@ -143,7 +143,10 @@ class _Demo:
         with start_command(command, environ, log) as child:
             self._show(arm, child.process.poll)
             code = child.process.wait()
-        if code != 0 or not result.exists():
+        if code != 0 and result.exists():
+            # Seen on busy machines, with and without us: gloo aborts a rank while it exits.
+            self._console.print(f"{arm.name}: done, but torchrun ended with exit code {code}")
+        if not result.exists():
             raise VitalsError(
                 f"the {arm.name} training ended with exit code {code}:\n{child.last_words()}",
                 hint=f"its whole log is {log}",
