@@ -63,6 +63,7 @@ def ask(client: CollectorClient, run_id: str) -> Answers:
         "run": detail,
         "decisions": client.decisions(run_id),
         "checkpoints": client.checkpoints(run_id),
+        "events": client.events(run_id),
     }
     series = {
         (metric, source): client.series(run_id, metric, source=source, points=1_000)
