@@ -4,7 +4,6 @@ import math
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tests.trainvitals.ladder_run import FIRST, REFS
 from trainvitals.policy import Facts, Judge, JudgeConfig, Judgement, LadderConfig, Mode
@@ -54,26 +53,6 @@ def test_an_announced_change_is_not_judged() -> None:
     decisions(judge, "loss 2.1x50")
     judge.rebaseline(30)
     assert [] == decisions(judge, series("loss 9.5x40", first_step=50))
-
-
-def test_a_damaged_checkpoint_is_replaced_by_the_next_older_one_then_by_a_halt() -> None:
-    judge = Judge(mode="heal")
-    judge.rolled_back(detector_state=None, attempt=1, step=190)
-    bad = StepRecord(step=200, attempt=1, nonfinite_params=1, skipped=True)
-    first = judge.judge(bad, decided_at_step=201, checkpoints=REFS, now_attempt_id=2).decision
-    assert first is not None
-    left = [REFS[0], REFS[1], replace(REFS[2], state="bad")]
-    second = judge.rollback_failed(first, checkpoints=left, reason="checksum")
-    assert ("rollback", "s100", 2, 102, 2) == (
-        second.action, second.checkpoint_id, second.ledger_seq, second.cost_steps,
-        second.new_attempt,
-    )  # fmt: skip
-    assert "s150 could not be restored (checksum); back to s100, before step 100" == second.reason
-    assert not judge.halted
-    third = judge.rollback_failed(second, checkpoints=[], reason="torn")
-    assert ("halt", "no_checkpoint") == (third.action, third.rule)
-    assert judge.halted
-    assert 1 == judge.facts.num_rollbacks
 
 
 def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:

@@ -16,7 +16,6 @@ from trainvitals.config import load_settings
 from trainvitals.detect import DetectConfig, DetectorSet, Limits
 from trainvitals.detect.spike import GradNormConfig, SpikeConfig
 from trainvitals.policy.ladder import SAME_LEVEL_RULE, decide
-from trainvitals.policy.rungs import retarget
 from trainvitals.policy.state import (
     CheckpointRef,
     Facts,
@@ -133,17 +132,6 @@ class Judge:
             self._detectors.load_state_dict(dict(detector_state))
         facts = replace(self._ladder.facts, attempt=attempt)
         self._ladder = LadderState(facts=facts, first_step=step)
-
-    def rollback_failed(
-        self, decision: Decision, *, checkpoints: Sequence[CheckpointRef], reason: str
-    ) -> Decision:
-        """Return what to do instead of ``decision``, whose checkpoint could not be restored.
-
-        The next older healthy one, from the same budget, or a halt. ``checkpoints`` must name the
-        damaged ones as bad; call on all ranks alike, and enter the answer in the ledger.
-        """
-        self._ladder, instead = retarget(self._ladder, decision, checkpoints, reason)
-        return instead
 
     def limits(self) -> Limits:
         """Return what the device compares the next steps with."""

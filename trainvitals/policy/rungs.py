@@ -15,7 +15,6 @@ from trainvitals.policy.state import (
     Mode,
     lr_factor_at,
 )
-from trainvitals.policy.targets import newest_healthy
 from trainvitals.records import CommandAck, Decision, Finding, StepRecord
 
 
@@ -131,36 +130,6 @@ def halt(
         acted=case.mode != "observe",
         command_number=command_number,
     )
-
-
-def retarget(
-    state: LadderState, failed: Decision, checkpoints: Sequence[CheckpointRef], why: str
-) -> tuple[LadderState, Decision]:
-    """Replace a rollback that could not be restored by the next older one, or by a halt."""
-    facts = replace(state.facts, ledger_seq=state.facts.ledger_seq + 1)
-    reason = f"{failed.checkpoint_id} could not be restored ({why})"
-    others = [ref for ref in checkpoints if ref.id != failed.checkpoint_id]
-    target = newest_healthy(others, at_most=failed.rollback_to_step)
-    if target is None:
-        reason = f"{reason}, and no healthy checkpoint at or before step {failed.rollback_to_step} "
-        reason += "is left"
-        facts = replace(facts, halted=reason)
-        decision = replace(
-            failed, ledger_seq=facts.ledger_seq, action="halt", reason=reason,
-            rule="no_checkpoint", checkpoint_id="", rollback_to_step=-1, new_attempt=0,
-            skip_batches=0, cost_steps=0,
-        )  # fmt: skip
-        return replace(state, facts=facts, rolling_back=False), decision
-    decision = replace(
-        failed,
-        ledger_seq=facts.ledger_seq,
-        reason=f"{reason}; back to {target.id}, before step {target.step}",
-        checkpoint_id=target.id,
-        rollback_to_step=target.step,
-        lr_factor=lr_factor_at(facts, target.step),
-        cost_steps=failed.decided_at_step + 1 - target.step,
-    )
-    return replace(state, facts=facts), decision
 
 
 def budget_left(facts: Facts, config: LadderConfig) -> int:
