@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from trainvitals.policy.state import FOREVER, NEWEST, CheckpointRef, Proposal
 
 
-def newest_healthy(
-    checkpoints: Sequence[CheckpointRef], *, at_most: float = FOREVER
-) -> CheckpointRef | None:
-    """Return the newest healthy checkpoint at or before a step; None where there is none."""
-    usable = _healthy(checkpoints, at_most)
+def newest_healthy(checkpoints: Sequence[CheckpointRef]) -> CheckpointRef | None:
+    """Return the newest healthy checkpoint; None where there is none."""
+    usable = _healthy(checkpoints, FOREVER)
     return usable[-1] if usable else None
 
 
