@@ -151,4 +151,5 @@ def test_the_agent_says_once_of_the_killed_rank_that_it_is_gone_and_where_it_was
 
 
 def test_the_run_does_not_pass_for_finished(story):
-    assert story.detail.summary.state in ("failed", "running")  # silence makes it lost in a minute
+    # torchrun may end rank 0 with SIGTERM before it fails by itself; silence is lost in a minute.
+    assert story.detail.summary.state in ("failed", "interrupted", "running")
