@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.guard import BufferShadow, OptimizerGuard
-from trainer_hooks.norms import GradNorms, named_parameters
+from trainer_hooks.norms import GradNorms
 from trainer_hooks.pack import Packer, PackLayout
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.readback import Readback
+from trainer_hooks.shards import named_parameters
 from trainer_hooks.signals import HostStep
 from trainer_hooks.verdict import NUM_DERIVED
 from trainvitals.errors import UsageError

@@ -8,74 +8,15 @@ holds all), FSDP (each holds a part) and their products, without weights from pl
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from trainer_hooks.moments import nonfinite_count
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.shards import check_alike, local_tensor, shard_of
 from trainvitals.errors import UsageError
-
-Shard = tuple[str, tuple[int, ...], tuple[int, ...]]
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor (a Partial one reduced first), or the tensor."""
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    placements = tensor.placements  # type: ignore[attr-defined]
-    if any(p.is_partial() for p in placements):
-        from torch.distributed.tensor import Replicate
-
-        full = [Replicate() if p.is_partial() else p for p in placements]
-        tensor = tensor.redistribute(placements=full)  # type: ignore[attr-defined]
-    local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local
-
-
-def _shard(name: str, param: Tensor) -> Shard:
-    if not hasattr(param, "to_local"):
-        return name, (0,) * param.dim(), tuple(param.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        param.shape,
-        param.device_mesh,  # type: ignore[attr-defined]
-        param.placements,  # type: ignore[attr-defined]
-    )
-    return name, tuple(offset), tuple(shape)
-
-
-def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
-    """Return the optimizers' parameters by name, in optimizer order.
-
-    The optimizers' and never the model's: FSDP2 may hold other objects there. A parameter the model
-    does not know is named after its place in the optimizer.
-
-    Raises:
-        UsageError: there are none, or two optimizers hold the same parameter.
-    """
-    names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for o, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            for i, param in enumerate(group["params"]):
-                if id(param) in seen:
-                    raise UsageError(
-                        f"parameter {names.get(id(param), i)!r} is in two optimizers or groups",
-                        hint="give each parameter to one optimizer: it would be stepped twice",
-                    )
-                seen.add(id(param))
-                found[names.get(id(param), f"optimizer{o}.group{g}.{i}")] = param
-    if not found:
-        raise UsageError(
-            "the optimizers hold no parameters", hint="pass the optimizers that train the model"
-        )
-    return found
 
 
 def no_gradients() -> UsageError:
@@ -85,19 +26,6 @@ def no_gradients() -> UsageError:
         hint="call monitor.step(loss) after loss.backward(), with the optimizers that hold the "
         "model's parameters",
     )
-
-
-def _check_alike(names: list[list[str]]) -> None:
-    """Refuse, on all ranks, parameters that differ by rank: the packs would be of other lengths."""
-    for rank, other in enumerate(names):
-        if other != names[0]:
-            odd = sorted(set(other).symmetric_difference(names[0]))[:4] or ["their order"]
-            raise UsageError(
-                f"rank {rank} trains {len(other)} parameters and rank 0 {len(names[0])}; they "
-                f"differ in {', '.join(odd)}",
-                hint="all ranks must watch the same parameters in the same order; pipeline stages "
-                "are not supported",
-            )
 
 
 def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
@@ -116,9 +44,9 @@ class GradNorms:
         self.names = tuple(params)
         self._params: Sequence[Tensor] = tuple(params.values())
         self.device = local_tensor(self._params[0]).device
-        shards = [_shard(name, param) for name, param in params.items()]
+        shards = [shard_of(name, param) for name, param in params.items()]
         all_shards = ranks.gather(shards)
-        _check_alike([[name for name, *_ in rank] for rank in all_shards])
+        check_alike([[name for name, *_ in rank] for rank in all_shards])
         held = Counter(shard for rank in all_shards for shard in rank)
         self._share = torch.tensor(
             [1.0 / held[shard] for shard in shards], dtype=torch.float64, device=self.device

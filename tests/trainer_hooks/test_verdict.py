@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_hooks.norms import GradNorms, named_parameters
+from trainer_hooks.norms import GradNorms
 from trainer_hooks.pack import Local, Packer, PackLayout, Reduced, Root
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import Derived, culprits, rank_losses, step_record
+from trainer_hooks.shards import named_parameters
 from trainer_hooks.verdict import clip_coefficient, judge_on_device
 from trainvitals.errors import UsageError
 from trainvitals.records import (
