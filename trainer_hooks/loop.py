@@ -1,0 +1,139 @@
+"""A guarded loop's life: who it is, what it may say beside its steps, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.device import Device
+from trainer_hooks.goodbye import EndState, Goodbye, closed, opened
+from trainer_hooks.host import Host
+from trainer_hooks.parts import StepParts
+from trainvitals.errors import TrainingHalted, UsageError
+from trainvitals.records import ChangeExpected
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Keep a function out of graphs: it reads clocks and talks to other ranks."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+class Loop:
+    """What ``Monitor`` and ``Attached`` have in common; a context manager."""
+
+    def __init__(
+        self, device: Device, host: Host, *, tokens_per_step: int | None, first_step: int = 0
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._parts = StepParts(device, host, tokens_per_step=tokens_per_step)
+        self._first_step = self._step = first_step
+        self._closed = False
+        self.goodbye = Goodbye(host)
+        opened(self)
+
+    def __del__(self) -> None:
+        """End a loop whose monitor was dropped; a halt found now has its marker."""
+        if not getattr(self, "_closed", True):
+            with suppress(TrainingHalted):
+                self.end("finished", "")
+
+    def __reduce__(self) -> Any:
+        name = type(self).__name__
+        raise UsageError(f"{name}: it belongs to one process and cannot be pickled")
+
+    @property
+    def step_index(self) -> int:
+        """Index of the next update; counts skipped ones, is set back by a rollback."""
+        return self._step
+
+    @property
+    def run_id(self) -> str:
+        """The run's ULID, equal on all ranks."""
+        return self._host.run_dir.run_id
+
+    @property
+    def attempt(self) -> int:
+        """Id of the present branch of the run."""
+        return self._host.attempt
+
+    @property
+    def swallowed_errors(self) -> dict[str, int]:
+        """Errors of ours that were kept from the loop, by place."""
+        return dict(self._host.faults.counts)
+
+    # --------------------------------------------------------------------- beside the steps
+
+    def observe(self, **values: float) -> None:
+        """Record scalars of your own at the present step."""
+        self._host.emitter.scalars(values, step=self._step, attempt=self.attempt)
+
+    def evaluate(self, **values: float) -> None:
+        """Record validation metrics at the present step, as ``eval/NAME``."""
+        self.observe(**{f"eval/{name}": value for name, value in values.items()})
+
+    def expect(self, reason: str, *, steps: int = 200) -> None:
+        """Announce a planned change: from the next step the finite rules take a new baseline.
+
+        Rank 0's word counts, and reaches all ranks with the step's numbers.
+        """
+        if self._host.is_root:
+            self._host.expecting = max(1, steps)
+            event = ChangeExpected(reason=reason, steps=steps)
+            self._host.emitter.event(event, step=self._step, attempt=self.attempt)
+
+    def _add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
+        with self._host.faults.fail_open("micro"):
+            self._parts.add_loss(loss, weight)
+
+    # ------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Write down what is still in flight and say goodbye. Enters no collective.
+
+        Raises:
+            TrainingHalted: the last step's numbers came back only now, and say so.
+        """
+        self.end("finished", "")
+
+    def end(self, state: EndState, reason: str) -> None:
+        """Close, and say how the loop ended. Does nothing in a forked child."""
+        if self._closed or not self.goodbye.is_ours:
+            return
+        self._closed = True
+        host, readback = self._host, self._device.readback
+        try:
+            while host.halted is None and (left := readback.pop(patience_seconds=2.0)) is not None:
+                host.carry_out_at_end(host.handle(*left, now_step=self._step))
+        finally:
+            with host.faults.fail_open("close"):
+                if host.healer is not None:
+                    host.healer.close()
+            self.goodbye.say(state, reason)
+            self._device.release()
+            closed(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.end("finished", "")
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        text = f"{type(error).__name__}: {error}"[:500]
+        # What the loop raised goes on; a halt that is found only now is in its marker.
+        with suppress(TrainingHalted):
+            self.end("interrupted" if interrupted else "failed", text)

@@ -1,0 +1,190 @@
+"""The parts that a guarded step is made of; ``monitor`` and ``attach`` put them in order.
+
+prepare (fails open) -> exchange (one collective) -> verdict and update, on the device -> the host
+handles the step of ``lag`` steps ago (``trainer_hooks.host``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.batches import Position
+from trainer_hooks.device import Device
+from trainer_hooks.guard import overflow_flag
+from trainer_hooks.host import Host
+from trainer_hooks.norms import no_gradients, scale
+from trainer_hooks.pack import Local
+from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
+from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
+
+
+class Prepared(NamedTuple):
+    """What a rank brings out of its part before the exchange."""
+
+    grads: list[Tensor]
+    weighted: bool
+    """Whether the losses' weights are numbers of tokens."""
+    failed: bool
+
+
+class StepLoss(NamedTuple):
+    """A step's loss on this rank."""
+
+    loss: Tensor | float | None = None
+    weight: Tensor | float | None = None
+    weighted: bool = False
+    """Whether the weight is a number of tokens."""
+
+
+class StepParts:
+    """Measures, exchanges, clips and reports one step after another; keeps the step's clock."""
+
+    def __init__(self, device: Device, host: Host, *, tokens_per_step: int | None) -> None:
+        self._device = device
+        self._host = host
+        self.clock = StepClock(host.clock)
+        self._tokens_per_step = tokens_per_step
+        self._micro: tuple[Tensor, Tensor | float, bool] | None = None
+
+    # -------------------------------------------------------------------------- the losses
+
+    def add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
+        """Add one micro-batch's loss to the step."""
+        # Added to 0.0: the loop may go on counting in the tensor it gave us.
+        share = 0.0 + (1.0 if weight is None else weight)
+        part = self._on_device(loss).detach().to(torch.float64) * share
+        before, so_far, weighted = self._micro or (0.0, 0.0, True)
+        self._micro = (before + part, so_far + share, weighted and weight is not None)
+
+    def _on_device(self, loss: Tensor | float) -> Tensor:
+        """Return the loss as a tensor; a number is written by a kernel, so that nothing waits."""
+        if isinstance(loss, Tensor):
+            return loss
+        return torch.full((), loss, dtype=torch.float64, device=self._device.norms.device)
+
+    def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
+        if self._micro is None:
+            return StepLoss(loss, weight, weight is not None and loss is not None)
+        (total, weights, weighted), self._micro = self._micro, None
+        return StepLoss(total / weights, weights, weighted)
+
+    # --------------------------------------------------------------------- before the exchange
+
+    def prepare(
+        self,
+        step: int,
+        loss: Tensor | float | None,
+        weight: Tensor | float | None,
+        *,
+        first: bool,
+    ) -> Prepared:
+        """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more."""
+        device, host = self._device, self._host
+        root = host.root_words(step)
+        overflow = overflow_flag(device.scaler, device.optimizers, device.norms.device)
+        grads: list[Tensor] | None = None
+        failed, weighted = True, weight is not None and loss is not None
+        with host.faults.fail_open("prepare"):
+            where, grads = device.norms.gradients()
+            given = self._take_losses(loss, weight)
+            weighted = given.weighted
+            device.packer.clear()
+            device.norms.squares_into(device.packer.squares, where, grads)
+            device.packer.fill(self._local(step, given, len(grads), overflow), root)
+            failed = False
+        if failed:
+            # Short of its numbers, this rank still unscales, clips and steps as the others do.
+            self._micro = None
+            local = Local(loss=None, weight=0.0, overflow=overflow, failed=True, digest=host.digest)
+            device.packer.clear()
+            device.packer.fill(local, root)
+        elif not grads and first and host.ranks.world_size == 1:
+            raise no_gradients()
+        return Prepared(device.norms.untouched() if grads is None else grads, weighted, failed)
+
+    def _local(
+        self, step: int, given: StepLoss, num_gradients: int, overflow: Tensor | None
+    ) -> Local:
+        norms, host = self._device.norms, self._host
+        return Local(
+            loss=None if given.loss is None else self._on_device(given.loss),
+            weight=1.0 if given.weight is None else given.weight,
+            overflow=overflow,
+            nonfinite_params=norms.nonfinite_parameters() if host.probe_parameters else None,
+            num_gradients=num_gradients,
+            snapshot_wrong=None if host.healer is None else host.healer.flag(step),
+            digest=host.digest,
+        )
+
+    # ----------------------------------------------------------------------- from the exchange on
+
+    def exchange(self) -> Verdict:
+        """Sum the pack over the ranks, the one collective of a step, and judge it."""
+        packer = self._device.packer
+        self._host.ranks.reduce(packer.pack)
+        return judge_on_device(packer.layout, packer.pack)
+
+    def clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> None:
+        """Scale the gradients by the ranks' norm; where none could measure, by this rank's own.
+
+        Replicas hold the same gradients, so their own norms are the same.
+        """
+        norm = verdict.grad_norm
+        if prepared.failed:
+            with self._host.faults.fail_open("clip"):
+                own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
+                norm = torch.where(verdict.measured, norm, own)
+        scale(prepared.grads, clip_coefficient(norm, max_norm))
+
+    def report(
+        self,
+        verdict: Verdict,
+        prepared: Prepared,
+        *,
+        step: int,
+        max_norm: float | None,
+        position: Position | None,
+    ) -> tuple[list[float], HostStep] | None:
+        """Start the step's numbers on their way to the host; return those of ``lag`` steps ago."""
+        device = self._device
+        numbers = torch.cat((device.packer.pack, verdict.derived(), self._loss_scale()))
+        host_step = self._host_step(step, max_norm, prepared.weighted, position)
+        return device.readback.push(numbers, host_step)
+
+    def _loss_scale(self) -> Tensor:
+        """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
+        loss_scale = getattr(self._device.scaler, "_scale", None)
+        if loss_scale is None:
+            device = self._device.norms.device
+            return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
+        found: Tensor = loss_scale.detach().to(self._device.norms.device, torch.float64)
+        return found.reshape(1)
+
+    def _host_step(
+        self, step: int, max_norm: float | None, weighted: bool, position: Position | None
+    ) -> HostStep:
+        """Return what this rank measured on the host; the next step's times begin."""
+        clock = self._host.clock
+        duration, wait, inside = self.clock.finish()
+        allocated, peak = device_memory(self._device.norms.device)
+        return HostStep(
+            step=step,
+            attempt=self._host.attempt,
+            time_unix_ns=clock.time_ns(),
+            monotonic_ns=clock.monotonic_ns(),
+            duration_seconds=duration,
+            data_wait_seconds=wait,
+            monitor_seconds=inside,
+            learning_rates=learning_rates(self._device.optimizers),
+            lr_factor=self._host.judge.lr_factor_at(step),
+            max_norm=max_norm,
+            tokens=self._tokens_per_step,
+            weighted=weighted,
+            memory_allocated_bytes=allocated,
+            memory_peak_bytes=peak,
+            epoch=None if position is None else position.epoch,
+            batch_index=None if position is None else position.batch,
+        )
