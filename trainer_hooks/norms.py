@@ -1,21 +1,30 @@
 """Squares of all gradients in one fused pass, so that one sum over the ranks gives exact norms.
 
-At ``watch()`` the ranks compare (name, global offset, shape) of what each holds; a local square is
+At ``watch()`` the ranks compare what each holds (``trainer_hooks.shards``); a local square is
 divided by its number of holders. The sum over ranks then is the global square in DDP (every rank
 holds all), FSDP (each holds a part) and their products, without weights from placements.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer_hooks.moments import nonfinite_count
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.shards import check_alike, local_tensor, shard_of
+from trainer_hooks.shards import (
+    Piece,
+    align_gradients,
+    check_alike,
+    local_tensor,
+    num_elements,
+    shards_of,
+    shares,
+)
+from trainer_hooks.squares import Squares
 from trainvitals.errors import UsageError
 
 
@@ -40,19 +49,24 @@ def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
 class GradNorms:
     """The gradients of all watched parameters and their squares; collective when made."""
 
-    def __init__(self, params: dict[str, Tensor], ranks: Ranks) -> None:
+    def __init__(
+        self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None
+    ) -> None:
         self.names = tuple(params)
         self._params: Sequence[Tensor] = tuple(params.values())
         self.device = local_tensor(self._params[0]).device
-        shards = [shard_of(name, param) for name, param in params.items()]
-        all_shards = ranks.gather(shards)
-        check_alike([[name for name, *_ in rank] for rank in all_shards])
-        held = Counter(shard for rank in all_shards for shard in rank)
-        self._share = torch.tensor(
-            [1.0 / held[shard] for shard in shards], dtype=torch.float64, device=self.device
-        )
-        self.num_parameters = sum(p.numel() for p in self._params)
+        self._sharded = [param for param in self._params if hasattr(param, "placements")]
+        mine = shards_of(params, pieces or {})
+        everyone = ranks.gather(mine)
+        check_alike([[name for name, _ in rank] for rank in everyone])
+        self._share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
+        self.num_parameters = num_elements(everyone)
         self._where: tuple[list[int], Tensor] | None = None
+        self._squares = Squares()
+
+    def align(self) -> None:
+        """Lay the gradients of sharded parameters out as these are; may be a collective."""
+        align_gradients(self._sharded)
 
     def gradients(self) -> tuple[list[int], list[Tensor]]:
         """Return the positions that have a gradient and those gradients, sparse ones coalesced.
@@ -77,23 +91,21 @@ class GradNorms:
 
     def untouched(self) -> list[Tensor]:
         """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
-        return [param.grad for param in self._params if param.grad is not None]
+        return [local_tensor(p.grad) for p in self._params if p.grad is not None]
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
         """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.
 
-        Norms are taken in float64: a finite gradient of 1e30 must stay a finite outlier, where a
-        float32 square would be Inf. No value reaches the host.
+        No value reaches the host.
         """
         if not grads:
             return
-        each = torch._foreach_norm(grads, 2.0, dtype=torch.float64)
-        norms = torch.stack([norm.to(self.device) for norm in each])
+        squares = self._squares.of(grads, self.device)
         if len(grads) == len(self._params):
-            torch.mul(norms * norms, self._share, out=out)
+            torch.mul(squares, self._share, out=out)
         else:
             index = self._index(where)
-            out.index_copy_(0, index, norms * norms * self._share[index])
+            out.index_copy_(0, index, squares * self._share[index])
 
     def _index(self, where: list[int]) -> Tensor:
         """Return the positions on the device: kept, and sent from pinned memory, which waits not.
