@@ -15,7 +15,7 @@ from trainer_hooks.norms import GradNorms
 from trainer_hooks.pack import Packer, PackLayout
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.readback import Readback
-from trainer_hooks.shards import named_parameters
+from trainer_hooks.shards import Piece, flat_pieces, named_parameters, reshard
 from trainer_hooks.signals import HostStep
 from trainer_hooks.verdict import NUM_DERIVED
 from trainvitals.errors import UsageError
@@ -55,17 +55,20 @@ def lay_out(
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     params: dict[str, Tensor] = {}
+    pieces: dict[int, Piece] = {}
     guards: list[OptimizerGuard] = []
 
     def local() -> list[str]:
         _refuse_plateau(schedulers)
+        reshard(model)
+        pieces.update(flat_pieces(model))
         params.update(named_parameters(model, optimizers))
         guards.extend(OptimizerGuard(o, scaler) for o in optimizers)
         return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in guards]
 
     kinds = on_every_rank(ranks, local)
     check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
-    norms = GradNorms(params, ranks)
+    norms = GradNorms(params, ranks, pieces)
     layout = PackLayout.of(len(params), ranks)
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
     lag = 1 if all(guard.on_device for guard in guards) else 0

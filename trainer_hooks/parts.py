@@ -84,6 +84,7 @@ class StepParts:
         """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more."""
         device, host = self._device, self._host
         root = host.root_words(step)
+        device.norms.align()
         overflow = overflow_flag(device.scaler, device.optimizers, device.norms.device)
         grads: list[Tensor] | None = None
         failed, weighted = True, weight is not None and loss is not None

@@ -11,22 +11,20 @@ Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>
 """
 
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_hooks import moments
 from trainer_hooks.rng import capture_rng, restore_rng
+from trainer_hooks.shards import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]
 
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Keys of a parameter group which say how the update is computed: the live process's choice."""
 
@@ -73,13 +71,15 @@ class TrainingState:
         extra: Mapping[str, Stateful] | None = None,
     ) -> None:
         self._wrapped = model
-        self._model, self._is_ddp = _unwrap(model)
+        self._model, self._is_ddp = unwrap(model)
         inner = [getattr(o, "optim", None) for o in optimizers]
         self._optimizers = [*optimizers, *(o for o in inner if isinstance(o, Optimizer))]
         self._schedulers = list(schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._extra = dict(extra or {})
-        self._params: dict[str, Tensor] = {_clean(n): p for n, p in self._model.named_parameters()}
+        self._params: dict[str, Tensor] = {
+            clean_name(n): p for n, p in self._model.named_parameters()
+        }
         self._names = {id(p): n for n, p in self._params.items()}
         self._finite_at_start = frozenset(self.tensors()) - frozenset(self.nonfinite())
 
@@ -100,7 +100,7 @@ class TrainingState:
         what is returned changes the training. Optimizer state is there once it exists.
         """
         live: dict[str, Tensor] = {f"model.{n}": p for n, p in self._params.items()}
-        live |= {f"buffer.{_clean(n)}": b for n, b in self._model.named_buffers()}
+        live |= {f"buffer.{clean_name(n)}": b for n, b in self._model.named_buffers()}
         for key, _, state, name in self._moments():
             live[key] = state[name]
         for i, optimizer in enumerate(self._optimizers):
@@ -220,9 +220,7 @@ class TrainingState:
         self._load_scaler_scalars(host["scaler"])
         for name, state in host["extra"].items():
             self._extra[name].load_state_dict(state)
-        for module in self._wrapped.modules():
-            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-                module.reshard()  # type: ignore[operator]  # it may hold gathered parameters
+        reshard(self._wrapped)
         torch.clear_autocast_cache()
         if rng:
             restore_rng(host["rng"])
@@ -332,25 +330,8 @@ def _refuse(text: str) -> None:
     )
 
 
-def _unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
-    """Return the user's own module, and whether DDP lies around it."""
-    is_ddp = False
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model, is_ddp = model.module, True
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-            model = compiled
-        else:
-            return model, is_ddp
-
-
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
-
-
-def _clean(name: str) -> str:
-    """Return the name without what torch.compile and checkpointing wrap around modules."""
-    return _WRAPPERS.sub("", name).lstrip(".")
 
 
 def _scalars(group: Mapping[str, Any]) -> dict[str, Any]:
