@@ -53,13 +53,13 @@ class GradNorms:
         self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None
     ) -> None:
         self.names = tuple(params)
-        self._params: Sequence[Tensor] = tuple(params.values())
-        self.device = local_tensor(self._params[0]).device
-        self._sharded = [param for param in self._params if hasattr(param, "placements")]
+        self.params: Sequence[Tensor] = tuple(params.values())
+        self.device = local_tensor(self.params[0]).device
+        self._sharded = [param for param in self.params if hasattr(param, "placements")]
         mine = shards_of(params, pieces or {})
         everyone = ranks.gather(mine)
         check_alike([[name for name, _ in rank] for rank in everyone])
-        self._share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
+        self.share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
         self.num_parameters = num_elements(everyone)
         self._where: tuple[list[int], Tensor] | None = None
         self._squares = Squares()
@@ -74,7 +74,7 @@ class GradNorms:
         What is returned is the gradient itself: scaled in place, it is clipped.
         """
         where, grads = [], []
-        for i, param in enumerate(self._params):
+        for i, param in enumerate(self.params):
             grad = param.grad
             if grad is None:
                 continue
@@ -89,9 +89,14 @@ class GradNorms:
             grads.append(torch.view_as_real(local) if local.is_complex() else local)
         return where, grads
 
+    def local_parameters(self) -> list[Tensor]:
+        """Return this rank's part of each parameter, complex ones as pairs of numbers."""
+        local = [local_tensor(param.detach()) for param in self.params]
+        return [torch.view_as_real(p) if p.is_complex() else p for p in local]
+
     def untouched(self) -> list[Tensor]:
         """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
-        return [local_tensor(p.grad) for p in self._params if p.grad is not None]
+        return [local_tensor(p.grad) for p in self.params if p.grad is not None]
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
         """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.
@@ -101,11 +106,11 @@ class GradNorms:
         if not grads:
             return
         squares = self._squares.of(grads, self.device)
-        if len(grads) == len(self._params):
-            torch.mul(squares, self._share, out=out)
+        if len(grads) == len(self.params):
+            torch.mul(squares, self.share, out=out)
         else:
             index = self._index(where)
-            out.index_copy_(0, index, squares * self._share[index])
+            out.index_copy_(0, index, squares * self.share[index])
 
     def _index(self, where: list[int]) -> Tensor:
         """Return the positions on the device: kept, and sent from pinned memory, which waits not.
@@ -121,4 +126,4 @@ class GradNorms:
     def nonfinite_parameters(self) -> Tensor:
         """Return, on the device, how many local parameters hold a NaN or Inf; does not wait."""
         with torch.no_grad():
-            return nonfinite_count([local_tensor(p) for p in self._params], self.device)
+            return nonfinite_count([local_tensor(p) for p in self.params], self.device)
