@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from types import TracebackType
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.pack import Reduced
@@ -20,6 +21,33 @@ LAYERS_EVERY = 10
 """Steps between rows of layer norms, far from any finding."""
 LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
+
+_FROM_HOST = {
+    "step": "step",
+    "attempt": "attempt",
+    "time_unix_ns": "time_unix_ns",
+    "monotonic_ns": "monotonic_ns",
+    "step_duration_seconds": "duration_seconds",
+    "data_wait_seconds": "data_wait_seconds",
+    "monitor_seconds": "monitor_seconds",
+    "memory_allocated_bytes": "memory_allocated_bytes",
+    "memory_peak_bytes": "memory_peak_bytes",
+    "epoch": "epoch",
+    "batch_index": "batch_index",
+}
+"""Columns that a field of ``HostStep`` goes into."""
+_FROM_RECORD = (
+    "loss",
+    "loss_max",
+    "loss_max_rank",
+    "grad_norm",
+    "loss_limit",
+    "grad_norm_limit",
+    "skipped",
+)
+"""Columns that a field of ``StepRecord`` of the same name goes into, on rank 0."""
+_OF_HOST = attrgetter(*_FROM_HOST.values())
+_OF_RECORD = attrgetter(*_FROM_RECORD)
 
 
 class Layers:
@@ -37,6 +65,60 @@ class Layers:
         for owner, square in zip(self._owner, squares, strict=True):
             sums[owner] += square
         return [math.sqrt(s) if s >= 0 else math.nan for s in sums]
+
+
+class _StepColumns:
+    """Brings a step's numbers into the order of the schema's columns.
+
+    Everything that is the same at each step was found out before: a row is gathered and put into
+    order by calls that take it as a whole.
+    """
+
+    def __init__(self, schema: Schema, *, num_groups: int, is_root: bool) -> None:
+        self._is_root = is_root
+        given = [*_FROM_HOST, *(_reduced_columns(num_groups) if is_root else ())]
+        self._others = [c.name for c in schema.columns if c.name not in given]
+        position = {name: i for i, name in enumerate([*given, *self._others])}
+        self._order = itemgetter(*(position[c.name] for c in schema.columns))
+
+    def row(
+        self, host: HostStep, record: StepRecord, extra: Mapping[str, Value]
+    ) -> Sequence[Value]:
+        """Return one value per column; ``extra`` is asked for what neither of the others has."""
+        reduced = _reduced_values(host, record) if self._is_root else ()
+        row: Sequence[Value] = self._order(
+            (*_OF_HOST(host), *reduced, *map(extra.get, self._others))
+        )
+        return row
+
+
+class _Writing:
+    """A write under way: of ours a fault goes no further, and a signal's handler waits."""
+
+    __slots__ = ("_emitter", "_fail_open", "_in_main")
+
+    def __init__(self, emitter: Emitter, where: str) -> None:
+        self._emitter = emitter
+        self._fail_open = emitter._faults.fail_open(where)
+        self._in_main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        self._emitter._depth += self._in_main
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        emitter = self._emitter
+        try:
+            return self._fail_open.__exit__(kind, error, trace)
+        finally:
+            emitter._depth -= self._in_main
+            if emitter._put_off is not None and self._in_main and not emitter._depth:
+                call, emitter._put_off = emitter._put_off, None
+                call()
 
 
 class Emitter:
@@ -59,6 +141,7 @@ class Emitter:
         self._layers = layers
         self._streams: dict[str, StreamWriter] = {}
         self._steps_schema = steps_schema(num_groups=num_groups)
+        self._steps = _StepColumns(self._steps_schema, num_groups=num_groups, is_root=is_root)
         self._scalar_ids: dict[str, int] = {}
         self._layers_until = -1
         self._layers_named = False
@@ -66,22 +149,9 @@ class Emitter:
         self._put_off: Callable[[], None] | None = None
         self._told: OSError | None = None
 
-    @contextmanager
-    def _writing(self, where: str) -> Iterator[None]:
+    def _writing(self, where: str) -> _Writing:
         """Fail open, and let a signal wait for the end of a write that the main thread is in."""
-        if threading.current_thread() is not threading.main_thread():
-            with self._faults.fail_open(where):
-                yield
-            return
-        self._depth += 1
-        try:
-            with self._faults.fail_open(where):
-                yield
-        finally:
-            self._depth -= 1
-            if self._put_off is not None and not self._depth:
-                call, self._put_off = self._put_off, None
-                call()
+        return _Writing(self, where)
 
     def put_off(self, call: Callable[[], None]) -> bool:
         """Make ``call`` after the write the main thread is in; False where it is in none."""
@@ -129,23 +199,7 @@ class Emitter:
             if stream is None:
                 return
             self._tell_losses()
-            values: dict[str, Value] = {
-                "step": host.step,
-                "attempt": host.attempt,
-                "time_unix_ns": host.time_unix_ns,
-                "monotonic_ns": host.monotonic_ns,
-                "step_duration_seconds": host.duration_seconds,
-                "data_wait_seconds": host.data_wait_seconds,
-                "monitor_seconds": host.monitor_seconds,
-                "memory_allocated_bytes": host.memory_allocated_bytes,
-                "memory_peak_bytes": host.memory_peak_bytes,
-                "epoch": host.epoch,
-                "batch_index": host.batch_index,
-            }
-            if self._is_root:
-                values.update(_reduced_values(host, record))
-            values.update(extra)
-            stream.append([values.get(c.name) for c in self._steps_schema.columns])
+            stream.append(self._steps.row(host, record, extra))
 
     def layers(self, host: HostStep, reduced: Reduced, *, found: bool) -> None:
         """Write layer norms on rank 0: every tenth step, and each step near a finding."""
@@ -182,25 +236,15 @@ class Emitter:
                 self._journal.close()
 
 
-def _reduced_values(host: HostStep, record: StepRecord) -> dict[str, Value]:
-    rates = host.learning_rates
-    first = rates[0]
-    norm = record.grad_norm
-    clipped = norm
-    if norm is not None and host.max_norm is not None and norm > host.max_norm:
-        clipped = host.max_norm
-    values: dict[str, Value] = {
-        "loss": record.loss,
-        "loss_max": record.loss_max,
-        "loss_max_rank": record.loss_max_rank,
-        "grad_norm": norm,
-        "grad_norm_clipped": clipped,
-        "loss_limit": record.loss_limit,
-        "grad_norm_limit": record.grad_norm_limit,
-        "learning_rate": None if first is None else first * host.lr_factor,
-        "lr_factor": host.lr_factor,
-        "skipped": int(record.skipped),
-    }
-    for group, rate in enumerate(rates[1:], start=1):
-        values[f"learning_rate.{group}"] = None if rate is None else rate * host.lr_factor
-    return values
+def _reduced_columns(num_groups: int) -> tuple[str, ...]:
+    rates = ("learning_rate", *(f"learning_rate.{i}" for i in range(1, num_groups)))
+    return (*_FROM_RECORD, "grad_norm_clipped", "lr_factor", *rates)
+
+
+def _reduced_values(host: HostStep, record: StepRecord) -> tuple[Value, ...]:
+    clipped, limit = record.grad_norm, host.max_norm
+    if clipped is not None and limit is not None and clipped > limit:
+        clipped = limit
+    factor = host.lr_factor
+    rates = [None if rate is None else rate * factor for rate in host.learning_rates]
+    return (*_OF_RECORD(record), clipped, factor, *rates)

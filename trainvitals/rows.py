@@ -106,27 +106,18 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         return np.dtype(head + valid + body)
 
     @cached_property
-    def _struct(self) -> struct.Struct:
+    def _body(self) -> str:
         codes = {"f8": "d", "i8": "q"}
-        body = "".join(codes.get(c.kind) or f"{c.size}s" for c in self.columns)
-        return struct.Struct(f"<IIq{self.num_validity_words}Q{body}")
+        columns = "".join(codes.get(c.kind) or f"{c.size}s" for c in self.columns)
+        return f"Iq{self.num_validity_words}Q{columns}"
 
     @cached_property
-    def _blank(self) -> tuple[Value, ...]:
-        blanks: dict[str, Value] = {"f8": 0.0, "i8": 0}
-        return tuple(blanks.get(c.kind, b"") for c in self.columns)
+    def _packer(self) -> _Packer:
+        return _Packer(self)
 
     def pack(self, seq: int, values: Sequence[Value]) -> bytes:
         """Return the row's bytes; ``None`` is a missing value. One value per column, in order."""
-        bits = 0
-        filled = list(self._blank)
-        for i, value in enumerate(values):
-            if value is not None:
-                bits |= 1 << i
-                filled[i] = value
-        words = [(bits >> 64 * w) & 0xFFFFFFFFFFFFFFFF for w in range(self.num_validity_words)]
-        raw = self._struct.pack(0, 0, seq, *words, *filled)
-        return zlib.crc32(raw[4:]).to_bytes(4, "little") + raw[4:]
+        return self._packer.pack(seq, values)
 
     def seq_of(self, row: bytes | memoryview) -> int | None:
         """Return the row's sequence number, or None if its checksum does not hold."""
@@ -136,14 +127,56 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     def unpack(self, row: bytes | memoryview) -> dict[str, Value]:
         """Return the row's valid columns by name. Does not verify the checksum."""
-        parts = self._struct.unpack(row)
-        words = parts[3 : 3 + self.num_validity_words]
-        values = parts[3 + self.num_validity_words :]
+        parts = struct.unpack_from(f"<{self._body}", row, 4)
+        words = parts[2 : 2 + self.num_validity_words]
+        values = parts[2 + self.num_validity_words :]
         return {
             column.name: values[i]
             for i, column in enumerate(self.columns)
             if words[i // 64] >> (i % 64) & 1
         }
+
+
+class _Packer:
+    """Packs rows of one schema in one call of ``struct``, without asking after each value.
+
+    A row mostly lacks the columns that the row before it lacked. So the gaps of the last row are
+    filled, and ``struct`` itself refuses a ``None`` anywhere else: only then is the row searched.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        blanks: dict[str, Value] = {"f8": 0.0, "i8": 0}
+        self._blank = [blanks.get(c.kind, b"") for c in schema.columns]
+        self._num_words = schema.num_validity_words
+        self._pack = struct.Struct(f"<{schema._body}").pack
+        self._gaps = self._gaps_of(self._blank)
+
+    def pack(self, seq: int, values: Sequence[Value]) -> bytes:
+        missing, words = self._gaps
+        filled = list(values)
+        for i in missing:
+            if filled[i] is not None:
+                return self._with_new_gaps(seq, values)
+            filled[i] = self._blank[i]
+        try:
+            body = self._pack(0, seq, *words, *filled)
+        except struct.error:
+            return self._with_new_gaps(seq, values)
+        return zlib.crc32(body).to_bytes(4, "little") + body
+
+    def _with_new_gaps(self, seq: int, values: Sequence[Value]) -> bytes:
+        gaps = self._gaps_of(values)
+        filled = [blank if v is None else v for v, blank in zip(values, self._blank, strict=True)]
+        body = self._pack(0, seq, *gaps[1], *filled)
+        self._gaps = gaps
+        return zlib.crc32(body).to_bytes(4, "little") + body
+
+    def _gaps_of(self, values: Sequence[Value]) -> tuple[list[int], list[int]]:
+        """Return the positions of missing values, and the validity words that say the same."""
+        missing = [i for i, value in enumerate(values) if value is None]
+        bits = (1 << len(self._blank)) - 1 - sum(1 << i for i in missing)
+        words = [(bits >> 64 * w) & 0xFFFFFFFFFFFFFFFF for w in range(self._num_words)]
+        return missing, words
 
 
 def rows_of(schema: Schema, raw: bytes) -> npt.NDArray[np.void]:

@@ -215,7 +215,7 @@ class StreamWriter:
         self._slots: _Slots | None = None
         self._index = 0
         self._retry_at = 0
-        self._queue: deque[tuple[Schema, int, list[bytes]]] = deque()
+        self._queue: deque[tuple[Schema, int, int, bytes]] = deque()
         self._num_queued = 0
 
     def append(self, values: Sequence[Value]) -> int:
@@ -226,7 +226,7 @@ class StreamWriter:
         if os.getpid() != self._pid:
             return -1
         with self._lock:
-            return self._append([values])
+            return self._put(1, self.schema.pack(self.next_seq, values))
 
     def append_event(
         self, event: Event, *, step: int, attempt: int, time_unix_ns: int, monotonic_ns: int
@@ -238,37 +238,36 @@ class StreamWriter:
             event, step=step, attempt=attempt, time_unix_ns=time_unix_ns, monotonic_ns=monotonic_ns
         )
         with self._lock:
-            return self._append(rows)
+            packed = [self.schema.pack(self.next_seq + i, row) for i, row in enumerate(rows)]
+            return self._put(len(packed), b"".join(packed))
 
     def __reduce__(self) -> str:
         return self._journal.__reduce__()
 
-    def _append(self, rows: Sequence[Sequence[Value]]) -> int:
-        if self._journal._is_closed:
-            self.dropped += len(rows)
+    def _put(self, num_rows: int, raw: bytes) -> int:
+        journal, seq = self._journal, self.next_seq
+        if journal._is_closed:
+            self.dropped += num_rows
             return -1
-        seq = self.next_seq
-        packed = [self.schema.pack(seq + i, values) for i, values in enumerate(rows)]
-        self.next_seq = seq + len(rows)
-        if self._journal._flusher is None:
-            self._store(self.schema, seq, packed)
+        self.next_seq = seq + num_rows
+        if journal._flusher is None:
+            self._store(self.schema, seq, num_rows, raw)
         else:
-            self._enqueue(seq, packed)
-        return seq + len(rows) - 1
+            self._enqueue(seq, num_rows, raw)
+        return seq + num_rows - 1
 
-    def _store(self, schema: Schema, seq: int, packed: list[bytes]) -> None:
+    def _store(self, schema: Schema, seq: int, num_rows: int, raw: bytes) -> None:
         slots = self._slots
         try:
-            if slots is None or seq + len(packed) > slots.end_seq or slots.schema is not schema:
-                slots = self._roll(schema, seq, len(packed))
+            if slots is None or seq + num_rows > slots.end_seq or slots.schema is not schema:
+                slots = self._roll(schema, seq, num_rows)
                 if slots is None:
-                    self.dropped += len(packed)
+                    self.dropped += num_rows
                     return
-            for i, row in enumerate(packed, start=seq - slots.first_seq):
-                slots.file.write(slots.offset + i * len(row), row)
+            slots.file.write(slots.offset + (seq - slots.first_seq) * schema.row_size, raw)
         except OSError as error:
             self._journal.last_error = error
-            self.dropped += len(packed)
+            self.dropped += num_rows
 
     def _roll(self, schema: Schema, seq: int, num_rows: int) -> _Slots | None:
         """Begin a new segment; None while one was refused a few rows ago."""
@@ -282,13 +281,13 @@ class StreamWriter:
         self._slots = slots
         return slots
 
-    def _enqueue(self, seq: int, packed: list[bytes]) -> None:
+    def _enqueue(self, seq: int, num_rows: int, raw: bytes) -> None:
         flusher = self._journal._flusher
         assert flusher is not None
-        self._queue.append((self.schema, seq, packed))
-        self._num_queued += len(packed)
+        self._queue.append((self.schema, seq, num_rows, raw))
+        self._num_queued += num_rows
         while self._num_queued > _MAX_QUEUED_ROWS and len(self._queue) > 1:
-            gone = len(self._queue.popleft()[2])
+            gone = self._queue.popleft()[2]
             self._num_queued -= gone
             self.dropped += gone
         flusher.wake()
@@ -299,8 +298,8 @@ class StreamWriter:
             taken = list(self._queue)
             self._queue.clear()
             self._num_queued = 0
-        for schema, seq, packed in taken:
-            self._store(schema, seq, packed)
+        for schema, seq, num_rows, raw in taken:
+            self._store(schema, seq, num_rows, raw)
 
     def _drop_queue(self) -> None:
         with self._lock:
