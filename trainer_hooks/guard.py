@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from trainer_hooks.moments import true_elements
-from trainvitals.errors import UsageError
 
 _HONOURS_FOUND_INF = (
     torch.optim.Adam,
@@ -28,20 +28,64 @@ _HONOURS_FOUND_INF = (
 def takes_found_inf(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer.step()`` itself honours ``found_inf`` on the device.
 
-    Only these classes exactly: several others carry the attribute and ignore it, and a subclass may
-    have replaced ``step``. SGD with dampening cannot be skipped on its first step.
+    Only these classes exactly: several others carry the attribute and ignore it, and a subclass, or
+    whoever put another ``step`` into the instance, may do anything. SGD with dampening cannot be
+    skipped on its first step.
     """
-    return type(optimizer) in _HONOURS_FOUND_INF and all(
-        group.get("fused") and not group.get("dampening") for group in optimizer.param_groups
+    return (
+        type(optimizer) in _HONOURS_FOUND_INF
+        and _has_own_step(optimizer)
+        and all(g.get("fused") and not g.get("dampening") for g in optimizer.param_groups)
     )
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` is the class's own; a scheduler's wrapper only counts its calls."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return True
+    file = getattr(getattr(step, "__code__", None), "co_filename", "")
+    return file == lr_scheduler.__file__ and step.__wrapped__ is type(optimizer).step
+
+
+class Kept(Protocol):
+    """Something that forward or backward writes."""
+
+    def keep(self) -> None:
+        """Copy it; call after the update, before the next forward."""
+
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set it to what was kept. Does not wait."""
+
+
+class Shadows:
+    """All that forward and backward write besides gradients, as one."""
+
+    def __init__(self, *parts: Kept) -> None:
+        self._parts = parts
+
+    def keep(self) -> None:
+        """Copy all; call after the update, before the next forward."""
+        for part in self._parts:
+            part.keep()
+
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set all to what was kept. Does not wait."""
+        for part in self._parts:
+            part.put_back(bad)
 
 
 class BufferShadow:
     """Keeps the model's buffers as they were before forward; a bad step gets them back.
 
     Floating buffers and scalar counters, all of them each time: batch norm's kernel writes its
-    running statistics without raising their version counter, so change cannot be seen cheaply. They
-    are looked up by their place in the module, since a forward may put a new tensor there.
+    running statistics without raising their version counter, so change cannot be seen cheaply.
+    Other integers are mostly constants (positions, masks): they are copied only where their version
+    says that they were written. All are looked up by their place in the module, since a forward may
+    put a new tensor there.
+
+    What the loop itself writes into a buffer between two steps is undone by a skip too: from here
+    it cannot be told from what forward writes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,8 +97,10 @@ class BufferShadow:
         ]
         self._seen: list[tuple[Tensor | None, int]] = []
         self._live: dict[int, Tensor] = {}
+        self._constant: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
         self._kept_of: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
         self.keep()
 
     def _look(self) -> dict[int, Tensor]:
@@ -68,8 +114,13 @@ class BufferShadow:
             one[0] is not other[0] or one[1] != other[1]
             for one, other in zip(seen, self._seen, strict=True)
         ):
-            each = {i: true_elements(b) for i, b in enumerate(found) if b is not None and b.numel()}
-            self._seen, self._live = seen, {i: b for i, b in each.items() if _is_state(b)}
+            each = {
+                i: true_elements(b)
+                for i, b in enumerate(found)
+                if b is not None and b.numel() and b.layout == torch.strided
+            }
+            self._seen, self._live = seen, each
+            self._constant = {i: b for i, b in each.items() if _tells_writes(found[i], b)}
         return self._live
 
     @torch.no_grad()
@@ -78,13 +129,21 @@ class BufferShadow:
         live = self._look()
         if live is not self._kept_of and not self._fits(live):
             self._kept = {i: buffer.clone() for i, buffer in live.items()}
-        elif live:
-            torch._foreach_copy_(list(self._kept.values()), list(live.values()))
+        elif written := self._written(live):
+            torch._foreach_copy_([self._kept[i] for i in written], list(written.values()))
         self._kept_of = live
+        self._versions = {i: buffer._version for i, buffer in self._constant.items()}
 
     def _fits(self, live: dict[int, Tensor]) -> bool:
         kept = self._kept
         return live.keys() == kept.keys() and all(_alike(kept[i], live[i]) for i in live)
+
+    def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return the buffers that may differ from what is kept."""
+        if live is not self._kept_of:
+            return live
+        versions = self._versions
+        return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
     @torch.no_grad()
     def put_back(self, bad: Tensor) -> None:
@@ -93,16 +152,19 @@ class BufferShadow:
         A buffer that forward gave another shape or type has nothing to go back to, and is left.
         """
         live = self._look()
-        for i, buffer in live.items():
+        for i, buffer in self._written(live).items():
             kept = self._kept.get(i)
             if kept is not None and (live is self._kept_of or _alike(kept, buffer)):
                 buffer.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
 
 
-def _is_state(buffer: Tensor) -> bool:
-    """Whether forward may write numbers there: floating ones, and counters."""
-    numbers = buffer.is_floating_point() or buffer.is_complex() or not buffer.dim()
-    return numbers and buffer.layout == torch.strided
+def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
+    """Whether the version counter shows each write: integers that are no scalar counter.
+
+    A DTensor's local part is written below the place where versions are counted.
+    """
+    numbers = elements.is_floating_point() or elements.is_complex() or not elements.dim()
+    return not (numbers or elements.is_inference() or hasattr(buffer, "to_local"))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -113,16 +175,13 @@ class OptimizerGuard:
     """One optimizer under the verdict."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS needs a closure, and a closure runs backward where no rank can agree on it",
-                hint="use an optimizer whose step() takes no closure",
-            )
         self.optimizer = optimizer
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._flags: dict[torch.device, Tensor] = {}
+        self._flags: dict[str, Tensor] = {}
         self._look_again(optimizer)
-        self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
+        self._hook = None
+        if type(optimizer) in _HONOURS_FOUND_INF:  # a wrapper may have none of an optimizer's hooks
+            self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
 
     def _look_again(self, optimizer: Optimizer) -> None:
         """A loaded state brings its own choice of ``fused``, and may have no momentum."""
@@ -132,9 +191,17 @@ class OptimizerGuard:
 
     def release(self) -> None:
         """Leave the optimizer as it was found."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
-    def apply(self, bad: Tensor, *, skip_on_host: bool | None, lr_factor: float) -> None:
+    def apply(
+        self,
+        bad: Tensor,
+        *,
+        skip_on_host: bool | None,
+        lr_factor: float,
+        divisor: Tensor | None = None,
+    ) -> None:
         """Step the optimizer unless the verdict is bad.
 
         Args:
@@ -142,29 +209,42 @@ class OptimizerGuard:
             skip_on_host: the same verdict already read, where an optimizer needs the host; None
                 leaves it on the device.
             lr_factor: multiplies every group's rate around this step alone.
+            divisor: what the gradients are to be divided by; only where the verdict is taken on the
+                device, and so for every optimizer or none.
         """
         if skip_on_host:
             self._mark_stepped()
             return
         with self._scaled_rates(lr_factor):
             if self.on_device and skip_on_host is None:
-                self._step_with_flag(bad)
+                self._step_with_flag(bad, divisor)
             else:
                 self.optimizer.step()
         self._mark_stepped()
 
-    def _step_with_flag(self, bad: Tensor) -> None:
-        device = bad.device
-        flag = self._flags.get(device)
-        if flag is None:
-            flag = self._flags[device] = torch.zeros((), dtype=torch.float32, device=device)
-        flag.copy_(bad)
-        optimizer = self.optimizer
-        optimizer.found_inf = flag  # type: ignore[attr-defined]
+    def _step_with_flag(self, bad: Tensor, divisor: Tensor | None) -> None:
+        """Step through the attributes that a gradient scaler would set.
+
+        The flag must be exactly 0.0 or 1.0, and both float32 without a dimension.
+        """
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = self._persistent("found_inf", bad)
+        if divisor is not None:
+            optimizer.grad_scale = self._persistent("grad_scale", divisor)
         try:
             optimizer.step()
         finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
+            del optimizer.found_inf
+            if divisor is not None:
+                del optimizer.grad_scale
+
+    def _persistent(self, name: str, value: Tensor) -> Tensor:
+        """Return the value in a buffer that stays, so that a compiled step sees one tensor."""
+        buffer = self._flags.get(name)
+        if buffer is None or buffer.device != value.device:
+            buffer = torch.zeros((), dtype=torch.float32, device=value.device)
+            self._flags[name] = buffer
+        return buffer.copy_(value)
 
     def _mark_stepped(self) -> None:
         """Tell the scheduler and the scaler that this step was attempted, as both expect."""

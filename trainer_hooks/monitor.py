@@ -14,6 +14,7 @@ from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop, not_compiled
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.parts import Prepared
+from trainer_hooks.refusals import refuse_at_step
 from trainer_hooks.signals import HostStep
 from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict
@@ -96,7 +97,8 @@ class Monitor(Loop):
 
         Raises:
             TrainingHalted: the ladder stopped the run; the only error raised once training runs.
-            UsageError: no parameter has a gradient at the very first step.
+            UsageError: no parameter has a gradient at the very first step, the loss is a closure,
+                or the loop runs within ``Join``.
         """
         if self._host.halted is not None:
             raise self._host.halted
@@ -105,6 +107,7 @@ class Monitor(Loop):
                 "this monitor is closed, so the step would not be guarded",
                 hint="keep the loop inside `with watch(...) as monitor:`, or close it at the end",
             )
+        refuse_at_step(loss, self._device.joinables)
         parts, attempted = self._parts, self._step
         parts.clock.enter()
         prepared = parts.prepare(attempted, loss, weight, first=attempted == self._first_step)
@@ -135,14 +138,16 @@ class Monitor(Loop):
         # Observing takes nothing from the loop, and so not the scaler's own skip either.
         bad = verdict.bad if guarding else verdict.overflow
         skip_on_host = bool(bad.item()) if device.reads_verdict else None
+        divisor = None
         if max_norm is not None and prepared.grads and not skip_on_host:
-            self._parts.clip(verdict, prepared, max_norm)
+            divisor = self._parts.clip(verdict, prepared, max_norm)
         if self._host.healer is not None:
             self._host.healer.before_update()
+        device.averages.judged(bad)
         factor = self._host.judge.lr_factor_at(self._step)
         with self._parts.clock.not_ours():
             for guard in device.guards:
-                guard.apply(bad, skip_on_host=skip_on_host, lr_factor=factor)
+                guard.apply(bad, skip_on_host=skip_on_host, lr_factor=factor, divisor=divisor)
         if guarding:
             device.shadow.put_back(bad)
         device.shadow.keep()

@@ -18,7 +18,7 @@ from trainer_hooks.host import Host
 from trainer_hooks.norms import no_gradients, scale
 from trainer_hooks.pack import Local
 from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
-from trainer_hooks.verdict import Verdict, clip_coefficient, judge_on_device
+from trainer_hooks.verdict import Verdict, clip_divisor, judge_on_device
 
 
 class Prepared(NamedTuple):
@@ -128,17 +128,23 @@ class StepParts:
         self._host.ranks.reduce(packer.pack)
         return judge_on_device(packer.layout, packer.pack)
 
-    def clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> None:
-        """Scale the gradients by the ranks' norm; where none could measure, by this rank's own.
+    def clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:
+        """Clip the gradients to ``max_norm``, or return what the optimizers shall divide them by.
 
-        Replicas hold the same gradients, so their own norms are the same.
+        An optimizer that takes the verdict on the device takes the divisor as well: that saves a
+        pass over all gradients. The norm is the ranks' own; where none of them could measure, this
+        rank's, which replicas have in common.
         """
         norm = verdict.grad_norm
         if prepared.failed:
             with self._host.faults.fail_open("clip"):
                 own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
                 norm = torch.where(verdict.measured, norm, own)
-        scale(prepared.grads, clip_coefficient(norm, max_norm))
+        divisor = clip_divisor(norm, max_norm)
+        if not self._device.reads_verdict:
+            return divisor
+        scale(prepared.grads, divisor.reciprocal())
+        return None
 
     def report(
         self,

@@ -78,6 +78,6 @@ def judge_on_device(layout: PackLayout, pack: Tensor) -> Verdict:
     )
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return min(1, max_norm / (norm + 1e-6)), the factor of ``clip_grad_norm_``."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return max(1, (norm + 1e-6) / max_norm): one over the factor of ``clip_grad_norm_``."""
+    return torch.clamp((norm + 1e-6) / max_norm, min=1.0)

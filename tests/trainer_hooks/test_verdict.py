@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from trainer_hooks.guard import OptimizerGuard
 from trainer_hooks.norms import GradNorms
 from trainer_hooks.pack import Local, Packer, PackLayout, Reduced, Root
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import Derived, culprits, rank_losses, step_record
 from trainer_hooks.shards import named_parameters
-from trainer_hooks.verdict import clip_coefficient, judge_on_device
+from trainer_hooks.verdict import clip_divisor, judge_on_device
 from trainvitals.errors import UsageError
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -116,13 +117,13 @@ def test_missing_is_not_zero():
     assert record.grad_norm == 2.0
 
 
-def test_the_clip_coefficient_is_that_of_clip_grad_norm():
+def test_the_clip_divisor_is_that_of_clip_grad_norm():
     grad = torch.tensor([3.0, 4.0])
     param = nn.Parameter(torch.zeros(2))
     param.grad = grad.clone()
     norm = nn.utils.clip_grad_norm_([param], 1.0)
-    assert torch.allclose(grad * clip_coefficient(norm, 1.0), param.grad)
-    assert float(clip_coefficient(torch.tensor(0.5), 1.0)) == 1.0
+    assert torch.allclose(grad / clip_divisor(norm, 1.0), param.grad)
+    assert float(clip_divisor(torch.tensor(0.5), 1.0)) == 1.0
 
 
 def test_norms_match_torch_and_survive_a_finite_1e30():
@@ -168,3 +169,35 @@ def test_a_parameter_in_two_optimizers_is_refused():
     both = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(UsageError, match="two optimizers"):
         named_parameters(model, both)
+
+
+FUSED = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, fused=True),
+    "adamw-maximize": lambda p: torch.optim.AdamW(p, lr=0.1, maximize=True, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_clip_folded_into_the_step_is_the_clip_before_it(name):
+    trained = []
+    for folded in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = FUSED[name](model.parameters())
+        guard = OptimizerGuard(optimizer, None)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 5)).square().sum().backward()
+            divisor = None
+            if folded:
+                norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                divisor = clip_divisor(norm, 0.5)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            guard.apply(torch.zeros(()), skip_on_host=None, lr_factor=1.0, divisor=divisor)
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert not hasattr(optimizer, "grad_scale")
+    torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-7)
