@@ -8,147 +8,11 @@ ranks (``run``) are written by global rank 0 only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from trainvitals.metrics import LAYER_METRICS, STEP_METRICS, Kind, MetricSpec, Scope
 from trainvitals.records import EVENT_SCHEMA
 from trainvitals.rows import Column, Schema
-
-Kind = Literal["gauge", "counter", "info"]
-Scope = Literal["run", "rank", "gpu", "node", "process", "agent", "collector", "hooks"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSpec:
-    """One metric."""
-
-    name: str
-    """Prometheus name: what ``/metrics`` and dashboards call it."""
-    help: str
-    unit: str
-    """Base unit: seconds, bytes, ratio, watts, celsius, hertz, tokens, or "" for a plain number."""
-    kind: Kind = "gauge"
-    scope: Scope
-    stream: str = ""
-    """The row stream that carries it, or "" where it exists only on ``/metrics``."""
-    column: str = ""
-    dtype: Literal["f8", "i8"] = "f8"
-    labels: tuple[str, ...] = ("run",)
-
-
-def _step(
-    column: str,
-    unit: str,
-    text: str,
-    *,
-    scope: Scope = "run",
-    dtype: Literal["f8", "i8"] = "f8",
-    kind: Kind = "gauge",
-    name: str = "",
-) -> MetricSpec:
-    labels = ("run",) if scope == "run" else ("run", "rank")
-    return MetricSpec(
-        name=name or f"train_{column}",
-        help=text,
-        unit=unit,
-        kind=kind,
-        scope=scope,
-        stream="steps",
-        column=column,
-        dtype=dtype,
-        labels=labels,
-    )
-
-
-STEP_METRICS: tuple[MetricSpec, ...] = (
-    _step("loss", "", "Training loss of the step: weighted mean over all ranks."),
-    _step("loss_max", "", "Largest loss of a rank in the step."),
-    _step("loss_max_rank", "", "Rank with the largest or a non-finite loss.", dtype="i8"),
-    _step("grad_norm", "", "L2 norm of all gradients before clipping."),
-    _step("grad_norm_clipped", "", "L2 norm of all gradients after clipping."),
-    _step("loss_limit", "", "Loss above which the step would be skipped; absent in warm-up."),
-    _step("grad_norm_limit", "", "Gradient norm above which the step would be skipped."),
-    _step("learning_rate", "", "Learning rate of the first parameter group, as applied."),
-    _step("lr_factor", "ratio", "Factor the ladder puts on the learning rate; 1 is untouched."),
-    _step("loss_scale", "", "Loss scale of the gradient scaler."),
-    _step(
-        "verdict",
-        "",
-        "Bits: 1 loss and 2 gradients non-finite, 4 loss and 8 norm outlier, "
-        "16 scaler overflow, 32 a rank failed to prepare.",
-        dtype="i8",
-    ),
-    _step("skipped", "", "1 where the update was not applied.", dtype="i8"),
-    _step("culprit_rank", "", "Rank that alone made the step bad, or -1.", dtype="i8"),
-    _step(
-        "nonfinite_params",
-        "",
-        "Ranks that found non-finite parameters; measured after a bad step only.",
-        dtype="i8",
-    ),
-    _step("readback_lag", "", "Steps between an update and its handling on the host.", dtype="i8"),
-    _step(
-        "tokens_seen",
-        "tokens",
-        "Tokens consumed, skipped steps included, over all ranks.",
-        dtype="i8",
-        kind="counter",
-        name="train_tokens_total",
-    ),
-    _step(
-        "tokens_trained",
-        "tokens",
-        "Tokens whose update was applied.",
-        dtype="i8",
-        kind="counter",
-        name="train_tokens_trained_total",
-    ),
-    _step("tokens_per_second", "tokens", "Tokens of all ranks per second of the step."),
-    _step(
-        "mfu_ratio",
-        "ratio",
-        "Model FLOPs utilization, 0 to 1; absent where the peak of the device is unknown.",
-    ),
-    _step("rank_loss", "", "This rank's own loss.", scope="rank"),
-    _step(
-        "step_duration_seconds",
-        "seconds",
-        "Wall time from the end of the last step to the end of this one.",
-        scope="rank",
-    ),
-    _step(
-        "data_wait_seconds",
-        "seconds",
-        "Part of the step spent waiting for the next batch.",
-        scope="rank",
-    ),
-    _step(
-        "monitor_seconds",
-        "seconds",
-        "Part of the step spent inside Vitals on the host.",
-        scope="rank",
-    ),
-    _step(
-        "memory_allocated_bytes",
-        "bytes",
-        "Device memory in tensors at the end of the step.",
-        scope="rank",
-    ),
-    _step(
-        "memory_peak_bytes",
-        "bytes",
-        "Peak device memory in tensors since the run started.",
-        scope="rank",
-    ),
-    _step("epoch", "", "Epoch of the batch.", scope="rank", dtype="i8"),
-    _step(
-        "batch_index",
-        "",
-        "Index of the batch in its epoch: which data fed this step.",
-        scope="rank",
-        dtype="i8",
-    ),
-)
 
 ROW_COLUMNS: tuple[Column, ...] = (
     Column("step", "i8"),
@@ -165,18 +29,6 @@ def steps_schema(*, num_groups: int = 1) -> Schema:
     metrics = tuple(Column(m.column, m.dtype) for m in STEP_METRICS)
     return Schema("steps", ROW_COLUMNS + metrics + extra)
 
-
-LAYER_METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec(
-        name="train_layer_grad_norm",
-        help="L2 norm of one layer's gradients before clipping; on /metrics as top-k only.",
-        unit="",
-        scope="run",
-        stream="layers",
-        column="grad_norm",
-        labels=("run", "layer"),
-    ),
-)
 
 LAYERS_SCHEMA = Schema(
     "layers",
@@ -387,10 +239,13 @@ __all__ = [
     "EVENT_SCHEMA",
     "GPU_SCHEMA",
     "LAYERS_SCHEMA",
+    "LAYER_METRICS",
     "NODE_SCHEMA",
     "PROCESS_SCHEMA",
     "SCALARS_SCHEMA",
+    "STEP_METRICS",
     "MetricSpec",
+    "Scope",
     "spec",
     "steps_schema",
 ]

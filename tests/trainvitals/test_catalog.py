@@ -13,7 +13,7 @@ SUFFIX_OF_UNIT = {
     "watts": ("_watts",),
     "celsius": ("_celsius",),
     "hertz": ("_hertz",),
-    "tokens": ("tokens_total", "tokens_trained_total", "tokens_per_second"),
+    "tokens": ("tokens_total", "tokens_trained_total", "tokens_per_second", "_tokens"),
 }
 PREFIXES = ("train_", "gpu_", "node_", "agent_", "collector_")
 

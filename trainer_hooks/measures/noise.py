@@ -112,7 +112,7 @@ class LocalSquares:
         reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
         if reduced != {id(p) for p in norms.params if p.requires_grad}:
             raise UsageError(
-                "SignalSettings.noise_scale: DDP averages other parameters than the optimizers hold",
+                "SignalSettings.noise_scale: DDP and the optimizers hold other parameters",
                 hint="turn requires_grad off for what is not trained, before DDP is made",
             )
         return cls._hooked(ddp, cls(norms.device, faults))
