@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,13 @@ from trainvitals.records import (
 
 NUM_DERIVED = 3
 
-_FIELD = {name: i for i, name in enumerate(RANK_FIELDS)}
-_ROOT = {name: i for i, name in enumerate(ROOT_FIELDS)}
+_SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
+_LIMITS = ("loss_limit", "grad_norm_limit")
+assert ROOT_FIELDS[: len(_LIMITS)] == _LIMITS, "the verdict compares both numbers at once"
+
+_FACTS = (BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED)
+_NUM_BAD = _FACTS.index(RANK_FAILED)
+"""The first so many facts keep an update back."""
 
 
 class Verdict(NamedTuple):
@@ -48,34 +54,34 @@ def judge_on_device(layout: PackLayout, pack: Tensor) -> Verdict:
     a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
     scaler's overflow keeps the update back but is no fault.
     """
-    slots, root = layout.slots(pack), pack[layout.root : layout.ranks]
-    sums = slots.sum(dim=0)
-    weight = sums[_FIELD["weight"]]
-    has_loss = weight != 0
-    loss = sums[_FIELD["weighted_loss"]] / torch.where(has_loss, weight, torch.ones_like(weight))
-    failed = sums[_FIELD["failed"]]
-    whole, measured = failed == 0, failed < layout.world_size
+    sums = layout.slots(pack).sum(dim=0)
+    weighted_loss, weight, failed, overflows = (sums[i] for i in _SUMMED)
+    limits = pack[layout.root : layout.root + len(_LIMITS)]
+    has_loss, overflow = weight != 0, overflows != 0
+    whole, measured = failed == 0, failed != layout.world_size
     # Replicas each bring an equal part: without one of them the others' parts stand for it.
-    part = torch.where(measured, 1.0 - failed / layout.world_size, torch.ones_like(failed))
+    part = torch.where(measured, 1.0 - failed / layout.world_size, 1.0)
     norm = (pack[: layout.num_params].sum() / part).sqrt()
-    overflow = sums[_FIELD["overflow"]] > 0
-    bits = (
-        (has_loss & ~torch.isfinite(loss)) * BAD_LOSS
-        + (~torch.isfinite(norm) & ~overflow) * BAD_GRADIENTS
-        + (has_loss & whole & (loss > root[_ROOT["loss_limit"]])) * LOSS_OUTLIER
-        + (whole & torch.isfinite(norm) & (norm > root[_ROOT["grad_norm_limit"]])) * NORM_OUTLIER
-        + overflow * OVERFLOW
-        + (~whole) * RANK_FAILED
-    )
-    bad = (bits & (RANK_FAILED - 1)) != 0
+    # Both numbers at once: each operation is a kernel of its own. NaN and Inf times 0 are NaN.
+    values = torch.stack((torch.where(has_loss, weighted_loss / weight, 0.0), norm))
+    finite = values * 0.0 == 0.0
+    nonfinite = ~finite & torch.stack((has_loss, ~overflow))
+    outlier = (values > limits) & finite & torch.stack((has_loss & whole, whole))
+    facts = torch.cat((nonfinite, outlier, torch.stack((overflow, ~whole))))
     return Verdict(
-        bad.to(torch.float64),
-        bits.to(torch.float64),
-        loss,
+        facts[:_NUM_BAD].any().to(torch.float64),
+        (facts * _bits(pack.device)).sum(),
+        values[0],
         norm,
         overflow.to(torch.float64),
         measured,
     )
+
+
+@functools.cache
+def _bits(device: torch.device) -> Tensor:
+    """Return what each fact is written as; kept: only the first step waits until it is sent."""
+    return torch.tensor(_FACTS, dtype=torch.float64, device=device)
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
