@@ -91,7 +91,9 @@ class Monitor(Loop):
         ``scheduler.step()`` and ``zero_grad()``.
 
         Args:
-            loss: this rank's loss, a 0-dimensional tensor (not read on the host) or a number.
+            loss: this rank's loss, a 0-dimensional tensor (not read on the host) or a number. After
+                ``micro`` it counts as one more micro-batch, unless it is the tensor that ``micro``
+                was given last.
             weight: its weight in the mean over ranks, usually the rank's number of tokens.
             max_norm: the gradient norm to clip to; None does not clip.
 
@@ -133,26 +135,12 @@ class Monitor(Loop):
 
     def _update(self, verdict: Verdict, prepared: Prepared, max_norm: float | None) -> None:
         """Clip and step every optimizer under the verdict; then scaler, schedulers, gradients."""
-        device = self._device
-        guarding = self._host.mode != "observe"
-        # Observing takes nothing from the loop, and so not the scaler's own skip either.
-        bad = verdict.bad if guarding else verdict.overflow
-        skip_on_host = bool(bad.item()) if device.reads_verdict else None
-        divisor = None
-        if max_norm is not None and prepared.grads and not skip_on_host:
-            divisor = self._parts.clip(verdict, prepared, max_norm)
-        if self._host.healer is not None:
-            self._host.healer.before_update()
-        device.averages.judged(bad)
-        factor = self._host.judge.lr_factor_at(self._step)
-        with self._parts.clock.not_ours():
-            for guard in device.guards:
-                guard.apply(bad, skip_on_host=skip_on_host, lr_factor=factor, divisor=divisor)
-        if guarding:
-            device.shadow.put_back(bad)
-        device.shadow.keep()
+        device, parts = self._device, self._parts
+        orders = parts.orders(verdict, prepared, self._step, max_norm)
+        parts.apply(device.guards, orders)
+        parts.settle(orders)
         update_scaler(device.scaler, device.optimizers, verdict.overflow)
-        with self._parts.clock.not_ours():
+        with parts.clock.not_ours():
             for scheduler in device.schedulers:
                 scheduler.step()
         for optimizer in device.optimizers:

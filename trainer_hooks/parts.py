@@ -6,6 +6,8 @@ handles the step of ``lag`` steps ago (``trainer_hooks.host``).
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from trainer_hooks.batches import Position
 from trainer_hooks.device import Device
-from trainer_hooks.guard import overflow_flag
+from trainer_hooks.guard import OptimizerGuard, overflow_flag
 from trainer_hooks.host import Host
 from trainer_hooks.norms import no_gradients, scale
 from trainer_hooks.pack import Local
@@ -39,6 +41,15 @@ class StepLoss(NamedTuple):
     """Whether the weight is a number of tokens."""
 
 
+class Orders(NamedTuple):
+    """What every optimizer does with its gradients in one step: the verdict, carried out."""
+
+    bad: Tensor
+    skip_on_host: bool | None
+    divisor: Tensor | None
+    lr_factor: float
+
+
 class StepParts:
     """Measures, exchanges, clips and reports one step after another; keeps the step's clock."""
 
@@ -48,6 +59,7 @@ class StepParts:
         self.clock = StepClock(host.clock)
         self._tokens_per_step = tokens_per_step
         self._micro: tuple[Tensor, Tensor | float, bool] | None = None
+        self._last_micro: Callable[[], object] = lambda: None
 
     # -------------------------------------------------------------------------- the losses
 
@@ -58,6 +70,8 @@ class StepParts:
         part = self._on_device(loss).detach().to(torch.float64) * share
         before, so_far, weighted = self._micro or (0.0, 0.0, True)
         self._micro = (before + part, so_far + share, weighted and weight is not None)
+        # Known again, but not kept: the graph behind it would be kept as well.
+        self._last_micro = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
 
     def _on_device(self, loss: Tensor | float) -> Tensor:
         """Return the loss as a tensor; a number is written by a kernel, so that nothing waits."""
@@ -66,6 +80,9 @@ class StepParts:
         return torch.full((), loss, dtype=torch.float64, device=self._device.norms.device)
 
     def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
+        """Return the step's loss: a last one counts beside those before, unless it was one."""
+        if self._micro is not None and loss is not None and loss is not self._last_micro():
+            self.add_loss(loss, weight)
         if self._micro is None:
             return StepLoss(loss, weight, weight is not None and loss is not None)
         (total, weights, weighted), self._micro = self._micro, None
@@ -128,7 +145,40 @@ class StepParts:
         self._host.ranks.reduce(packer.pack)
         return judge_on_device(packer.layout, packer.pack)
 
-    def clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:
+    def orders(
+        self, verdict: Verdict, prepared: Prepared, step: int, max_norm: float | None
+    ) -> Orders:
+        """Clip, make ready for the update, and return what the verdict means for each optimizer."""
+        device = self._device
+        # Observing takes nothing from the loop, and so not the scaler's own skip either.
+        bad = verdict.bad if self._host.mode != "observe" else verdict.overflow
+        skip_on_host = bool(bad.item()) if device.reads_verdict else None
+        divisor = None
+        if max_norm is not None and prepared.grads and not skip_on_host:
+            divisor = self._clip(verdict, prepared, max_norm)
+        if self._host.healer is not None:
+            self._host.healer.before_update()
+        device.averages.judged(bad)
+        return Orders(bad, skip_on_host, divisor, self._host.judge.lr_factor_at(step))
+
+    def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
+        """Step the optimizers as ordered; their own time is the loop's."""
+        with self.clock.not_ours():
+            for guard in guards:
+                guard.apply(
+                    orders.bad,
+                    skip_on_host=orders.skip_on_host,
+                    lr_factor=orders.lr_factor,
+                    divisor=orders.divisor,
+                )
+
+    def settle(self, orders: Orders) -> None:
+        """Put back what forward wrote in a bad step, and copy it for the next."""
+        if self._host.mode != "observe":
+            self._device.shadow.put_back(orders.bad)
+        self._device.shadow.keep()
+
+    def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:
         """Clip the gradients to ``max_norm``, or return what the optimizers shall divide them by.
 
         An optimizer that takes the verdict on the device takes the divisor as well: that saves a
