@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.agree import check_same, on_every_rank
-from trainer_hooks.guard import BufferShadow, OptimizerGuard
+from trainer_hooks.averages import Averages
+from trainer_hooks.guard import BufferShadow, OptimizerGuard, Shadows
+from trainer_hooks.hook_memory import registered, unregistered
 from trainer_hooks.norms import GradNorms
 from trainer_hooks.pack import Packer, PackLayout
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.readback import Readback
+from trainer_hooks.refusals import joinables, refuse_unguardable
 from trainer_hooks.shards import Piece, flat_pieces, named_parameters, reshard
 from trainer_hooks.signals import HostStep
+from trainer_hooks.state import Stateful
 from trainer_hooks.verdict import NUM_DERIVED
 from trainvitals.errors import UsageError
 
@@ -31,7 +36,13 @@ class Device:
     norms: GradNorms
     packer: Packer
     guards: tuple[OptimizerGuard, ...]
-    shadow: BufferShadow
+    shadow: Shadows
+    averages: Averages
+    joinables: tuple[Any, ...]
+    extra: dict[str, Stateful]
+    """What ``watch(state=...)`` registered, in the form that a rollback restores."""
+    warnings: list[str]
+    """What of the training a skip cannot put back."""
     readback: Readback[HostStep]
 
     def release(self) -> None:
@@ -39,6 +50,7 @@ class Device:
         for optimizer, guard in zip(self.optimizers, self.guards, strict=True):
             guard.release()
             vars(optimizer).pop("add_param_group", None)
+        self.averages.release()
 
     @property
     def reads_verdict(self) -> bool:
@@ -52,14 +64,16 @@ def lay_out(
     schedulers: tuple[Any, ...],
     scaler: torch.amp.GradScaler | None,
     ranks: Ranks,
+    state: Mapping[str, Any] | None = None,
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     params: dict[str, Tensor] = {}
     pieces: dict[int, Piece] = {}
     guards: list[OptimizerGuard] = []
+    state = state or {}
 
     def local() -> list[str]:
-        _refuse_plateau(schedulers)
+        refuse_unguardable(model, optimizers, schedulers, state)
         reshard(model)
         pieces.update(flat_pieces(model))
         params.update(named_parameters(model, optimizers))
@@ -70,6 +84,7 @@ def lay_out(
     check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
     norms = GradNorms(params, ranks, pieces)
     layout = PackLayout.of(len(params), ranks)
+    memories = registered(model, state)
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
     lag = 1 if all(guard.on_device for guard in guards) else 0
     size = layout.size + NUM_DERIVED + 1
@@ -82,18 +97,13 @@ def lay_out(
         norms=norms,
         packer=Packer(layout, norms.device),
         guards=tuple(guards),
-        shadow=BufferShadow(model),
+        shadow=Shadows(BufferShadow(model), *memories.values()),
+        averages=Averages(state),
+        joinables=joinables(model, optimizers),
+        extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
+        warnings=unregistered(model, state),
         readback=Readback[HostStep](lag=lag, size=size, device=norms.device),
     )
-
-
-def _refuse_plateau(schedulers: tuple[Any, ...]) -> None:
-    if any(isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers):
-        raise UsageError(
-            "ReduceLROnPlateau needs a metric, and is not stepped at every update",
-            hint="leave it out of watch(), step it yourself after each evaluation, and name it in "
-            "watch(state={'plateau': scheduler}) so that a rollback brings it back",
-        )
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

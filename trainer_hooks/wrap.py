@@ -5,8 +5,9 @@ Everything that reads the environment, makes files, or talks to other ranks at t
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, cast
@@ -38,6 +39,7 @@ from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInf
 Mode = Literal["off", "observe", "guard", "heal"]
 _MODES = ("off", "observe", "guard", "heal")
 _OLDEST_TORCH = (2, 6)
+_LOG = logging.getLogger("trainvitals")
 
 
 def watch(
@@ -73,6 +75,9 @@ def watch(
         config: hyperparameters to keep with the run.
         tags: words to find the run by.
         state: further objects with ``state_dict``/``load_state_dict`` that a rollback restores.
+            Two kinds are guarded in each step as well, so that a skip leaves no trace in them: an
+            ``AveragedModel`` (call its ``update_parameters`` after ``monitor.step``), and the state
+            of a communication hook (``PowerSGDState``; it needs no ``state_dict``).
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -80,7 +85,7 @@ def watch(
     """
     environ = dict(os.environ)
     tokens, settings = _tokens(tokens_per_step), _mapping(config)
-    all_optimizers = tuple([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+    all_optimizers = tuple(_as_list(optimizers))
     all_schedulers = tuple(_as_list(schedulers))
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler)
@@ -88,7 +93,7 @@ def watch(
         from trainer_hooks.off import Unwatched
 
         return cast(Monitor, Unwatched(all_optimizers, all_schedulers, scaler))
-    device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks)
+    device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks, state)
     place = open_run(ranks, environ, dir, clock)
     emitter = Emitter(
         open_journal(place, ranks, faults, clock, device.norms.device),
@@ -104,7 +109,7 @@ def watch(
             _settings(checkpoints, place.run_dir),
             model=model,
             device=device,
-            extra=state or {},
+            extra=device.extra,
             ranks=ranks,
             run_id=place.run_dir.run_id,
             emitter=emitter,
@@ -123,6 +128,8 @@ def watch(
         judge=place.judge,
     )
     restored = _begin(host, place, info)
+    for text in device.warnings:
+        _warn(host, text)
     if ranks.local_rank == 0:
         _start_agent(host, place, environ)
     return Monitor(device, host, tokens_per_step=tokens, restored=restored)
@@ -196,6 +203,14 @@ def _say_hello(host: Host, place: Place, info: RunInfo, attempt: AttemptStarted)
             said.append(Note(code="host_path", text=text))
     for event in said:
         host.emitter.event(event, step=step, attempt=place.attempt)
+
+
+def _warn(host: Host, text: str) -> None:
+    """Say what watch() sees and cannot help: once, in the log and among the run's events."""
+    if host.is_root:
+        _LOG.warning("vitals: %s", text)
+        event = Note(code="unseen_state", text=text, severity="warning")
+        host.emitter.event(event, step=host.first_step, attempt=host.attempt)
 
 
 def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
@@ -304,4 +319,5 @@ def _mapping(config: object) -> Mapping[str, object]:
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    many = isinstance(value, Iterable) and not isinstance(value, Optimizer)
+    return list(value) if many else [value]

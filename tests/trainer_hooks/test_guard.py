@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from trainer_hooks.guard import BufferShadow, OptimizerGuard, takes_found_inf
-from trainvitals.errors import UsageError
 
 FACTORIES = {
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
@@ -100,11 +99,6 @@ def test_only_classes_known_to_honour_the_flag_are_given_it():
     assert not takes_found_inf(torch.optim.AdamW(params))
     assert not takes_found_inf(Mine(params, fused=True))
     assert not takes_found_inf(torch.optim.RMSprop(params))
-
-
-def test_a_closure_optimizer_is_refused_with_a_way_out():
-    with pytest.raises(UsageError, match="closure"):
-        OptimizerGuard(torch.optim.LBFGS([nn.Parameter(torch.zeros(2))]), None)
 
 
 def test_a_lowered_rate_is_seen_by_the_step_alone():

@@ -1,0 +1,104 @@
+"""Averages of the weights (``AveragedModel``: EMA, SWA): a skipped step leaves no trace in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from trainer_hooks.moments import true_elements
+from trainer_hooks.readback import Readback
+
+
+class Averages:
+    """The registered averages; ``update_parameters`` of each follows the last step's verdict.
+
+    It costs one more copy of the average while it is updated, and one pass over it.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._updates = [
+            _GuardedUpdate(one) for one in state.values() if isinstance(one, AveragedModel)
+        ]
+
+    def judged(self, bad: Tensor) -> None:
+        """Take a step's verdict, 0.0 or 1.0 on the device; call before its update."""
+        for update in self._updates:
+            update.judged(bad)
+
+    def release(self) -> None:
+        """Leave the averages as they were found."""
+        for update in self._updates:
+            update.release()
+
+
+class _GuardedUpdate:
+    """Stands in for one average's ``update_parameters``."""
+
+    def __init__(self, average: AveragedModel) -> None:
+        self._average = average
+        self._bad: Tensor | None = None
+        self._late: Readback[tuple[Tensor, Tensor]] | None = None
+        self._waits = False
+        average.update_parameters = self  # type: ignore[method-assign]
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as the plain method of the average's copy."""
+        return partial, (type(self._average).update_parameters, self._average)
+
+    def __call__(self, model: nn.Module) -> None:
+        """Average the model in, unless its last step was skipped; waits for nothing."""
+        plain = type(self._average).update_parameters
+        if self._bad is None:
+            plain(self._average, model)
+            return
+        with torch.no_grad():
+            live = [true_elements(t) for t in _tensors_of(self._average)]
+            kept = [tensor.clone() for tensor in live]
+            plain(self._average, model)
+            for tensor, before in zip(live, kept, strict=True):
+                if is_far_counter(tensor, self._bad):
+                    self._settle_later(tensor, before, self._bad)
+                else:
+                    bad = self._bad.to(tensor.device) != 0
+                    tensor.copy_(torch.where(bad, before, tensor))
+
+    def _settle_later(self, counter: Tensor, before: Tensor, bad: Tensor) -> None:
+        """Torch keeps ``n_averaged`` on the host: it is put right when the verdict is there."""
+        if self._late is None:
+            self._late = Readback(lag=1, size=1, device=bad.device)
+        if not self._waits:  # a second update in one step has the same verdict
+            self._late.push(bad.reshape(1), (counter, before))
+            self._waits = True
+
+    def judged(self, bad: Tensor) -> None:
+        """Put right what waited for the verdict before this one, and take this one."""
+        self._settle()
+        self._bad = bad
+
+    def _settle(self, patience_seconds: float | None = None) -> None:
+        """Take back the counter of a step that was skipped; waits for that step alone, not this."""
+        if self._late is None:
+            return
+        ready, self._waits = self._late.pop(patience_seconds=patience_seconds), False
+        if ready is not None and ready[0][0]:
+            counter, before = ready[1]
+            counter.copy_(before)
+
+    def release(self) -> None:
+        """Give the average its own method back."""
+        self._settle(patience_seconds=2.0)
+        vars(self._average).pop("update_parameters", None)
+
+
+def _tensors_of(average: AveragedModel) -> tuple[Tensor, ...]:
+    return (*average.parameters(), *average.buffers())
+
+
+def is_far_counter(tensor: Tensor, bad: Tensor) -> bool:
+    """Whether it is a counter on the host under a verdict on a device: reading that would wait."""
+    return tensor.dim() == 0 and tensor.device != bad.device

@@ -1,0 +1,144 @@
+"""The memory of DDP's communication hooks (PowerSGD's errors): backward writes it, unseen by us.
+
+A NaN in one gradient stays in such a memory and poisons every step after it. Registered with
+``watch(state=...)`` it is kept before backward and put back where a step was bad, as buffers are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def hook_states(model: nn.Module) -> list[Any]:
+    """Return the state object of every communication hook on the model's wrappers."""
+    found = []
+    for module in model.modules():
+        found += [state for _, state in getattr(module, "_comm_hooks", ())]
+        found.append(getattr(module, "_comm_hook_state", None))
+    ours = "trainer_hooks."  # a hook that measures; it stays on a module for good
+    return [s for s in found if s is not None and not type(s).__module__.startswith(ours)]
+
+
+def has_memory(state: object) -> bool:
+    """Return whether an object keeps tensors, or has the tables for them."""
+    values = _attributes(state).values()
+    return any(isinstance(v, Tensor) or _is_table(v) for v in values)
+
+
+def registered(model: nn.Module, state: Mapping[str, Any]) -> dict[str, HookMemory]:
+    """Return, by name, the memory of each hook whose state was registered."""
+    known = {id(one) for one in hook_states(model)}
+    return {name: HookMemory(value) for name, value in state.items() if id(value) in known}
+
+
+def unregistered(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return what to say about each hook's memory that nobody registered."""
+    registered = {id(value) for value in state.values()}
+    unseen = {id(s): s for s in hook_states(model) if id(s) not in registered and has_memory(s)}
+    return [
+        f"a communication hook keeps tensors in its {type(one).__name__}, which a skip does not "
+        "put back: one NaN stays there; register it: watch(..., state={'hook': that_state})"
+        for one in unseen.values()
+    ]
+
+
+class HookMemory:
+    """One hook's memory under the verdict. Has the ``state_dict`` that a rollback needs.
+
+    Counters and generators of the hook go on with every attempted step, as schedulers do. It costs
+    one copy of the memory, made anew in each step.
+    """
+
+    def __init__(self, state: object) -> None:
+        self._state = state
+        self._kept: dict[tuple[str, object], Tensor] = {}
+        self._has_stepped = False
+        self.keep()
+
+    def _live(self) -> Iterator[tuple[tuple[str, object], Tensor]]:
+        for name, value in _attributes(self._state).items():
+            if isinstance(value, Tensor):
+                yield (name, None), value
+            elif _is_table(value):
+                yield from (((name, key), tensor) for key, tensor in value.items())
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the memory; call after the update, before the next backward."""
+        kept = {}
+        for place, live in self._live():
+            before = self._kept.get(place)
+            if before is not None and _alike(before, live):
+                kept[place] = before.copy_(live)
+            else:
+                kept[place] = live.clone()
+        self._kept = kept
+
+    @torch.no_grad()
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set the memory to what was kept. Does not wait.
+
+        What first came in this very step starts as a hook's memory does: at zero, and PowerSGD's Q
+        at random numbers, the same on all ranks (from zero it would never leave).
+        """
+        self._has_stepped = True
+        for place, live in self._live():
+            before = self._kept.get(place)
+            if before is None or not _alike(before, live):
+                before = _fresh(place[0], live)
+            live.copy_(torch.where(bad.to(live.device) != 0, before, live))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the memory, the counters and numpy's generator."""
+        found: dict[str, Any] = {}
+        for name, value in _attributes(self._state).items():
+            if isinstance(value, (*_PLAIN, Tensor)) or _is_table(value):
+                found[name] = copy.deepcopy(value)
+            elif hasattr(value, "get_state") and hasattr(value, "set_state"):
+                kind, keys, *rest = value.get_state()
+                found[name] = (kind, keys.tolist(), *rest)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the memory back, within the process that filled it.
+
+        In a new process DDP has other buckets until its second step: there the memory starts anew,
+        and a hook that waits for some steps waits again.
+        """
+        if not self._has_stepped:
+            return
+        for name, value in state_dict.items():
+            if isinstance(value, tuple | list):
+                getattr(self._state, name).set_state(tuple(value))
+            else:
+                setattr(self._state, name, copy.deepcopy(value))
+
+
+def _attributes(state: object) -> dict[str, Any]:
+    """Return an object's attributes, those in ``__slots__`` included."""
+    slots = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
+    found = {name: getattr(state, name) for name in slots if hasattr(state, name)}
+    return found | getattr(state, "__dict__", {})
+
+
+def _is_table(value: object) -> bool:
+    """Whether it is a dict that holds tensors, or nothing yet."""
+    return isinstance(value, dict) and all(isinstance(one, Tensor) for one in value.values())
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _fresh(name: str, live: Tensor) -> Tensor:
+    if name != "q_memory_dict":
+        return torch.zeros_like(live)
+    generator = torch.Generator(live.device).manual_seed(live.numel())
+    return torch.randn(live.shape, generator=generator, dtype=live.dtype, device=live.device)
