@@ -35,11 +35,11 @@ def test_an_unknown_column_is_an_error_that_names_it() -> None:
 
 
 def test_replay_puts_the_limits_in_force_one_step_after_the_lag() -> None:
-    # 16 records are the warm-up; the 16th is judged in step 16, its limit is in force from 17.
+    # 10 records are the warm-up; the 10th is judged in step 10, its limit is in force from 11.
     detector = SpikeDetector("loss")
-    assert {17: ["spike"]} == replay(detector, "loss 2.1x16 9.5 9.5")
-    assert {16: ["spike"], 17: ["spike"]} == replay(
-        SpikeDetector("loss"), "loss 2.1x16 9.5 9.5", lag=0
+    assert {11: ["spike"]} == replay(detector, "loss 2.1x10 9.5 9.5")
+    assert {10: ["spike"], 11: ["spike"]} == replay(
+        SpikeDetector("loss"), "loss 2.1x10 9.5 9.5", lag=0
     )
 
 
