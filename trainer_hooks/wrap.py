@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, cast
 
@@ -83,16 +83,67 @@ def watch(
         UsageError: an argument cannot work; the text says which and what to do.
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
+    made = set_up(
+        model,
+        optimizers,
+        schedulers,
+        run=run,
+        mode=mode,
+        scaler=scaler,
+        checkpoints=checkpoints,
+        dir=dir,
+        tokens_per_step=tokens_per_step,
+        config=config,
+        tags=tags,
+        state=state,
+    )
+    if made is None:
+        from trainer_hooks.off import Unwatched
+
+        everything = tuple(as_list(optimizers)), tuple(as_list(schedulers))
+        return cast(Monitor, Unwatched(*everything, scaler))
+    return Monitor(
+        made.device, made.host, tokens_per_step=made.tokens_per_step, restored=made.restored
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a guarded loop is put together from."""
+
+    device: Device
+    host: Host
+    tokens_per_step: int | None
+    restored: Restored | None
+
+
+def set_up(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    schedulers: Any | Sequence[Any] | None = None,
+    *,
+    run: str | None,
+    mode: str,
+    scaler: torch.amp.GradScaler | None,
+    checkpoints: CheckpointSettings | str | Path | bool | None = None,
+    dir: str | Path | None,
+    tokens_per_step: int | None,
+    config: Mapping[str, object] | None,
+    tags: Sequence[str],
+    state: Mapping[str, Any] | None,
+) -> Made | None:
+    """Put together what ``watch`` and ``attach`` share, and begin the run; None where it is off.
+
+    Collective. The arguments are those of ``watch``.
+    """
     environ = dict(os.environ)
     tokens, settings = _tokens(tokens_per_step), _mapping(config)
-    all_optimizers = tuple(_as_list(optimizers))
-    all_schedulers = tuple(_as_list(schedulers))
+    all_optimizers = tuple(as_list(optimizers))
+    all_schedulers = tuple(as_list(schedulers))
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler)
     if chosen == "off":
-        from trainer_hooks.off import Unwatched
-
-        return cast(Monitor, Unwatched(all_optimizers, all_schedulers, scaler))
+        return None
     device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks, state)
     place = open_run(ranks, environ, dir, clock)
     emitter = Emitter(
@@ -132,7 +183,7 @@ def watch(
         _warn(host, text)
     if ranks.local_rank == 0:
         _start_agent(host, place, environ)
-    return Monitor(device, host, tokens_per_step=tokens, restored=restored)
+    return Made(device=device, host=host, tokens_per_step=tokens, restored=restored)
 
 
 def _host(
@@ -316,7 +367,8 @@ def _mapping(config: object) -> Mapping[str, object]:
     )
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return what was given as one or as several, as a list."""
     if value is None:
         return []
     many = isinstance(value, Iterable) and not isinstance(value, Optimizer)
