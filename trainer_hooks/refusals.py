@@ -55,15 +55,13 @@ def _refuse_optimizer(optimizer: Any) -> None:
             hint="give the optimizer that it wraps, or derive the wrapper from "
             "torch.optim.Optimizer: then its step() alone is called",
         )
-    try:
-        needed = [
-            parameter.name
-            for parameter in inspect.signature(optimizer.step).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-    except ValueError:  # a builtin without a signature
-        needed = []
+    # The class's step: a scheduler's wrapper in the instance shows `self` as one argument more.
+    needed = [
+        parameter.name
+        for parameter in [*inspect.signature(type(optimizer).step).parameters.values()][1:]
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     if needed:
         raise UsageError(
             f"{name}.step() needs {', '.join(needed)}: a closure runs backward anew where no rank "
