@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .venv-oldest
+OLDEST_TORCH := 2.7.1
 FAST := not slow and not dist and not servers and not browser
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow lint bench docs screenshot clean
+.PHONY: help setup demo test test-fast test-slow test-oldest lint bench docs screenshot clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +28,9 @@ test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 test-slow: $(STAMP) ## the tests that need minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
+	$(OLDEST)/bin/python -m pytest tests/trainer_hooks $(ARGS)
+
 lint: $(STAMP) ## ruff, mypy, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,7 +48,7 @@ screenshot: $(STAMP) ## take the README's picture of the dashboard (needs chromi
 	$(BIN)/python docs/screenshot.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs in vitals_runs/ stay
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -56,3 +61,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
 	@touch $(STAMP)
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(OLDEST)
+	@sed 's/^torch==.*/torch==$(OLDEST_TORCH)/' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --editable '.[all]' --group dev
+	@touch $@
