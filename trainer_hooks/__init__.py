@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_hooks.healer import CheckpointSettings
+    from trainer_hooks.measures.settings import SignalSettings
     from trainer_hooks.monitor import Monitor
     from trainer_hooks.outcome import StepOutcome
     from trainer_hooks.wrap import watch
 
-__all__ = ["CheckpointSettings", "Monitor", "StepOutcome", "watch"]
+__all__ = ["CheckpointSettings", "Monitor", "SignalSettings", "StepOutcome", "watch"]
 
 _HOMES = {
     "CheckpointSettings": "trainer_hooks.healer",
     "Monitor": "trainer_hooks.monitor",
+    "SignalSettings": "trainer_hooks.measures.settings",
     "StepOutcome": "trainer_hooks.outcome",
     "watch": "trainer_hooks.wrap",
 }

@@ -52,6 +52,7 @@ class Batches:
         self._clock = clock
         self._waited = waited
         self._go_to: Position | None = start
+        self._samples: int | None = 0
         self._rng_at_open: OrderedDict[int, Rng] = OrderedDict()
         self.position: Position | None = None
         """The batch that was last handed out."""
@@ -79,6 +80,11 @@ class Batches:
         self._go_to = target
         return target
 
+    def take_samples(self) -> int | None:
+        """Return the samples of the batches handed out since the last call; None if not known."""
+        taken, self._samples = self._samples, 0
+        return taken
+
     def __iter__(self) -> Iterator[Any]:
         """Yield batches; after each, look whether a move was asked for."""
         try:
@@ -92,6 +98,7 @@ class Batches:
 
     def _epoch(self, epoch: int, start: int) -> Iterator[Any]:
         source = self._open(epoch, start)
+        total = _num_samples(self._loader)
         for index in range(start, 2**62):
             begin = self._clock.monotonic_ns()
             try:
@@ -100,9 +107,18 @@ class Batches:
                 return
             self._waited(self._clock.monotonic_ns() - begin)
             self.position = Position(epoch, index)
+            self._count(total, index)
             yield batch
             if self._go_to is not None:
                 return
+
+    def _count(self, total: int | None, index: int) -> None:
+        """Add the batch to the samples handed out; the last one of an epoch may be smaller."""
+        if total is None or self._samples is None:
+            self._samples = None
+        else:
+            size: int = self._loader.batch_size  # type: ignore[attr-defined]
+            self._samples += min(size, total - index * size)
 
     def _open(self, epoch: int, start: int) -> Iterator[Any]:
         loader = self._loader
@@ -121,6 +137,18 @@ class Batches:
         if not self.seekable:
             return islice(iter(loader), start, None)
         return iter(_rest_of(loader, self._rng_at_open[epoch], start))
+
+
+def _num_samples(loader: Iterable[Any]) -> int | None:
+    """Return the samples of one epoch, where a plain DataLoader knows them by its sampler."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if loader.batch_size is None:
+        return None
+    try:
+        return len(loader.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _rng(loader: DataLoader[Any]) -> Rng:

@@ -12,17 +12,21 @@ from torch.optim import Optimizer
 
 from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.averages import Averages
+from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard import BufferShadow, OptimizerGuard, Shadows
 from trainer_hooks.hook_memory import registered, unregistered
+from trainer_hooks.measures.memory_estimate import MemoryEstimate
+from trainer_hooks.measures.sampled import Sampler
+from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.norms import GradNorms
 from trainer_hooks.pack import Packer, PackLayout
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.readback import Readback
+from trainer_hooks.reading import NUM_FIGURES
 from trainer_hooks.refusals import joinables, refuse_unguardable
 from trainer_hooks.shards import Piece, flat_pieces, named_parameters, reshard
 from trainer_hooks.signals import HostStep
 from trainer_hooks.state import Stateful
-from trainer_hooks.verdict import NUM_DERIVED
 from trainvitals.errors import UsageError
 
 
@@ -44,6 +48,8 @@ class Device:
     warnings: list[str]
     """What of the training a skip cannot put back."""
     readback: Readback[HostStep]
+    sampler: Sampler
+    memory: MemoryEstimate
 
     def release(self) -> None:
         """Leave the optimizers as they were found."""
@@ -51,6 +57,7 @@ class Device:
             guard.release()
             vars(optimizer).pop("add_param_group", None)
         self.averages.release()
+        self.sampler.release()
 
     @property
     def reads_verdict(self) -> bool:
@@ -64,7 +71,9 @@ def lay_out(
     schedulers: tuple[Any, ...],
     scaler: torch.amp.GradScaler | None,
     ranks: Ranks,
+    faults: FaultCounter,
     state: Mapping[str, Any] | None = None,
+    signals: SignalSettings | None = None,
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     params: dict[str, Tensor] = {}
@@ -83,11 +92,12 @@ def lay_out(
     kinds = on_every_rank(ranks, local)
     check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
     norms = GradNorms(params, ranks, pieces)
-    layout = PackLayout.of(len(params), ranks)
+    sampler = _sampler(signals or SignalSettings(), model, norms, ranks, faults)
+    layout = PackLayout.of(len(params), ranks, sampler.pack_size)
     memories = registered(model, state)
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
     lag = 1 if all(guard.on_device for guard in guards) else 0
-    size = layout.size + NUM_DERIVED + 1
+    size = layout.size + NUM_FIGURES + sampler.own_size
     for optimizer in optimizers:
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
     return Device(
@@ -103,7 +113,24 @@ def lay_out(
         extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
         warnings=unregistered(model, state),
         readback=Readback[HostStep](lag=lag, size=size, device=norms.device),
+        sampler=sampler,
+        memory=MemoryEstimate(model, optimizers, norms.device),
     )
+
+
+def _sampler(
+    settings: SignalSettings,
+    model: nn.Module,
+    norms: GradNorms,
+    ranks: Ranks,
+    faults: FaultCounter,
+) -> Sampler:
+    """Return what measures the signals that were opted in; on all ranks, or on none."""
+    hint = "give the same watch(signals=...) on all ranks"
+    check_same("signals", ranks.gather(settings), hint)
+    made: list[Sampler] = []
+    on_every_rank(ranks, lambda: made.append(Sampler(settings, model, norms, ranks, faults)))
+    return made[0]
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

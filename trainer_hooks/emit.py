@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from types import TracebackType
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.layers import Layers
+from trainer_hooks.measures.sampled import Samples
 from trainer_hooks.pack import Reduced
 from trainer_hooks.signals import HostStep
 from trainvitals.catalog import LAYERS_SCHEMA, SCALARS_SCHEMA, steps_schema
@@ -30,8 +31,14 @@ _FROM_HOST = {
     "step_duration_seconds": "duration_seconds",
     "data_wait_seconds": "data_wait_seconds",
     "monitor_seconds": "monitor_seconds",
+    "forward_backward_seconds": "forward_backward_seconds",
+    "optimizer_seconds": "optimizer_seconds",
+    "samples_per_second": "samples_per_second",
     "memory_allocated_bytes": "memory_allocated_bytes",
     "memory_peak_bytes": "memory_peak_bytes",
+    "memory_alloc_retries": "memory_alloc_retries",
+    "memory_ooms": "memory_ooms",
+    "memory_estimate_bytes": "memory_estimate_bytes",
     "epoch": "epoch",
     "batch_index": "batch_index",
 }
@@ -48,23 +55,6 @@ _FROM_RECORD = (
 """Columns that a field of ``StepRecord`` of the same name goes into, on rank 0."""
 _OF_HOST = attrgetter(*_FROM_HOST.values())
 _OF_RECORD = attrgetter(*_FROM_RECORD)
-
-
-class Layers:
-    """Adds up squares by layer: a parameter's name without its last part."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        owners = [name.rpartition(".")[0] or name for name in names]
-        self.names = tuple(dict.fromkeys(owners))
-        position = {name: i for i, name in enumerate(self.names)}
-        self._owner = [position[owner] for owner in owners]
-
-    def norms(self, squares: Sequence[float]) -> list[float]:
-        """Return the L2 norm of each layer's gradients."""
-        sums = [0.0] * len(self.names)
-        for owner, square in zip(self._owner, squares, strict=True):
-            sums[owner] += square
-        return [math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
 
 class _StepColumns:
@@ -201,11 +191,12 @@ class Emitter:
             self._tell_losses()
             stream.append(self._steps.row(host, record, extra))
 
-    def layers(self, host: HostStep, reduced: Reduced, *, found: bool) -> None:
-        """Write layer norms on rank 0: every tenth step, and each step near a finding."""
+    def layers(self, host: HostStep, reduced: Reduced, samples: Samples, *, found: bool) -> None:
+        """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled."""
         if found:
             self._layers_until = host.step + LAYERS_AFTER_FINDING
-        if not self._is_root or (host.step % LAYERS_EVERY and host.step > self._layers_until):
+        due = not host.step % LAYERS_EVERY or host.step <= self._layers_until
+        if not self._is_root or not (due or samples.by_layer):
             return
         with self._writing("journal.layers"):
             stream = self._stream(LAYERS_SCHEMA)
@@ -217,8 +208,8 @@ class Emitter:
                 event = NamesDefined(stream="layers", names=names)
                 self.event(event, step=host.step, attempt=host.attempt)
             head = [host.step, host.attempt, host.time_unix_ns, host.monotonic_ns]
-            for layer, norm in enumerate(self._layers.norms(reduced.squares)):
-                stream.append([*head, layer, norm])
+            for row in self._layers.rows(reduced.squares, samples):
+                stream.append([*head, *row])
 
     def _tell_losses(self) -> None:
         """Raise what made the journal drop rows, once each: it counts them, and says nothing."""

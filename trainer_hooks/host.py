@@ -13,15 +13,17 @@ from typing import Any, Literal, NoReturn, cast
 import msgspec
 from msgspec.structs import replace
 
+from trainer_hooks.columns import RootColumns
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.healer import Healer
 from trainer_hooks.inbox import Inbox
+from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.norms import no_gradients
 from trainer_hooks.pack import PackLayout, Reduced, Root
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.reading import Derived, agreed, rank_losses, step_record
-from trainer_hooks.signals import HostStep, Utilization
+from trainer_hooks.reading import NUM_FIGURES, Derived, agreed, rank_losses, step_record
+from trainer_hooks.signals import HostStep
 from trainer_hooks.snapshots import Meta
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
@@ -65,7 +67,8 @@ class Host:
     run_dir: RunDir
     faults: FaultCounter
     clock: Clock
-    utilization: Utilization
+    sampler: Sampler
+    columns: RootColumns
     attempt: int
     tokens_seen: int = 0
     tokens_trained: int = 0
@@ -138,7 +141,9 @@ class Host:
             now_step: the step in whose call this happens.
         """
         reduced = Reduced(self.layout, numbers[: self.layout.size])
-        derived = Derived.of(numbers[self.layout.size :])
+        own = numbers[self.layout.size + NUM_FIGURES :]
+        derived = Derived.of(numbers[self.layout.size : self.layout.size + NUM_FIGURES])
+        samples = self.sampler.read(reduced.sampled, own)
         record = step_record(
             reduced,
             derived,
@@ -148,7 +153,7 @@ class Host:
             learning_rate=host.learning_rates[0],
         )
         if host.attempt != self.attempt:
-            self._write(host, record, reduced, derived, Judgement())
+            self._write(host, record, reduced, derived, samples, Judgement())
             return Judgement()
         if host.step == self.first_step and record.grad_norm is None and not record.failed_ranks:
             raise no_gradients()  # known on all ranks alike
@@ -165,7 +170,7 @@ class Host:
         )
         self.last_step = host.step
         self._after_judgement(record, reduced, judgement)
-        self._write(host, record, reduced, derived, judgement)
+        self._write(host, record, reduced, derived, samples, judgement)
         if self.healer is not None:
             self.healer.promote(host.step, self.judge.last_unhealthy_step)
         return judgement
@@ -198,42 +203,41 @@ class Host:
         record: StepRecord,
         reduced: Reduced,
         derived: Derived,
+        samples: Samples,
         judgement: Judgement,
     ) -> None:
         tokens = host.tokens if host.tokens is not None else _tokens(host, reduced)
         if tokens is not None:
             self.tokens_seen += tokens
             self.tokens_trained += 0 if record.skipped else tokens
-        slot = self.layout.slot
-        extra: dict[str, Value] = {"rank_loss": rank_losses(reduced)[slot]}
-        if self.is_root:
-            extra |= self._root_columns(host, record, derived, tokens)
+        losses = rank_losses(reduced)
+        extra: dict[str, Value] = {"rank_loss": losses[self.layout.slot]}
+        with self.faults.fail_open("columns"):
+            extra["communication_seconds"] = host.communication_seconds()
+            if self.is_root:
+                extra |= self.columns.of(host, record, derived, losses, samples, tokens)
+                if tokens is not None:
+                    extra["tokens_seen"] = self.tokens_seen
+                    extra["tokens_trained"] = self.tokens_trained
         self.emitter.step(host, record, extra)
-        self.emitter.layers(host, reduced, found=bool(judgement.findings))
+        self.emitter.layers(host, reduced, samples, found=bool(judgement.findings))
+        self._tell_changes(host)
         if self.is_root:
             for finding in judgement.findings:
                 self.emitter.event(
                     FindingRaised(finding=finding), step=record.step, attempt=record.attempt
                 )
 
-    def _root_columns(
-        self, host: HostStep, record: StepRecord, derived: Derived, tokens: int | None
-    ) -> dict[str, Value]:
-        ranks = record.nonfinite_ranks
-        rate = None
-        if tokens is not None and host.duration_seconds:
-            rate = tokens / host.duration_seconds
-        scale = derived.loss_scale
-        return {
-            "verdict": derived.bits,
-            "culprit_rank": ranks[0] if len(ranks) == 1 else -1,
-            "nonfinite_params": record.nonfinite_params,
-            "loss_scale": None if scale != scale else scale,
-            "tokens_seen": None if tokens is None else self.tokens_seen,
-            "tokens_trained": None if tokens is None else self.tokens_trained,
-            "tokens_per_second": rate,
-            "mfu_ratio": self.utilization.ratio(rate),
-        }
+    def _tell_changes(self, host: HostStep) -> None:
+        """Say which other settings of the parameter groups changed, and what FLOPs were counted."""
+        for change in host.changes:
+            self.emitter.scalars(change.numbers(), step=host.step, attempt=host.attempt)
+            if change.is_told:
+                text = f"group {change.group}: {change.key} {change.before} -> {change.after}"
+                self._note("group_setting", text, host.step, "info")
+        if host.flops is not None:
+            text = f"{host.flops:.6g} FLOPs were counted in this step on rank 0"
+            self._note("flops", text, host.step, "info")
 
     # ------------------------------------------------------------------------------ acting
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -35,6 +35,7 @@ class Loop:
         self._host = host
         self._parts = StepParts(device, host, tokens_per_step=tokens_per_step)
         self._first_step = self._step = first_step
+        device.sampler.begin(first_step)
         self._closed = False
         self.goodbye = Goodbye(host)
         opened(self)
@@ -88,6 +89,19 @@ class Loop:
             self._host.expecting = max(1, steps)
             event = ChangeExpected(reason=reason, steps=steps)
             self._host.emitter.event(event, step=self._step, attempt=self.attempt)
+
+    @contextmanager
+    def count_flops(self) -> Iterator[None]:
+        """Count the FLOPs of the forward and backward within; utilization is of them from then on.
+
+        Put it around all of one step's forwards and backwards, once; a counted step is a slow one.
+        What activation checkpointing computes again is counted again.
+        """
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self._parts.counted(counter.get_total_flops())
 
     def _add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
         with self._host.faults.fail_open("micro"):

@@ -117,10 +117,16 @@ class Monitor(Loop):
         self._update(verdict, prepared, max_norm)
         position = self._noted_position()
         ready = parts.report(
-            verdict, prepared, step=attempted, max_norm=max_norm, position=position
+            verdict,
+            prepared,
+            step=attempted,
+            max_norm=max_norm,
+            position=position,
+            samples=None if self._batches is None else self._batches.take_samples(),
         )
         self._step += 1
         decision = self._host_side(ready, attempted)
+        self._device.sampler.begin(self._step)
         if self._host.healer is not None:
             # After the judgement: what it proves healthy must not be evicted just before it.
             self._host.healer.after_step(self._step, self.attempt, self._meta)
@@ -171,6 +177,7 @@ class Monitor(Loop):
         while (left := self._device.readback.pop()) is not None:
             self._host.handle(*left, now_step=self._step)
         self._device.shadow.keep()
+        self._device.sampler.forget()
         self._parts.clock.restart()
         for optimizer in self._device.optimizers:
             optimizer.zero_grad(set_to_none=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -51,6 +52,11 @@ class Unwatched:
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
         """Do nothing."""
+
+    @contextmanager
+    def count_flops(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
 
     def step(
         self,

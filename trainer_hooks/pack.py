@@ -1,6 +1,8 @@
 """The one vector the ranks sum in a step: its layout, its filling, and its reading on the host.
 
-    squares of every parameter | rank 0's words | RANK_FIELDS of rank 0 | of rank 1 | ...
+    squares of every parameter | rank 0's words | RANK_FIELDS of rank 0 | of rank 1 | ... | sampled
+
+The last part is there where signals were opted in (``trainer_hooks.measures.sampled``).
 
 A rank writes its own slots and leaves the others zero, so a sum is also a gather: maximum, spread
 and culprit come out of the same collective. Above MAX_SLOTS ranks, neighbours share a slot.
@@ -60,13 +62,14 @@ class PackLayout:
     num_slots: int
     slot: int
     world_size: int = 1
+    num_sampled: int = 0
 
     @classmethod
-    def of(cls, num_params: int, ranks: Ranks) -> PackLayout:
+    def of(cls, num_params: int, ranks: Ranks, num_sampled: int = 0) -> PackLayout:
         """Return the layout for this job and this rank's slot in it."""
         slots = min(ranks.world_size, MAX_SLOTS)
         slot = ranks.rank * slots // ranks.world_size
-        return cls(num_params, slots, slot, ranks.world_size)
+        return cls(num_params, slots, slot, ranks.world_size, num_sampled)
 
     @property
     def root(self) -> int:
@@ -79,9 +82,14 @@ class PackLayout:
         return self.num_params + len(ROOT_FIELDS)
 
     @property
+    def sampled(self) -> int:
+        """First of the sampled signals."""
+        return self.ranks + self.num_slots * len(RANK_FIELDS)
+
+    @property
     def size(self) -> int:
         """Numbers in the pack."""
-        return self.ranks + self.num_slots * len(RANK_FIELDS)
+        return self.sampled + self.num_sampled
 
     def mine(self, field: RankField) -> int:
         """Position of this rank's ``field``."""
@@ -89,7 +97,7 @@ class PackLayout:
 
     def slots(self, pack: Tensor) -> Tensor:
         """Return the rank slots as a view of shape (num_slots, fields)."""
-        return pack[self.ranks :].view(self.num_slots, len(RANK_FIELDS))
+        return pack[self.ranks : self.sampled].view(self.num_slots, len(RANK_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,11 @@ class Packer:
         """The part of the pack that the norms go to; ``clear`` zeroes it."""
         return self.pack[: self.layout.num_params]
 
+    @property
+    def sampled(self) -> Tensor:
+        """The part of the pack for sampled signals; empty where none were opted in."""
+        return self.pack[self.layout.sampled :]
+
     def fill(self, local: Local, root: Root | None) -> None:
         """Write all but the squares; ``root`` on rank 0 alone. Waits for nothing."""
         layout, base = self.layout, self.layout.num_params
@@ -204,7 +217,8 @@ class Reduced:
         self.squares = numbers[: layout.num_params]
         self.root = dict(zip(ROOT_FIELDS, numbers[layout.root : layout.ranks], strict=True))
         width = len(RANK_FIELDS)
-        flat = numbers[layout.ranks : layout.ranks + layout.num_slots * width]
+        flat = numbers[layout.ranks : layout.sampled]
+        self.sampled = numbers[layout.sampled : layout.size]
         self._by_field = {field: flat[i::width] for i, field in enumerate(RANK_FIELDS)}
 
     def by_rank(self, field: RankField) -> list[float]:

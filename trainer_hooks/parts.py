@@ -17,9 +17,10 @@ from trainer_hooks.batches import Position
 from trainer_hooks.device import Device
 from trainer_hooks.guard import OptimizerGuard, overflow_flag
 from trainer_hooks.host import Host
+from trainer_hooks.measures.hyperparameters import Change, GroupSettings
 from trainer_hooks.norms import no_gradients, scale
 from trainer_hooks.pack import Local
-from trainer_hooks.signals import HostStep, StepClock, device_memory, learning_rates
+from trainer_hooks.signals import Elapsed, HostStep, StepClock, device_memory, learning_rates
 from trainer_hooks.verdict import Verdict, clip_divisor, judge_on_device
 
 
@@ -60,6 +61,11 @@ class StepParts:
         self._tokens_per_step = tokens_per_step
         self._micro: tuple[Tensor, Tensor | float, bool] | None = None
         self._last_micro: Callable[[], object] = lambda: None
+        self._settings = GroupSettings(device.optimizers)
+        self._rates: list[float | None] = [None]
+        self._changes: list[Change] = []
+        self._exchange: Elapsed | None = None
+        self._flops: float | None = None
 
     # -------------------------------------------------------------------------- the losses
 
@@ -100,6 +106,7 @@ class StepParts:
     ) -> Prepared:
         """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more."""
         device, host = self._device, self._host
+        self._look_at_groups()
         root = host.root_words(step)
         device.norms.align()
         overflow = overflow_flag(device.scaler, device.optimizers, device.norms.device)
@@ -112,16 +119,30 @@ class StepParts:
             device.packer.clear()
             device.norms.squares_into(device.packer.squares, where, grads)
             device.packer.fill(self._local(step, given, len(grads), overflow), root)
+            with host.faults.fail_open("signals"):
+                device.sampler.fill(device.packer.sampled, getattr(device.scaler, "_scale", None))
             failed = False
         if failed:
             # Short of its numbers, this rank still unscales, clips and steps as the others do.
             self._micro = None
+            device.sampler.forget()
             local = Local(loss=None, weight=0.0, overflow=overflow, failed=True, digest=host.digest)
             device.packer.clear()
             device.packer.fill(local, root)
         elif not grads and first and host.ranks.world_size == 1:
             raise no_gradients()
         return Prepared(device.norms.untouched() if grads is None else grads, weighted, failed)
+
+    def _look_at_groups(self) -> None:
+        """Read the groups' settings before a scheduler moves on: those that this step applies."""
+        optimizers = self._device.optimizers
+        with self._host.faults.fail_open("signals"):
+            self._rates = learning_rates(optimizers)
+            self._changes = self._settings.changes() if self._host.is_root else []
+
+    def counted(self, flops: float) -> None:
+        """Add FLOPs that were counted in the present step."""
+        self._flops = (self._flops or 0.0) + flops
 
     def _local(
         self, step: int, given: StepLoss, num_gradients: int, overflow: Tensor | None
@@ -141,8 +162,10 @@ class StepParts:
 
     def exchange(self) -> Verdict:
         """Sum the pack over the ranks, the one collective of a step, and judge it."""
-        packer = self._device.packer
-        self._host.ranks.reduce(packer.pack)
+        packer, ranks = self._device.packer, self._host.ranks
+        if ranks.world_size > 1:
+            pack = packer.pack
+            self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
         return judge_on_device(packer.layout, packer.pack)
 
     def orders(
@@ -158,6 +181,7 @@ class StepParts:
             divisor = self._clip(verdict, prepared, max_norm)
         if self._host.healer is not None:
             self._host.healer.before_update()
+        device.sampler.before_update(step)
         device.averages.judged(bad)
         return Orders(bad, skip_on_host, divisor, self._host.judge.lr_factor_at(step))
 
@@ -174,6 +198,7 @@ class StepParts:
 
     def settle(self, orders: Orders) -> None:
         """Put back what forward wrote in a bad step, and copy it for the next."""
+        self._device.sampler.after_update()
         if self._host.mode != "observe":
             self._device.shadow.put_back(orders.bad)
         self._device.shadow.keep()
@@ -204,11 +229,13 @@ class StepParts:
         step: int,
         max_norm: float | None,
         position: Position | None,
+        samples: int | None = None,
     ) -> tuple[list[float], HostStep] | None:
         """Start the step's numbers on their way to the host; return those of ``lag`` steps ago."""
         device = self._device
-        numbers = torch.cat((device.packer.pack, verdict.derived(), self._loss_scale()))
-        host_step = self._host_step(step, max_norm, prepared.weighted, position)
+        own = device.sampler.own_numbers()
+        numbers = torch.cat((device.packer.pack, verdict.derived(), self._loss_scale(), *own))
+        host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
         return device.readback.push(numbers, host_step)
 
     def _loss_scale(self) -> Tensor:
@@ -221,27 +248,42 @@ class StepParts:
         return found.reshape(1)
 
     def _host_step(
-        self, step: int, max_norm: float | None, weighted: bool, position: Position | None
+        self,
+        step: int,
+        max_norm: float | None,
+        weighted: bool,
+        position: Position | None,
+        samples: int | None,
     ) -> HostStep:
         """Return what this rank measured on the host; the next step's times begin."""
         clock = self._host.clock
-        duration, wait, inside = self.clock.finish()
-        allocated, peak = device_memory(self._device.norms.device)
+        times = self.clock.finish()
+        memory = device_memory(self._device.norms.device)
+        flops, self._flops = self._flops, None
         return HostStep(
             step=step,
             attempt=self._host.attempt,
             time_unix_ns=clock.time_ns(),
             monotonic_ns=clock.monotonic_ns(),
-            duration_seconds=duration,
-            data_wait_seconds=wait,
-            monitor_seconds=inside,
-            learning_rates=learning_rates(self._device.optimizers),
+            duration_seconds=times.duration,
+            data_wait_seconds=times.data_wait,
+            forward_backward_seconds=times.forward_backward,
+            optimizer_seconds=times.optimizer,
+            monitor_seconds=times.monitor,
+            exchange=self._exchange,
+            learning_rates=self._rates,
+            changes=self._changes,
             lr_factor=self._host.judge.lr_factor_at(step),
             max_norm=max_norm,
             tokens=self._tokens_per_step,
             weighted=weighted,
-            memory_allocated_bytes=allocated,
-            memory_peak_bytes=peak,
+            samples=samples,
+            flops=flops,
+            memory_allocated_bytes=memory.allocated_bytes,
+            memory_peak_bytes=memory.peak_bytes,
+            memory_alloc_retries=memory.alloc_retries,
+            memory_ooms=memory.ooms,
+            memory_estimate_bytes=self._device.memory.now(),
             epoch=None if position is None else position.epoch,
             batch_index=None if position is None else position.batch,
         )

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from trainer_hooks.pack import Reduced
 from trainvitals.records import BAD_GRADIENTS, BAD_LOSS, OVERFLOW, RANK_FAILED, StepRecord
 
+NUM_FIGURES = 4
+"""Numbers behind the pack that ``Derived`` is made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Derived:

@@ -19,11 +19,14 @@ from torch.optim import Optimizer
 
 from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.attributes import run_info
+from trainer_hooks.columns import RootColumns
 from trainer_hooks.device import Device, lay_out
-from trainer_hooks.emit import Emitter, Layers
+from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.healer import CheckpointSettings, Healer
 from trainer_hooks.host import Host
+from trainer_hooks.layers import Layers
+from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.place import Place, open_inbox, open_journal, open_run
 from trainer_hooks.ranks import Ranks
@@ -56,6 +59,7 @@ def watch(
     config: Mapping[str, object] | None = None,
     tags: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
+    signals: SignalSettings | None = None,
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -78,6 +82,7 @@ def watch(
             Two kinds are guarded in each step as well, so that a skip leaves no trace in them: an
             ``AveragedModel`` (call its ``update_parameters`` after ``monitor.step``), and the state
             of a communication hook (``PowerSGDState``; it needs no ``state_dict``).
+        signals: what to measure beside what costs nothing, and how often.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -96,6 +101,7 @@ def watch(
         config=config,
         tags=tags,
         state=state,
+        signals=signals,
     )
     if made is None:
         from trainer_hooks.off import Unwatched
@@ -131,6 +137,7 @@ def set_up(
     config: Mapping[str, object] | None,
     tags: Sequence[str],
     state: Mapping[str, Any] | None,
+    signals: SignalSettings | None = None,
 ) -> Made | None:
     """Put together what ``watch`` and ``attach`` share, and begin the run; None where it is off.
 
@@ -144,7 +151,7 @@ def set_up(
     chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler)
     if chosen == "off":
         return None
-    device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks, state)
+    device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks, faults, state, signals)
     place = open_run(ranks, environ, dir, clock)
     emitter = Emitter(
         open_journal(place, ranks, faults, clock, device.norms.device),
@@ -152,7 +159,7 @@ def set_up(
         faults=faults,
         is_root=ranks.rank == 0,
         num_groups=sum(len(o.param_groups) for o in all_optimizers),
-        layers=Layers(device.norms.names),
+        layers=Layers(device.norms.names, device.sampler.activation_names),
     )
     healer = None
     if checkpoints:
@@ -199,6 +206,9 @@ def _host(
     """Put the host's part together, with what earlier starts of the run have spent."""
     assert mode != "off", "an unwatched run has no host part"
     judge = Judge(place.judge, mode, facts=msgspec.structs.replace(place.facts, halted=""))
+    norms, world_size, sampler = device.norms, ranks.world_size, device.sampler
+    flops_per_token = sampler.settings.flops_per_token
+    utilization = Utilization(norms.num_parameters, world_size, norms.device, flops_per_token)
     return Host(
         mode=mode,
         ranks=ranks,
@@ -210,7 +220,8 @@ def _host(
         run_dir=place.run_dir,
         faults=faults,
         clock=clock,
-        utilization=Utilization(device.norms.num_parameters, ranks.world_size, device.norms.device),
+        sampler=sampler,
+        columns=RootColumns(utilization, sampler, world_size),
         attempt=place.attempt,
     )
 

@@ -80,9 +80,9 @@ def transformer_flops_per_token(
 
 
 def mfu_ratio(
-    *, flops_per_token: float, tokens_per_second: float, peak: float | None, num_devices: int = 1
+    *, flops_per_second: float, peak: float | None, num_devices: int = 1
 ) -> float | None:
     """Return model FLOPs utilization, 0 to 1; None where the peak is unknown."""
     if peak is None or peak <= 0 or num_devices < 1:
         return None
-    return flops_per_token * tokens_per_second / (peak * num_devices)
+    return flops_per_second / (peak * num_devices)

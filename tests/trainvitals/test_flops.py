@@ -67,10 +67,10 @@ def test_palm_540b_has_the_utilization_its_paper_reports() -> None:
         540_350_000_000, num_layers=118, d_model=256 * 48, sequence_length=2048
     )
     ratio = mfu_ratio(
-        flops_per_token=per_token, tokens_per_second=238_300, peak=275e12, num_devices=6144
+        flops_per_second=per_token * 238_300, peak=275e12, num_devices=6144
     )
     assert pytest.approx(0.462, abs=0.003) == ratio
 
 
 def test_utilization_is_unknown_where_the_peak_is() -> None:
-    assert None is mfu_ratio(flops_per_token=1.0, tokens_per_second=1.0, peak=None)
+    assert None is mfu_ratio(flops_per_second=1.0, peak=None)

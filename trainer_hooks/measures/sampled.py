@@ -36,6 +36,11 @@ class Samples(NamedTuple):
     """Mean over ranks of the squares of their own gradients."""
     activations: dict[str, Activation] = {}  # noqa: RUF012 - never written to
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether there is something to write of single layers."""
+        return self.weight_squares is not None or bool(self.activations)
+
 
 class Sampler:
     """Measures what was opted in, in every sampled step; collective when made."""
