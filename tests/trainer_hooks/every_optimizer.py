@@ -40,7 +40,7 @@ VARIANTS = {
     "Muon": {"": {}, "nesterov-off": {"nesterov": False}},
     "NAdam": {**_LOOPS, **_MAXIMIZE, "decoupled": {"decoupled_weight_decay": True}},
     "RAdam": {**_LOOPS, **_MAXIMIZE},
-    "RMSprop": {**_LOOPS, **_MAXIMIZE, "centered": {"centered": True, "momentum": 0.9}},
+    "RMSprop": {**_LOOPS, **_MAXIMIZE, "centered": {"centered": True, "momentum": 0.9, "lr": 1e-4}},
     "Rprop": {name: {**k, "step_sizes": (1e-6, 1e-3)} for name, k in (_LOOPS | _MAXIMIZE).items()},
     "SGD": {
         **_LOOPS,

@@ -18,6 +18,8 @@ from tests.trainer_hooks.every_optimizer import (
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainer_hooks.guard import OptimizerGuard, takes_found_inf
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch's Adagrad, once
+
 NAN, INF = float("nan"), float("inf")
 HONOURS = {"Adam", "AdamW", "SGD", "Adagrad"}
 
@@ -28,6 +30,15 @@ FAULTS = {0: (NAN, "loss")} | {
     WARM + 2 * i: fault for i, fault in enumerate([*NONFINITE, *OUTLIERS])
 }
 """The first step ever, each way of being non-finite, and finite outliers once the rule is warm."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors of 48 elements gain nothing from threads, which spin on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def backward(model, step, fault=None, scaler=None):
@@ -48,7 +59,7 @@ def backward(model, step, fault=None, scaler=None):
 
 def train(monitor, model, optimizers, faults, steps, scaler=None):
     """Return the losses of the good steps, and what each bad step changed."""
-    losses, traces, lags = [], {}, {monitor._device.readback.lag}
+    losses, traces = [], {}
     for step in range(steps):
         before = bits(model, optimizers)
         loss = backward(model, step, faults.get(step), scaler)
@@ -59,7 +70,7 @@ def train(monitor, model, optimizers, faults, steps, scaler=None):
             traces[step] = [k for k in differing(before, after) if step or k in before]
         else:
             losses.append(loss.item())
-    return losses, traces, lags
+    return losses, traces
 
 
 def train_twin(make, faults, steps, **keywords):
@@ -80,7 +91,7 @@ def assert_like_twin(make, faults, *, scaler=None, **keywords):
     steps = max(faults) + 4
     model, optimizers = make(**keywords)
     with trainer_hooks.watch(model, optimizers, scaler=scaler) as monitor:
-        losses, traces, _ = train(monitor, model, optimizers, faults, steps, scaler)
+        losses, traces = train(monitor, model, optimizers, faults, steps, scaler)
         skips = monitor._host.judge.facts.num_skips
     twin_losses, twin_bits = train_twin(make, faults, steps, **keywords)
     assert {step: [] for step in faults} == traces
@@ -118,3 +129,118 @@ def test_no_fault_leaves_a_trace_in_complex_parameters(name):
 @pytest.mark.parametrize("name", [n for n in MAKERS if "fused" in n])
 def test_the_first_step_ever_may_be_any_fault(name, value, site):
     assert_like_twin(MAKERS[name], {0: (value, site), 1: (value, site)})
+
+
+# ------------------------------------------------------- who takes the flag, and who never sees it
+
+
+def steps_with_flag(optimizer, params, flag, gradient):
+    """Step with ``found_inf`` set as the guard sets it; return all that moved."""
+    state = lambda: (
+        [p.detach().clone() for p in params]
+        + [  # noqa: E731
+            v.clone() for p in params for v in optimizer.state[p].values() if torch.is_tensor(v)
+        ]
+    )
+    for param in params:
+        param.grad = torch.full_like(param, gradient)
+    before = state()
+    optimizer.found_inf = torch.tensor(flag)
+    optimizer.step()
+    del optimizer.found_inf
+    after = state()
+    return [i for i, old in enumerate(before) if not torch.equal(old, after[i])]
+
+
+@pytest.mark.parametrize("kind", sorted(HONOURS))
+def test_a_class_that_is_given_the_flag_honours_it(kind):
+    """Fails where a torch release changes what the guard relies on."""
+    params = [torch.nn.Parameter(torch.ones(5, 3)), torch.nn.Parameter(torch.ones(4))]
+    optimizer = CLASSES[kind](params, lr=0.1, fused=True)
+    guard = OptimizerGuard(optimizer, None)
+    assert takes_found_inf(optimizer)
+    assert steps_with_flag(optimizer, params, 0.0, 1.0) != []
+    assert steps_with_flag(optimizer, params, 1.0, NAN) == []
+    assert steps_with_flag(optimizer, params, 1.0, INF) == []
+    assert steps_with_flag(optimizer, params, 1.0, 1.0) == []
+    assert steps_with_flag(optimizer, params, 0.0, 1.0) != []
+    guard.release()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_only_fused_ones_of_these_classes_are_given_it(name):
+    _, optimizers = MAKERS[name]()
+    assert ("fused" in name and "dampening" not in name) == takes_found_inf(optimizers[0])
+
+
+def test_an_optimizer_that_is_not_given_the_flag_never_sees_one():
+    seen = []
+
+    class Looking(torch.optim.AdamW):
+        def step(self, closure=None):
+            seen.append(getattr(self, "found_inf", None))
+            return super().step(closure)
+
+    model = MAKERS["Lion"]()[0]
+    with trainer_hooks.watch(model, Looking(model.parameters(), fused=True)) as monitor:
+        for step in range(3):
+            monitor.step(backward(model, step, (NAN, "loss") if step == 1 else None))
+    assert seen == [None, None]
+
+
+def test_the_flag_is_one_float32_scalar_of_exactly_0_or_1():
+    model, optimizers = MAKERS["AdamW fused"]()
+    seen = []
+    hook = lambda optimizer, *_: seen.append(optimizer.found_inf.clone())  # noqa: E731
+    optimizers[0].register_step_pre_hook(hook)
+    with trainer_hooks.watch(model, optimizers) as monitor:
+        for step in range(30):
+            monitor.step(backward(model, step, {4: (NAN, "all"), 25: (1e30, "all")}.get(step)))
+    assert {(f.dtype, f.dim()) for f in seen} == {(torch.float32, 0)}
+    assert [step for step, flag in enumerate(seen) if flag.item() == 1.0] == [4, 25]
+    assert {flag.item() for flag in seen} == {0.0, 1.0}
+    assert not hasattr(optimizers[0], "found_inf")
+
+
+def test_a_step_that_somebody_replaced_goes_the_host_s_way_and_a_scheduler_s_does_not():
+    _, (optimizer,) = MAKERS["AdamW fused"]()
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    assert takes_found_inf(optimizer)
+    counted = optimizer.step
+    optimizer.step = lambda: counted()
+    assert not takes_found_inf(optimizer)
+    optimizer.step = torch.compile(counted, backend="eager")
+    assert not takes_found_inf(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "lag"),
+    [("fused and fused", 1), ("fused and not", 0), ("SparseAdam", 0), ("Lookahead", 0)],
+)
+def test_one_optimizer_on_the_host_s_way_takes_the_lag_from_all(name, lag):
+    model, optimizers = MAKERS[name]()
+    with trainer_hooks.watch(model, optimizers) as monitor:
+        assert lag == monitor._device.readback.lag
+        outcomes = [
+            monitor.step(backward(model, step, (NAN, "all") if step == 3 else None))
+            for step in range(6)
+        ]
+    assert [3 + lag] == [i for i, o in enumerate(outcomes) if o.decision is not None]
+
+
+def test_an_overflow_of_float16_is_counted_and_is_no_finding():
+    model, optimizers = MAKERS["fused and not"]()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    said, rows = [], []
+    with trainer_hooks.watch(model, optimizers, scaler=scaler) as monitor:
+        emitter = monitor._host.emitter
+        event, row = emitter.event, emitter.step
+        emitter.event = lambda e, **k: (said.append(type(e).__name__), event(e, **k))
+        emitter.step = lambda h, record, extra: (rows.append(record), row(h, record, extra))
+        for step in range(6):
+            fault = (INF, "element") if step in (2, 4) else None
+            monitor.step(backward(model, step, fault, scaler))
+    assert [False, False, True, False, True, False] == [r.overflow for r in rows]
+    assert [r.overflow for r in rows] == [r.skipped for r in rows]
+    assert not {"FindingRaised", "DecisionMade"} & set(said)
+    assert scaler.get_scale() == 2.0**6
