@@ -12,19 +12,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer_hooks.attached import Attached, attach
     from trainer_hooks.healer import CheckpointSettings
     from trainer_hooks.measures.settings import SignalSettings
     from trainer_hooks.monitor import Monitor
     from trainer_hooks.outcome import StepOutcome
     from trainer_hooks.wrap import watch
 
-__all__ = ["CheckpointSettings", "Monitor", "SignalSettings", "StepOutcome", "watch"]
+__all__ = [
+    "Attached",
+    "CheckpointSettings",
+    "Monitor",
+    "SignalSettings",
+    "StepOutcome",
+    "attach",
+    "watch",
+]
 
 _HOMES = {
+    "Attached": "trainer_hooks.attached",
     "CheckpointSettings": "trainer_hooks.healer",
     "Monitor": "trainer_hooks.monitor",
     "SignalSettings": "trainer_hooks.measures.settings",
     "StepOutcome": "trainer_hooks.outcome",
+    "attach": "trainer_hooks.attached",
     "watch": "trainer_hooks.wrap",
 }
 

@@ -42,6 +42,7 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 def _has_own_step(optimizer: Optimizer) -> bool:
     """Return whether ``step`` is the class's own; a scheduler's wrapper only counts its calls."""
     step = vars(optimizer).get("step")
+    step = getattr(step, "stands_in_for", step)  # attach's own: it passes on what is set
     if step is None:
         return True
     file = getattr(getattr(step, "__code__", None), "co_filename", "")
@@ -291,7 +292,16 @@ def _create_momentum(optimizer: Optimizer) -> None:
 def update_scaler(
     scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
 ) -> None:
-    """Let the scale follow the overflow that the ranks agreed on; does not wait.
+    """Let the scale follow the overflow that the ranks agreed on; does not wait."""
+    agree_on_overflow(scaler, optimizers, overflow)
+    if scaler is not None:
+        scaler.update()
+
+
+def agree_on_overflow(
+    scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
+) -> None:
+    """Put the ranks' word into the scaler's flags.
 
     Where one rank's shard alone overflowed, the ranks' scales would part.
     """
@@ -304,6 +314,13 @@ def update_scaler(
     if not flags:  # no gradient on this rank
         states[0]["found_inf_per_device"][overflow.device] = overflow.to(torch.float32)
     scaler.update()
+
+
+def is_stepped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether the scaler has seen this optimizer's step since its last update."""
+    from torch.amp.grad_scaler import OptState
+
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:

@@ -82,6 +82,8 @@ class Host:
     """The step this start begins with, until it was judged: it must bring gradients."""
     last_step: int = -1
     """The newest step that was judged."""
+    owns_clip: bool = True
+    """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
     _command: Command | None = None
     _was_announced: bool = False
     _disagreed: bool = False
@@ -151,11 +153,12 @@ class Host:
             attempt=host.attempt,
             skipped=derived.blocked(self.mode),
             learning_rate=host.learning_rates[0],
+            before_clip=self._before_clip(reduced, derived, host),
         )
         if host.attempt != self.attempt:
             self._write(host, record, reduced, derived, samples, Judgement())
             return Judgement()
-        if host.step == self.first_step and record.grad_norm is None and not record.failed_ranks:
+        if host.step == self.first_step and not reduced.has_gradients and not record.failed_ranks:
             raise no_gradients()  # known on all ranks alike
         self.first_step = -1
         if self.healer is not None:
@@ -174,6 +177,15 @@ class Host:
         if self.healer is not None:
             self.healer.promote(host.step, self.judge.last_unhealthy_step)
         return judgement
+
+    def _before_clip(self, reduced: Reduced, derived: Derived, host: HostStep) -> bool:
+        """Return whether the norm is that before the clip; the row is told the one after it."""
+        if self.owns_clip:
+            return True
+        is_given = bool(reduced.ranks_where("norm_before_clip"))
+        after = reduced.by_rank("norm_before_clip")[self.layout.slot]
+        host.norm_after_clip = after if is_given else derived.grad_norm
+        return is_given
 
     def _announced(self, steps: int) -> None:
         """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
@@ -349,6 +361,24 @@ class Host:
         self.attempt = attempt.id
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
         self.probe_parameters, self.digest, self._was_announced = False, 0, False
+
+    def resume(
+        self,
+        attempt: AttemptStarted,
+        detectors: dict[str, Any],
+        tokens_seen: int,
+        tokens_trained: int,
+    ) -> None:
+        """Go on, before the first step, from a state that the loop itself kept. Collective.
+
+        Where there are snapshots, the first is taken anew, of this branch.
+        """
+        self.tokens_seen, self.tokens_trained = tokens_seen, tokens_trained
+        self.begin_attempt(attempt, detectors)
+        if self.is_root:
+            self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
+        if self.healer is not None:  # it is of this branch, and of what the loop has loaded
+            self.healer.first(attempt.fork_step, attempt.id, self.snapshot_meta(None))
 
     def snapshot_meta(self, position: tuple[int, int] | None) -> Meta:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -14,8 +14,9 @@ from trainer_hooks.device import Device
 from trainer_hooks.goodbye import EndState, Goodbye, closed, opened
 from trainer_hooks.host import Host
 from trainer_hooks.parts import StepParts
+from trainer_hooks.resume import loop_state, read_loop_state
 from trainvitals.errors import TrainingHalted, UsageError
-from trainvitals.records import ChangeExpected
+from trainvitals.records import AttemptStarted, ChangeExpected
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -107,6 +108,46 @@ class Loop:
         with self._host.faults.fail_open("micro"):
             self._parts.add_loss(loss, weight)
 
+    # ----------------------------------------------------------------------------- its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what protects a resumed run from its first step, as plain numbers and words.
+
+        It is the same on all ranks; keep it with the loop's own checkpoint. What the ladder has
+        spent is not in it: no restore gives a budget back.
+        """
+        return loop_state(self._host, self._step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the loop that gave ``state``: its step, its limits, its tokens.
+
+        Call on all ranks, after the model and the optimizers were loaded and before the first step.
+        The run's curve goes on as a branch from that step. An empty state changes nothing.
+
+        Raises:
+            FormatError: this is no state of a loop, or of a newer Vitals.
+            UsageError: the loop has made steps, or resumed from a checkpoint of its own.
+        """
+        host = self._host
+        if self._step:
+            raise UsageError(
+                f"load_state_dict() was called at step {self._step}",
+                hint="call it before the first step; a run that resumed from a checkpoint of its "
+                "own has its limits from there",
+            )
+        kept = read_loop_state(state, host.judge.config)
+        if kept is None:
+            return
+        attempt = AttemptStarted(
+            id=self.attempt + 1,
+            parent=kept.attempt if kept.run_id == self.run_id else self.attempt,
+            fork_step=kept.step,
+            reason=f"resumed at step {kept.step} from the loop's own checkpoint",
+        )
+        self._first_step = self._step = host.first_step = kept.step
+        host.resume(attempt, kept.detectors, kept.tokens_seen, kept.tokens_trained)
+        self._device.shadow.keep()
+
     # ------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
@@ -131,8 +172,11 @@ class Loop:
                 if host.healer is not None:
                     host.healer.close()
             self.goodbye.say(state, reason)
-            self._device.release()
+            self._release()
             closed(self)
+
+    def _release(self) -> None:
+        self._device.release()
 
     def __enter__(self) -> Self:
         return self

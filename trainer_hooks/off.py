@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard import unscale
 from trainer_hooks.outcome import StepOutcome
+from trainer_hooks.route import Route
 
 
 class Unwatched:
@@ -32,6 +35,7 @@ class Unwatched:
         self._scaler = scaler
         self.step_index = 0
         self.swallowed_errors: dict[str, int] = {}
+        self._state: dict[str, Any] = {}
 
     def batches(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Any]:
         """Yield the loader's batches, epoch after epoch."""
@@ -58,6 +62,14 @@ class Unwatched:
         """Do nothing."""
         yield
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was loaded: the next run that is watched goes on from it."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep the state as it is."""
+        self._state = dict(state)
+
     def step(
         self,
         loss: Tensor | float | None = None,
@@ -70,8 +82,7 @@ class Unwatched:
         if scaler is not None and scaler.is_enabled():
             unscale(scaler, self._optimizers)
         if max_norm is not None:
-            groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-            torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], max_norm)
+            _clip(self._optimizers, max_norm)
         for optimizer in self._optimizers:
             if scaler is not None:
                 scaler.step(optimizer)
@@ -93,3 +104,50 @@ class Unwatched:
 
     def __exit__(self, *error: object) -> None:
         return None
+
+
+class Unattached(Unwatched):
+    """Has the methods of ``Attached``; only clips, where the loop left that to ``attach``."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        max_norm: float | None,
+    ) -> None:
+        super().__init__(tuple(optimizers), (), scaler)
+        self._max_norm = max_norm
+        self._route: Route | None = None
+        if max_norm is not None and math.isfinite(max_norm):
+            self._route = Route(optimizers, scaler, self._step_one, FaultCounter())
+
+    def _step_one(self, index: int, begins: bool) -> None:
+        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
+        if begins:
+            if scaler is not None:
+                unscale(scaler, self._optimizers)
+            assert self._max_norm is not None, "without a norm to clip to nothing is routed"
+            _clip(self._optimizers, self._max_norm)
+        if scaler is not None:
+            scaler.step(self._optimizers[index])
+        else:
+            self._optimizers[index].step()
+
+    def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
+        """Do nothing."""
+
+    def grad_norm(self, norm: Tensor | float) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Put ``optimizer.step`` back."""
+        if self._route is not None:
+            self._route.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _clip(optimizers: Sequence[Optimizer], max_norm: float) -> None:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], max_norm)

@@ -29,6 +29,7 @@ RANK_FIELDS = (
     "failed",  # the rank's prepare failed: its numbers do not count
     "num_gradients",
     "nonfinite_params",
+    "norm_before_clip",  # where the loop clips by itself and gives it; shared by all ranks
     "snapshot_wrong",  # what is wrong with the snapshot that was just taken: 0 is nothing
     "digest",  # of the last verdict: a mismatch is an incident
 )
@@ -49,6 +50,7 @@ RankField = Literal[
     "failed",
     "num_gradients",
     "nonfinite_params",
+    "norm_before_clip",
     "snapshot_wrong",
     "digest",
 ]
@@ -113,6 +115,7 @@ class Local:
     nonfinite_params: Tensor | None = None
     num_gradients: int = 0
     failed: bool = False
+    norm_before_clip: Tensor | None = None
     snapshot_wrong: Tensor | None = None
     digest: int = 0
 
@@ -197,12 +200,27 @@ class Packer:
             loss = local.loss.detach().to(torch.float64).reshape(())
             pack[layout.mine("weighted_loss")] = loss * local.weight
             pack[layout.mine("weight")] = local.weight
+        if local.norm_before_clip is not None:
+            share = local.norm_before_clip.detach().to(torch.float64).reshape(())
+            pack[layout.mine("norm_before_clip")] = share / layout.world_size
         if local.snapshot_wrong is not None:
             pack[layout.mine("snapshot_wrong")] = local.snapshot_wrong
         if local.nonfinite_params is not None:
             pack[layout.mine("nonfinite_params")] = local.nonfinite_params
         bad = ~torch.isfinite(self.squares).all()
         pack[layout.mine("bad_squares")] = bad.to(torch.float64)
+
+    def undo_clip(self) -> None:
+        """Scale the summed squares to those before the loop's own clip, where it gave the norm.
+
+        This rank's slot then says what the norm was after the clip.
+        """
+        squares, layout = self.squares, self.layout
+        given = layout.slots(self.pack)[:, RANK_FIELDS.index("norm_before_clip")].sum()
+        total = squares.sum()
+        squares *= torch.where(given == 0, 1.0, given * given / total)
+        after = torch.where(given == 0, 0.0, total.sqrt())
+        self.pack[layout.mine("norm_before_clip")] = after
 
     def clear(self) -> None:
         """Set every number to zero before a step's numbers are written."""
@@ -220,6 +238,11 @@ class Reduced:
         flat = numbers[layout.ranks : layout.sampled]
         self.sampled = numbers[layout.sampled : layout.size]
         self._by_field = {field: flat[i::width] for i, field in enumerate(RANK_FIELDS)}
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any rank had a gradient."""
+        return any(self._by_field["num_gradients"])
 
     def by_rank(self, field: RankField) -> list[float]:
         """Return the field's value of every slot, in rank order."""

@@ -1,4 +1,4 @@
-"""The parts that a guarded step is made of; ``monitor`` and ``attach`` put them in order.
+"""The parts that a guarded step is made of; ``monitor`` and ``attached`` put them in order.
 
 prepare (fails open) -> exchange (one collective) -> verdict and update, on the device -> the host
 handles the step of ``lag`` steps ago (``trainer_hooks.host``).
@@ -80,7 +80,7 @@ class StepParts:
         self._last_micro = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
 
     def _on_device(self, loss: Tensor | float) -> Tensor:
-        """Return the loss as a tensor; a number is written by a kernel, so that nothing waits."""
+        """Return a number as a tensor; a plain one is written by a kernel: nothing waits."""
         if isinstance(loss, Tensor):
             return loss
         return torch.full((), loss, dtype=torch.float64, device=self._device.norms.device)
@@ -103,6 +103,7 @@ class StepParts:
         weight: Tensor | float | None,
         *,
         first: bool,
+        norm: Tensor | float | None = None,
     ) -> Prepared:
         """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more."""
         device, host = self._device, self._host
@@ -118,7 +119,7 @@ class StepParts:
             weighted = given.weighted
             device.packer.clear()
             device.norms.squares_into(device.packer.squares, where, grads)
-            device.packer.fill(self._local(step, given, len(grads), overflow), root)
+            device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
             with host.faults.fail_open("signals"):
                 device.sampler.fill(device.packer.sampled, getattr(device.scaler, "_scale", None))
             failed = False
@@ -145,7 +146,12 @@ class StepParts:
         self._flops = (self._flops or 0.0) + flops
 
     def _local(
-        self, step: int, given: StepLoss, num_gradients: int, overflow: Tensor | None
+        self,
+        step: int,
+        given: StepLoss,
+        num_gradients: int,
+        overflow: Tensor | None,
+        norm: Tensor | float | None,
     ) -> Local:
         norms, host = self._device.norms, self._host
         return Local(
@@ -154,6 +160,7 @@ class StepParts:
             overflow=overflow,
             nonfinite_params=norms.nonfinite_parameters() if host.probe_parameters else None,
             num_gradients=num_gradients,
+            norm_before_clip=None if norm is None else self._on_device(norm),
             snapshot_wrong=None if host.healer is None else host.healer.flag(step),
             digest=host.digest,
         )
@@ -166,6 +173,8 @@ class StepParts:
         if ranks.world_size > 1:
             pack = packer.pack
             self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
+        if not self._host.owns_clip:
+            packer.undo_clip()
         return judge_on_device(packer.layout, packer.pack)
 
     def orders(

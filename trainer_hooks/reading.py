@@ -69,15 +69,16 @@ def step_record(
     attempt: int,
     skipped: bool,
     learning_rate: float | None,
+    before_clip: bool = True,
 ) -> StepRecord:
     """Return the step as detectors see it. A function of reduced numbers: equal on all ranks.
 
     Unknown is not zero: with no gradient on any rank the norm is None, and so is the loss where no
-    rank gave one.
+    rank gave one. One that was not measured ``before_clip`` says nothing unless it is not finite.
     """
     losses = rank_losses(reduced)
     loss_max, loss_max_rank = _largest(losses)
-    has_gradients = any(reduced.by_rank("num_gradients"))
+    has_norm = reduced.has_gradients and (before_clip or not math.isfinite(derived.grad_norm))
     nonfinite = bool(derived.bits & (BAD_LOSS | BAD_GRADIENTS))
     return StepRecord(
         step=step,
@@ -85,7 +86,7 @@ def step_record(
         loss=derived.loss if loss_max is not None else None,
         loss_max=loss_max,
         loss_max_rank=loss_max_rank,
-        grad_norm=derived.grad_norm if has_gradients else None,
+        grad_norm=derived.grad_norm if has_norm else None,
         loss_limit=reduced.limit("loss_limit"),
         grad_norm_limit=reduced.limit("grad_norm_limit"),
         nonfinite_ranks=culprits(reduced, losses) if nonfinite else (),

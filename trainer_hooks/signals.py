@@ -51,6 +51,8 @@ class HostStep:
     memory_estimate_bytes: int
     epoch: int | None
     batch_index: int | None
+    norm_after_clip: float | None = None
+    """Where the loop clips by itself: what was measured after that."""
 
     @property
     def samples_per_second(self) -> float | None:

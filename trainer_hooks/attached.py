@@ -1,0 +1,203 @@
+"""``attach``: guards a loop that keeps its own clip, ``optimizer.step()`` and ``zero_grad()``.
+
+    attached = trainer_hooks.attach(model, optimizer)
+
+The first ``optimizer.step()`` of a round measures, exchanges and judges for all optimizers; the
+order is that of ``Monitor.step``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_hooks.device import Device
+from trainer_hooks.guard import agree_on_overflow
+from trainer_hooks.host import Host
+from trainer_hooks.loop import Loop
+from trainer_hooks.parts import Orders
+from trainer_hooks.refusals import refuse_at_step
+from trainer_hooks.route import Route
+from trainer_hooks.wrap import as_list, set_up
+from trainvitals.errors import UsageError
+from trainvitals.records import Note
+
+
+def attach(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    *,
+    run: str | None = None,
+    mode: Literal["off", "observe", "guard"] = "guard",
+    scaler: torch.amp.GradScaler | None = None,
+    max_norm: float | None = None,
+    dir: str | Path | None = None,
+    tokens_per_step: int | None = None,
+    config: Mapping[str, object] | None = None,
+    tags: Sequence[str] = (),
+    state: Mapping[str, Any] | None = None,
+) -> Attached:
+    """Put ``optimizer.step()`` of a loop under guard. Call on all ranks, before the first step.
+
+    The loop stays as it is. An update with a NaN or Inf in its gradients (or in the loss, where
+    ``Attached.loss`` is given it) is skipped on all ranks, without a trace. Outliers of the norm
+    are skipped only where the norm is known as it was before the clip: with ``max_norm``, or where
+    the loop gives it to ``Attached.grad_norm``. There is no rollback: that is ``watch``.
+
+    Args:
+        model: the module, wrapped (DDP) or not.
+        optimizers: one or several; all of them are stepped after the same backward.
+        run: a name for people.
+        mode: ``guard`` skips, ``observe`` only decides and records, ``off`` does nothing.
+            ``VITALS_MODE=off|observe`` overrides the code.
+        scaler: the loop's own gradient scaler.
+        max_norm: clip to this norm within ``optimizer.step()``: the loop then must not clip. Inf
+            measures the norm and never clips.
+        dir: where run directories go; else ``VITALS_DIR``, else ``./vitals_runs``.
+        tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
+        config: hyperparameters to keep with the run.
+        tags: words to find the run by.
+        state: an ``AveragedModel`` or a communication hook's state that a skip must leave as it
+            was, by a name.
+
+    Raises:
+        UsageError: an argument cannot work; the text says which and what to do.
+        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+    """
+    if cast(str, mode) == "heal":
+        raise UsageError(
+            "attach() cannot roll back: the loop's own state is not in its hands",
+            hint="use monitor = trainer_hooks.watch(..., mode='heal', checkpoints=True) and "
+            "monitor.step(loss)",
+        )
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"max_norm is {max_norm}; it must be above 0")
+    made = set_up(
+        model,
+        optimizers,
+        run=run,
+        mode=mode,
+        scaler=scaler,
+        dir=dir,
+        tokens_per_step=tokens_per_step,
+        config=config,
+        tags=tags,
+        state=state,
+    )
+    if made is None:
+        from trainer_hooks.off import Unattached
+
+        return cast(Attached, Unattached(as_list(optimizers), scaler, max_norm))
+    return Attached(made.device, made.host, tokens_per_step=made.tokens_per_step, max_norm=max_norm)
+
+
+class Attached(Loop):
+    """A loop under guard that steps by itself. Made by ``attach``; closing it gives all back."""
+
+    def __init__(
+        self,
+        device: Device,
+        host: Host,
+        *,
+        tokens_per_step: int | None,
+        max_norm: float | None,
+    ) -> None:
+        super().__init__(device, host, tokens_per_step=tokens_per_step)
+        host.owns_clip = max_norm is not None
+        self._max_norm = None if max_norm == math.inf else max_norm
+        self._norm: Tensor | float | None = None
+        self._orders: Orders | None = None
+        self._had_gradients: list[bool] = []
+        self._route = Route(device.optimizers, device.scaler, self._step_one, host.faults)
+
+    def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
+        """Give the step's loss, so that the loss rules work; when accumulating, each one's.
+
+        Call before ``optimizer.step()``. Weights are numbers of tokens.
+        """
+        self._add_loss(loss, weight)
+
+    def grad_norm(self, norm: Tensor | float) -> None:
+        """Give the norm of all gradients as it was before the loop's own clip.
+
+        Call before ``optimizer.step()`` on all ranks, with what ``clip_grad_norm_`` returned.
+        """
+        full = getattr(norm, "full_tensor", None)
+        self._norm = norm if full is None else full()
+
+    # ---------------------------------------------------------------------------- one step
+
+    def _step_one(self, index: int, begins: bool) -> None:
+        """Step one optimizer; the first of a round measures, exchanges and judges for all."""
+        host, device, parts = self._host, self._device, self._parts
+        if host.halted is not None:
+            raise host.halted
+        guard = device.guards[index]
+        if not begins:
+            self._refuse_late_gradients(index)
+            assert self._orders is not None, "a round begins with orders"
+            parts.apply((guard,), self._orders)
+            return
+        refuse_at_step(None, device.joinables)
+        attempted, first = self._step, self._step == self._first_step
+        parts.clock.enter()
+        self._look_at(first=first)
+        prepared = parts.prepare(attempted, None, None, norm=self._norm, first=first)
+        verdict = parts.exchange()
+        orders = self._orders = parts.orders(verdict, prepared, attempted, self._max_norm)
+        parts.apply((guard,), orders)
+        parts.settle(orders)
+        agree_on_overflow(device.scaler, device.optimizers, verdict.overflow)
+        ready = parts.report(
+            verdict, prepared, step=attempted, max_norm=self._max_norm, position=None
+        )
+        self._step += 1
+        self._norm = None
+        if ready is not None:
+            judgement = host.handle(*ready, now_step=attempted)
+            host.carry_out(judgement, now_step=attempted)
+
+    def _look_at(self, *, first: bool) -> None:
+        """Note, at the first step, which optimizers have gradients; say what is not judged."""
+        self._had_gradients = []
+        if not first:
+            return
+        self._had_gradients = [_has_gradients(o) for o in self._device.optimizers]
+        if not self._host.owns_clip and self._norm is None and self._host.is_root:
+            text = (
+                "outliers of the gradient norm are not judged: after the loop's own clip they "
+                "cannot be seen. Give clip_grad_norm_'s result to attached.grad_norm(), or "
+                "attach(max_norm=...) and no clip of your own"
+            )
+            event = Note(code="norm_unknown", text=text)
+            self._host.emitter.event(event, step=self._step, attempt=self.attempt)
+
+    def _refuse_late_gradients(self, index: int) -> None:
+        """Refuse, in the first round, gradients that came after the exchange: nobody judged them.
+
+        Raises:
+            UsageError: this optimizer had none when the round began.
+        """
+        if not self._had_gradients or self._had_gradients[index]:
+            return
+        if _has_gradients(self._device.optimizers[index]):
+            raise UsageError(
+                f"optimizer {index} got its gradients after optimizer.step() of another one: they "
+                "were not measured with the step",
+                hint="where updates alternate (GANs, actor and critic), call attach() once for "
+                "each optimizer",
+            )
+
+    def _release(self) -> None:
+        self._route.close()
+        super()._release()
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

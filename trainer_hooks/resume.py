@@ -1,0 +1,79 @@
+"""What of a guarded loop goes into the loop's own checkpoint, and how it is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_hooks.host import Host
+from trainvitals.detect import DetectorSet
+from trainvitals.errors import FormatError, NewerVersionError
+from trainvitals.policy import JudgeConfig
+
+VERSION = 1
+_KEY = "trainvitals_loop"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """A loop's state as it was read, checked."""
+
+    run_id: str
+    attempt: int
+    step: int
+    detectors: dict[str, Any]
+    tokens_seen: int
+    tokens_trained: int
+
+
+def loop_state(host: Host, step: int) -> dict[str, Any]:
+    """Return the state as JSON types. The newest ``lag`` steps are not in the limits yet."""
+    return {
+        _KEY: VERSION,
+        "run_id": host.run_dir.run_id,
+        "attempt": host.attempt,
+        "step": step,
+        "detectors": host.judge.detector_state(),
+        "tokens_seen": host.tokens_seen,
+        "tokens_trained": host.tokens_trained,
+    }
+
+
+def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState | None:
+    """Return the state; None where it is empty, as it is of a run that was not watched.
+
+    Raises:
+        FormatError: it is no state of a loop, or of a newer Vitals.
+    """
+    if isinstance(state, Mapping) and not state:
+        return None
+    version = state.get(_KEY) if isinstance(state, Mapping) else None
+    if not isinstance(version, int):
+        keys = ", ".join(map(repr, list(state)[:6])) if isinstance(state, Mapping) else "none"
+        raise FormatError(
+            f"load_state_dict() was given a {type(state).__name__} (keys: {keys}), which is no "
+            "state of a monitor",
+            hint="give it what monitor.state_dict() returned",
+        )
+    if version > VERSION:
+        raise NewerVersionError(
+            f"the monitor's state is of version {version}; this Vitals reads up to {VERSION}",
+            hint="install the Vitals that the checkpoint was made with, or leave the state out: "
+            "the limits then warm up anew",
+        )
+    try:
+        DetectorSet(config.detect).load_state_dict(state["detectors"])
+        return LoopState(
+            run_id=str(state["run_id"]),
+            attempt=int(state["attempt"]),
+            step=int(state["step"]),
+            detectors=dict(state["detectors"]),
+            tokens_seen=int(state["tokens_seen"]),
+            tokens_trained=int(state["tokens_trained"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"the monitor's state is damaged: {type(error).__name__}: {error}",
+            hint="leave it out: the limits then warm up anew",
+        ) from error

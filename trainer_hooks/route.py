@@ -1,0 +1,141 @@
+"""How the steps of a loop that keeps its own ``optimizer.step()`` come to us.
+
+``step`` of each optimizer, and of the gradient scaler, is replaced on the object itself and put
+back at the end. A step hook alone would not do: it cannot keep an update back, and what it sets is
+dropped by a compiled step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard import is_stepped
+from trainer_hooks.loop import not_compiled
+from trainvitals.errors import UsageError
+
+Guarded = Callable[[int, bool], None]
+"""Called with the optimizer's index, and whether its step begins a round of all optimizers."""
+
+
+class Route:
+    """Stands in for ``step`` until it is closed; what ``guarded`` calls goes to the real one.
+
+    A round ends where an optimizer is stepped a second time.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        guarded: Guarded,
+        faults: FaultCounter,
+    ) -> None:
+        self._guarded = guarded
+        self._faults = faults
+        self._round: set[int] = set()
+        self._inside = self._closed = False
+        self._undo: list[Callable[[], None]] = []
+        for index, optimizer in enumerate(optimizers):
+            self._stand_in(index, optimizer)
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
+                hook = optimizer.register_step_pre_hook(not_compiled(self._seen))
+                self._undo.append(hook.remove)
+        if scaler is not None and scaler.is_enabled():
+            self._stand_in_for_scaler(scaler, optimizers)
+
+    def close(self) -> None:
+        """Put every ``step`` back; where somebody has wrapped ours since, it only passes on."""
+        self._closed = True
+        for undo in self._undo:
+            undo()
+
+    def _stand_in(self, index: int, optimizer: Optimizer) -> None:
+        real = optimizer.step
+
+        # A scheduler looks for its own mark on `step`, and at its `__func__`: both are kept.
+        @functools.wraps(getattr(real, "__func__", real))
+        def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            scaled = getattr(optimizer, "found_inf", None) is not None
+            if self._inside or self._closed or scaled:
+                return real(*args, **kwargs)
+            return self._call(index, args, kwargs)
+
+        step.stands_in_for = vars(optimizer).get("step")  # type: ignore[attr-defined]
+        self._replace(optimizer, MethodType(not_compiled(step), optimizer))
+
+    def _stand_in_for_scaler(
+        self, scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Route ``scaler.step`` past its own verdict: a step that it keeps back is seen as well.
+
+        So all ranks enter the exchange, and an overflow on one is an overflow on all.
+        """
+        real, position = scaler.step, {id(optimizer): i for i, optimizer in enumerate(optimizers)}
+
+        @functools.wraps(real)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            index = position.get(id(optimizer))
+            if self._closed or index is None or is_stepped(scaler, optimizer):
+                return real(optimizer, *args, **kwargs)
+            return self._call(index, args, kwargs)
+
+        self._replace(scaler, not_compiled(step))
+
+    def _replace(self, owner: Any, ours: Callable[..., Any]) -> None:
+        before = vars(owner).get("step")
+
+        def put_back() -> None:
+            if vars(owner).get("step") is ours:
+                vars(owner).pop("step")
+                if before is not None:
+                    owner.step = before
+
+        owner.step = ours
+        self._undo.append(put_back)
+
+    def _call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if any(value is not None for value in (*args, *kwargs.values())):
+            raise UsageError(
+                "optimizer.step() was given a closure or other arguments, which attach() does not "
+                "pass on",
+                hint="run forward and backward before optimizer.step(), and call it without them",
+            )
+        begins = not self._round or index in self._round
+        self._round = {index} if begins else self._round | {index}
+        self._inside = True
+        try:
+            self._guarded(index, begins)
+        finally:
+            self._inside = False
+
+    def _seen(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Look at every step the optimizer makes: one that did not come by us is not guarded.
+
+        Raises:
+            UsageError: none has come by us yet. Later it is counted, and training goes on.
+        """
+        if self._inside or self._closed:
+            return
+        name = type(optimizer).__name__
+        error = UsageError(
+            f"{name}.step was taken from the optimizer before attach(), so it is not guarded",
+            hint="call attach() first and torch.compile(optimizer.step) after it; or to keep the "
+            "step itself compiled, optimizer.step = torch.compile(optimizer.step) and then "
+            "attach()",
+        )
+        if getattr(optimizer, "found_inf", None) is not None:
+            error = UsageError(
+                f"{name} is stepped by a gradient scaler that attach() does not know",
+                hint="attach(model, optimizer, scaler=scaler)",
+            )
+        if not self._round:
+            raise error
+        with self._faults.fail_open("unguarded_step"):
+            raise error
