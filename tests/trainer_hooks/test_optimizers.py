@@ -134,21 +134,20 @@ def test_the_first_step_ever_may_be_any_fault(name, value, site):
 # ------------------------------------------------------- who takes the flag, and who never sees it
 
 
-def steps_with_flag(optimizer, params, flag, gradient):
-    """Step with ``found_inf`` set as the guard sets it; return all that moved."""
-    state = lambda: (
-        [p.detach().clone() for p in params]
-        + [  # noqa: E731
-            v.clone() for p in params for v in optimizer.state[p].values() if torch.is_tensor(v)
-        ]
-    )
+def moved_with_flag(optimizer, params, flag, gradient):
+    """Step with ``found_inf`` set as the guard sets it; return what moved."""
+
+    def tensors():
+        states = [v for p in params for v in optimizer.state[p].values() if torch.is_tensor(v)]
+        return [t.detach().clone() for t in [*params, *states]]
+
     for param in params:
         param.grad = torch.full_like(param, gradient)
-    before = state()
+    before = tensors()
     optimizer.found_inf = torch.tensor(flag)
     optimizer.step()
     del optimizer.found_inf
-    after = state()
+    after = tensors()
     return [i for i, old in enumerate(before) if not torch.equal(old, after[i])]
 
 
@@ -159,11 +158,11 @@ def test_a_class_that_is_given_the_flag_honours_it(kind):
     optimizer = CLASSES[kind](params, lr=0.1, fused=True)
     guard = OptimizerGuard(optimizer, None)
     assert takes_found_inf(optimizer)
-    assert steps_with_flag(optimizer, params, 0.0, 1.0) != []
-    assert steps_with_flag(optimizer, params, 1.0, NAN) == []
-    assert steps_with_flag(optimizer, params, 1.0, INF) == []
-    assert steps_with_flag(optimizer, params, 1.0, 1.0) == []
-    assert steps_with_flag(optimizer, params, 0.0, 1.0) != []
+    assert moved_with_flag(optimizer, params, 0.0, 1.0) != []
+    assert moved_with_flag(optimizer, params, 1.0, NAN) == []
+    assert moved_with_flag(optimizer, params, 1.0, INF) == []
+    assert moved_with_flag(optimizer, params, 1.0, 1.0) == []
+    assert moved_with_flag(optimizer, params, 0.0, 1.0) != []
     guard.release()
 
 
