@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, itemgetter
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from functools import wraps
+from threading import get_ident
+from typing import Concatenate, ParamSpec
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.layers import Layers
@@ -24,91 +25,85 @@ LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
 
 _FROM_HOST = {
-    "step": "step",
-    "attempt": "attempt",
-    "time_unix_ns": "time_unix_ns",
-    "monotonic_ns": "monotonic_ns",
-    "step_duration_seconds": "duration_seconds",
-    "data_wait_seconds": "data_wait_seconds",
-    "monitor_seconds": "monitor_seconds",
-    "forward_backward_seconds": "forward_backward_seconds",
-    "optimizer_seconds": "optimizer_seconds",
-    "samples_per_second": "samples_per_second",
-    "memory_allocated_bytes": "memory_allocated_bytes",
-    "memory_peak_bytes": "memory_peak_bytes",
-    "memory_alloc_retries": "memory_alloc_retries",
-    "memory_ooms": "memory_ooms",
-    "memory_estimate_bytes": "memory_estimate_bytes",
-    "epoch": "epoch",
-    "batch_index": "batch_index",
+    "step": "host.step",
+    "attempt": "host.attempt",
+    "time_unix_ns": "host.time_unix_ns",
+    "monotonic_ns": "host.monotonic_ns",
+    "step_duration_seconds": "host.duration_seconds",
+    "data_wait_seconds": "host.data_wait_seconds",
+    "monitor_seconds": "host.monitor_seconds",
+    "forward_backward_seconds": "host.forward_backward_seconds",
+    "optimizer_seconds": "host.optimizer_seconds",
+    "samples_per_second": "host.samples_per_second",
+    "memory_allocated_bytes": "host.memory_allocated_bytes",
+    "memory_peak_bytes": "host.memory_peak_bytes",
+    "memory_alloc_retries": "host.memory_alloc_retries",
+    "memory_ooms": "host.memory_ooms",
+    "memory_estimate_bytes": "host.memory_estimate_bytes",
+    "epoch": "host.epoch",
+    "batch_index": "host.batch_index",
 }
-"""Columns that a field of ``HostStep`` goes into."""
-_FROM_RECORD = (
-    "loss",
-    "loss_max",
-    "loss_max_rank",
-    "grad_norm",
-    "loss_limit",
-    "grad_norm_limit",
-    "skipped",
-)
-"""Columns that a field of ``StepRecord`` of the same name goes into, on rank 0."""
-_OF_HOST = attrgetter(*_FROM_HOST.values())
-_OF_RECORD = attrgetter(*_FROM_RECORD)
+"""Where each rank's own columns come from."""
+_FROM_ROOT = {
+    "loss": "record.loss",
+    "loss_max": "record.loss_max",
+    "loss_max_rank": "record.loss_max_rank",
+    "grad_norm": "record.grad_norm",
+    "grad_norm_clipped": "clipped",
+    "loss_limit": "record.loss_limit",
+    "grad_norm_limit": "record.grad_norm_limit",
+    "lr_factor": "host.lr_factor",
+    "skipped": "record.skipped",
+}
+"""Where the columns come from that rank 0 alone writes, as they are equal on all ranks."""
+
+_Row = Callable[[HostStep, StepRecord, float | None, Callable[[str], Value]], tuple[Value, ...]]
+
+_Given = ParamSpec("_Given")
 
 
-class _StepColumns:
-    """Brings a step's numbers into the order of the schema's columns.
+def _row_of(schema: Schema, *, num_groups: int, is_root: bool) -> _Row:
+    """Return the function that makes a step's row: one value per column, in the schema's order.
 
-    Everything that is the same at each step was found out before: a row is gathered and put into
-    order by calls that take it as a whole.
+    It is put together here as one expression, as ``dataclasses`` puts together an ``__init__``:
+    gathering a row from tables at each step cost three times as much.
     """
-
-    def __init__(self, schema: Schema, *, num_groups: int, is_root: bool) -> None:
-        self._is_root = is_root
-        given = [*_FROM_HOST, *(_reduced_columns(num_groups) if is_root else ())]
-        self._others = [c.name for c in schema.columns if c.name not in given]
-        position = {name: i for i, name in enumerate([*given, *self._others])}
-        self._order = itemgetter(*(position[c.name] for c in schema.columns))
-
-    def row(
-        self, host: HostStep, record: StepRecord, extra: Mapping[str, Value]
-    ) -> Sequence[Value]:
-        """Return one value per column; ``extra`` is asked for what neither of the others has."""
-        reduced = _reduced_values(host, record) if self._is_root else ()
-        row: Sequence[Value] = self._order(
-            (*_OF_HOST(host), *reduced, *map(extra.get, self._others))
-        )
-        return row
+    given = dict(_FROM_HOST)
+    if is_root:
+        given |= _FROM_ROOT
+        for group in range(num_groups):
+            rate = f"host.learning_rates[{group}]"
+            column = f"learning_rate.{group}" if group else "learning_rate"
+            given[column] = f"None if {rate} is None else {rate} * host.lr_factor"
+    values = [given.get(c.name, f"other({c.name!r})") for c in schema.columns]
+    row: _Row = eval(f"lambda host, record, clipped, other: ({', '.join(values)},)")
+    return row
 
 
-class _Writing:
-    """A write under way: of ours a fault goes no further, and a signal's handler waits."""
+def _writes(
+    method: Callable[Concatenate[Emitter, _Given], None],
+) -> Callable[Concatenate[Emitter, _Given], None]:
+    """Make a method fail open, and let a signal wait for its end where the main thread is in it.
 
-    __slots__ = ("_emitter", "_fail_open", "_in_main")
+    One wrapper, for a step's sake: a ``with`` of the same effect cost as much as packing the row.
+    """
+    where = f"journal.{method.__name__}"
 
-    def __init__(self, emitter: Emitter, where: str) -> None:
-        self._emitter = emitter
-        self._fail_open = emitter._faults.fail_open(where)
-        self._in_main = threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> None:
-        self._emitter._depth += self._in_main
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        emitter = self._emitter
+    @wraps(method)
+    def write(emitter: Emitter, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        in_main = get_ident() == emitter._main_thread
+        emitter._depth += in_main
         try:
-            return self._fail_open.__exit__(kind, error, trace)
+            method(emitter, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - FaultCounter.fail_open, written out
+            emitter._faults.count(where, error)
         finally:
-            emitter._depth -= self._in_main
-            if emitter._put_off is not None and self._in_main and not emitter._depth:
+            emitter._depth -= in_main
+            if emitter._put_off is not None and in_main and not emitter._depth:
                 call, emitter._put_off = emitter._put_off, None
                 call()
+
+    return write
 
 
 class Emitter:
@@ -130,18 +125,17 @@ class Emitter:
         self._is_root = is_root
         self._layers = layers
         self._streams: dict[str, StreamWriter] = {}
-        self._steps_schema = steps_schema(num_groups=num_groups)
-        self._steps = _StepColumns(self._steps_schema, num_groups=num_groups, is_root=is_root)
+        schema = steps_schema(num_groups=num_groups)
+        self._steps = None if journal is None else journal.open_stream(schema)
+        self._row = _row_of(schema, num_groups=num_groups, is_root=is_root)
         self._scalar_ids: dict[str, int] = {}
         self._layers_until = -1
         self._layers_named = False
         self._depth = 0
+        self._main_thread = threading.main_thread().ident
         self._put_off: Callable[[], None] | None = None
+        self._dropped = 0
         self._told: OSError | None = None
-
-    def _writing(self, where: str) -> _Writing:
-        """Fail open, and let a signal wait for the end of a write that the main thread is in."""
-        return _Writing(self, where)
 
     def put_off(self, call: Callable[[], None]) -> bool:
         """Make ``call`` after the write the main thread is in; False where it is in none."""
@@ -155,42 +149,50 @@ class Emitter:
             stream = self._streams[schema.stream] = self._journal.open_stream(schema)
         return stream
 
+    @_writes
     def event(self, event: Event, *, step: int, attempt: int) -> None:
         """Write an event."""
-        with self._writing("journal.event"):
-            stream = self._stream(EVENT_SCHEMA)
-            if stream is not None:
-                stream.append_event(
-                    event,
-                    step=step,
-                    attempt=attempt,
-                    time_unix_ns=self._clock.time_ns(),
-                    monotonic_ns=self._clock.monotonic_ns(),
-                )
+        stream = self._stream(EVENT_SCHEMA)
+        if stream is not None:
+            stream.append_event(
+                event,
+                step=step,
+                attempt=attempt,
+                time_unix_ns=self._clock.time_ns(),
+                monotonic_ns=self._clock.monotonic_ns(),
+            )
 
+    @_writes
     def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
         """Write user-named scalars; a new name is defined by an event first."""
-        with self._writing("journal.scalars"):
-            stream = self._stream(SCALARS_SCHEMA)
-            if stream is None:
-                return
-            head = [step, attempt, self._clock.time_ns(), self._clock.monotonic_ns()]
-            for name, value in values.items():
-                if name not in self._scalar_ids:
-                    new = self._scalar_ids[name] = len(self._scalar_ids)
-                    names = NamesDefined(stream="scalars", names={new: name})
-                    self.event(names, step=step, attempt=attempt)
-                stream.append([*head, self._scalar_ids[name], float(value)])
+        stream = self._stream(SCALARS_SCHEMA)
+        if stream is None:
+            return
+        head = [step, attempt, self._clock.time_ns(), self._clock.monotonic_ns()]
+        for name, value in values.items():
+            if name not in self._scalar_ids:
+                new = self._scalar_ids[name] = len(self._scalar_ids)
+                names = NamesDefined(stream="scalars", names={new: name})
+                self.event(names, step=step, attempt=attempt)
+            stream.append([*head, self._scalar_ids[name], float(value)])
 
+    @_writes
     def step(self, host: HostStep, record: StepRecord, extra: Mapping[str, Value]) -> None:
         """Write the rank's row of one step; rank 0 adds the numbers that are equal on all ranks."""
-        with self._writing("journal.step"):
-            stream = self._stream(self._steps_schema)
-            if stream is None:
-                return
-            self._tell_losses()
-            stream.append(self._steps.row(host, record, extra))
+        stream = self._steps
+        if stream is None:
+            return
+        if stream.dropped != self._dropped:
+            self._dropped = stream.dropped
+            self._tell_losses(stream.journal.last_error)
+        clipped, limit = record.grad_norm, host.max_norm
+        if clipped is not None and limit is not None and clipped > limit:
+            clipped = limit
+        if host.norm_after_clip is not None:
+            clipped = host.norm_after_clip
+        stream.append(self._row(host, record, clipped, extra.get))
 
+    @_writes
     def layers(self, host: HostStep, reduced: Reduced, samples: Samples, *, found: bool) -> None:
         """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled."""
         if found:
@@ -198,44 +200,26 @@ class Emitter:
         due = not host.step % LAYERS_EVERY or host.step <= self._layers_until
         if not self._is_root or not (due or samples.by_layer):
             return
-        with self._writing("journal.layers"):
-            stream = self._stream(LAYERS_SCHEMA)
-            if stream is None:
-                return
-            if not self._layers_named:
-                names = dict(enumerate(self._layers.names))
-                self._layers_named = True
-                event = NamesDefined(stream="layers", names=names)
-                self.event(event, step=host.step, attempt=host.attempt)
-            head = [host.step, host.attempt, host.time_unix_ns, host.monotonic_ns]
-            for row in self._layers.rows(reduced.squares, samples):
-                stream.append([*head, *row])
+        stream = self._stream(LAYERS_SCHEMA)
+        if stream is None:
+            return
+        if not self._layers_named:
+            names = dict(enumerate(self._layers.names))
+            self._layers_named = True
+            event = NamesDefined(stream="layers", names=names)
+            self.event(event, step=host.step, attempt=host.attempt)
+        head = [host.step, host.attempt, host.time_unix_ns, host.monotonic_ns]
+        for row in self._layers.rows(reduced.squares, samples):
+            stream.append([*head, *row])
 
-    def _tell_losses(self) -> None:
-        """Raise what made the journal drop rows, once each: it counts them, and says nothing."""
-        assert self._journal is not None
-        error = self._journal.last_error
+    def _tell_losses(self, error: OSError | None) -> None:
+        """Count what made the journal drop rows, once each: it says nothing by itself."""
         if error is not None and error is not self._told:
             self._told = error
-            with self._faults.fail_open("journal.full"):
-                raise error
+            self._faults.count("journal.full", error)
 
+    @_writes
     def close(self) -> None:
         """Close the journal; what was written stays for the agent."""
-        with self._writing("journal.close"):
-            if self._journal is not None:
-                self._journal.close()
-
-
-def _reduced_columns(num_groups: int) -> tuple[str, ...]:
-    rates = ("learning_rate", *(f"learning_rate.{i}" for i in range(1, num_groups)))
-    return (*_FROM_RECORD, "grad_norm_clipped", "lr_factor", *rates)
-
-
-def _reduced_values(host: HostStep, record: StepRecord) -> tuple[Value, ...]:
-    clipped, limit = record.grad_norm, host.max_norm
-    if clipped is not None and limit is not None and clipped > limit:
-        clipped = limit
-    factor = host.lr_factor
-    rates = [None if rate is None else rate * factor for rate in host.learning_rates]
-    return (*_OF_RECORD(record), clipped, factor, *rates)
+        if self._journal is not None:
+            self._journal.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import msgspec
@@ -112,12 +112,12 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         return f"Iq{self.num_validity_words}Q{columns}"
 
     @cached_property
-    def _packer(self) -> _Packer:
-        return _Packer(self)
+    def pack(self) -> Callable[[int, Sequence[Value]], bytes]:
+        """The function (seq, values) -> the row's bytes; ``None`` is a missing value.
 
-    def pack(self, seq: int, values: Sequence[Value]) -> bytes:
-        """Return the row's bytes; ``None`` is a missing value. One value per column, in order."""
-        return self._packer.pack(seq, values)
+        Takes one value per column, in order.
+        """
+        return _Packer(self).pack
 
     def seq_of(self, row: bytes | memoryview) -> int | None:
         """Return the row's sequence number, or None if its checksum does not hold."""
@@ -143,6 +143,8 @@ class _Packer:
     A row mostly lacks the columns that the row before it lacked. So the gaps of the last row are
     filled, and ``struct`` itself refuses a ``None`` anywhere else: only then is the row searched.
     """
+
+    __slots__ = ("_blank", "_gaps", "_num_words", "_pack")
 
     def __init__(self, schema: Schema) -> None:
         blanks: dict[str, Value] = {"f8": 0.0, "i8": 0}

@@ -228,6 +228,7 @@ def test_a_fault_of_ours_never_reaches_the_loop(monkeypatch):
         norms = monitor._device.norms
         monkeypatch.setattr(norms, "squares_into", lambda *_: 1 / 0)
         monkeypatch.setattr(monitor._host.emitter, "_stream", lambda *_: 1 / 0)
+        monkeypatch.setattr(monitor._host.emitter, "_row", lambda *_: 1 / 0)
         before = loop.state()
         for _ in range(3):
             monitor.step(loop.forward())

@@ -1,4 +1,5 @@
 import math
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,6 +65,24 @@ def test_a_row_comes_back_with_nan_and_missing_kept_apart(
     )
     for column, value in zip(schema.columns, values, strict=True):
         assert value is None or same(value, found[column.name])
+
+
+@given(data=st.data(), schema=schemas())
+def test_what_the_row_before_lacked_changes_nothing(data: st.DataObject, schema: Schema) -> None:
+    fresh = Schema(schema.stream, schema.columns)
+    for _ in range(4):
+        values = [data.draw(st.none() | VALUES[c.kind]) for c in schema.columns]  # type: ignore[operator]
+        again = Schema(schema.stream, schema.columns)
+        assert again.pack(3, values) == fresh.pack(3, values)
+
+
+def test_a_row_of_the_wrong_kind_or_length_is_an_error_and_the_next_one_is_not() -> None:
+    schema = Schema("steps", (Column("step", "i8"), Column("loss", "f8")))
+    for wrong in ([1], [1, 2.0, None], ["1", 2.0], [1.5, 2.0], [None, "x"]):
+        with pytest.raises((struct.error, ValueError, IndexError)):
+            schema.pack(0, wrong)  # type: ignore[arg-type]
+        assert {"step": 1, "loss": 2.0} == schema.unpack(schema.pack(0, [1, 2.0]))
+        assert {"loss": 2.0} == schema.unpack(schema.pack(0, [None, 2.0]))
 
 
 @given(row=rows())

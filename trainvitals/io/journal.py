@@ -8,6 +8,7 @@ at the bound the oldest sealed segment goes, samples before events, which may ho
 """
 
 import errno
+import mmap
 import os
 import threading
 from collections import deque
@@ -117,6 +118,8 @@ class JournalWriter:
             return
         with self._lock:
             self._is_closed = True
+            for stream in self._streams.values():
+                stream._map = None
         if self._flusher is not None and not self._flusher.stop():
             return  # the disk blocks; its thread still holds the files
         for stream in self._streams.values():
@@ -209,10 +212,15 @@ class StreamWriter:
         self.schema = schema
         self.dropped = 0
         self.next_seq = 0
-        self._journal = journal
+        self.journal = journal
         self._lock = lock
         self._pid = os.getpid()
         self._slots: _Slots | None = None
+        # What a row needs while the mapped segment has room, without asking anybody.
+        self._pack = schema.pack
+        self._map: mmap.mmap | None = None
+        self._room_until = 0
+        self._row_zero = 0
         self._index = 0
         self._retry_at = 0
         self._queue: deque[tuple[Schema, int, int, bytes]] = deque()
@@ -226,7 +234,14 @@ class StreamWriter:
         if os.getpid() != self._pid:
             return -1
         with self._lock:
-            return self._put(1, self.schema.pack(self.next_seq, values))
+            seq = self.next_seq
+            row = self._pack(seq, values)
+            if self._map is None or seq >= self._room_until:
+                return self._put(1, row)
+            self.next_seq = seq + 1
+            place = self._row_zero + seq * len(row)
+            self._map[place : place + len(row)] = row
+            return seq
 
     def append_event(
         self, event: Event, *, step: int, attempt: int, time_unix_ns: int, monotonic_ns: int
@@ -238,14 +253,14 @@ class StreamWriter:
             event, step=step, attempt=attempt, time_unix_ns=time_unix_ns, monotonic_ns=monotonic_ns
         )
         with self._lock:
-            packed = [self.schema.pack(self.next_seq + i, row) for i, row in enumerate(rows)]
+            packed = [self._pack(self.next_seq + i, row) for i, row in enumerate(rows)]
             return self._put(len(packed), b"".join(packed))
 
     def __reduce__(self) -> str:
-        return self._journal.__reduce__()
+        return self.journal.__reduce__()
 
     def _put(self, num_rows: int, raw: bytes) -> int:
-        journal, seq = self._journal, self.next_seq
+        journal, seq = self.journal, self.next_seq
         if journal._is_closed:
             self.dropped += num_rows
             return -1
@@ -266,7 +281,7 @@ class StreamWriter:
                     return
             slots.file.write(slots.offset + (seq - slots.first_seq) * schema.row_size, raw)
         except OSError as error:
-            self._journal.last_error = error
+            self.journal.last_error = error
             self.dropped += num_rows
 
     def _roll(self, schema: Schema, seq: int, num_rows: int) -> _Slots | None:
@@ -275,14 +290,17 @@ class StreamWriter:
         if seq < self._retry_at:
             return None
         self._retry_at = seq + _RETRY_ROWS
-        slots = self._journal._new_segment(schema, seq, self._index, num_rows)
+        slots = self.journal._new_segment(schema, seq, self._index, num_rows)
         self._retry_at = 0
         self._index += 1
         self._slots = slots
+        if isinstance(slots.file, MappedSegment):
+            self._map, self._room_until = slots.file.map, slots.end_seq
+            self._row_zero = slots.offset - slots.first_seq * schema.row_size
         return slots
 
     def _enqueue(self, seq: int, num_rows: int, raw: bytes) -> None:
-        flusher = self._journal._flusher
+        flusher = self.journal._flusher
         assert flusher is not None
         self._queue.append((self.schema, seq, num_rows, raw))
         self._num_queued += num_rows
@@ -310,13 +328,14 @@ class StreamWriter:
     def _change_schema(self, schema: Schema) -> None:
         """Pack by the new columns from here on; the next row begins a segment."""
         if schema != self.schema:
-            self.schema = schema
+            self.schema, self._pack, self._map = schema, schema.pack, None
 
     @property
     def _path(self) -> Path | None:
         return self._slots.file.path if self._slots is not None else None
 
     def _shut(self) -> None:
+        self._map = None
         if self._slots is not None:
             self._slots.file.close()
             self._slots = None

@@ -168,8 +168,8 @@ class MappedSegment:
         try:
             # Before the map: no page to be had is an OSError here, and would be a SIGBUS later.
             os.posix_fallocate(fd, 0, num_bytes)
-            self._map = mmap.mmap(fd, num_bytes)
-            self._map[: len(header)] = header
+            self.map = mmap.mmap(fd, num_bytes)
+            self.map[: len(header)] = header
             temporary.rename(path)
         except BaseException:
             temporary.unlink()
@@ -179,11 +179,11 @@ class MappedSegment:
 
     def write(self, offset: int, row: bytes) -> None:
         """Put the row at the offset."""
-        self._map[offset : offset + len(row)] = row
+        self.map[offset : offset + len(row)] = row
 
     def close(self) -> None:
         """Unmap; what was written stays in the file."""
-        self._map.close()
+        self.map.close()
 
 
 class PlainSegment:
