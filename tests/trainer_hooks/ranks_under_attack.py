@@ -140,7 +140,7 @@ def announced_on_rank_0_alone(rank):
 def full_disk(rank):
     model, optimizer = ddp(fused=True)
     with trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=True) as monitor:
-        monitor._host.emitter._stream = boom
+        monitor._host.emitter._stream = monitor._host.emitter._row = boom
         if rank == 0:
             type(monitor._host.run_dir).append_plan = boom
         back = []
