@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from inspect import signature
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -22,8 +23,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: Function) -> Function:
-    """Keep a function out of graphs: it reads clocks and talks to other ranks."""
-    return cast(Function, torch.compiler.disable(function))
+    """Keep a function out of graphs: it reads clocks and talks to other ranks.
+
+    A graph that must be whole cannot hold it; the reason is what torch then prints.
+    """
+    reason = (
+        "monitor.step() talks to other ranks and reads clocks, so it stays outside of graphs: "
+        "compile the model or forward and backward, and leave the step out of fullgraph=True"
+    )
+    disable = torch.compiler.disable
+    keywords = {"reason": reason} if "reason" in signature(disable).parameters else {}
+    return cast(Function, disable(function, **keywords))
 
 
 class Loop:
