@@ -1,0 +1,294 @@
+"""One process: a loop that keeps its own clip and optimizer.step() is guarded by one line."""
+
+import gc
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_hooks
+from tests.trainer_hooks.test_attacks import Reads
+from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
+from trainer_hooks import goodbye
+from trainvitals.errors import UsageError
+from trainvitals.records import Note
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Own(Loop):
+    """A loop as people write it: backward, clip, step, schedule, zero."""
+
+    attached = None
+
+    def attach(self, **options):
+        """Add the one line."""
+        self.attached = trainer_hooks.attach(self.model, self.optimizer, **options)
+        self.said, emitter = [], self.attached._host.emitter
+        whole = emitter.event
+        emitter.event = lambda event, **k: (self.said.append(event), whole(event, **k))
+        return self.attached
+
+    def step(self, *, gradient=None, scale=1.0, clip=0.5, give=False):
+        loss = self.forward(scale)
+        if gradient is not None:
+            self.model[0].weight.grad[0, 0] = gradient
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            if give:
+                self.attached.grad_norm(norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def run(self, steps, **how):
+        for _ in range(steps):
+            self.step(**how)
+        self.rng = torch.get_rng_state()
+        return self
+
+    def state(self):
+        """Return the state; the generator of all loops here as it was at the end of ``run``."""
+        return {**super().state(), "rng": getattr(self, "rng", None)}
+
+    def parameters(self):
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def skips(self):
+        return self.attached._host.judge.facts.num_skips
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_healthy_loop_is_bit_for_bit_what_it_was_without_us(mode, fused):
+    bare = Own(fused=fused).run(30)
+    ours = Own(fused=fused)
+    with ours.attach(mode=mode) as attached:
+        ours.run(30)
+    assert_same(bare.state(), ours.state())
+    assert attached.step_index == 30
+    assert attached.swallowed_errors == {}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_bad_step_leaves_no_trace_but_the_schedule(fused, first):
+    loop = Own(fused=fused)
+    with loop.attach():
+        for _ in range(first):
+            loop.step()
+        before = loop.state()
+        loop.step(gradient=NAN, scale=3.0)
+        after = loop.state()
+        assert_same(before["model"], after["model"])
+        if first:
+            assert_same(before["optimizer"], after["optimizer"])
+        loop.step()
+        assert not torch.equal(after["model"]["0.weight"], loop.model[0].weight)
+    assert loop.skips() == 1
+    assert all(torch.isfinite(p).all() for p in loop.model.parameters())
+
+
+def test_outliers_are_left_alone_after_the_loop_s_own_clip_and_that_is_said_once():
+    loop = Own()
+    with loop.attach():
+        for step in range(40):
+            loop.step(gradient=1e6 if step == 30 else None)
+        assert loop.attached._host.judge.limits().grad_norm is None
+    assert loop.skips() == 0
+    assert [e.code for e in loop.said if isinstance(e, Note)] == ["norm_unknown"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("how", ["given", "owned", "measured"])
+def test_outliers_are_skipped_where_the_norm_before_the_clip_is_known(how, fused):
+    loop = Own(fused=fused)
+    options = {"given": {}, "owned": {"max_norm": 0.5}, "measured": {"max_norm": INF}}[how]
+    with loop.attach(**options):
+        for step in range(40):
+            before = loop.parameters()
+            bad = step == 30
+            loop.step(
+                gradient=1e6 if bad else None, clip=0.5 if how == "given" else None, give=True
+            )
+            same = all(map(torch.equal, before, loop.parameters()))
+            assert same == bad
+    assert loop.skips() == 1
+    assert [e for e in loop.said if isinstance(e, Note)] == []
+
+
+def test_a_clip_that_is_ours_is_the_one_that_was_the_loop_s():
+    bare = Own(fused=False).run(20)
+    ours = Own(fused=False)
+    with ours.attach(max_norm=0.5):
+        ours.run(20, clip=None)
+    ours, bare = dict(ours.model.named_parameters()), dict(bare.model.named_parameters())
+    for name in bare.keys() - {"0.bias"}:  # batch norm takes it out again: its gradient is noise
+        torch.testing.assert_close(ours[name], bare[name])
+
+
+def test_the_row_has_the_norms_before_and_after_the_loop_s_own_clip():
+    loop, rows = Own(), []
+    with loop.attach() as attached:
+        emitter = attached._host.emitter
+        write = emitter.step
+        emitter.step = lambda host, record, extra: (
+            rows.append((record.grad_norm, host.norm_after_clip)),
+            write(host, record, extra),
+        )
+        loop.step(clip=0.01, give=True)
+        loop.step(clip=0.01)
+    (given, after), (unknown, after_too) = rows
+    assert given > 0.1
+    assert unknown is None
+    assert [after, after_too] == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
+def test_a_loss_that_is_nan_is_skipped_although_its_gradients_are_finite():
+    loop = Own()
+    with loop.attach() as attached:
+        loop.step()
+        before = loop.parameters()
+        attached.loss(NAN)
+        loop.step()
+        assert all(map(torch.equal, before, loop.parameters()))
+        attached.loss(1.0)
+        loop.step()
+        assert not all(map(torch.equal, before, loop.parameters()))
+
+
+def test_observing_records_and_lets_everything_pass():
+    loop = Own()
+    with loop.attach(mode="observe"):
+        loop.step()
+        loop.step(gradient=NAN)
+    assert torch.isnan(loop.model[0].weight).any()
+
+
+def test_off_touches_nothing_but_clips_where_the_loop_left_that_to_us(monkeypatch, tmp_path):
+    monkeypatch.setenv("VITALS_MODE", "off")
+    bare = Own().run(5)
+    for options, clip in [({}, 0.5), ({"max_norm": 0.5}, None)]:
+        ours = Own()
+        with trainer_hooks.attach(ours.model, ours.optimizer, **options) as attached:
+            attached.loss(1.0)
+            attached.grad_norm(1.0)
+            ours.run(5, clip=clip)
+        assert_same(bare.state(), ours.state())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"mode": "heal"}, "watch"), ({"max_norm": 0.0}, "max_norm"), ({"max_norm": NAN}, "max_norm")],
+)
+def test_what_cannot_be_is_refused(options, words):
+    loop = Own()
+    with pytest.raises(UsageError, match=words):
+        loop.attach(**options)
+    assert "step" not in vars(Loop().optimizer).keys() - vars(loop.optimizer).keys()
+
+
+def test_a_closure_is_refused():
+    loop = Own()
+    with loop.attach():
+        loop.forward()
+        with pytest.raises(UsageError, match="closure"):
+            loop.optimizer.step(lambda: 1.0)
+        loop.optimizer.step(closure=None)
+
+
+def test_no_gradient_at_the_first_step_is_an_error():
+    loop = Own()
+    with loop.attach(), pytest.raises(UsageError, match="gradient"):
+        loop.optimizer.step()
+
+
+@pytest.mark.parametrize("schedule", ["before", "after"])
+def test_closing_gives_the_optimizer_back_whoever_wraps_it_too(schedule):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if schedule == "before":
+        torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    before = vars(optimizer).get("step")
+    attached = trainer_hooks.attach(model, optimizer)
+    if schedule == "after":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if schedule == "after":
+            scheduler.step()  # warns where it does not find its mark
+    attached.close()
+    assert attached.step_index == 2
+    if schedule == "before":
+        assert vars(optimizer).get("step") is before
+    assert list(optimizer._optimizer_step_pre_hooks) == []
+    model.weight.grad.fill_(NAN)
+    optimizer.step()
+    assert torch.isnan(model.weight).all()
+    assert attached.step_index == 2
+
+
+def test_it_stays_without_a_name_and_ends_with_its_optimizer():
+    loop = Own()
+    trainer_hooks.attach(loop.model, loop.optimizer)
+    gc.collect()
+    loop.step(gradient=NAN)
+    assert all(torch.isfinite(p).all() for p in loop.model.parameters())
+    del loop
+    gc.collect()
+    assert list(goodbye._open) == []
+
+
+def test_an_optimizer_state_loaded_later_keeps_the_verdict_on_the_device():
+    loop = Own()
+    with loop.attach() as attached:
+        loop.step()
+        loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+        assert not attached._device.reads_verdict
+        loop.step(gradient=NAN)
+    assert all(torch.isfinite(p).all() for p in loop.model.parameters())
+
+
+@pytest.mark.parametrize("how", ["given", "owned", "unknown"])
+def test_a_fused_step_reads_nothing_of_the_present_step(monkeypatch, how):
+    loop = Own()
+    options = {"max_norm": 0.5} if how == "owned" else {}
+    with loop.attach(**options) as attached:
+        for step in range(45):
+            loss = loop.forward()
+            if step == 30:
+                loop.model[0].weight.grad[0, 0] = NAN
+            norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+            with Reads() as reads, monkeypatch.context() as patched:
+                for name in ("__bool__", "__float__", "__int__", "item", "cpu", "numpy"):
+                    patched.setattr(torch.Tensor, name, lambda *_, n=name: pytest.fail(n))
+                attached.loss(loss, weight=torch.tensor(3))
+                if how == "given":
+                    attached.grad_norm(norm)
+                loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            assert reads.seen == []
+    assert attached.swallowed_errors == {}
+    assert attached.step_index == 45
+
+
+def test_accumulated_losses_weigh_as_they_were_given():
+    loop, losses = Own(), []
+    with loop.attach() as attached:
+        push = attached._device.readback.push
+        attached._device.readback.push = lambda n, h: (
+            losses.append(float(n[attached._device.packer.layout.size + 1])),
+            push(n, h),
+        )[1]
+        attached.loss(1.0, 3)
+        attached.loss(5.0, 1)
+        loop.step()
+        loop.step()
+    assert losses[0] == 2.0
+    assert attached._host.tokens_seen == 4
+    assert not math.isnan(losses[1])
