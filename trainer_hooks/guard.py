@@ -313,7 +313,6 @@ def agree_on_overflow(
         flag.copy_(overflow)
     if not flags:  # no gradient on this rank
         states[0]["found_inf_per_device"][overflow.device] = overflow.to(torch.float32)
-    scaler.update()
 
 
 def is_stepped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
