@@ -193,9 +193,7 @@ def test_a_whole_step_in_one_graph_is_refused_in_our_words():
     with trainer_hooks.watch(model, optimizer) as monitor:
         step = torch.compile(lambda loss: monitor.step(loss), fullgraph=True, backend="eager")
         loss = backward(model)
-        words = (
-            "stays outside of graphs|`Monitor.step` should not be traced"  # torch 2.7 has its own
-        )
+        words = "stays outside of graphs|`Monitor.step` should not be traced"  # torch 2.7 says
         with pytest.raises(Exception, match=words) as caught:
             step(loss)
     assert type(caught.value).__module__.startswith("torch._dynamo")
