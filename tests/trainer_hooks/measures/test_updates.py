@@ -1,0 +1,143 @@
+"""Weights and updates: what is measured is what the parameters did."""
+
+import math
+
+import pytest
+import torch
+
+from trainer_hooks import SignalSettings
+
+UPDATES = SignalSettings(every=3, update_norm=True)
+
+
+def norm(tensors) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+def train(loop, steps):
+    """Train, and return the parameters before every step."""
+    before = []
+    for _ in range(steps):
+        before.append(loop.parameters())
+        loop.monitor.step(loop.backward(), max_norm=1.0)
+    return before
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_row_has_the_weights_its_step_began_with_and_the_update_that_led_to_them(
+    make_loop, fused
+):
+    loop = make_loop(fused=fused, signals=UPDATES)
+    before = train(loop, 10)
+    journal = loop.journal()
+    moved = {t: [before[t][n] - before[t - 1][n] for n in before[t]] for t in (3, 6, 9)}
+    weights = {t: norm(before[t].values()) for t in moved}
+    assert journal.steps("weight_norm") == pytest.approx(weights, rel=1e-6)
+    assert journal.steps("update_norm") == pytest.approx(
+        {t: norm(moved[t]) for t in moved}, rel=1e-6
+    )
+    assert journal.steps("update_ratio") == pytest.approx(
+        {t: norm(moved[t]) / weights[t] for t in moved}, rel=1e-6
+    )
+
+
+def test_each_layer_has_its_own(make_loop):
+    loop = make_loop(signals=UPDATES)
+    before = train(loop, 5)
+    journal = loop.journal()
+    names = {"0": ("0.weight", "0.bias"), "2": ("2.weight", "2.bias")}
+    assert journal.layers("weight_norm") == pytest.approx(
+        {(3, layer): norm(before[3][n] for n in own) for layer, own in names.items()}, rel=1e-6
+    )
+    assert journal.layers("update_norm") == pytest.approx(
+        {(3, l): norm(before[3][n] - before[2][n] for n in own) for l, own in names.items()},
+        rel=1e-6,
+    )
+    assert {step for step, _ in journal.layers("grad_norm")} == {0, 3}
+
+
+def test_the_weights_norm_alone_keeps_no_copy(make_loop):
+    loop = make_loop(signals=SignalSettings(every=2, weight_norm=True))
+    train(loop, 4)
+    assert loop.monitor._device.sampler._updates._kept == []
+    journal = loop.journal()
+    assert set(journal.steps("weight_norm")) == {2}
+    assert journal.steps("update_norm") == {}
+
+
+def test_a_skipped_update_has_the_norm_0(make_loop):
+    loop = make_loop(signals=SignalSettings(every=1, update_norm=True))
+    loop.monitor.step(loop.backward())
+    loop.monitor.step(loop.backward(scale=float("nan")))
+    loop.monitor.step(loop.backward())
+    updates = loop.journal().steps("update_norm")
+    assert updates[1] > 0
+    assert updates[2] == 0.0
+
+
+def test_what_was_measured_before_a_rollback_is_not_said_after_it(make_loop):
+    loop = make_loop(
+        mode="heal", checkpoints=True, signals=SignalSettings(every=1, update_norm=True)
+    )
+    outcome = None
+    for step in range(40):
+        poisoned = step >= 25 and outcome is None
+        made = loop.monitor.step(loop.backward(scale=1e6 if poisoned else 1.0))
+        outcome = outcome or (made if made.rolled_back_to is not None else None)
+    assert outcome is not None
+    journal = loop.journal()
+    forks = [e for e in journal.events if type(e).__name__ == "AttemptStarted"][1:]
+    first = [r for r in journal.rows["steps"] if r["attempt"] == forks[0].id][0]
+    assert "update_norm" not in first
+    assert "weight_norm" not in first
+
+
+def test_low_precision_and_complex_parameters_are_measured(make_loop):
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = torch.nn.Parameter(torch.full((5000,), 0.5, dtype=torch.bfloat16))
+            self.phase = torch.nn.Parameter(torch.full((3,), 3 + 4j))
+
+        def forward(self, x):
+            return x.mean() + self.low.float().sum() * 0 + self.phase.abs().sum() * 0
+
+    loop = make_loop(
+        model=Net(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        signals=SignalSettings(every=1, weight_norm=True),
+    )
+    loop.monitor.step(loop.backward())
+    loop.monitor.step(loop.backward())
+    assert loop.journal().steps("weight_norm") == pytest.approx(
+        {1: math.sqrt(5000 * 0.25 + 3 * 25)}, rel=1e-3
+    )
+
+
+ALL = SignalSettings(every=2, update_norm=True, activations=("*",))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_measuring_changes_no_bit_of_the_training(make_loop, fused):
+    plain, measured = (make_loop(fused=fused, signals=s) for s in (None, ALL))
+    for loop in (plain, measured):
+        train(loop, 12)
+        loop.monitor.close()
+    for one, other in zip(plain.parameters().values(), measured.parameters().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_measuring_waits_for_nothing(make_loop, monkeypatch):
+    loop = make_loop(signals=ALL)
+    train(loop, 3)
+
+    def refuse(*_arguments):
+        raise AssertionError("a device's value was read on the host")
+
+    for step in range(4):
+        loss = loop.backward()
+        with monkeypatch.context() as patch:
+            for name in ("item", "cpu", "__bool__", "__float__", "__int__"):
+                patch.setattr(torch.Tensor, name, refuse)
+            loop.monitor.step(loss)
+    assert loop.monitor.swallowed_errors == {}

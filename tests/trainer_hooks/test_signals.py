@@ -1,0 +1,219 @@
+"""Times, utilization and what rank 0's row derives: host arithmetic with known answers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from trainer_hooks import SignalSettings, signals
+from trainer_hooks.batches import Batches, Position
+from trainer_hooks.columns import RootColumns, _spread
+from trainer_hooks.measures.sampled import Samples
+from trainer_hooks.reading import Derived
+from trainer_hooks.signals import StepClock, Utilization
+from trainvitals.flops import transformer_flops_per_token
+from trainvitals.records import StepRecord
+
+
+class Ticking:
+    """A clock that is told what it is, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.ms = 0
+
+    def monotonic_ns(self) -> int:
+        return self.ms * 1_000_000
+
+
+def one_step(clock: StepClock, now: Ticking) -> signals.StepTimes:
+    clock.waited_for_data(3_000_000)
+    now.ms += 10  # 3 of them for data
+    clock.enter()
+    now.ms += 1
+    clock.exchange(torch.device("cpu"), lambda: setattr(now, "ms", now.ms + 4))
+    for _ in range(2):
+        with clock.not_ours():
+            now.ms += 5
+    return clock.finish()
+
+
+def test_a_steps_parts_make_up_its_whole():
+    now = Ticking()
+    clock = StepClock(now)
+    first, second = one_step(clock, now), one_step(clock, now)
+    assert (first.duration, first.forward_backward) == (None, None)
+    assert second == pytest.approx((0.025, 0.003, 0.007, 0.010, 0.001))
+    assert second.duration == pytest.approx(sum(second[1:]) + 0.004)
+
+
+def test_where_the_wait_for_data_is_not_known_it_is_in_the_forward():
+    now = Ticking()
+    clock = StepClock(now)
+    for _ in range(2):
+        now.ms += 10
+        clock.enter()
+        times = clock.finish()
+    assert times.data_wait is None
+    assert times.forward_backward == 0.010
+
+
+# ------------------------------------------------------------------------------ utilization
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device whose peak is known."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    return torch.device("cuda", 0)
+
+
+def test_utilization_is_of_six_flops_a_parameter_unless_told_or_counted(gpu):
+    peak, tokens, seconds = 312e12, 8192, 0.5
+    told = transformer_flops_per_token(10**8, num_layers=12, d_model=768, sequence_length=1024)
+    assert Utilization(10**8, 2, gpu).ratio(tokens, seconds) == pytest.approx(
+        6e8 * tokens / seconds / (2 * peak)
+    )
+    assert Utilization(10**8, 2, gpu, told).ratio(tokens, seconds) == pytest.approx(
+        told * tokens / seconds / (2 * peak)
+    )
+    counted = Utilization(10**8, 2, gpu)
+    counted.counted(5e12, 4096)  # on each of two ranks
+    assert counted.ratio(tokens, seconds) == pytest.approx(
+        1e13 / 4096 * tokens / seconds / (2 * peak)
+    )
+
+
+def test_flops_counted_without_tokens_are_those_of_every_step(gpu):
+    utilization = Utilization(10**8, 2, gpu)
+    assert utilization.ratio(None, 0.5) is None
+    utilization.counted(5e12, None)
+    assert utilization.ratio(None, 0.5) == pytest.approx(1e13 / 0.5 / (2 * 312e12))
+
+
+def test_utilization_is_unknown_on_an_unknown_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X1")
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        utilization = Utilization(10**8, 1, device)
+        utilization.counted(1e12, 100)
+        assert utilization.ratio(100, 1.0) is None
+
+
+# ------------------------------------------------------------------------- rank 0's columns
+
+
+class Sampling:
+    """Stands in for the sampler: its settings are all that the columns ask for."""
+
+    def __init__(self, **settings) -> None:
+        self.settings = SignalSettings(**settings)
+
+
+class Host:
+    """The part of a host step that the columns read."""
+
+    duration_seconds = 0.5
+    flops = None
+
+
+def columns(*, scale=math.nan, loss=2.0, losses=(2.0,), tokens=None, overflow=False, on=None):
+    on = on or RootColumns(Utilization(10, 1, torch.device("cpu")), Sampling(), 1)
+    record = StepRecord(step=0, attempt=1, loss=loss, overflow=overflow)
+    derived = Derived(0, 0.0, 0.0, scale)
+    return on.of(Host(), record, derived, list(losses), Samples(), tokens)
+
+
+def test_perplexity_is_there_where_tokens_are_known_and_never_overflows():
+    assert columns(tokens=10)["perplexity"] == pytest.approx(math.e**2)
+    assert "perplexity" not in columns()
+    assert "perplexity" not in columns(tokens=10, loss=None)
+    assert math.isfinite(columns(tokens=10, loss=1e6)["perplexity"])
+    assert math.isnan(columns(tokens=10, loss=math.nan)["perplexity"])
+
+
+def test_the_spread_is_of_ranks_that_all_have_a_finite_loss():
+    assert _spread([1.0, 4.0, 2.5]) == 3.0
+    for losses in ([1.0], [1.0, None], [1.0, math.nan], [1.0, math.inf], []):
+        assert _spread(losses) is None
+
+
+def test_overflows_are_counted_and_are_a_share_of_the_last_hundred_steps():
+    on = RootColumns(Utilization(10, 1, torch.device("cpu")), Sampling(), 1)
+    for step in range(150):
+        row = columns(scale=1024.0, overflow=step % 10 == 0, on=on)
+    assert (row["overflow_steps"], row["overflow_ratio"], row["loss_scale"]) == (15, 0.1, 1024.0)
+    assert "overflow_steps" not in columns()
+
+
+# -------------------------------------------------------------------------------- samples
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(20)
+
+
+def handed_out(loader, epochs=1):
+    batches = Batches(
+        loader, epochs=epochs, clock=Ticking(), waited=lambda _: None, start=Position(0, 0)
+    )
+    return [batches.take_samples() for _ in batches]
+
+
+def test_samples_are_those_of_the_batches_the_short_last_one_too():
+    data = TensorDataset(torch.zeros(10))
+    assert handed_out(DataLoader(data, batch_size=4), epochs=2) == [4, 4, 2] * 2
+    assert handed_out(DataLoader(data, batch_size=4, drop_last=True)) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        [1, 2],
+        DataLoader(Stream(), batch_size=4),
+        DataLoader(TensorDataset(torch.zeros(4)), batch_sampler=[[0, 1], [2]]),
+    ],
+    ids=["list", "iterable", "own batches"],
+)
+def test_samples_of_what_does_not_say_them_are_unknown(loader):
+    assert set(handed_out(loader)) == {None}
+
+
+# ---------------------------------------------------------------------- FLOPs that are counted
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * width, width, bias=False),
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        x = x + self.out((q @ k.transpose(-1, -2)).softmax(dim=-1) @ v)
+        return x + self.mlp(x)
+
+
+def test_counted_flops_are_six_a_parameter_and_the_attention():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layers, width, words, length, batch = 2, 32, 64, 16, 4
+    torch.manual_seed(0)
+    embed = nn.Embedding(words, width)
+    blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+    head = nn.Linear(width, words, bias=False)
+    tokens = torch.randint(words, (batch, length))
+    with FlopCounterMode(display=False) as counter:
+        logits = head(blocks(embed(tokens)))
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    multiplied = sum(p.numel() for p in (*blocks.parameters(), *head.parameters()))
+    per_token = transformer_flops_per_token(
+        multiplied, num_layers=layers, d_model=width, sequence_length=length
+    )
+    assert counter.get_total_flops() == per_token * batch * length
