@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.device import Device
+from trainer_hooks.device import Device, is_guarded
 from trainer_hooks.guard import agree_on_overflow
 from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop
@@ -78,6 +78,11 @@ def attach(
         )
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm is {max_norm}; it must be above 0")
+    if any(is_guarded(optimizer) for optimizer in as_list(optimizers)):
+        raise UsageError(
+            "the optimizer is guarded already: its step would be judged twice",
+            hint="close() the earlier monitor first",
+        )
     made = set_up(
         model,
         optimizers,

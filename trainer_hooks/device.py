@@ -133,6 +133,11 @@ def _sampler(
     return made[0]
 
 
+def is_guarded(optimizer: Optimizer) -> bool:
+    """Return whether a monitor that is not closed holds the optimizer."""
+    return getattr(optimizer, "add_param_group", None) is _refuse_group
+
+
 def _refuse_group(param_group: dict[str, Any]) -> None:
     """Stand in for ``add_param_group``: what it adds would be neither measured nor guarded."""
     raise UsageError(

@@ -82,7 +82,8 @@ class Route:
         @functools.wraps(real)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             index = position.get(id(optimizer))
-            if self._closed or index is None or is_stepped(scaler, optimizer):
+            passes = self._inside or self._closed or index is None
+            if passes or is_stepped(scaler, optimizer):
                 return real(optimizer, *args, **kwargs)
             return self._call(index, args, kwargs)
 
