@@ -15,32 +15,23 @@ from trainer_hooks.reading import Derived
 from trainer_hooks.signals import StepClock, Utilization
 from trainvitals.flops import transformer_flops_per_token
 from trainvitals.records import StepRecord
+from trainvitals.testing.clock import ManualClock
 
 
-class Ticking:
-    """A clock that is told what it is, in milliseconds."""
-
-    def __init__(self) -> None:
-        self.ms = 0
-
-    def monotonic_ns(self) -> int:
-        return self.ms * 1_000_000
-
-
-def one_step(clock: StepClock, now: Ticking) -> signals.StepTimes:
+def one_step(clock: StepClock, now: ManualClock) -> signals.StepTimes:
     clock.waited_for_data(3_000_000)
-    now.ms += 10  # 3 of them for data
+    now.advance(0.010)  # 3 of them for data
     clock.enter()
-    now.ms += 1
-    clock.exchange(torch.device("cpu"), lambda: setattr(now, "ms", now.ms + 4))
+    now.advance(0.001)
+    clock.exchange(torch.device("cpu"), lambda: now.advance(0.004))
     for _ in range(2):
         with clock.not_ours():
-            now.ms += 5
+            now.advance(0.005)
     return clock.finish()
 
 
 def test_a_steps_parts_make_up_its_whole():
-    now = Ticking()
+    now = ManualClock()
     clock = StepClock(now)
     first, second = one_step(clock, now), one_step(clock, now)
     assert (first.duration, first.forward_backward) == (None, None)
@@ -49,10 +40,10 @@ def test_a_steps_parts_make_up_its_whole():
 
 
 def test_where_the_wait_for_data_is_not_known_it_is_in_the_forward():
-    now = Ticking()
+    now = ManualClock()
     clock = StepClock(now)
     for _ in range(2):
-        now.ms += 10
+        now.advance(0.010)
         clock.enter()
         times = clock.finish()
     assert times.data_wait is None
@@ -156,7 +147,7 @@ class Stream(IterableDataset):
 
 def handed_out(loader, epochs=1):
     batches = Batches(
-        loader, epochs=epochs, clock=Ticking(), waited=lambda _: None, start=Position(0, 0)
+        loader, epochs=epochs, clock=ManualClock(), waited=lambda _: None, start=Position(0, 0)
     )
     return [batches.take_samples() for _ in batches]
 

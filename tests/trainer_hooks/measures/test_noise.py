@@ -11,7 +11,7 @@ DIMENSION = 200
 
 
 def estimate(signal: float, noise: float, *, steps: int = 100) -> float | None:
-    """Return the estimate from gradients of one example drawn from N(G, noise^2 I), |G| = signal."""
+    """Return the estimate where one example's gradient is of N(G, noise^2 I), |G| = signal."""
     random = torch.Generator().manual_seed(0)
     true = torch.randn(DIMENSION, generator=random, dtype=torch.float64)
     true *= signal / true.norm()

@@ -50,7 +50,7 @@ def test_each_layer_has_its_own(make_loop):
         {(3, layer): norm(before[3][n] for n in own) for layer, own in names.items()}, rel=1e-6
     )
     assert journal.layers("update_norm") == pytest.approx(
-        {(3, l): norm(before[3][n] - before[2][n] for n in own) for l, own in names.items()},
+        {(3, at): norm(before[3][n] - before[2][n] for n in own) for at, own in names.items()},
         rel=1e-6,
     )
     assert {step for step, _ in journal.layers("grad_norm")} == {0, 3}
@@ -87,7 +87,7 @@ def test_what_was_measured_before_a_rollback_is_not_said_after_it(make_loop):
     assert outcome is not None
     journal = loop.journal()
     forks = [e for e in journal.events if type(e).__name__ == "AttemptStarted"][1:]
-    first = [r for r in journal.rows["steps"] if r["attempt"] == forks[0].id][0]
+    first = next(r for r in journal.rows["steps"] if r["attempt"] == forks[0].id)
     assert "update_norm" not in first
     assert "weight_norm" not in first
 
@@ -134,7 +134,7 @@ def test_measuring_waits_for_nothing(make_loop, monkeypatch):
     def refuse(*_arguments):
         raise AssertionError("a device's value was read on the host")
 
-    for step in range(4):
+    for _ in range(4):
         loss = loop.backward()
         with monkeypatch.context() as patch:
             for name in ("item", "cpu", "__bool__", "__float__", "__int__"):
