@@ -7,7 +7,7 @@ A NaN in one gradient stays in such a memory and poisons every step after it. Re
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,14 +16,21 @@ from torch import Tensor, nn
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def hook_states(model: nn.Module) -> list[Any]:
-    """Return the state object of every communication hook on the model's wrappers."""
-    found = []
+def comm_hooks(model: nn.Module) -> list[tuple[Callable[..., Any], Any]]:
+    """Return every communication hook on the model's DDP and FSDP1 wrappers, with its state."""
+    found: list[tuple[Callable[..., Any], Any]] = []
     for module in model.modules():
-        found += [state for _, state in getattr(module, "_comm_hooks", ())]
-        found.append(getattr(module, "_comm_hook_state", None))
+        found += getattr(module, "_comm_hooks", ())
+        hook = getattr(module, "_comm_hook", None)
+        if hook is not None:
+            found.append((hook, getattr(module, "_comm_hook_state", None)))
     ours = "trainer_hooks."  # a hook that measures; it stays on a module for good
-    return [s for s in found if s is not None and not type(s).__module__.startswith(ours)]
+    return [(h, s) for h, s in found if not getattr(h, "__module__", "").startswith(ours)]
+
+
+def hook_states(model: nn.Module) -> list[Any]:
+    """Return the state object of every communication hook that has one."""
+    return [state for _, state in comm_hooks(model) if state is not None]
 
 
 def has_memory(state: object) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.hook_memory import hook_states
+from trainer_hooks.hook_memory import comm_hooks, hook_states
 from trainer_hooks.state import Stateful
 from trainvitals.errors import UsageError
 
@@ -96,9 +96,8 @@ def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     for optimizer in optimizers:
         if getattr(optimizer, "_overlap_with_ddp", False):
             yield f"{type(optimizer).__name__}(overlap_with_ddp=True)"
-    for state in hook_states(model):
-        if type(state).__name__ in ("_OptimizerHookState", "_OptimInBackwardHookState"):
-            yield "a DDP communication hook"
+    if any(steps_an_optimizer(hook) for hook, _ in comm_hooks(model)):
+        yield "a DDP communication hook"
     own = {id(p): f"parameter {n!r}" for n, p in model.named_parameters()}
     held = (p for o in optimizers for group in o.param_groups for p in group["params"])
     for param in (*model.parameters(), *held):
@@ -139,7 +138,8 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
             held.append(cell.cell_contents)
         except ValueError:  # not filled yet: it holds nothing
             continue
-    return "step" in named and any(_is_or_holds_optimizer(value) for value in held)
+    steps = bool({"step", "step_param"} & named)
+    return steps and any(_is_or_holds_optimizer(value) for value in held)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -152,7 +152,8 @@ def _is_or_holds_optimizer(value: object) -> bool:
         return any(isinstance(one, Optimizer) for one in value.values())
     if isinstance(value, list | tuple):
         return any(isinstance(one, Optimizer) for one in value)
-    return isinstance(value, Optimizer)
+    # DDP's own way of fusing one with its buckets holds it in such a state.
+    return isinstance(value, Optimizer) or type(value).__name__ == "_OptimizerHookState"
 
 
 # ------------------------------------------------------------------------------- at the step
