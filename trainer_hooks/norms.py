@@ -60,6 +60,7 @@ class GradNorms:
         everyone = ranks.gather(mine)
         check_alike([[name for name, _ in rank] for rank in everyone])
         self.share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
+        self.replicated = all(theirs == mine for theirs in everyone)
         self.num_parameters = num_elements(everyone)
         self._where: tuple[list[int], Tensor] | None = None
         self._squares = Squares()

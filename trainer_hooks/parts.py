@@ -217,10 +217,10 @@ class StepParts:
 
         An optimizer that takes the verdict on the device takes the divisor as well: that saves a
         pass over all gradients. The norm is the ranks' own; where none of them could measure, this
-        rank's, which replicas have in common.
+        rank's, which replicas have in common. Sharded ranks have none in common then: no clip.
         """
         norm = verdict.grad_norm
-        if prepared.failed:
+        if prepared.failed and self._device.norms.replicated:
             with self._host.faults.fail_open("clip"):
                 own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
                 norm = torch.where(verdict.measured, norm, own)
