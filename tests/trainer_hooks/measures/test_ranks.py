@@ -1,0 +1,157 @@
+"""Two real ranks: what they measure together is what one process finds on the whole batch."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.trainer_hooks.measures import ranks_measured as ranks
+from tests.trainer_hooks.measures.journal import Journal
+from trainer_hooks.measures.noise import NoiseScale
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Run all cases in one launch."""
+    folder = tmp_path_factory.mktemp("measured")
+    before = dict(os.environ)
+    os.environ.update(
+        {
+            "VITALS_DIR": str(folder / "runs"),
+            "VITALS_SHM": str(folder),
+            "VITALS_AGENT": "off",
+            "OMP_NUM_THREADS": "1",
+        }
+    )
+    try:
+        context = mp.spawn(ranks.main, args=(str(folder),), nprocs=2, join=False)
+        while not context.join(timeout=240):
+            pass
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def norm(tensors) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Train on the whole batch; return parameters, losses and pairs of squares by step."""
+    model = ranks.network()
+    optimizer = ranks.optimizer_of(model)
+    parameters, losses, pairs = [], [], []
+    for step in range(ranks.STEPS):
+        parameters.append([p.detach().clone() for p in model.parameters()])
+        own = []
+        for rank in range(2):
+            loss = ranks.loss_of(model, ranks.data(step, rank))
+            own.append(torch.autograd.grad(loss, list(model.parameters())))
+            losses.append(loss.item())
+        for p, one, other in zip(model.parameters(), *own, strict=True):
+            p.grad = (one + other) / 2
+        grads = [p.grad for p in model.parameters()]
+        pairs.append((sum(norm(g) ** 2 for g in own) / 2, norm(grads) ** 2))
+        optimizer.step()
+    return parameters, losses, pairs
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp2", "fsdp1"])
+def test_weights_and_updates_are_those_of_one_process(folder, found, reference, case):
+    parameters, _, _ = reference
+    journal = Journal(folder / case)
+    sampled = range(3, ranks.STEPS, 3)
+    moved = {
+        t: [a - b for a, b in zip(parameters[t], parameters[t - 1], strict=True)] for t in sampled
+    }
+    assert found[0]["trainings"][case]["errors"] == {}
+    assert journal.steps("weight_norm") == pytest.approx(
+        {t: norm(parameters[t]) for t in sampled}, rel=1e-5
+    )
+    assert journal.steps("update_norm") == pytest.approx(
+        {t: norm(moved[t]) for t in sampled}, rel=1e-4
+    )
+    if case != "fsdp1":
+        assert journal.layers("update_norm")[6, "2"] == pytest.approx(norm(moved[6][2:]), rel=1e-4)
+
+
+def test_the_losses_spread_and_the_exchange_are_in_the_row(folder, reference):
+    _, losses, _ = reference
+    journal = Journal(folder / "ddp")
+    spread = {t: abs(losses[2 * t] - losses[2 * t + 1]) for t in range(ranks.STEPS)}
+    assert journal.steps("loss_spread") == pytest.approx(spread, rel=1e-4)
+    other = Journal(folder / "ddp", rank=1)
+    for each in (journal, other):
+        assert len(each.steps("communication_seconds")) == ranks.STEPS
+        assert min(each.steps("communication_seconds").values()) > 0
+    assert other.steps("loss_spread") == {}
+
+
+@pytest.mark.parametrize("case", ["noise", "no_sync", "scaled", "again"])
+def test_the_ranks_own_gradients_are_seen_before_they_are_averaged(found, reference, case):
+    _, _, pairs = reference
+    seen = found[0]["trainings"][case]["pairs"]
+    assert len(seen) == ranks.STEPS
+    if case == "again":  # it goes on where another monitor's training ended
+        assert all(small > big > 0 for small, big in seen)
+        return
+    wanted = pairs if case != "no_sync" else seen[:1] + pairs[1:]
+    assert [x for pair in seen for x in pair] == pytest.approx(
+        [x for pair in wanted for x in pair], rel=2e-4
+    )
+
+
+def test_the_noise_scale_is_written_from_the_tenth_sample_on(folder, reference):
+    _, _, pairs = reference
+    estimate, wanted = NoiseScale(2), {}
+    for step, (small, big) in enumerate(pairs):
+        estimate.add(small_square=small, big_square=big)
+        wanted[step] = estimate.ratio()
+    known = {step: ratio for step, ratio in wanted.items() if ratio is not None}
+    assert min(known) == 9
+    journal = Journal(folder / "noise")
+    assert journal.steps("noise_scale_ratio") == pytest.approx(known, rel=1e-3)
+    assert journal.steps("critical_batch_tokens") == pytest.approx(
+        {step: 12 * ratio for step, ratio in known.items()}, rel=1e-3
+    )
+
+
+def test_where_each_backward_is_averaged_there_is_no_rank_s_own_gradient(found):
+    assert found[0]["trainings"]["synced twice"]["pairs"] == []
+
+
+def test_measuring_noise_changes_no_bit_on_two_ranks(found):
+    for one in found:
+        assert one["trainings"]["noise"]["last"] == one["trainings"]["bare"]["last"]
+
+
+def test_a_measurement_that_one_rank_lacks_is_none(folder, found):
+    assert found[1]["trainings"]["failing"]["errors"] == {"updates": 3}
+    assert set(Journal(folder / "failing").steps("weight_norm")) == {3}
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("hook", "needs DDP's communication hook, and this model has one"),
+        ("builtin", "needs DDP's communication hook, and this model has one"),
+        ("plain", "needs DDP; the model is Sequential"),
+        ("differing", "every=3"),
+        ("other parameters", "DDP and the optimizers hold other parameters"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_both_ranks(found, case, words):
+    assert words in found[0]["refusals"][case]
+    assert words in found[1]["refusals"][case]
