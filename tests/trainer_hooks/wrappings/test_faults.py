@@ -1,0 +1,119 @@
+"""A fault on rank 1 alone: all ranks skip the step, and it leaves no trace, in every wrapping."""
+
+import pytest
+
+from tests.trainer_hooks.wrappings.cases import KINDS, PLACES
+from tests.trainer_hooks.wrappings.models import WRAPPINGS
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    LOSS_OUTLIER,
+    NORM_OUTLIER,
+    OVERFLOW,
+)
+
+pytestmark = pytest.mark.dist
+
+EVERY = [(world, name) for world, wrappings in WRAPPINGS.items() for name in wrappings]
+CASES = [f"{kind} in {place}" for place in PLACES for kind in KINDS]
+NONFINITE = [case for case in CASES if case.startswith(("nan", "inf"))]
+FINITE = [case for case in CASES if case not in NONFINITE]
+SCALED = [key for key in EVERY if WRAPPINGS[key[0]][key[1]].scaled]
+UNSCALED = [key for key in EVERY if key not in SCALED]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_a_step_with_a_fault_on_one_rank_leaves_no_trace_on_any(found, world, name, case):
+    for rank in found(world, name):
+        result = rank["faults"]["cases"][case]
+        assert {"kept": True, "same_rng": True} == {k: result[k] for k in ("kept", "same_rng")}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_the_step_after_a_fault_trains(found, world, name, case):
+    for rank in found(world, name):
+        result = rank["faults"]["cases"][case]
+        words = ("trained", "finite", "clean_bits")
+        assert {"trained": True, "finite": True, "clean_bits": 0} == {k: result[k] for k in words}
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_all_ranks_take_the_same_decisions(found, world, name):
+    cases = [rank["faults"]["cases"] for rank in found(world, name)]
+    for case in CASES:
+        told = [
+            (each[case]["bits"], each[case]["decisions"], each[case]["scale"]) for each in cases
+        ]
+        assert [told[0]] * world == told
+
+
+@pytest.mark.parametrize(("world", "name"), UNSCALED)
+def test_what_is_not_finite_is_skipped_at_once_and_said(found, world, name):
+    cases = found(world, name)[0]["faults"]["cases"]
+    for case in NONFINITE:
+        expected = BAD_LOSS | BAD_GRADIENTS if case.endswith("loss") else BAD_GRADIENTS
+        assert (expected, ["skip_step"]) == _verdict(cases[case])
+
+
+@pytest.mark.parametrize(("world", "name"), UNSCALED)
+def test_a_finite_spike_is_an_outlier_even_at_1e30(found, world, name):
+    cases = found(world, name)[0]["faults"]["cases"]
+    for case in FINITE:
+        expected = LOSS_OUTLIER | NORM_OUTLIER if case.endswith("loss") else NORM_OUTLIER
+        assert (expected, ["skip_step"]) == _verdict(cases[case])
+
+
+@pytest.mark.parametrize(("world", "name"), SCALED)
+def test_an_overflow_lowers_the_scale_once_and_is_no_finding(found, world, name):
+    cases = found(world, name)[0]["faults"]["cases"]
+    for case in ("nan in element", "inf in element", "nan in all", "inf in all"):
+        before, after = cases[case]["scale"]
+        assert (OVERFLOW, []) == _verdict(cases[case])
+        assert before / 2 == after
+
+
+@pytest.mark.parametrize(("world", "name"), SCALED)
+def test_a_scaled_loss_that_is_not_finite_is_said_all_the_same(found, world, name):
+    cases = found(world, name)[0]["faults"]["cases"]
+    for case in ("nan in loss", "inf in loss"):
+        assert (BAD_LOSS | OVERFLOW, ["skip_step"]) == _verdict(cases[case])
+
+
+@pytest.mark.parametrize(("world", "name"), SCALED)
+def test_a_spike_that_is_no_overflow_leaves_the_scale(found, world, name):
+    cases = found(world, name)[0]["faults"]["cases"]
+    for case in ("1e30 in element", "x100 in element", "x100 in all"):
+        before, after = cases[case]["scale"]
+        assert (NORM_OUTLIER, ["skip_step"]) == _verdict(cases[case])
+        assert before == after
+
+
+def _verdict(result):
+    return result["bits"], [action for _, action, *_ in result["decisions"]]
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_the_gradient_at_fault_is_named(found, world, name):
+    ranks = found(world, name)
+    for case in ("nan in element", "inf in element"):
+        poisoned = ranks[1]["faults"]["cases"][case]["poisoned"]
+        assert [[poisoned]] * world == [r["faults"]["cases"][case]["bad_names"] for r in ranks]
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_the_rank_at_fault_is_named_and_a_finite_outlier_names_nobody(found, world, name):
+    for rank in found(world, name):
+        for case in CASES:
+            expected = [1] if case in NONFINITE else []
+            if name == "sequence parallel" and case in ("nan in all", "inf in all"):
+                expected = []  # what rank 1 holds of a sum is in everybody's sum
+            assert expected == rank["faults"]["cases"][case]["culprits"], case
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_a_fused_optimizer_never_makes_the_host_wait(found, world, name):
+    wrapping = WRAPPINGS[world][name]
+    expected = 1 if wrapping.fused and not wrapping.sparse else 0
+    assert expected == found(world, name)[0]["faults"]["lag"]
