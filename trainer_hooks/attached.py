@@ -21,6 +21,7 @@ from trainer_hooks.device import Device, is_guarded
 from trainer_hooks.guard import agree_on_overflow
 from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop
+from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.parts import Orders
 from trainer_hooks.refusals import refuse_at_step
 from trainer_hooks.route import Route
@@ -42,6 +43,7 @@ def attach(
     config: Mapping[str, object] | None = None,
     tags: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
+    signals: SignalSettings | None = None,
 ) -> Attached:
     """Put ``optimizer.step()`` of a loop under guard. Call on all ranks, before the first step.
 
@@ -65,6 +67,8 @@ def attach(
         tags: words to find the run by.
         state: an ``AveragedModel`` or a communication hook's state that a skip must leave as it
             was, by a name.
+        signals: what to measure beside what costs nothing, and how often. The noise scale needs the
+            norm as it was before the clip, as the outliers' rule does.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -94,6 +98,7 @@ def attach(
         config=config,
         tags=tags,
         state=state,
+        signals=signals,
     )
     if made is None:
         from trainer_hooks.off import Unattached
@@ -163,6 +168,7 @@ class Attached(Loop):
             verdict, prepared, step=attempted, max_norm=self._max_norm, position=None
         )
         self._step += 1
+        device.sampler.begin(self._step)
         self._norm = None
         if ready is not None:
             judgement = host.handle(*ready, now_step=attempted)

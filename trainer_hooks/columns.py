@@ -94,7 +94,8 @@ def _spread(losses: list[float | None]) -> float | None:
 
 
 def _updates(samples: Samples) -> dict[str, Value]:
-    weight = _norm(samples.weight_squares or ())
+    assert samples.weight_squares is not None, "asked for where it was measured"
+    weight = _norm(samples.weight_squares)
     if samples.update_squares is None:
         return {"weight_norm": weight}
     update = _norm(samples.update_squares)

@@ -121,12 +121,12 @@ class StepParts:
             device.norms.squares_into(device.packer.squares, where, grads)
             device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
             with host.faults.fail_open("signals"):
-                device.sampler.fill(device.packer.sampled, getattr(device.scaler, "_scale", None))
+                scale_now = getattr(device.scaler, "_scale", None)
+                device.sampler.fill(step, device.packer.sampled, scale_now)
             failed = False
         if failed:
             # Short of its numbers, this rank still unscales, clips and steps as the others do.
             self._micro = None
-            device.sampler.forget()
             local = Local(loss=None, weight=0.0, overflow=overflow, failed=True, digest=host.digest)
             device.packer.clear()
             device.packer.fill(local, root)
@@ -207,7 +207,6 @@ class StepParts:
 
     def settle(self, orders: Orders) -> None:
         """Put back what forward wrote in a bad step, and copy it for the next."""
-        self._device.sampler.after_update()
         if self._host.mode != "observe":
             self._device.shadow.put_back(orders.bad)
         self._device.shadow.keep()

@@ -2,8 +2,8 @@
 
 Its part of the pack, where anything is opted in that the ranks sum::
 
-    ranks that measured updates | ranks that measured noise | their own squares | weights' squares,
-    one of each parameter | updates' squares, one of each parameter
+    ranks that measured the weights | the update | their own gradients | squares of the latter |
+    weights' squares, one of each parameter | updates' squares, one of each parameter
 
 A measurement that one rank lacks is short of its part, and so is none.
 """
@@ -22,7 +22,7 @@ from trainer_hooks.measures.updates import Updates
 from trainer_hooks.norms import GradNorms
 from trainer_hooks.ranks import Ranks
 
-_HEAD = 3
+_HEAD = 4
 
 
 class Samples(NamedTuple):
@@ -59,7 +59,7 @@ class Sampler:
         self._world_size = ranks.world_size
         self._updates = None
         if settings.weight_norm or settings.update_norm:
-            self._updates = Updates(norms, update_norm=settings.update_norm)
+            self._updates = Updates(norms)
         modules = choose(model, settings.activations)
         self._activations = None
         if modules and ranks.rank == 0:
@@ -69,14 +69,14 @@ class Sampler:
             from trainer_hooks.measures.noise import LocalSquares
 
             self._noise = LocalSquares.on(model, norms, faults)
-        self._measures_update = False
 
     @property
     def pack_size(self) -> int:
         """Numbers that the ranks sum."""
         if self._updates is None and self._noise is None:
             return 0
-        return _HEAD + (0 if self._updates is None else self._updates.size)
+        per_parameter = 0 if self._updates is None else 1 + self.settings.update_norm
+        return _HEAD + self._num_params * per_parameter
 
     @property
     def own_size(self) -> int:
@@ -98,36 +98,31 @@ class Sampler:
             with self._faults.fail_open("activations"):
                 self._activations.begin(sampled=self.settings.due(step))
 
-    def fill(self, out: Tensor, loss_scale: Tensor | None) -> None:
-        """Write what was measured into this part of the pack, which is zero."""
-        if self._updates is not None and (squares := self._updates.take()) is not None:
+    def fill(self, step: int, out: Tensor, loss_scale: Tensor | None) -> None:
+        """Write what is measured of a step into this part of the pack, which is zero."""
+        if self._updates is not None and self.settings.due(step):
+            n = self._num_params
+            out[_HEAD : _HEAD + n] = self._updates.weight_squares()
             out[0] = 1.0
-            out[_HEAD:] = squares
+            if (moved := self._updates.update_squares()) is not None:
+                out[_HEAD + n :] = moved
+                out[1] = 1.0
         if self._noise is not None and (square := self._noise.square(loss_scale)) is not None:
-            out[1] = 1.0
-            out[2] = square
+            out[3] = square
+            out[2] = 1.0
 
     def before_update(self, step: int) -> None:
-        """Keep the parameters, if the next step's row is to have this update's norm."""
-        if self._updates is not None and self.settings.due(step + 1):
-            self._measures_update = False
+        """Keep the parameters, if the next step is to measure the update that led to it."""
+        if self._updates is not None and self.settings.update_norm and self.settings.due(step + 1):
             with self._faults.fail_open("updates"):
-                self._updates.before_update()
-                self._measures_update = True
-
-    def after_update(self) -> None:
-        """Measure the update that was just made."""
-        if self._updates is not None and self._measures_update:
-            self._measures_update = False
-            with self._faults.fail_open("updates"):
-                self._updates.after_update()
+                self._updates.keep()
 
     def own_numbers(self) -> tuple[Tensor, ...]:
         """Return what is read back of this rank alone."""
         return () if self._activations is None else (self._activations.numbers(),)
 
     def forget(self) -> None:
-        """Drop what waits for the next pack: the parameters have been put back."""
+        """Drop the copy of the parameters: they have been put back."""
         if self._updates is not None:
             self._updates.forget()
 
@@ -145,12 +140,11 @@ class Sampler:
         activations = {} if self._activations is None else self._activations.read(own)
         if not summed:
             return Samples(activations=activations)
-        updates, noise, square = summed[:_HEAD]
-        n = self._num_params
-        squares = summed[_HEAD:] if round(updates) == self._world_size else []
+        weights, updates, noise = (round(n) == self._world_size for n in summed[: _HEAD - 1])
+        squares, n = summed[_HEAD:], self._num_params
         return Samples(
-            weight_squares=squares[:n] or None,
-            update_squares=squares[n:] or None,
-            local_square=square / self._world_size if round(noise) == self._world_size else None,
+            weight_squares=squares[:n] if weights else None,
+            update_squares=squares[n:] if updates else None,
+            local_square=summed[_HEAD - 1] / self._world_size if noise else None,
             activations=activations,
         )

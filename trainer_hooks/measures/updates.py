@@ -1,7 +1,7 @@
-"""Norms of the parameters and of an update to them, by parameter.
+"""Norms of the parameters and of the update that led to them, by parameter.
 
-Measured around the update of one step, and brought in the pack of the next: so the row of step t
-has the norm of the weights that t began with, and of the update that led to them.
+Measured with the gradients of a step, as the parameters still are what it began with: whatever the
+optimizers did in between is in the difference to a copy that was made before the last update.
 """
 
 from __future__ import annotations
@@ -14,26 +14,23 @@ from trainer_hooks.squares import Squares
 
 
 class Updates:
-    """Measures one update when told to; waits for nothing."""
+    """Measures when told to; waits for nothing."""
 
-    def __init__(self, norms: GradNorms, *, update_norm: bool) -> None:
+    def __init__(self, norms: GradNorms) -> None:
         self._norms = norms
-        self._update_norm = update_norm
         self._kept: list[Tensor] = []
         self._is_kept = False
-        self._measured: Tensor | None = None
         self._squares = Squares()
 
-    @property
-    def size(self) -> int:
-        """Numbers in the pack: one square of each parameter, and one of its update."""
-        return len(self._norms.names) * (1 + self._update_norm)
+    @torch.no_grad()
+    def weight_squares(self) -> Tensor:
+        """Return each parameter's square, this rank's share of it."""
+        return self._share_of(self._norms.local_parameters())
 
     @torch.no_grad()
-    def before_update(self) -> None:
-        """Keep a copy of the parameters, in memory that stays taken."""
-        if not self._update_norm:
-            return
+    def keep(self) -> None:
+        """Copy the parameters, into memory that stays taken; call before the update."""
+        self._is_kept = False
         now = self._norms.local_parameters()
         if [t.shape for t in self._kept] != [t.shape for t in now]:
             self._kept = [torch.empty_like(tensor) for tensor in now]
@@ -41,23 +38,17 @@ class Updates:
         self._is_kept = True
 
     @torch.no_grad()
-    def after_update(self) -> None:
-        """Measure the parameters, and how far they are from the copy."""
-        now, device, share = self._norms.local_parameters(), self._norms.device, self._norms.share
-        squares = [self._squares.of(now, device) * share]
-        if self._update_norm:
-            if not self._is_kept:
-                return
-            self._is_kept = False
-            torch._foreach_sub_(self._kept, now)
-            squares.append(self._squares.of(self._kept, device) * share)
-        self._measured = torch.cat(squares)
-
-    def take(self) -> Tensor | None:
-        """Return what was measured around the last update, once."""
-        measured, self._measured = self._measured, None
-        return measured
+    def update_squares(self) -> Tensor | None:
+        """Return the squares of what the parameters moved by since ``keep``; None if not kept."""
+        if not self._is_kept:
+            return None
+        self._is_kept = False
+        torch._foreach_sub_(self._kept, self._norms.local_parameters())
+        return self._share_of(self._kept)
 
     def forget(self) -> None:
-        """Drop what was measured: the parameters have been put back since."""
-        self._measured, self._is_kept = None, False
+        """Drop the copy: the parameters have been put back since."""
+        self._is_kept = False
+
+    def _share_of(self, tensors: list[Tensor]) -> Tensor:
+        return self._squares.of(tensors, self._norms.device) * self._norms.share

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+import trainer_hooks
+from tests.trainer_hooks.measures.journal import Journal
 from trainer_hooks import SignalSettings
 
 UPDATES = SignalSettings(every=3, update_norm=True)
@@ -31,7 +33,7 @@ def test_a_row_has_the_weights_its_step_began_with_and_the_update_that_led_to_th
     before = train(loop, 10)
     journal = loop.journal()
     moved = {t: [before[t][n] - before[t - 1][n] for n in before[t]] for t in (3, 6, 9)}
-    weights = {t: norm(before[t].values()) for t in moved}
+    weights = {t: norm(before[t].values()) for t in (0, *moved)}
     assert journal.steps("weight_norm") == pytest.approx(weights, rel=1e-6)
     assert journal.steps("update_norm") == pytest.approx(
         {t: norm(moved[t]) for t in moved}, rel=1e-6
@@ -46,9 +48,10 @@ def test_each_layer_has_its_own(make_loop):
     before = train(loop, 5)
     journal = loop.journal()
     names = {"0": ("0.weight", "0.bias"), "2": ("2.weight", "2.bias")}
-    assert journal.layers("weight_norm") == pytest.approx(
-        {(3, layer): norm(before[3][n] for n in own) for layer, own in names.items()}, rel=1e-6
-    )
+    for step in (0, 3):
+        for layer, own in names.items():
+            found = journal.layers("weight_norm")[step, layer]
+            assert found == pytest.approx(norm(before[step][n] for n in own), rel=1e-6)
     assert journal.layers("update_norm") == pytest.approx(
         {(3, at): norm(before[3][n] - before[2][n] for n in own) for at, own in names.items()},
         rel=1e-6,
@@ -61,7 +64,7 @@ def test_the_weights_norm_alone_keeps_no_copy(make_loop):
     train(loop, 4)
     assert loop.monitor._device.sampler._updates._kept == []
     journal = loop.journal()
-    assert set(journal.steps("weight_norm")) == {2}
+    assert set(journal.steps("weight_norm")) == {0, 2}
     assert journal.steps("update_norm") == {}
 
 
@@ -89,7 +92,7 @@ def test_what_was_measured_before_a_rollback_is_not_said_after_it(make_loop):
     forks = [e for e in journal.events if type(e).__name__ == "AttemptStarted"][1:]
     first = next(r for r in journal.rows["steps"] if r["attempt"] == forks[0].id)
     assert "update_norm" not in first
-    assert "weight_norm" not in first
+    assert "weight_norm" in first
 
 
 def test_low_precision_and_complex_parameters_are_measured(make_loop):
@@ -110,7 +113,7 @@ def test_low_precision_and_complex_parameters_are_measured(make_loop):
     loop.monitor.step(loop.backward())
     loop.monitor.step(loop.backward())
     assert loop.journal().steps("weight_norm") == pytest.approx(
-        {1: math.sqrt(5000 * 0.25 + 3 * 25)}, rel=1e-3
+        dict.fromkeys(range(2), math.sqrt(5000 * 0.25 + 3 * 25)), rel=1e-3
     )
 
 
@@ -125,6 +128,25 @@ def test_measuring_changes_no_bit_of_the_training(make_loop, fused):
         loop.monitor.close()
     for one, other in zip(plain.parameters().values(), measured.parameters().values(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_loop_that_steps_by_itself_is_measured_over_all_its_optimizers(make_loop, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 1))
+    both = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    attached = trainer_hooks.attach(model, both, signals=UPDATES)
+    before = []
+    for step in range(5):
+        before.append([p.detach().clone() for p in model.parameters()])
+        model(torch.full((8, 4), float(step))).mean().backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    attached.close()
+    journal = Journal(tmp_path / "shm")
+    moved = [now - then for now, then in zip(before[3], before[2], strict=True)]
+    assert journal.steps("update_norm") == pytest.approx({3: norm(moved)}, rel=1e-5)
+    assert journal.steps("weight_norm")[3] == pytest.approx(norm(before[3]), rel=1e-6)
 
 
 def test_measuring_waits_for_nothing(make_loop, monkeypatch):
