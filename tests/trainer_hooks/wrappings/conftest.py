@@ -7,6 +7,7 @@ import pytest
 
 from tests.trainer_hooks.wrappings.cases import main
 from tests.trainer_hooks.wrappings.launch import launch
+from tests.trainer_hooks.wrappings.models import WRAPPINGS
 
 Found = Callable[[int, str], list[dict[str, Any]]]
 
@@ -14,11 +15,7 @@ Found = Callable[[int, str], list[dict[str, Any]]]
 @pytest.fixture(scope="package")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Return what each rank found for a world size and a wrapping."""
-    launched: dict[int, list[dict[str, Any]]] = {}
-
-    def look(world: int, name: str) -> list[dict[str, Any]]:
-        if world not in launched:
-            launched[world] = launch(main, world, tmp_path_factory.mktemp(f"ranks{world}"))
-        return [rank[name] for rank in launched[world]]
-
-    return look
+    launched = {
+        world: launch(main, world, tmp_path_factory.mktemp(f"ranks{world}")) for world in WRAPPINGS
+    }
+    return lambda world, name: [rank[name] for rank in launched[world]]
