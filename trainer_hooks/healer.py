@@ -130,9 +130,12 @@ class Healer:
     def first(self, step: int, attempt: int, meta: Meta) -> None:
         """Take the state before the first step: healthy, so that protection starts at once.
 
+        It is the only one then: a loop may have loaded another state since it was first called.
+
         Raises:
             CheckpointError: on some rank it is not finite, or could not be copied; raised on all.
         """
+        self._ring.forget("the loop has loaded a state of its own")
         wrong = self._ring.take(step, attempt, meta, trusted=True)
         bad = [rank for rank, count in enumerate(self._ranks.gather(float(wrong))) if count]
         if bad:

@@ -31,7 +31,7 @@ def not_compiled(function: Function) -> Function:
         "monitor.step() talks to other ranks and reads clocks, so it stays outside of graphs: "
         "compile the model or forward and backward, and leave the step out of fullgraph=True"
     )
-    disable = torch.compiler.disable
+    disable: Any = torch.compiler.disable
     keywords = {"reason": reason} if "reason" in signature(disable).parameters else {}
     return cast(Function, disable(function, **keywords))
 
@@ -123,8 +123,9 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """Return what protects a resumed run from its first step, as plain numbers and words.
 
-        It is the same on all ranks; keep it with the loop's own checkpoint. What the ladder has
-        spent is not in it: no restore gives a budget back.
+        It is the same on all ranks; keep it with the loop's own checkpoint. It knows what the host
+        does: with fused optimizers all but the newest step. What the ladder has spent is not in it:
+        no restore gives a budget back.
         """
         return loop_state(self._host, self._step)
 
@@ -157,6 +158,7 @@ class Loop:
         self._first_step = self._step = host.first_step = kept.step
         host.resume(attempt, kept.detectors, kept.tokens_seen, kept.tokens_trained)
         self._device.shadow.keep()
+        self._device.sampler.begin(self._step)
 
     # ------------------------------------------------------------------------------- the end
 

@@ -28,7 +28,7 @@ class LoopState:
 
 
 def loop_state(host: Host, step: int) -> dict[str, Any]:
-    """Return the state as JSON types. The newest ``lag`` steps are not in the limits yet."""
+    """Return the state as JSON types."""
     return {
         _KEY: VERSION,
         "run_id": host.run_dir.run_id,

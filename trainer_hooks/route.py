@@ -82,10 +82,10 @@ class Route:
         @functools.wraps(real)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             index = position.get(id(optimizer))
-            passes = self._inside or self._closed or index is None
-            if passes or is_stepped(scaler, optimizer):
-                return real(optimizer, *args, **kwargs)
-            return self._call(index, args, kwargs)
+            ours = not (self._inside or self._closed or is_stepped(scaler, optimizer))
+            if ours and index is not None:
+                return self._call(index, args, kwargs)
+            return real(optimizer, *args, **kwargs)
 
         self._replace(scaler, not_compiled(step))
 

@@ -282,6 +282,10 @@ class SnapshotRing:
                 proven.append(entry)
         return proven
 
+    def forget(self, detail: str) -> None:
+        """Give up every snapshot: the loop has loaded another state."""
+        self._drop(list(self._entries), detail, "retired")
+
     def _evict(self) -> None:
         protected = self.newest_healthy()
         victim = next(e for e in self._entries if e is not protected)
