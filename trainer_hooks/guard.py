@@ -173,7 +173,11 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 class OptimizerGuard:
-    """One optimizer under the verdict."""
+    """One optimizer under the verdict.
+
+    Step hooks that the loop registered on it run in every step that reaches ``step()``: a step that
+    is skipped on the device does.
+    """
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         self.optimizer = optimizer

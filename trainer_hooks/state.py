@@ -72,8 +72,9 @@ class TrainingState:
     ) -> None:
         self._wrapped = model
         self._model, self._is_ddp = unwrap(model)
-        inner = [getattr(o, "optim", None) for o in optimizers]
-        self._optimizers = [*optimizers, *(o for o in inner if isinstance(o, Optimizer))]
+        # A wrapper may show the state of the optimizer in it as its own.
+        inner = [one for o in optimizers for one in _held_by(o) if one.state is not o.state]
+        self._optimizers = [*optimizers, *inner]
         self._schedulers = list(schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._extra = dict(extra or {})
@@ -87,7 +88,7 @@ class TrainingState:
     def replicated(self) -> bool:
         """Whether parameters and moments are known to be the same on every rank: plain DDP."""
         sharded = any(hasattr(p, "to_local") for p in self._params.values())
-        wrapped = any(isinstance(getattr(o, "optim", None), Optimizer) for o in self._optimizers)
+        wrapped = any(_held_by(optimizer) for optimizer in self._optimizers)
         return self._is_ddp and not sharded and not wrapped
 
     # ------------------------------------------------------------------------------- reading
@@ -328,6 +329,12 @@ def _refuse(text: str) -> None:
     raise CheckpointError(
         text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
     )
+
+
+def _held_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that a wrapper holds, such as ZeroRedundancyOptimizer's part of one."""
+    many = (v if isinstance(v, list | tuple) else (v,) for v in vars(optimizer).values())
+    return [one for values in many for one in values if isinstance(one, Optimizer)]
 
 
 def _is_tensor(value: object) -> bool:

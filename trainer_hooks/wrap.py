@@ -65,7 +65,9 @@ def watch(
 
     Args:
         model: the module, wrapped (DDP) or not.
-        optimizers: one or several; every watched parameter is in exactly one.
+        optimizers: one or several; every watched parameter is in exactly one. What a class from
+            elsewhere keeps outside of its ``state`` and ``param_groups`` is left by a skip, as its
+            ``step()`` is not called; a rollback restores it where it is named in ``state`` as well.
         schedulers: advanced once per attempted step.
         run: a name for people.
         mode: ``observe`` decides and records, ``guard`` also skips, ``heal`` also rolls back (and

@@ -63,7 +63,9 @@ def train(monitor, model, optimizers, faults, steps, scaler=None):
     for step in range(steps):
         before = bits(model, optimizers)
         loss = backward(model, step, faults.get(step), scaler)
+        generator = torch.get_rng_state()
         monitor.step(loss)
+        assert torch.equal(generator, torch.get_rng_state())
         if step in faults:
             after = bits(model, optimizers)
             # State that a skipped first step made is judged by the twin.
@@ -243,3 +245,33 @@ def test_an_overflow_of_float16_is_counted_and_is_no_finding():
     assert [r.overflow for r in rows] == [r.skipped for r in rows]
     assert not {"FindingRaised", "DecisionMade"} & set(said)
     assert scaler.get_scale() == 2.0**6
+
+
+class Apart(torch.optim.Optimizer):
+    """A wrapper whose inner optimizer has a state of its own, in a list."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+        self.optimizers = [torch.optim.AdamW(g["params"], lr=0.01) for g in self.param_groups]
+
+    def step(self, closure=None):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["Lookahead", "Apart"])
+def test_a_rollback_brings_back_the_state_of_an_optimizer_within_another(name):
+    model, optimizers = MAKERS["Lookahead"]()
+    if name == "Apart":
+        optimizers = [Apart(model.parameters())]
+    held = [getattr(optimizers[0], "inner", None) or optimizers[0].optimizers[0]]
+    kept, back = {}, None
+    with trainer_hooks.watch(model, optimizers, mode="heal", checkpoints=True) as monitor:
+        for _ in range(60):
+            kept[monitor.step_index] = bits(model, held)
+            fault = (NAN, "loss") if monitor.step_index in (40, 41, 42) and back is None else None
+            outcome = monitor.step(backward(model, monitor.step_index, fault))
+            if outcome.rolled_back_to is not None:
+                back = outcome.rolled_back_to
+                assert [] == differing(kept[back], bits(model, held))
+    assert back is not None

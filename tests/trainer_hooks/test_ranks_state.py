@@ -1,12 +1,9 @@
 """Two real ranks: sharded optimizer state, hooks with a memory, and what is refused there."""
 
-import json
-import os
-
 import pytest
-import torch.multiprocessing as mp
 
 from tests.trainer_hooks.ranks_with_state import BAD, main
+from tests.trainer_hooks.spawned import spawned
 
 pytestmark = pytest.mark.dist
 
@@ -14,22 +11,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Run all cases in one launch and return what each rank found."""
-    folder = tmp_path_factory.mktemp("state")
-    (folder / "shm").mkdir()
-    before = dict(os.environ)
-    os.environ |= {
-        "VITALS_DIR": str(folder / "runs"),
-        "VITALS_SHM": str(folder / "shm"),
-        "VITALS_AGENT": "off",
-    }
-    try:
-        context = mp.spawn(main, args=(str(folder),), nprocs=2, join=False)
-        while not context.join(timeout=240):
-            pass
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return spawned(main, tmp_path_factory.mktemp("state"))
 
 
 @pytest.mark.parametrize("case", ["zero True False", "zero False True"])
