@@ -20,7 +20,8 @@ NAN, INF = float("nan"), float("inf")
 def ddp(*, fused, seed=0):
     """Return a wrapped model with batch norm, and its optimizer."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    # A bias before batch norm has no gradient but rounding, which Adam makes steps of.
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     return DistributedDataParallel(model), optimizer
 

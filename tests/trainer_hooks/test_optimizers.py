@@ -21,6 +21,7 @@ from trainer_hooks.guard import OptimizerGuard, takes_found_inf
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch's Adagrad, once
 
 NAN, INF = float("nan"), float("inf")
+FUSED = [name for name in MAKERS if "fused" in name]
 HONOURS = {"Adam", "AdamW", "SGD", "Adagrad"}
 
 NONFINITE = [(value, site) for value in (NAN, INF) for site in ("loss", "element", "all")]
@@ -57,14 +58,14 @@ def backward(model, step, fault=None, scaler=None):
     return loss.detach()
 
 
-def train(monitor, model, optimizers, faults, steps, scaler=None):
+def train(monitor, model, optimizers, faults, steps, scaler=None, max_norm=None):
     """Return the losses of the good steps, and what each bad step changed."""
     losses, traces = [], {}
     for step in range(steps):
         before = bits(model, optimizers)
         loss = backward(model, step, faults.get(step), scaler)
         generator = torch.get_rng_state()
-        monitor.step(loss)
+        monitor.step(loss, max_norm=max_norm)
         assert torch.equal(generator, torch.get_rng_state())
         if step in faults:
             after = bits(model, optimizers)
@@ -122,13 +123,23 @@ def test_no_fault_leaves_a_trace_under_a_scaler(name):
     assert scaler.get_scale() == 2.0**6
 
 
+@pytest.mark.parametrize("name", [*FUSED, "RMSprop foreach", "SparseAdam"])
+def test_no_fault_leaves_a_trace_where_gradients_are_clipped(name):
+    """Without a twin: to clip is to round, and torch rounds elsewhere."""
+    model, optimizers = MAKERS[name]()
+    with trainer_hooks.watch(model, optimizers) as monitor:
+        losses, traces = train(monitor, model, optimizers, FAULTS, max(FAULTS) + 4, max_norm=0.1)
+    assert {step: [] for step in FAULTS} == traces
+    assert all(loss == loss for loss in losses)
+
+
 @pytest.mark.parametrize("name", COMPLEX)
 def test_no_fault_leaves_a_trace_in_complex_parameters(name):
     assert_like_twin(MAKERS[name], {0: (NAN, "element"), 5: (INF, "all")}, wave=True)
 
 
 @pytest.mark.parametrize(("value", "site"), NONFINITE)
-@pytest.mark.parametrize("name", [n for n in MAKERS if "fused" in n])
+@pytest.mark.parametrize("name", FUSED)
 def test_the_first_step_ever_may_be_any_fault(name, value, site):
     assert_like_twin(MAKERS[name], {0: (value, site), 1: (value, site)})
 
@@ -165,7 +176,22 @@ def test_a_class_that_is_given_the_flag_honours_it(kind):
     assert moved_with_flag(optimizer, params, 1.0, INF) == []
     assert moved_with_flag(optimizer, params, 1.0, 1.0) == []
     assert moved_with_flag(optimizer, params, 0.0, 1.0) != []
+    optimizer.grad_scale = torch.tensor(4.0)
+    assert moved_with_flag(optimizer, params, 1.0, NAN) == []
     guard.release()
+
+
+@pytest.mark.parametrize("kind", sorted(HONOURS))
+def test_a_class_that_is_given_the_flag_divides_its_gradients_by_the_scale(kind):
+    moved = []
+    for scale, gradient in ((1.0, 0.25), (4.0, 1.0)):
+        param = torch.nn.Parameter(torch.ones(5))
+        optimizer = CLASSES[kind]([param], lr=0.1, fused=True)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+        param.grad = torch.full_like(param, gradient)
+        optimizer.step()
+        moved.append(bits(torch.nn.ParameterList([param]), [optimizer]))
+    assert [] == differing(*moved)
 
 
 @pytest.mark.parametrize("name", MAKERS)
