@@ -19,6 +19,9 @@ NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 HOST_STREAMS = ("gpu", "node", "process")
 """Streams that are ordered by time: their rows have no step."""
 
+_OF_LAYERS = tuple(m.column for m in catalog.LAYER_METRICS if m.column != "grad_norm")
+"""Further columns of a layer: the series ``layers.NAME:COLUMN``."""
+
 _KEYS = {column.name for column in catalog.ROW_COLUMNS} | {"rank", "pid"}
 
 
@@ -31,13 +34,22 @@ def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
         for stream, name in connection.execute(query)
         if stream != "events" and stream not in NAMED and name not in _KEYS
     }
+    query = select(table.name).where(table.run_id == run_id, table.stream == "layers")
+    measured = {name for (name,) in connection.execute(query)}
     query = select(names.c.stream, names.c.name).where(names.c.run_id == run_id)
-    found |= {f"{stream}.{name}" for stream, name in connection.execute(query) if stream in NAMED}
+    for stream, name in connection.execute(query):
+        if stream in NAMED:
+            found.add(f"{stream}.{name}")
+        if stream == "layers":
+            found |= {f"layers.{name}:{column}" for column in _OF_LAYERS if column in measured}
     return tuple(sorted(found))
 
 
 def unit_of(metric: str) -> str:
     """Return the metric's unit by the catalog, "" where it has none or is the user's own."""
+    layer, _, column = metric.rpartition(":")
+    if layer.startswith("layers.") and column in _OF_LAYERS:
+        metric = f"layers.{column}"
     try:
         return catalog.spec(metric).unit
     except KeyError:
@@ -78,6 +90,9 @@ def select_rows(
 def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> Selection:
     stream, _, name = metric.partition(".")
     key_column, column = NAMED[stream]
+    layer, _, other = name.rpartition(":")
+    if stream == "layers" and other in _OF_LAYERS:
+        name, column = layer, other
     query = select(names.c.incarnation, names.c.id).where(
         names.c.run_id == run_id, names.c.stream == stream, names.c.name == name
     )

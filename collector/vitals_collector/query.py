@@ -111,7 +111,8 @@ class Query:
 
         Args:
             run_id: of which run.
-            metric: ``stream.column``, ``scalars.NAME`` or ``layers.NAME``.
+            metric: ``stream.column``, ``scalars.NAME``, ``layers.NAME``, or another column of a
+                layer, ``layers.NAME:weight_norm``.
             source: whose rows; "" is rank 0, or the first GPU or node there is.
             branch: GPU, node and process rows have no step: they come by time, on every branch.
             points: at most about this many.

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, STEPS, Writer
+from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import UsageError
 from trainvitals.records import (
     AttemptStarted,
@@ -17,6 +18,7 @@ from trainvitals.records import (
     RunInfo,
     RunStarted,
 )
+from trainvitals.views import SeriesReply
 from vitals_collector.ingest import ingest
 from vitals_collector.query import Query
 from vitals_collector.schema import alerts
@@ -122,6 +124,27 @@ def test_scalars_are_found_by_their_name_in_each_incarnation(store: Store):
     found = query(store).series(RUN, "scalars.val.loss")
     assert ([0, 5, 10], [0.5, 0.4, 0.3]) == (list(found.step), list(found.value))
     assert {"scalars.val.loss", "scalars.acc"} == set(query(store).run(RUN).metrics)
+
+
+def test_a_layers_other_columns_are_series_beside_its_gradient_norm(store: Store):
+    writer = Writer()
+    rows = [  # step, attempt, times; layer; gradient, weight, update; the output's three
+        [0, 1, writer.time_of(0), 0, 3, 0.5, 7.0, None, None, None, None],
+        [10, 1, writer.time_of(10), 0, 3, 0.4, 8.0, 0.1, None, None, None],
+    ]
+    ingest(store, writer.batch(LAYERS_SCHEMA, rows))
+    ingest(store, writer.events(NamesDefined(stream="layers", names={3: "h.0:x"})))
+    found = query(store)
+    assert ((0, 10), (0.5, 0.4)) == _points(found.series(RUN, "layers.h.0:x"))
+    assert ((0, 10), (7.0, 8.0)) == _points(found.series(RUN, "layers.h.0:x:weight_norm"))
+    assert ((10,), (0.1,)) == _points(found.series(RUN, "layers.h.0:x:update_norm"))
+    assert {f"layers.h.0:x{c}" for c in ("", ":weight_norm", ":update_norm")} == set(
+        found.run(RUN).metrics
+    )
+
+
+def _points(reply: SeriesReply) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return tuple(reply.step), tuple(reply.value)
 
 
 def test_host_series_come_by_time_from_the_first_node(store: Store):
@@ -248,9 +271,8 @@ def test_a_batch_across_a_rollback_gives_each_attempt_its_own_last_step(store: S
         AttemptStarted(id=2, parent=1, fork_step=2, reason=""),
     ):
         ingest(store, writer.events(attempt))
-    whole = [[s, a, START, 0, *[None] * 27] for s, a in ((8, 1), (9, 1), (2, 2), (3, 2))]
-    from tests.collector.rows import STEPS
-
+    rest = [None] * (len(STEPS.columns) - 4)
+    whole = [[s, a, START, 0, *rest] for s, a in ((8, 1), (9, 1), (2, 2), (3, 2))]
     ingest(store, writer.batch(STEPS, whole))
     assert [9, 3] == [a.last_step for a in query(store).run(RUN).attempts]
 

@@ -43,7 +43,7 @@ class Samples(NamedTuple):
 
 
 class Sampler:
-    """Measures what was opted in, in every sampled step; collective when made."""
+    """Measures what was opted in, in every sampled step; all ranks make one, or none."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Sampler:
         if settings.weight_norm or settings.update_norm:
             self._updates = Updates(norms)
         modules = choose(model, settings.activations)
-        self._activations = None
-        if modules and ranks.rank == 0:
-            self._activations = Activations(modules, norms.device, faults)
         self._noise = None
         if settings.noise_scale:
             from trainer_hooks.measures.noise import LocalSquares
 
             self._noise = LocalSquares.on(model, norms, faults)
+        self._activations = None  # the last to put hooks on: nothing after it may be refused
+        if modules and ranks.rank == 0:
+            self._activations = Activations(modules, norms.device, faults)
 
     @property
     def pack_size(self) -> int:
@@ -92,11 +92,12 @@ class Sampler:
 
     def begin(self, step: int) -> None:
         """Get ready for a step; call at the start, and at the end of the step before."""
-        if self._noise is not None:
-            self._noise.begin(sampled=self.settings.due(step))
-        if self._activations is not None:
-            with self._faults.fail_open("activations"):
-                self._activations.begin(sampled=self.settings.due(step))
+        sampled = self.settings.due(step)
+        with self._faults.fail_open("signals"):
+            if self._noise is not None:
+                self._noise.begin(sampled=sampled)
+            if self._activations is not None:
+                self._activations.begin(sampled=sampled)
 
     def fill(self, step: int, out: Tensor, loss_scale: Tensor | None) -> None:
         """Write what is measured of a step into this part of the pack, which is zero."""
@@ -114,7 +115,7 @@ class Sampler:
     def before_update(self, step: int) -> None:
         """Keep the parameters, if the next step is to measure the update that led to it."""
         if self._updates is not None and self.settings.update_norm and self.settings.due(step + 1):
-            with self._faults.fail_open("updates"):
+            with self._faults.fail_open("signals"):
                 self._updates.keep()
 
     def own_numbers(self) -> tuple[Tensor, ...]:
@@ -128,6 +129,7 @@ class Sampler:
 
     def release(self) -> None:
         """Take the hooks off. DDP's stays, as none can be taken off, and measures no more."""
+        self._updates = None
         if self._activations is not None:
             self._activations.release()
         if self._noise is not None:
@@ -140,7 +142,7 @@ class Sampler:
         activations = {} if self._activations is None else self._activations.read(own)
         if not summed:
             return Samples(activations=activations)
-        weights, updates, noise = (round(n) == self._world_size for n in summed[: _HEAD - 1])
+        weights, updates, noise = (n == self._world_size for n in summed[: _HEAD - 1])
         squares, n = summed[_HEAD:], self._num_params
         return Samples(
             weight_squares=squares[:n] if weights else None,
