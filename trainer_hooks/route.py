@@ -23,6 +23,9 @@ from trainvitals.errors import UsageError
 Guarded = Callable[[int, bool], None]
 """Called with the optimizer's index, and whether its step begins a round of all optimizers."""
 
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""A scheduler's mark on ``step``: without it, it warns that its count of steps was lost."""
+
 
 class Route:
     """Stands in for ``step`` until it is closed; what ``guarded`` calls goes to the real one.
@@ -59,16 +62,22 @@ class Route:
     def _stand_in(self, index: int, optimizer: Optimizer) -> None:
         real = optimizer.step
 
-        # A scheduler looks for its own mark on `step`, and at its `__func__`: both are kept.
-        @functools.wraps(getattr(real, "__func__", real))
-        def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        @not_compiled
+        def route(*args: Any, **kwargs: Any) -> Any:
             scaled = getattr(optimizer, "found_inf", None) is not None
             if self._inside or self._closed or scaled:
                 return real(*args, **kwargs)
             return self._call(index, args, kwargs)
 
+        # Not the marks: by that of a compiled step, a compiler would look through ours.
+        @functools.wraps(getattr(real, "__func__", real), updated=())
+        def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return route(*args, **kwargs)
+
         step.stands_in_for = vars(optimizer).get("step")  # type: ignore[attr-defined]
-        self._replace(optimizer, MethodType(not_compiled(step), optimizer))
+        if hasattr(real, _SCHEDULED):
+            setattr(step, _SCHEDULED, True)
+        self._replace(optimizer, MethodType(step, optimizer))
 
     def _stand_in_for_scaler(
         self, scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]
@@ -79,7 +88,7 @@ class Route:
         """
         real, position = scaler.step, {id(optimizer): i for i, optimizer in enumerate(optimizers)}
 
-        @functools.wraps(real)
+        @not_compiled
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             index = position.get(id(optimizer))
             ours = not (self._inside or self._closed or is_stepped(scaler, optimizer))
@@ -87,7 +96,7 @@ class Route:
                 return self._call(index, args, kwargs)
             return real(optimizer, *args, **kwargs)
 
-        self._replace(scaler, not_compiled(step))
+        self._replace(scaler, step)
 
     def _replace(self, owner: Any, ours: Callable[..., Any]) -> None:
         before = vars(owner).get("step")

@@ -13,8 +13,9 @@ from trainvitals.errors import UsageError
 
 
 @pytest.fixture
-def compiled():
-    """Return torch.compile without a C++ compiler; forget what was compiled."""
+def compiled(monkeypatch):
+    """Return torch.compile without a C++ compiler and its workers; forget what was compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when inductor is imported
     torch._dynamo.reset()
     yield lambda function: torch.compile(function, backend="aot_eager")
     torch._dynamo.reset()

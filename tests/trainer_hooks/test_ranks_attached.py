@@ -1,12 +1,9 @@
 """Two real ranks whose loop steps by itself: what is wrong on one is skipped on both."""
 
-import json
-import os
-
 import pytest
-import torch.multiprocessing as mp
 
 from tests.trainer_hooks.ranks_attached import main
+from tests.trainer_hooks.spawned import spawned
 
 pytestmark = pytest.mark.dist
 
@@ -14,23 +11,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Run all cases in one launch and return what each rank found."""
-    folder = tmp_path_factory.mktemp("attached")
-    (folder / "shm").mkdir()
-    environ = {
-        "VITALS_DIR": str(folder / "runs"),
-        "VITALS_SHM": str(folder / "shm"),
-        "VITALS_AGENT": "off",
-    }
-    before = dict(os.environ)
-    os.environ.update(environ)
-    try:
-        context = mp.spawn(main, args=(str(folder),), nprocs=2, join=False)
-        while not context.join(timeout=240):
-            pass
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return spawned(main, tmp_path_factory.mktemp("attached"))
 
 
 @pytest.mark.parametrize("fused", [True, False])
