@@ -30,6 +30,11 @@ class Averages:
         for update in self._updates:
             update.judged(bad)
 
+    def rolled_back(self) -> None:
+        """The averages are the checkpoint's: what the loop adds before the next step is void."""
+        for update in self._updates:
+            update.rolled_back()
+
     def release(self) -> None:
         """Leave the averages as they were found."""
         for update in self._updates:
@@ -79,6 +84,14 @@ class _GuardedUpdate:
         """Put right what waited for the verdict before this one, and take this one."""
         self._settle()
         self._bad = bad
+
+    def rolled_back(self) -> None:
+        """Drop what waited for a verdict, and let nothing in until the next one."""
+        if self._late is not None:
+            self._late.pop()
+            self._waits = False
+        if self._bad is not None:
+            self._bad = torch.ones_like(self._bad)
 
     def _settle(self, patience_seconds: float | None = None) -> None:
         """Take back the counter of a step that was skipped; waits for that step alone, not this."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_GENERATOR = "numpy generator"
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -35,8 +36,7 @@ def hook_states(model: nn.Module) -> list[Any]:
 
 def has_memory(state: object) -> bool:
     """Return whether an object keeps tensors, or has the tables for them."""
-    values = _attributes(state).values()
-    return any(isinstance(v, Tensor) or _is_table(v) for v in values)
+    return any(_tensors_in(value) is not None for value in _attributes(state).values())
 
 
 def registered(model: nn.Module, state: Mapping[str, Any]) -> dict[str, HookMemory]:
@@ -71,10 +71,9 @@ class HookMemory:
 
     def _live(self) -> Iterator[tuple[tuple[str, object], Tensor]]:
         for name, value in _attributes(self._state).items():
-            if isinstance(value, Tensor):
-                yield (name, None), value
-            elif _is_table(value):
-                yield from (((name, key), tensor) for key, tensor in value.items())
+            for key, tensor in (_tensors_in(value) or {}).items():
+                if tensor.layout == torch.strided:
+                    yield (name, key), tensor.detach()
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -106,11 +105,11 @@ class HookMemory:
         """Return a copy of the memory, the counters and numpy's generator."""
         found: dict[str, Any] = {}
         for name, value in _attributes(self._state).items():
-            if isinstance(value, (*_PLAIN, Tensor)) or _is_table(value):
+            if isinstance(value, _PLAIN) or _tensors_in(value) is not None:
                 found[name] = copy.deepcopy(value)
-            elif hasattr(value, "get_state") and hasattr(value, "set_state"):
+            elif type(value).__name__ == "RandomState":
                 kind, keys, *rest = value.get_state()
-                found[name] = (kind, keys.tolist(), *rest)
+                found[name] = {_GENERATOR: (kind, keys.tolist(), *rest)}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -122,8 +121,8 @@ class HookMemory:
         if not self._has_stepped:
             return
         for name, value in state_dict.items():
-            if isinstance(value, tuple | list):
-                getattr(self._state, name).set_state(tuple(value))
+            if isinstance(value, dict) and _GENERATOR in value:
+                getattr(self._state, name).set_state(tuple(value[_GENERATOR]))
             else:
                 setattr(self._state, name, copy.deepcopy(value))
 
@@ -135,9 +134,15 @@ def _attributes(state: object) -> dict[str, Any]:
     return found | getattr(state, "__dict__", {})
 
 
-def _is_table(value: object) -> bool:
-    """Whether it is a dict that holds tensors, or nothing yet."""
-    return isinstance(value, dict) and all(isinstance(one, Tensor) for one in value.values())
+def _tensors_in(value: object) -> dict[object, Tensor] | None:
+    """Return the tensors of an attribute that holds nothing else; a dict may be empty still."""
+    if isinstance(value, Tensor):
+        return {None: value}
+    if isinstance(value, list | tuple) and value:
+        value = dict(enumerate(value))
+    if isinstance(value, dict) and all(isinstance(one, Tensor) for one in value.values()):
+        return value
+    return None
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -178,6 +178,7 @@ class Monitor(Loop):
             self._host.handle(*left, now_step=self._step)
         self._device.shadow.keep()
         self._device.sampler.forget()
+        self._device.averages.rolled_back()
         self._parts.clock.restart()
         for optimizer in self._device.optimizers:
             optimizer.zero_grad(set_to_none=True)
