@@ -20,7 +20,14 @@ from trainer_hooks.host import Host
 from trainer_hooks.measures.hyperparameters import Change, GroupSettings
 from trainer_hooks.norms import no_gradients, scale
 from trainer_hooks.pack import Local
-from trainer_hooks.signals import Elapsed, HostStep, StepClock, device_memory, learning_rates
+from trainer_hooks.signals import (
+    DeviceMemory,
+    Elapsed,
+    HostStep,
+    StepClock,
+    device_memory,
+    learning_rates,
+)
 from trainer_hooks.verdict import Verdict, clip_divisor, judge_on_device
 
 
@@ -266,7 +273,10 @@ class StepParts:
         """Return what this rank measured on the host; the next step's times begin."""
         clock = self._host.clock
         times = self.clock.finish()
-        memory = device_memory(self._device.norms.device)
+        memory, estimate = DeviceMemory(), None
+        with self._host.faults.fail_open("signals"):
+            memory = device_memory(self._device.norms.device)
+            estimate = self._device.memory.now()
         flops, self._flops = self._flops, None
         return HostStep(
             step=step,
@@ -291,7 +301,7 @@ class StepParts:
             memory_peak_bytes=memory.peak_bytes,
             memory_alloc_retries=memory.alloc_retries,
             memory_ooms=memory.ooms,
-            memory_estimate_bytes=self._device.memory.now(),
+            memory_estimate_bytes=estimate,
             epoch=None if position is None else position.epoch,
             batch_index=None if position is None else position.batch,
         )

@@ -48,7 +48,7 @@ class HostStep:
     memory_peak_bytes: float | None
     memory_alloc_retries: int | None
     memory_ooms: int | None
-    memory_estimate_bytes: int
+    memory_estimate_bytes: int | None
     epoch: int | None
     batch_index: int | None
     norm_after_clip: float | None = None

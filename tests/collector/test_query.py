@@ -18,6 +18,7 @@ from trainvitals.records import (
     RunInfo,
     RunStarted,
 )
+from trainvitals.rows import Schema
 from trainvitals.views import SeriesReply
 from vitals_collector.ingest import ingest
 from vitals_collector.query import Query
@@ -145,6 +146,15 @@ def test_a_layers_other_columns_are_series_beside_its_gradient_norm(store: Store
 
 def _points(reply: SeriesReply) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return tuple(reply.step), tuple(reply.value)
+
+
+def test_rows_from_before_a_column_was_there_are_one_curve_with_those_after(store: Store):
+    old = Schema("steps", STEPS.columns[:20])
+    writer = Writer()
+    ingest(store, writer.batch(old, [[0, 1, START, 0, 2.5, *[None] * 15]]))
+    ingest(store, writer.steps([1], loss=1.5, weight_norm=3.0))
+    assert ((0, 1), (2.5, 1.5)) == _points(query(store).series(RUN, "steps.loss"))
+    assert ((1,), (3.0,)) == _points(query(store).series(RUN, "steps.weight_norm"))
 
 
 def test_host_series_come_by_time_from_the_first_node(store: Store):

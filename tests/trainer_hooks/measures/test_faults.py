@@ -1,0 +1,42 @@
+"""What fails while measuring is counted, and the training goes on as without us."""
+
+import pytest
+import torch
+
+from trainer_hooks import SignalSettings, parts
+from trainer_hooks.measures import activations
+
+ALL = SignalSettings(every=1, update_norm=True, activations=("*",))
+
+
+def broken(*_arguments, **_named):
+    raise RuntimeError("no figure today")
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda m, patch: patch.setattr(m._device.sampler._updates, "weight_squares", broken),
+        lambda m, patch: patch.setattr(m._device.sampler._updates, "keep", broken),
+        lambda m, patch: patch.setattr(m._device.sampler._updates, "update_squares", broken),
+        lambda m, patch: patch.setattr(m._device.sampler._activations, "begin", broken),
+        lambda m, patch: patch.setattr(m._device.memory, "now", broken),
+        lambda m, patch: patch.setattr(m._host.columns, "of", broken),
+        lambda m, patch: patch.setattr(parts, "learning_rates", broken),
+        lambda m, patch: patch.setattr(activations, "_figures", broken),
+    ],
+    ids=["weights", "keep", "update", "begin", "memory", "columns", "groups", "figures"],
+)
+def test_a_signal_that_fails_is_missing_and_no_more(make_loop, monkeypatch, break_it):
+    plain, measured = make_loop(), make_loop(signals=ALL)
+    break_it(measured.monitor, monkeypatch)
+    for loop in (plain, measured):
+        for _ in range(4):
+            loop.monitor.step(loop.backward())
+        loop.monitor.close()
+    errors = measured.monitor.swallowed_errors
+    assert set(errors) <= {"signals", "columns", "activations"}
+    assert sum(errors.values()) >= 3
+    for one, other in zip(plain.model.parameters(), measured.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert measured.monitor._host.judge.facts.num_skips == 0
