@@ -50,7 +50,8 @@ def attach(
     The loop stays as it is. An update with a NaN or Inf in its gradients (or in the loss, where
     ``Attached.loss`` is given it) is skipped on all ranks, without a trace. Outliers of the norm
     are skipped only where the norm is known as it was before the clip: with ``max_norm``, or where
-    the loop gives it to ``Attached.grad_norm``. There is no rollback: that is ``watch``.
+    the loop gives it to ``Attached.grad_norm``. There is no rollback: that is ``watch``. Where the
+    ladder stops the run, ``optimizer.step()`` raises ``TrainingHalted``.
 
     Args:
         model: the module, wrapped (DDP) or not.
@@ -157,7 +158,7 @@ class Attached(Loop):
         refuse_at_step(None, device.joinables)
         attempted, first = self._step, self._step == self._first_step
         parts.clock.enter()
-        self._look_at(first=first)
+        self._had_gradients = self._begin() if first else []
         prepared = parts.prepare(attempted, None, None, norm=self._norm, first=first)
         verdict = parts.exchange()
         orders = self._orders = parts.orders(verdict, prepared, attempted, self._max_norm)
@@ -174,12 +175,8 @@ class Attached(Loop):
             judgement = host.handle(*ready, now_step=attempted)
             host.carry_out(judgement, now_step=attempted)
 
-    def _look_at(self, *, first: bool) -> None:
-        """Note, at the first step, which optimizers have gradients; say what is not judged."""
-        self._had_gradients = []
-        if not first:
-            return
-        self._had_gradients = [_has_gradients(o) for o in self._device.optimizers]
+    def _begin(self) -> list[bool]:
+        """Say what will not be judged; return, for the first round, who has gradients."""
         if not self._host.owns_clip and self._norm is None and self._host.is_root:
             text = (
                 "outliers of the gradient norm are not judged: after the loop's own clip they "
@@ -188,6 +185,7 @@ class Attached(Loop):
             )
             event = Note(code="norm_unknown", text=text)
             self._host.emitter.event(event, step=self._step, attempt=self.attempt)
+        return [_has_gradients(optimizer) for optimizer in self._device.optimizers]
 
     def _refuse_late_gradients(self, index: int) -> None:
         """Refuse, in the first round, gradients that came after the exchange: nobody judged them.
