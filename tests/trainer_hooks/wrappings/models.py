@@ -40,11 +40,19 @@ class Block(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Mix(nn.Linear):
+    """A layer of one parameter: FSDP1 cuts it into parts of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, bias=False)
+
+
 class Net(nn.Module):
     """Takes (batch, sequence, 6). ``batch_norm`` stands for all state that forward writes."""
 
     def __init__(self, *, batch_norm: bool = True) -> None:
         super().__init__()
+        self.mix = Mix()
         self.inp = nn.Linear(6, WIDTH)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.batch_norm = nn.BatchNorm1d(WIDTH) if batch_norm else None
@@ -52,7 +60,7 @@ class Net(nn.Module):
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
+        x = self.inp(self.mix(x))
         for block in self.blocks:
             x = block(x)
         if self.batch_norm is not None:
@@ -101,8 +109,8 @@ class Wrapping:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return an optimizer over the wrapped model's parameters."""
         if self.sparse:  # the only one that takes sparse and dense gradients alike
-            return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.0)
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=self.fused)
+            return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.0)
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.fused)
 
     def scaler(self, model: nn.Module) -> torch.amp.GradScaler | None:
         """Return the gradient scaler that goes with the wrapper, if the loop has one."""
@@ -150,7 +158,7 @@ def _each_compiled(net: nn.Module) -> nn.Module:
 
 
 def _fsdp1(net: nn.Module, **how: Any) -> nn.Module:
-    policy = ModuleWrapPolicy({Block})
+    policy = ModuleWrapPolicy({Block, Mix})
     return Fsdp1(net, auto_wrap_policy=policy, device_id=torch.device("cpu"), **how)
 
 
@@ -186,6 +194,7 @@ def _plan(*, sequence: bool) -> dict[str, Any]:
         "down": RowwiseParallel(output_layouts=lengthwise),
     }
     every = {f"blocks.{i}.{name}": style for i in range(2) for name, style in plan.items()}
+    every["mix"] = ColwiseParallel(output_layouts=Replicate())
     every["inp"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=lengthwise)
     every["head"] = ColwiseParallel(input_layouts=lengthwise, output_layouts=Replicate())
     return every

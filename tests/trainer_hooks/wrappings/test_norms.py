@@ -45,7 +45,7 @@ def test_the_optimizer_gets_gradients_clipped_by_the_total_norm(found, world, na
 def test_parameters_have_the_names_and_the_number_that_the_user_knows(found, world, name):
     for rank in found(world, name):
         norms = rank["norms"]
-        flat = ["_flat_param", "blocks.0._flat_param", "blocks.1._flat_param"]
+        flat = [f"{module}_flat_param" for module in ("", "mix.", "blocks.0.", "blocks.1.")]
         assert (flat if "flat" in name else norms["names"]) == list(norms["ours"])
         assert norms["true_num_parameters"] == norms["num_parameters"]
 
