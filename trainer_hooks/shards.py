@@ -79,7 +79,9 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
                         hint="give each parameter to one optimizer: it would be stepped twice",
                     )
                 seen.add(id(param))
-                found[names.get(id(param), f"optimizer{o}.group{g}.{i}")] = param
+                place = f"optimizer{o}.group{g}.{i}"
+                name = names.get(id(param), place)
+                found[place if name in found else name] = param
     if not found:
         raise UsageError(
             "the optimizers hold no parameters", hint="pass the optimizers that train the model"

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trainer_hooks
-from tests.trainer_hooks.wrappings.models import SCALE, WRAPPINGS, Fsdp1, Wrapping, not_syncing
+from tests.trainer_hooks.wrappings.models import (
+    SCALE,
+    SLOW,
+    WRAPPINGS,
+    Fsdp1,
+    Wrapping,
+    not_syncing,
+)
 from trainer_hooks.pack import Reduced
 from trainer_hooks.reading import culprits, rank_losses
 from trainer_hooks.shards import local_tensor, shards_of
@@ -287,14 +294,14 @@ def unmeasured(wrapping: Wrapping, rank: int) -> dict[str, Any]:
     return {"bits": bits, "held": list(zip(shards, digests, strict=True))}
 
 
-def main(rank: int, world: int, folder: str) -> None:
+def main(rank: int, world: int, folder: str, slow: bool = False) -> None:
     """Run all of it on this rank, one after another; a hang in one is a hang of all."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
     results: dict[str, dict[str, Any]] = {}
-    for name, wrapping in WRAPPINGS[world].items():
+    for name, wrapping in (SLOW if slow else WRAPPINGS[world]).items():
         found = results[name] = {}
         try:
             found["norms"] = norms(wrapping, rank, world)

@@ -151,9 +151,9 @@ def _checkpointed(net: nn.Module) -> nn.Module:
     return net
 
 
-def _each_compiled(net: nn.Module) -> nn.Module:
+def _each_compiled(net: nn.Module, backend: str = "aot_eager") -> nn.Module:
     for i, block in enumerate(net.blocks):
-        net.blocks[i] = torch.compile(block, backend="aot_eager")
+        net.blocks[i] = torch.compile(block, backend=backend)
     return net
 
 
@@ -287,3 +287,13 @@ FOUR_RANKS: dict[str, Wrapping] = {
 }
 
 WRAPPINGS = {2: TWO_RANKS, 4: FOUR_RANKS}
+
+SLOW: dict[str, Wrapping] = {
+    "ddp, inductor": Wrapping(
+        wrap=partial(_compiled, backend="inductor", inside=False), rounded=True
+    ),
+    "fsdp2, inductor": Wrapping(
+        wrap=lambda net: _fsdp2(_each_compiled(net, "inductor")), rounded=True
+    ),
+}
+"""For two ranks: the compiler takes its time."""
