@@ -16,6 +16,9 @@ from trainvitals.identity import Identity, new_incarnation, new_run_id
 POOL_THREADS = ("asyncio_", "AnyIO worker", "ThreadPoolExecutor", "pytest_timeout", "tqdm")
 """Threads of pools that belong to a library and end with the process."""
 
+INDUCTOR_THREAD = "(_read_thread)"
+"""What torch.compile reads its workers with, under torch's older name."""
+
 
 def pytest_configure() -> None:
     """Hear Ctrl-C again where a shell started us in the background, with SIGINT ignored.
@@ -66,6 +69,7 @@ def nothing_left_running() -> Iterator[None]:
     yield
     left = [thread for thread in threading.enumerate() if thread not in threads]
     left = [thread for thread in left if not thread.name.startswith(POOL_THREADS)]
+    left = [thread for thread in left if not thread.name.endswith(INDUCTOR_THREAD)]
     deadline = time.monotonic() + 2.0
     for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
