@@ -37,8 +37,8 @@ lint: $(STAMP) ## ruff, mypy, and who may import whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## what Vitals costs on this machine
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
+	$(BIN)/vitals bench --page docs/benchmarks.md $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
 	$(BIN)/python docs/build_docs.py

@@ -73,7 +73,7 @@ def test_every_folder_in_the_table_of_rooms_is_there_and_no_room_is_missing():
     assert [] == [room for room in rooms if not (ROOT / room).is_dir()]
     packages = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*/__init__.py")}
     packages |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages - {"benchmarks", "docs"} <= {room.rstrip("/") for room in rooms}
+    assert packages - {"docs"} <= {room.rstrip("/") for room in rooms}
 
 
 def test_the_order_of_the_core_is_the_one_that_is_checked():

@@ -19,6 +19,7 @@ PACKAGES = {
     "vitals_collector",
     "vitals_dashboard",
     "vitals_deploy",
+    "vitals_bench",
 }
 
 
@@ -54,7 +55,7 @@ def test_it_takes_only_our_distinctive_names(wheel):
 
 
 def test_it_holds_every_file_of_ours_and_no_rubbish(wheel):
-    roots = (ROOT, *(ROOT / room for room in ("agent", "collector", "dashboard", "deploy")))
+    roots = (ROOT, *(ROOT / room for room in ("agent", "collector", "dashboard", "deploy", "benchmarks")))
     ours = {
         str(path.relative_to(root))
         for root in roots

@@ -26,13 +26,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "collector": ("collector", "runs", "show", "why", "tail", "replay", "alerts", "command"),
     "dashboard": ("dashboard",),
     "deploy": ("deploy",),
+    "bench": ("bench",),
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""
 
 OWN = ("demo", "up", "doctor", "resume")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
-EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all"}
+EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "bench": "all"}
 """The extra a program needs, where it is not called as the program."""
 
 HOUSE = frozenset(
@@ -43,6 +44,7 @@ HOUSE = frozenset(
         "vitals_collector",
         "vitals_dashboard",
         "vitals_deploy",
+        "vitals_bench",
     }
 )
 

@@ -1,1 +1,0 @@
-"""What Vitals costs, measured on the machine it runs on: `make bench`."""

@@ -1,0 +1,147 @@
+"""A whole training step: wall time with and without, beside what others add; our own CPU time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_hooks.monitor import Monitor
+from vitals_bench.measure import Call, interleave, medians, spread
+from vitals_bench.peers.lightning import steps_of_a_trainer
+from vitals_bench.peers.loggers import LOGGERS, NAMES, Logger, is_installed, open_logger
+from vitals_bench.rows import Row, at_most
+from vitals_bench.training import gpt, size_of, tokens, watched
+
+
+class Loop:
+    """A model with its optimizer, and the step that everybody writes."""
+
+    def __init__(self, millions: int, batch: Tensor) -> None:
+        self.model = gpt(millions)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = batch
+
+    def backward(self) -> Tensor:
+        """Return the loss after its backward."""
+        loss: Tensor = self.model(self.batch)
+        loss.backward()
+        return loss
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Train one step; return loss and norm, unread."""
+        loss = self.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def step_as_in_tutorials(self) -> None:
+        """Train one step with a norm of each parameter, each read by itself."""
+        loss = self.backward()
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad.norm(2).item()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+
+    def logged_by(self, logger: Logger) -> Callable[[], None]:
+        """Return the step with twelve scalars told to a logger, two of them read for it."""
+        steps = iter(range(1_000_000))
+
+        def step() -> None:
+            loss, norm = self.step()
+            logger.log(next(steps), [loss.item(), norm.item(), *([0.5] * (len(NAMES) - 2))])
+
+        return step
+
+
+class OwnTime:
+    """CPU time of the thread inside ``monitor.step``, the optimizer's own step left out."""
+
+    def __init__(self, monitor: Monitor, optimizer: Optimizer) -> None:
+        self.seconds: list[float] = []
+        self._monitor = monitor
+        self._left_out = self._began = 0.0
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._began = time.thread_time()
+
+    def _end(self, *_: Any) -> None:
+        self._left_out += time.thread_time() - self._began
+
+    def step(self, loss: Tensor) -> None:
+        """Make the step and note what of it was ours."""
+        self._left_out, begin = 0.0, time.thread_time()
+        self._monitor.step(loss, max_norm=1.0)
+        self.seconds.append(time.thread_time() - begin - self._left_out)
+
+
+def measure_loop(*, quick: bool) -> Iterator[Row]:
+    """Yield the rows of one training step of about ten million parameters."""
+    millions, rounds, batch = (1, 4, tokens(2)) if quick else (10, 16, tokens(4))
+    with ExitStack() as stack:
+        loops = {name: Loop(millions, batch) for name in ("bare", "again", "ours", "tutorials")}
+        ours = loops["ours"]
+        monitor = stack.enter_context(watched(ours.model, ours.optimizer, tokens_per_step=512))
+        own = OwnTime(monitor, ours.optimizer)
+        arms: dict[str, Call] = {
+            "bare": loops["bare"].step,
+            "ours": lambda: own.step(ours.backward()),
+            "again": loops["again"].step,
+            "tutorials": loops["tutorials"].step_as_in_tutorials,
+        }
+        folder = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+        for peer in filter(is_installed, LOGGERS):
+            logger = open_logger(peer, folder)
+            stack.callback(logger.close)
+            arms[peer] = Loop(millions, batch).logged_by(logger)
+        found = medians(interleave(arms, rounds=rounds), scale=1e3)
+        if is_installed("lightning"):
+            loop = Loop(millions, batch)
+            found["lightning"] = statistics.median(steps_of_a_trainer(loop, rounds, folder)) * 1e3
+    yield _own(own.seconds[-rounds:], found["bare"], size_of(ours.model))
+    yield from _wall(found)
+
+
+def _own(seconds: list[float], bare_ms: float, size: str) -> Row:
+    mine = statistics.median(seconds) * 1e3
+    return Row(
+        name=f"CPU time of our own calls in a step, {size}, clip included",
+        ours=100 * mine / bare_ms,
+        unit="% of the bare step",
+        goal=at_most(1.0),
+        note=f"{mine:.2f} ms of {bare_ms:.0f} ms",
+    )
+
+
+def _wall(found: dict[str, float]) -> Iterator[Row]:
+    bare = found["bare"]
+    noise = spread(found["again"], bare)
+    names = {
+        "ours": "a whole step, watched",
+        "tutorials": "a whole step with a norm and .item() of each parameter, as in tutorials",
+    }
+    for arm in ("ours", "tutorials", *LOGGERS, "lightning"):
+        note = "" if arm in found else f"{arm}: not installed"
+        yield Row(
+            name=names.get(arm, f"a whole step with {arm}"),
+            ours=found.get(arm),
+            unit="ms",
+            peer="the bare loop with a clip",
+            theirs=bare,
+            spread=noise,
+            note=note,
+        )

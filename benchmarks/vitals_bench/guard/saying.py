@@ -1,0 +1,151 @@
+"""What it costs to say a step: the journal's row beside the loggers that people use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from trainvitals.catalog import steps_schema
+from trainvitals.io.journal_reader import JournalReader
+from trainvitals.rows import column_of, rows_of
+from vitals_bench.guard.sinks import PAUSE_SECONDS, Nothing, Ours, Twelve
+from vitals_bench.measure import Call, interleave, medians, spread
+from vitals_bench.peers.loggers import NAMES, is_installed, open_logger
+from vitals_bench.rows import Goal, Row, at_most, exactly, ratio_at_most
+
+LOGGED: dict[str, tuple[str, Goal | None, Goal | None]] = {
+    "wandb": ("wandb.log, offline", ratio_at_most(1 / 30), ratio_at_most(1 / 20)),
+    "tensorboard": ("12 SummaryWriter.add_scalar", ratio_at_most(1 / 20), None),
+    "mlflow": ("mlflow.log_metrics, not waited for", None, None),
+}
+"""How a logger is called, and the goals for the thread and for all threads and children."""
+
+
+def measure_saying(*, quick: bool) -> Iterator[Row]:
+    """Yield the rows of one thread, of all threads and children, of memory and of a kill."""
+    yield from _beside_gauges(rounds=200 if quick else 2000)
+    yield from _beside_loggers(steps=100 if quick else 1500)
+    yield _memory(steps=10_000 if quick else 100_000)
+    yield _killed(steps=200 if quick else 1500)
+
+
+def _beside_gauges(rounds: int) -> Iterator[Row]:
+    """In one process and in turns: after a pause, and after work that takes the cache."""
+    values = [1.0 + i / 7 for i in range(len(NAMES))]
+    twelve, whole = Twelve(), Ours()
+    arms: dict[str, Call] = {
+        "twelve": partial(twelve.log, 5, values),
+        "whole": whole.step,
+        "nothing": partial(Nothing().log, 5, values),
+    }
+    if is_installed("prometheus-client"):
+        log = open_logger("prometheus-client", Path()).log
+        arms |= {"gauges": partial(log, 5, values), "again": partial(log, 5, values)}
+    weights = torch.randn(1_000_000)
+    pause = partial(time.sleep, PAUSE_SECONDS)
+    yield from _gauge_rows(arms, rounds, "a call every 2 ms", pause, ratio_at_most(1.0))
+    work = partial(weights.mul_, 1.0)
+    yield from _gauge_rows(arms, rounds, "after work that takes the cache", work, None)
+    twelve.close()
+    whole.close()
+
+
+def _gauge_rows(
+    arms: Mapping[str, Call], rounds: int, when: str, between: Call, goal: Goal | None
+) -> Iterator[Row]:
+    clock = time.thread_time_ns
+    times = interleave(arms, rounds=rounds, warm_up=20, between=between, clock_ns=clock)
+    found = medians(times, scale=1e6)
+    found = {name: value - found["nothing"] for name, value in found.items()}
+    for arm, name in (
+        ("twelve", "12 scalars"),
+        ("whole", f"a step's whole row, {len(steps_schema().columns)} columns"),
+    ):
+        yield Row(
+            name=f"saying {name}: CPU of the training thread, {when}",
+            ours=found[arm],
+            unit="us",
+            peer="12 prometheus Gauge.set, bound before",
+            theirs=found.get("gauges"),
+            goal=goal,
+            spread=spread(found["again"], found["gauges"]) if "gauges" in found else None,
+            note="" if "gauges" in found else "prometheus-client: not installed",
+        )
+
+
+def _beside_loggers(steps: int) -> Iterator[Row]:
+    """Each in a process of its own, for children and threads cannot be told apart in one."""
+    base, twelve, ours = (_in_process(name, steps) for name in ("nothing", "twelve", "ours"))
+    for peer, (call, goal, goal_of_all) in LOGGED.items():
+        theirs = _in_process(peer, steps) if is_installed(peer) else {}
+        for what, figure, mine, limit in (
+            ("12 scalars: CPU of the training thread", "thread_us", twelve, goal),
+            (
+                "a step, and keeping it: CPU of all threads and children",
+                "cpu_us",
+                ours,
+                goal_of_all,
+            ),
+        ):
+            yield Row(
+                name=f"saying {what}",
+                ours=mine[figure] - base[figure],
+                unit="us",
+                peer=call,
+                theirs=theirs[figure] - base[figure] if theirs else None,
+                goal=limit,
+                note="a call every 2 ms" if theirs else f"{peer}: not installed",
+            )
+
+
+def _memory(steps: int) -> Row:
+    grown = _in_process("growth", steps)["growth_bytes"]
+    return Row(
+        name=f"memory that {steps:,} rows add",
+        ours=grown / 1e6,
+        unit="MB",
+        goal=at_most(5.0),
+    )
+
+
+def _killed(steps: int) -> Row:
+    """Count the rows that a SIGKILL right after the last one takes along."""
+    said = _in_process("kill", steps)
+    journal = Path(str(said["journal"]))
+    seen: set[int] = set()
+    for batch in JournalReader(journal).read(max_rows=100_000):
+        schema = batch.header.stream_schema
+        if schema.stream == "steps":
+            seen.update(column_of(schema, rows_of(schema, batch.rows), "step")[0].tolist())
+    shutil.rmtree(journal.parents[2])
+    return Row(
+        name=f"rows lost to SIGKILL, of {steps:,}",
+        ours=len(set(range(1000, 1000 + steps)) - seen),
+        unit="rows",
+        goal=exactly(0),
+    )
+
+
+def _in_process(name: str, steps: int) -> dict[str, float]:
+    with TemporaryDirectory(prefix="vitals-bench-", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "vitals_bench.guard.sinks", name, str(steps), folder],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"{name} said nothing: {done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(lines[-1])
+    return found

@@ -1,0 +1,100 @@
+"""FSDP2 on two ranks: our exchange against ``clip_grad_norm_().full_tensor()``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from vitals_bench.measure import interleave, medians, spread
+from vitals_bench.rows import Row, ratio_at_most
+from vitals_bench.training import Gradients, Nothing, gpt, size_of, tokens, watched
+
+TRIES = 3
+"""torch 2.13's gloo aborts a rank at exit now and then on a busy machine, watched or not."""
+
+
+def measure_sharded(*, quick: bool) -> Iterator[Row]:
+    """Start two real ranks and yield their row."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        millions, rounds = (1, 6) if quick else (50, 30)
+        for _ in range(TRIES):
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                    *("--nproc-per-node", "2", "-m", "vitals_bench.guard.sharded"),
+                    *(str(millions), str(rounds), str(out)),
+                ],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            if out.exists():
+                break
+        else:
+            raise RuntimeError(f"the ranks left nothing:\n{done.stderr[-2000:]}")
+        found = json.loads(out.read_text())
+    yield Row(
+        name=f"FSDP2 on 2 ranks: norms, exchange and clip, {found['size']}",
+        ours=found["ours"],
+        unit="ms",
+        peer="clip_grad_norm_().full_tensor()",
+        theirs=found["peer"],
+        goal=ratio_at_most(0.8),
+        spread=spread(found["again"], found["peer"]),
+        note="gloo, one thread a rank",
+    )
+
+
+def measure_on_this_rank(millions: int, rounds: int) -> dict[str, float | str]:
+    """Return this rank's medians in milliseconds."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model = gpt(millions)
+    size = size_of(model)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model(tokens(1)).backward()
+    params = list(model.parameters())
+    grads = Gradients(params, filled=False)
+    with watched(model, Nothing(params)) as monitor:
+
+        def ours() -> None:
+            grads.give_back()
+            monitor.step(torch.tensor(1.0), max_norm=1.0)
+
+        def clip() -> None:
+            grads.give_back()
+            norm = torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            assert isinstance(norm, DTensor)
+            norm.full_tensor()
+
+        arms = {"ours": ours, "peer": clip, "again": clip}
+        found = medians(interleave(arms, rounds=rounds, between=dist.barrier), scale=1e3)
+    return {"size": size, **found}
+
+
+def main() -> None:
+    """Measure on one of torchrun's ranks; rank 0 writes what it found."""
+    millions, rounds, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    found = measure_on_this_rank(millions, rounds)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

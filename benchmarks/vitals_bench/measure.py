@@ -1,0 +1,50 @@
+"""Times what is to be compared in turns, so that whatever else the machine does meets all alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+Call = Callable[[], object]
+
+
+def interleave(
+    arms: Mapping[str, Call],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    between: Call | None = None,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> dict[str, list[float]]:
+    """Return each arm's times in seconds: A B C, then B C A, then C A B, and so on.
+
+    Args:
+        arms: what is timed, by name.
+        rounds: times of each arm that count.
+        warm_up: rounds before, which do not.
+        between: called before each call and not timed.
+        clock_ns: wall time, or the CPU time of the thread.
+    """
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for i in range(warm_up + rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            if between is not None:
+                between()
+            begin = clock_ns()
+            arms[name]()
+            end = clock_ns()
+            if i >= warm_up:
+                times[name].append((end - begin) / 1e9)
+    return times
+
+
+def medians(times: Mapping[str, list[float]], *, scale: float = 1.0) -> dict[str, float]:
+    """Return each arm's median, times ``scale``."""
+    return {name: statistics.median(values) * scale for name, values in times.items()}
+
+
+def spread(one: float, other: float) -> float:
+    """Return how far two measurements of the same thing lie apart, as a share."""
+    return abs(one / other - 1.0)

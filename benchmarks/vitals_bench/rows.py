@@ -1,0 +1,83 @@
+"""A figure beside the one it is to be compared with, and what was hoped for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+_HOLDS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, "=": operator.eq}
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a row should show. A miss is said and is no failure of the bench."""
+
+    of: Literal["ratio", "ours"]
+    sign: Literal["<=", "="]
+    limit: float
+
+    def text(self, unit: str) -> str:
+        """Return the goal in words, such as ``ratio <= 1.05`` or ``<= 30 ms``."""
+        if self.of == "ratio":
+            return f"ratio {self.sign} {self.limit:.3g}"
+        return f"{self.sign} {self.limit:.3g} {unit}".rstrip()
+
+
+def ratio_at_most(limit: float) -> Goal:
+    """Return the goal of costing at most so many times what the peer costs."""
+    return Goal("ratio", "<=", limit)
+
+
+def at_most(limit: float) -> Goal:
+    """Return the goal of our own figure being no larger."""
+    return Goal("ours", "<=", limit)
+
+
+def exactly(value: float) -> Goal:
+    """Return the goal of our own figure being just that."""
+    return Goal("ours", "=", value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a bench."""
+
+    name: str
+    ours: float | None
+    unit: str
+    peer: str = ""
+    theirs: float | None = None
+    goal: Goal | None = None
+    spread: float | None = None
+    """How far the peer was from itself in the same run, as a share: less than this is noise."""
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over theirs."""
+        return None if self.ours is None or not self.theirs else self.ours / self.theirs
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None without a goal, or where it could not be measured."""
+        if self.goal is None:
+            return None
+        value = self.ratio if self.goal.of == "ratio" else self.ours
+        return None if value is None else _HOLDS[self.goal.sign](value, self.goal.limit)
+
+    def plain(self) -> dict[str, object]:
+        """Return what ``--format json`` prints."""
+        return {
+            "name": self.name,
+            "ours": self.ours,
+            "peer": self.peer,
+            "theirs": self.theirs,
+            "ratio": self.ratio,
+            "goal": self.goal.text(self.unit) if self.goal else "",
+            "met": self.met,
+            "unit": self.unit,
+            "spread": self.spread,
+            "note": self.note,
+        }
