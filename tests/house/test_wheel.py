@@ -55,7 +55,8 @@ def test_it_takes_only_our_distinctive_names(wheel):
 
 
 def test_it_holds_every_file_of_ours_and_no_rubbish(wheel):
-    roots = (ROOT, *(ROOT / room for room in ("agent", "collector", "dashboard", "deploy", "benchmarks")))
+    rooms = ("agent", "collector", "dashboard", "deploy", "benchmarks")
+    roots = (ROOT, *(ROOT / room for room in rooms))
     ours = {
         str(path.relative_to(root))
         for root in roots
