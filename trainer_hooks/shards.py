@@ -165,5 +165,5 @@ def align_gradients(sharded: Iterable[Tensor]) -> None:
     for param in sharded:
         grad: Any = param.grad
         wanted: Any = param.placements  # type: ignore[attr-defined]
-        if grad is not None and grad.placements != wanted:
+        if getattr(grad, "placements", wanted) != wanted:
             param.grad = grad.redistribute(placements=wanted)

@@ -16,6 +16,7 @@ import trainer_hooks
 from tests.trainer_hooks.wrappings.models import (
     SCALE,
     SLOW,
+    TORCH,
     WRAPPINGS,
     Fsdp1,
     Wrapping,
@@ -184,7 +185,9 @@ def norms(wrapping: Wrapping, rank: int, world: int) -> dict[str, Any]:
         for p, g in zip(with_gradient, before, strict=True)
         if "exp_avg" in loop.optimizer.state[p]
     ]
-    expected = full if wrapping.rounded else reference_squares(wrapping, world)
+    # On gloo, FSDP2 of an older torch adds gradients up without averaging them.
+    adds_up = TORCH < (2, 13) and hasattr(loop.model, "set_requires_gradient_sync")
+    expected = full if wrapping.rounded or adds_up else reference_squares(wrapping, world)
     return {
         "ours": ours,
         "total": loop.verdict.grad_norm.item() ** 2,

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 SCALE = 64.0
 WIDTH, HIDDEN, OUT = 12, 20, 3
 """Three outputs: the head cannot be cut evenly, and on four ranks one of them holds none of it."""
@@ -97,6 +98,8 @@ class Wrapping:
     rounded: bool = False
     """Computed in less than float32, which a reference elsewhere does not round alike."""
     fused: bool = True
+    since: tuple[int, int] = (2, 7)
+    """The oldest torch that was seen to train so on CPUs at all."""
 
     def net(self) -> nn.Module:
         """Return the bare network: the same on every rank."""
@@ -273,20 +276,25 @@ FOUR_RANKS: dict[str, Wrapping] = {
     "fsdp1 hybrid": Wrapping(wrap=partial(_hybrid_fsdp1, use_orig_params=True)),
     "fsdp1 hybrid flat": Wrapping(wrap=partial(_hybrid_fsdp1, use_orig_params=False)),
     "fsdp2 nested": Wrapping(wrap=_fsdp2),
-    "hsdp": Wrapping(wrap=_hsdp),
+    "hsdp": Wrapping(wrap=_hsdp, since=(2, 8)),
     "fsdp2 x tp": Wrapping(
         wrap=partial(_tensor_parallel, sequence=False, fsdp=True),
         tensor_parallel=2,
         batch_norm=False,
+        since=(2, 13),
     ),
     "fsdp2 x tp, sequence parallel": Wrapping(
         wrap=partial(_tensor_parallel, sequence=True, fsdp=True),
         tensor_parallel=2,
         batch_norm=False,
+        since=(2, 8),
     ),
 }
 
-WRAPPINGS = {2: TWO_RANKS, 4: FOUR_RANKS}
+WRAPPINGS = {
+    world: {name: wrapping for name, wrapping in every.items() if wrapping.since <= TORCH}
+    for world, every in ((2, TWO_RANKS), (4, FOUR_RANKS))
+}
 
 SLOW: dict[str, Wrapping] = {
     "ddp, inductor": Wrapping(
