@@ -39,6 +39,10 @@ class Block:
 BLOCKS = [Block(m["mark"] or "", m["language"], m["body"]) for m in FENCE.finditer(README)]
 
 
+PROGRAMS = ("test: run; prints", "test: attach; prints")
+"""Whole programs; what they print is in the block after."""
+
+
 def block(mark: str) -> Block:
     (found,) = [b for b in BLOCKS if b.mark.startswith(mark)]
     return found
@@ -73,10 +77,11 @@ def first_run(tmp_path_factory):
 
 
 def test_no_block_is_without_a_test():
-    known = {"test: diff", "test: run; prints", "test: console", "test: help"}
+    known = {"test: diff", "test: console", "test: help", *PROGRAMS}
     unmarked = [b for b in BLOCKS if b.mark not in known and not b.mark.startswith("test: answer")]
     unmarked = [b for b in unmarked if not b.mark.startswith("transcript: ")]
-    unmarked.remove(after("test: run; prints"))
+    for program in PROGRAMS:
+        unmarked.remove(after(program))
     # What is left is about the house itself: make and pip.
     assert [["make", "demo"], ["make", "test"], ["pip", "install", "trainvitals[agent]"]] == [
         command for b in unmarked for command in b.commands
@@ -87,6 +92,12 @@ def test_no_block_is_without_a_test():
 def test_the_program_of_one_process_prints_what_is_said(first_run):
     _, said = first_run
     assert after("test: run; prints").body == said
+
+
+def test_the_program_that_keeps_its_own_step_prints_what_is_said(tmp_path):
+    (tmp_path / "second.py").write_text(block("test: attach").body)
+    said = execute([sys.executable, "second.py"], tmp_path)
+    assert after("test: attach").body == said
 
 
 @pytest.mark.parametrize("command", block("test: console").commands, ids=" ".join)
