@@ -1,4 +1,4 @@
-"""The hot path on a GPU: nothing waits for the present step. Skipped, with a reason, without one."""
+"""The hot path on a GPU: nothing waits for the present step. Skipped with a reason without one."""
 
 import pytest
 import torch
