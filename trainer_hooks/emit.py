@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
+from operator import attrgetter, itemgetter
 from threading import get_ident
 from typing import Concatenate, ParamSpec
 
@@ -25,59 +26,70 @@ LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
 
 _FROM_HOST = {
-    "step": "host.step",
-    "attempt": "host.attempt",
-    "time_unix_ns": "host.time_unix_ns",
-    "monotonic_ns": "host.monotonic_ns",
-    "step_duration_seconds": "host.duration_seconds",
-    "data_wait_seconds": "host.data_wait_seconds",
-    "monitor_seconds": "host.monitor_seconds",
-    "forward_backward_seconds": "host.forward_backward_seconds",
-    "optimizer_seconds": "host.optimizer_seconds",
-    "samples_per_second": "host.samples_per_second",
-    "memory_allocated_bytes": "host.memory_allocated_bytes",
-    "memory_peak_bytes": "host.memory_peak_bytes",
-    "memory_alloc_retries": "host.memory_alloc_retries",
-    "memory_ooms": "host.memory_ooms",
-    "memory_estimate_bytes": "host.memory_estimate_bytes",
-    "epoch": "host.epoch",
-    "batch_index": "host.batch_index",
+    "step": "step",
+    "attempt": "attempt",
+    "time_unix_ns": "time_unix_ns",
+    "monotonic_ns": "monotonic_ns",
+    "step_duration_seconds": "duration_seconds",
+    "data_wait_seconds": "data_wait_seconds",
+    "monitor_seconds": "monitor_seconds",
+    "forward_backward_seconds": "forward_backward_seconds",
+    "optimizer_seconds": "optimizer_seconds",
+    "samples_per_second": "samples_per_second",
+    "memory_allocated_bytes": "memory_allocated_bytes",
+    "memory_peak_bytes": "memory_peak_bytes",
+    "memory_alloc_retries": "memory_alloc_retries",
+    "memory_ooms": "memory_ooms",
+    "memory_estimate_bytes": "memory_estimate_bytes",
+    "epoch": "epoch",
+    "batch_index": "batch_index",
 }
-"""Where each rank's own columns come from."""
-_FROM_ROOT = {
-    "loss": "record.loss",
-    "loss_max": "record.loss_max",
-    "loss_max_rank": "record.loss_max_rank",
-    "grad_norm": "record.grad_norm",
-    "grad_norm_clipped": "clipped",
-    "loss_limit": "record.loss_limit",
-    "grad_norm_limit": "record.grad_norm_limit",
-    "lr_factor": "host.lr_factor",
-    "skipped": "record.skipped",
-}
-"""Where the columns come from that rank 0 alone writes, as they are equal on all ranks."""
+"""Each rank's own columns, and the fields of ``HostStep`` that they come from."""
+_FROM_RECORD = (
+    "loss",
+    "loss_max",
+    "loss_max_rank",
+    "grad_norm",
+    "loss_limit",
+    "grad_norm_limit",
+    "skipped",
+)
+"""Columns that rank 0 alone writes, as they are equal on all ranks, and fields of the record."""
 
-_Row = Callable[[HostStep, StepRecord, float | None, Callable[[str], Value]], tuple[Value, ...]]
+
+class _StepRow:
+    """Gathers a step's row: one value per column, in the schema's order."""
+
+    def __init__(self, schema: Schema, *, num_groups: int, is_root: bool) -> None:
+        self._host = attrgetter(*_FROM_HOST.values())
+        self._record = attrgetter(*_FROM_RECORD)
+        self._is_root = is_root
+        rates = ["learning_rate", *(f"learning_rate.{i}" for i in range(1, num_groups))]
+        root = (*_FROM_RECORD, "lr_factor", "grad_norm_clipped", *rates) if is_root else ()
+        known = (*_FROM_HOST, *root)
+        self._others = [c.name for c in schema.columns if c.name not in known]
+        position = {name: i for i, name in enumerate((*known, *self._others))}
+        order = (position[c.name] for c in schema.columns)
+        self._in_order: Callable[..., tuple[Value, ...]] = itemgetter(*order)
+
+    def of(
+        self, host: HostStep, record: StepRecord, extra: Mapping[str, Value]
+    ) -> tuple[Value, ...]:
+        """Return the row's values; what nobody gives is missing."""
+        others = map(extra.get, self._others)
+        if not self._is_root:
+            return self._in_order((*self._host(host), *others))
+        factor, clipped, limit = host.lr_factor, record.grad_norm, host.max_norm
+        if clipped is not None and limit is not None and clipped > limit:
+            clipped = limit
+        if host.norm_after_clip is not None:
+            clipped = host.norm_after_clip
+        rates = [None if rate is None else rate * factor for rate in host.learning_rates]
+        own = (*self._host(host), *self._record(record), factor, clipped)
+        return self._in_order((*own, *rates, *others))
+
 
 _Given = ParamSpec("_Given")
-
-
-def _row_of(schema: Schema, *, num_groups: int, is_root: bool) -> _Row:
-    """Return the function that makes a step's row: one value per column, in the schema's order.
-
-    It is put together here as one expression, as ``dataclasses`` puts together an ``__init__``:
-    gathering a row from tables at each step cost three times as much.
-    """
-    given = dict(_FROM_HOST)
-    if is_root:
-        given |= _FROM_ROOT
-        for group in range(num_groups):
-            rate = f"host.learning_rates[{group}]"
-            column = f"learning_rate.{group}" if group else "learning_rate"
-            given[column] = f"None if {rate} is None else {rate} * host.lr_factor"
-    values = [given.get(c.name, f"other({c.name!r})") for c in schema.columns]
-    row: _Row = eval(f"lambda host, record, clipped, other: ({', '.join(values)},)")
-    return row
 
 
 def _writes(
@@ -126,7 +138,7 @@ class Emitter:
         self._streams: dict[str, StreamWriter] = {}
         schema = steps_schema(num_groups=num_groups)
         self._steps = None if journal is None else journal.open_stream(schema)
-        self._row = _row_of(schema, num_groups=num_groups, is_root=is_root)
+        self._row = _StepRow(schema, num_groups=num_groups, is_root=is_root)
         self._scalar_ids: dict[str, int] = {}
         self._layers_until = -1
         self._layers_named = False
@@ -193,10 +205,7 @@ class Emitter:
         try:
             if stream.dropped != self._dropped:
                 self._tell_losses(stream)
-            clipped, limit = record.grad_norm, host.max_norm
-            if clipped is not None and limit is not None and clipped > limit:
-                clipped = limit
-            stream.append(self._row(host, record, clipped, extra.get))
+            stream.append(self._row.of(host, record, extra))
         except Exception as error:  # noqa: BLE001 - as in _writes
             self._faults.count("journal.step", error)
         finally:
