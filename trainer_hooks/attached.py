@@ -9,7 +9,8 @@ order is that of ``Monitor.step``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.device import Device, is_guarded
+from trainer_hooks.device import Device
 from trainer_hooks.guard import agree_on_overflow
 from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.parts import Orders
-from trainer_hooks.refusals import refuse_at_step
+from trainer_hooks.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.route import Route
 from trainer_hooks.wrap import as_list, set_up
 from trainvitals.errors import UsageError
@@ -81,13 +82,7 @@ def attach(
             hint="use monitor = trainer_hooks.watch(..., mode='heal', checkpoints=True) and "
             "monitor.step(loss)",
         )
-    if max_norm is not None and not max_norm > 0:
-        raise UsageError(f"max_norm is {max_norm}; it must be above 0")
-    if any(is_guarded(optimizer) for optimizer in as_list(optimizers)):
-        raise UsageError(
-            "the optimizer is guarded already: its step would be judged twice",
-            hint="close() the earlier monitor first",
-        )
+    refuse_max_norm(max_norm)
     made = set_up(
         model,
         optimizers,
@@ -122,9 +117,9 @@ class Attached(Loop):
         super().__init__(device, host, tokens_per_step=tokens_per_step)
         host.owns_clip = max_norm is not None
         self._max_norm = None if max_norm == math.inf else max_norm
-        self._norm: Tensor | float | None = None
+        self._norm: Tensor | None = None
         self._orders: Orders | None = None
-        self._had_gradients: list[bool] = []
+        self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._route = Route(device.optimizers, device.scaler, self._step_one, host.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
@@ -140,7 +135,9 @@ class Attached(Loop):
         Call before ``optimizer.step()`` on all ranks, with what ``clip_grad_norm_`` returned.
         """
         full = getattr(norm, "full_tensor", None)
-        self._norm = norm if full is None else full()
+        whole = norm if full is None else full()
+        with self._host.faults.fail_open("grad_norm"):
+            self._norm = self._parts.number("norm", whole)
 
     # ---------------------------------------------------------------------------- one step
 
@@ -158,8 +155,10 @@ class Attached(Loop):
         refuse_at_step(None, device.joinables)
         attempted, first = self._step, self._step == self._first_step
         parts.clock.enter()
-        self._had_gradients = self._begin() if first else []
+        if first:
+            self._say_what_is_not_judged()
         prepared = parts.prepare(attempted, None, None, norm=self._norm, first=first)
+        self._measured = [_gradients(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
         orders = self._orders = parts.orders(verdict, prepared, attempted, self._max_norm)
         parts.apply((guard,), orders)
@@ -175,8 +174,7 @@ class Attached(Loop):
             judgement = host.handle(*ready, now_step=attempted)
             host.carry_out(judgement, now_step=attempted)
 
-    def _begin(self) -> list[bool]:
-        """Say what will not be judged; return, for the first round, who has gradients."""
+    def _say_what_is_not_judged(self) -> None:
         if not self._host.owns_clip and self._norm is None and self._host.is_root:
             text = (
                 "outliers of the gradient norm are not judged: after the loop's own clip they "
@@ -185,17 +183,18 @@ class Attached(Loop):
             )
             event = Note(code="norm_unknown", text=text)
             self._host.emitter.event(event, step=self._step, attempt=self.attempt)
-        return [_has_gradients(optimizer) for optimizer in self._device.optimizers]
 
     def _refuse_late_gradients(self, index: int) -> None:
         """Refuse, in the first round, gradients that came after the exchange: nobody judged them.
 
         Raises:
-            UsageError: this optimizer had none when the round began.
+            UsageError: this optimizer had none when the round began, or others.
         """
-        if not self._had_gradients or self._had_gradients[index]:
+        if not self._measured:
             return
-        if _has_gradients(self._device.optimizers[index]):
+        now, measured = _gradients(self._device.optimizers[index]), self._measured[index]
+        pairs = zip(now, measured, strict=True)
+        if any(found() is not None and found() is not was() for found, was in pairs):
             raise UsageError(
                 f"optimizer {index} got its gradients after optimizer.step() of another one: they "
                 "were not measured with the step",
@@ -208,5 +207,11 @@ class Attached(Loop):
         super()._release()
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
+    """Return which gradients there are, without keeping them alive."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return [_nothing if grad is None else weakref.ref(grad) for grad in grads]
+
+
+def _nothing() -> None:
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ def lay_out(
 
     def local() -> list[str]:
         refuse_unguardable(model, optimizers, schedulers, state)
+        _refuse_guarded(optimizers)
         reshard(model)
         pieces.update(flat_pieces(model))
         params.update(named_parameters(model, optimizers))
@@ -133,9 +134,12 @@ def _sampler(
     return made[0]
 
 
-def is_guarded(optimizer: Optimizer) -> bool:
-    """Return whether a monitor that is not closed holds the optimizer."""
-    return getattr(optimizer, "add_param_group", None) is _refuse_group
+def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
+    if any(vars(optimizer).get("add_param_group") is _refuse_group for optimizer in optimizers):
+        raise UsageError(
+            "the optimizer is guarded already: its step would be judged twice",
+            hint="close() the earlier monitor first",
+        )
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:

@@ -99,8 +99,8 @@ class Monitor(Loop):
 
         Raises:
             TrainingHalted: the ladder stopped the run; the only error raised once training runs.
-            UsageError: no parameter has a gradient at the very first step, the loss is a closure,
-                or the loop runs within ``Join``.
+            UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is no
+                number above 0; the loss is a closure, or the loop runs within ``Join``.
         """
         if self._host.halted is not None:
             raise self._host.halted
@@ -111,8 +111,10 @@ class Monitor(Loop):
             )
         refuse_at_step(loss, self._device.joinables)
         parts, attempted = self._parts, self._step
+        first = attempted == self._first_step
+        max_norm = parts.usable(max_norm, first=first)
         parts.clock.enter()
-        prepared = parts.prepare(attempted, loss, weight, first=attempted == self._first_step)
+        prepared = parts.prepare(attempted, loss, weight, first=first)
         verdict = parts.exchange()
         self._update(verdict, prepared, max_norm)
         position = self._noted_position()

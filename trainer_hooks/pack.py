@@ -197,12 +197,10 @@ class Packer:
     def _fill_tensors(self, local: Local) -> None:
         pack, layout = self.pack, self.layout
         if local.loss is not None:
-            loss = local.loss.detach().to(torch.float64).reshape(())
-            pack[layout.mine("weighted_loss")] = loss * local.weight
+            pack[layout.mine("weighted_loss")] = local.loss * local.weight
             pack[layout.mine("weight")] = local.weight
         if local.norm_before_clip is not None:
-            share = local.norm_before_clip.detach().to(torch.float64).reshape(())
-            pack[layout.mine("norm_before_clip")] = share / layout.world_size
+            pack[layout.mine("norm_before_clip")] = local.norm_before_clip / layout.world_size
         if local.snapshot_wrong is not None:
             pack[layout.mine("snapshot_wrong")] = local.snapshot_wrong
         if local.nonfinite_params is not None:
@@ -218,7 +216,8 @@ class Packer:
         squares, layout = self.squares, self.layout
         given = layout.slots(self.pack)[:, RANK_FIELDS.index("norm_before_clip")].sum()
         total = squares.sum()
-        squares *= torch.where(given == 0, 1.0, given * given / total)
+        nothing_left = (total == 0) & torch.isfinite(given)
+        squares *= torch.where((given == 0) | nothing_left, 1.0, given * given / total)
         after = torch.where(given == 0, 0.0, total.sqrt())
         self.pack[layout.mine("norm_before_clip")] = after
 

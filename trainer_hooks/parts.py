@@ -20,6 +20,8 @@ from trainer_hooks.host import Host
 from trainer_hooks.measures.hyperparameters import Change, GroupSettings
 from trainer_hooks.norms import no_gradients, scale
 from trainer_hooks.pack import Local
+from trainer_hooks.refusals import refuse_max_norm
+from trainer_hooks.shards import local_tensor
 from trainer_hooks.signals import (
     DeviceMemory,
     Elapsed,
@@ -29,6 +31,7 @@ from trainer_hooks.signals import (
     learning_rates,
 )
 from trainer_hooks.verdict import Verdict, clip_divisor, judge_on_device
+from trainvitals.errors import UsageError
 
 
 class Prepared(NamedTuple):
@@ -43,8 +46,8 @@ class Prepared(NamedTuple):
 class StepLoss(NamedTuple):
     """A step's loss on this rank."""
 
-    loss: Tensor | float | None = None
-    weight: Tensor | float | None = None
+    loss: Tensor | None = None
+    weight: Tensor | float = 1.0
     weighted: bool = False
     """Whether the weight is a number of tokens."""
 
@@ -79,27 +82,46 @@ class StepParts:
     def add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
         """Add one micro-batch's loss to the step."""
         # Added to 0.0: the loop may go on counting in the tensor it gave us.
-        share = 0.0 + (1.0 if weight is None else weight)
-        part = self._on_device(loss).detach().to(torch.float64) * share
+        share = 0.0 + self._weight(weight)
+        part = self.number("loss", loss) * share
         before, so_far, weighted = self._micro or (0.0, 0.0, True)
         self._micro = (before + part, so_far + share, weighted and weight is not None)
         # Known again, but not kept: the graph behind it would be kept as well.
         self._last_micro = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
 
-    def _on_device(self, loss: Tensor | float) -> Tensor:
-        """Return a number as a tensor; a plain one is written by a kernel: nothing waits."""
-        if isinstance(loss, Tensor):
-            return loss
-        return torch.full((), loss, dtype=torch.float64, device=self._device.norms.device)
+    def number(self, what: str, value: Tensor | float) -> Tensor:
+        """Return one number without its graph; a plain one is written by a kernel: nothing waits.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if not isinstance(value, Tensor):
+            return torch.full((), value, dtype=torch.float64, device=self._device.norms.device)
+        whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
+        if value.numel() != 1 or not whole:
+            raise UsageError(
+                f"the {what} is a {type(value).__name__} of shape {tuple(value.shape)}; it must be "
+                "one number, and whole on this rank",
+                hint=f"{what}.mean(), or of a DTensor {what}.full_tensor()",
+            )
+        return local_tensor(value.detach()).to(torch.float64).reshape(())
+
+    def _weight(self, weight: Tensor | float | None) -> Tensor | float:
+        if isinstance(weight, Tensor):
+            return self.number("weight", weight)
+        return 1.0 if weight is None else float(weight)
 
     def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
         """Return the step's loss: a last one counts beside those before, unless it was one."""
-        if self._micro is not None and loss is not None and loss is not self._last_micro():
-            self.add_loss(loss, weight)
         if self._micro is None:
-            return StepLoss(loss, weight, weight is not None and loss is not None)
+            if loss is None:
+                return StepLoss()
+            return StepLoss(self.number("loss", loss), self._weight(weight), weight is not None)
+        if loss is not None and loss is not self._last_micro():
+            self.add_loss(loss, weight)
         (total, weights, weighted), self._micro = self._micro, None
-        return StepLoss(total / weights, weights, weighted)
+        # Of no weight at all, such as a batch whose tokens are all masked, there is no mean.
+        return StepLoss(total / (weights + (weights == 0)), weights, weighted)
 
     # --------------------------------------------------------------------- before the exchange
 
@@ -110,20 +132,24 @@ class StepParts:
         weight: Tensor | float | None,
         *,
         first: bool,
-        norm: Tensor | float | None = None,
+        norm: Tensor | None = None,
     ) -> Prepared:
-        """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more."""
+        """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more.
+
+        A loss that is no number is counted and left out: the gradients are judged all the same.
+        """
         device, host = self._device, self._host
         self._look_at_groups()
         root = host.root_words(step)
         device.norms.align()
         overflow = overflow_flag(device.scaler, device.optimizers, device.norms.device)
         grads: list[Tensor] | None = None
-        failed, weighted = True, weight is not None and loss is not None
+        failed, given = True, StepLoss()
+        with host.faults.fail_open("loss"):
+            given = self._take_losses(loss, weight)
+        self._micro = None
         with host.faults.fail_open("prepare"):
             where, grads = device.norms.gradients()
-            given = self._take_losses(loss, weight)
-            weighted = given.weighted
             device.packer.clear()
             device.norms.squares_into(device.packer.squares, where, grads)
             device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
@@ -133,13 +159,14 @@ class StepParts:
             failed = False
         if failed:
             # Short of its numbers, this rank still unscales, clips and steps as the others do.
-            self._micro = None
             local = Local(loss=None, weight=0.0, overflow=overflow, failed=True, digest=host.digest)
             device.packer.clear()
             device.packer.fill(local, root)
         elif not grads and first and host.ranks.world_size == 1:
             raise no_gradients()
-        return Prepared(device.norms.untouched() if grads is None else grads, weighted, failed)
+        return Prepared(
+            device.norms.untouched() if grads is None else grads, given.weighted, failed
+        )
 
     def _look_at_groups(self) -> None:
         """Read the groups' settings before a scheduler moves on: those that this step applies."""
@@ -158,16 +185,16 @@ class StepParts:
         given: StepLoss,
         num_gradients: int,
         overflow: Tensor | None,
-        norm: Tensor | float | None,
+        norm: Tensor | None,
     ) -> Local:
         norms, host = self._device.norms, self._host
         return Local(
-            loss=None if given.loss is None else self._on_device(given.loss),
-            weight=1.0 if given.weight is None else given.weight,
+            loss=given.loss,
+            weight=given.weight,
             overflow=overflow,
             nonfinite_params=norms.nonfinite_parameters() if host.probe_parameters else None,
             num_gradients=num_gradients,
-            norm_before_clip=None if norm is None else self._on_device(norm),
+            norm_before_clip=norm,
             snapshot_wrong=None if host.healer is None else host.healer.flag(step),
             digest=host.digest,
         )
@@ -211,6 +238,19 @@ class StepParts:
                     lr_factor=orders.lr_factor,
                     divisor=orders.divisor,
                 )
+
+    def usable(self, max_norm: float | None, *, first: bool) -> float | None:
+        """Return what to clip to; what cannot be clipped to is counted, and nothing is clipped.
+
+        Raises:
+            UsageError: it cannot, and this is the first step.
+        """
+        if first:
+            refuse_max_norm(max_norm)
+        with self._host.faults.fail_open("max_norm"):
+            refuse_max_norm(max_norm)
+            return max_norm
+        return None
 
     def settle(self, orders: Orders) -> None:
         """Put back what forward wrote in a bad step, and copy it for the next."""

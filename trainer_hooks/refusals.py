@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from types import CodeType
 from typing import Any
 
@@ -163,6 +164,19 @@ def joinables(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, .
     """Return what can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
     everything = (*model.modules(), *optimizers)
     return tuple(one for one in everything if hasattr(one, "_join_config"))
+
+
+def refuse_max_norm(max_norm: object) -> None:
+    """Refuse a norm that gradients cannot be clipped to: by NaN or 0 the clip itself ruins them.
+
+    Raises:
+        UsageError: it is no number above 0.
+    """
+    if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):
+        raise UsageError(
+            f"max_norm is {max_norm!r}; it must be a number above 0",
+            hint="leave it out where nothing is to be clipped; inf measures and never clips",
+        )
 
 
 def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, cast
@@ -154,44 +155,47 @@ def set_up(
     if chosen == "off":
         return None
     device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks, faults, state, signals)
-    place = open_run(ranks, environ, dir, clock)
-    emitter = Emitter(
-        open_journal(place, ranks, faults, clock, device.norms.device),
-        clock=clock,
-        faults=faults,
-        is_root=ranks.rank == 0,
-        num_groups=sum(len(o.param_groups) for o in all_optimizers),
-        layers=Layers(device.norms.names, device.sampler.activation_names),
-    )
-    healer = None
-    if checkpoints:
-        healer = Healer.make(
-            _settings(checkpoints, place.run_dir),
-            model=model,
-            device=device,
-            extra=device.extra,
-            ranks=ranks,
-            run_id=place.run_dir.run_id,
-            emitter=emitter,
+    with ExitStack() as undo:
+        undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
+        place = open_run(ranks, environ, dir, clock)
+        emitter = Emitter(
+            open_journal(place, ranks, faults, clock, device.norms.device),
+            clock=clock,
+            faults=faults,
+            is_root=ranks.rank == 0,
+            num_groups=sum(len(o.param_groups) for o in all_optimizers),
+            layers=Layers(device.norms.names, device.sampler.activation_names),
         )
-    host = _host(chosen, ranks, device, place, healer, emitter, faults, clock)
-    info = run_info(
-        name=run or "",
-        environ=environ,
-        mode=chosen,
-        config=settings,
-        tags=tags,
-        world_size=ranks.world_size,
-        readback_lag=device.readback.lag,
-        num_params=device.norms.num_parameters,
-        run_dir=str(place.run_dir.path),
-        judge=place.judge,
-    )
-    restored = _begin(host, place, info)
-    for text in device.warnings:
-        _warn(host, text)
-    if ranks.local_rank == 0:
-        _start_agent(host, place, environ)
+        healer = None
+        if checkpoints:
+            healer = Healer.make(
+                _settings(checkpoints, place.run_dir),
+                model=model,
+                device=device,
+                extra=device.extra,
+                ranks=ranks,
+                run_id=place.run_dir.run_id,
+                emitter=emitter,
+            )
+        host = _host(chosen, ranks, device, place, healer, emitter, faults, clock)
+        info = run_info(
+            name=run or "",
+            environ=environ,
+            mode=chosen,
+            config=settings,
+            tags=tags,
+            world_size=ranks.world_size,
+            readback_lag=device.readback.lag,
+            num_params=device.norms.num_parameters,
+            run_dir=str(place.run_dir.path),
+            judge=place.judge,
+        )
+        restored = _begin(host, place, info)
+        for text in device.warnings:
+            _warn(host, text)
+        if ranks.local_rank == 0:
+            _start_agent(host, place, environ)
+        undo.pop_all()
     return Made(device=device, host=host, tokens_per_step=tokens, restored=restored)
 
 

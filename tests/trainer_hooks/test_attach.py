@@ -157,6 +157,32 @@ def test_a_loss_that_is_nan_is_skipped_although_its_gradients_are_finite():
         assert not all(map(torch.equal, before, loop.parameters()))
 
 
+@pytest.mark.parametrize("given", ["1.0", torch.ones(2), None])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_norm_that_is_no_number_does_not_take_the_guard_away(given, fused):
+    loop = Own(fused=fused)
+    with loop.attach() as attached:
+        for gradient in (None, NAN):
+            attached.grad_norm(given)
+            loop.step(gradient=gradient, clip=None)
+    assert all(torch.isfinite(p).all() for p in loop.parameters())
+    assert attached.swallowed_errors == {"grad_norm": 2}
+
+
+@pytest.mark.parametrize(("given", "skips"), [(3.0, 0), (INF, 1)])
+def test_gradients_that_nothing_is_left_of_are_judged_by_the_given_norm(given, skips):
+    loop = Own()
+    with loop.attach() as attached:
+        for empty in (False, True):
+            loop.forward()
+            attached.grad_norm(given if empty else 1.0)
+            for param in loop.model.parameters():
+                param.grad.mul_(0.0 if empty else 1.0)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert loop.skips() == skips
+
+
 def test_observing_records_and_lets_everything_pass():
     loop = Own()
     with loop.attach(mode="observe"):

@@ -261,9 +261,25 @@ def test_alternating_updates_are_guarded_by_a_call_each():
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_an_optimizer_that_is_guarded_already_is_refused():
-    loop = Own()
-    with loop.attach(), pytest.raises(UsageError, match="already"):
-        trainer_hooks.attach(loop.model, loop.optimizer)
-    with loop.attach():
-        loop.step()
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_took_the_place_of_measured_ones_are_refused_too(fused):
+    model, optimizers = two(fused)
+    with (
+        trainer_hooks.attach(model, optimizers),
+        pytest.raises(UsageError, match="once for each optimizer"),
+    ):
+        sum(part(torch.ones(2, 4)).sum() for part in model).backward()
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        model[1](torch.ones(2, 4)).sum().backward()
+        optimizers[1].step()
+
+
+def test_gradients_that_are_clipped_between_the_steps_of_a_round_are_not():
+    model, optimizers = two(True)
+    with trainer_hooks.attach(model, optimizers) as attached:
+        sum(part(torch.ones(2, 4)).sum() for part in model).backward()
+        for part, optimizer in zip(model, optimizers, strict=True):
+            nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
+            optimizer.step()
+    assert attached.step_index == 1

@@ -62,3 +62,61 @@ def test_no_loss_is_kept_alive_for_it(guarded):
     del loss
     gc.collect()
     assert died() is None
+
+
+UNREADABLE = {
+    "of each sample": torch.ones(32, 1),
+    "no number": "loss",
+    "all of them": {"loss": torch.ones(())},
+}
+
+
+@pytest.mark.parametrize("loss", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("how", ["step", "micro", "weight"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_loss_that_is_no_number_does_not_take_the_guard_away(loss, how, fused):
+    loop = Loop(fused=fused, mode="guard")
+    with loop.monitor as monitor:
+        for step in range(4):
+            loop.forward(float("nan") if step == 3 else 1.0)
+            if how == "micro":
+                monitor.micro(loss)
+                monitor.step()
+            elif how == "step":
+                monitor.step(loss)
+            else:
+                monitor.step(1.0, weight=loss)
+    assert all(torch.isfinite(p).all() for p in loop.model.parameters())
+    assert monitor.swallowed_errors == {"micro" if how == "micro" else "loss": 4}
+
+
+@pytest.mark.parametrize("how", ["step", "micro"])
+def test_a_weight_with_a_graph_behind_it_leaves_none_in_ours(guarded, how):
+    loop, seen = guarded
+    for _ in range(3):
+        loop.forward()
+        weight = torch.ones((), requires_grad=True) * 2
+        if how == "micro":
+            loop.monitor.micro(3.0, weight)
+            loop.monitor.step()
+        else:
+            loop.monitor.step(3.0, weight=weight)
+    loop.monitor.close()
+    assert seen == [(3.0, 2), (3.0, 4), (3.0, 6)]
+    assert not loop.monitor._device.packer.pack.requires_grad
+    assert loop.monitor.swallowed_errors == {}
+
+
+@pytest.mark.parametrize("weight", [0, torch.tensor(0)])
+@pytest.mark.parametrize("how", ["step", "micro"])
+def test_a_step_whose_tokens_are_all_masked_is_no_bad_step(guarded, weight, how):
+    loop, seen = guarded
+    loop.forward()
+    if how == "micro":
+        loop.monitor.micro(torch.tensor(3.0), weight)
+        loop.monitor.step()
+    else:
+        loop.monitor.step(torch.tensor(3.0), weight=weight)
+    loop.monitor.close()
+    assert seen == [(None, 0)]
+    assert loop.monitor._host.judge.facts.num_skips == 0

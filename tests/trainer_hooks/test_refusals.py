@@ -9,7 +9,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import trainer_hooks
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
-from trainvitals.errors import UsageError
+from trainvitals.errors import StorageError, UsageError
 
 
 def model_and_optimizer():
@@ -27,6 +27,61 @@ def assert_refused(words, model, optimizers, **keywords):
     with pytest.raises(UsageError, match=words) as caught:
         trainer_hooks.watch(model, optimizers, **keywords)
     assert caught.value.hint
+
+
+# ------------------------------------------------------------------------------ what is not sound
+
+
+NO_NORMS = [float("nan"), 0, -1.0, "1", torch.tensor(1.0)]
+
+
+@pytest.mark.parametrize("max_norm", NO_NORMS, ids=repr)
+def test_a_norm_that_cannot_be_clipped_to_is_refused_at_the_first_step(max_norm):
+    model, optimizer = model_and_optimizer()
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        loss = backward(model)
+        with pytest.raises(UsageError, match="max_norm is"):
+            monitor.step(loss, max_norm=max_norm)
+    with pytest.raises(UsageError, match="max_norm is"):
+        trainer_hooks.attach(model, optimizer, max_norm=max_norm)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("max_norm", NO_NORMS, ids=repr)
+def test_a_norm_that_becomes_unsound_clips_nothing_and_is_counted(max_norm, fused):
+    weights = []
+    for norms in ([1e-3, max_norm], [1e-3, None]):
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        with trainer_hooks.watch(model, optimizer) as monitor:
+            for norm in norms:
+                monitor.step(backward(model), max_norm=norm)
+        weights.append(model.weight.detach())
+        assert monitor.swallowed_errors == ({} if norms[1] is None else {"max_norm": 1})
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("guard", [trainer_hooks.watch, trainer_hooks.attach])
+@pytest.mark.parametrize("earlier", [trainer_hooks.watch, trainer_hooks.attach])
+def test_an_optimizer_that_is_guarded_already_is_refused(earlier, guard):
+    model, optimizer = model_and_optimizer()
+    with earlier(model, optimizer), pytest.raises(UsageError, match="guarded already"):
+        guard(model, optimizer)
+    guard(model, optimizer).close()
+
+
+@pytest.mark.parametrize("guard", [trainer_hooks.watch, trainer_hooks.attach])
+def test_what_could_not_be_set_up_leaves_all_as_it_was(guard, tmp_path):
+    model, optimizer = model_and_optimizer()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    before = set(vars(optimizer)), set(vars(average))
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError):
+        guard(model, optimizer, dir=tmp_path / "file", state={"ema": average})
+    assert (set(vars(optimizer)), set(vars(average))) == before
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+    guard(model, optimizer).close()
 
 
 # ------------------------------------------------------------------------------------- closures
