@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 Call = Callable[[], object]
 
@@ -17,7 +18,9 @@ def interleave(
     between: Call | None = None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, list[float]]:
-    """Return each arm's times in seconds: A B C, then B C A, then C A B, and so on.
+    """Return each arm's times in seconds; in each round all take a turn, in a new order.
+
+    In one order, an arm would always find the cache as the same other one left it.
 
     Args:
         arms: what is timed, by name.
@@ -27,9 +30,10 @@ def interleave(
         clock_ns: wall time, or the CPU time of the thread.
     """
     times: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
+    names, order = list(arms), random.Random(0)
     for i in range(warm_up + rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        order.shuffle(names)
+        for name in names:
             if between is not None:
                 between()
             begin = clock_ns()
@@ -43,6 +47,11 @@ def interleave(
 def medians(times: Mapping[str, list[float]], *, scale: float = 1.0) -> dict[str, float]:
     """Return each arm's median, times ``scale``."""
     return {name: statistics.median(values) * scale for name, values in times.items()}
+
+
+def halves(times: Sequence[float]) -> float:
+    """Return how far the times of every other round lie from those between, as a share."""
+    return spread(statistics.median(times[::2]), statistics.median(times[1::2]))
 
 
 def spread(one: float, other: float) -> float:

@@ -32,7 +32,7 @@ def facts() -> dict[str, str]:
         "date": date.today().isoformat(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {_memory_gib():.0f} GiB; GPU: {cuda}",
         "load before": f"{os.getloadavg()[0]:.1f} processes wanted a core in the last minute",
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "system": f"{platform.system()}, Python {platform.python_version()}",
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
         "vitals": __version__,
         "peers": ", ".join(f"{peer} {version_of(peer)}" for peer in PEERS),

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from trainvitals.cli.main import build_app
 from vitals_bench import guard, page, parts
-from vitals_bench.measure import interleave, medians, spread
+from vitals_bench.measure import halves, interleave, medians, spread
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
 
 KEYS = ("name", "ours", "peer", "theirs", "ratio", "goal", "met")
@@ -40,12 +40,14 @@ def test_a_row_says_its_ratio_its_goal_and_whether_it_is_met(made, ratio, goal, 
     assert (ratio, goal, met) == (plain["ratio"], plain["goal"], plain["met"])
 
 
-def test_arms_take_turns_and_each_is_first_as_often():
+def test_arms_take_turns_in_ever_new_orders():
     order = []
     arms = {name: lambda name=name: order.append(name) for name in "abc"}
-    times = interleave(arms, rounds=3, warm_up=0)
-    assert list("abcbcacab") == order
-    assert [3, 3, 3] == [len(values) for values in times.values()]
+    times = interleave(arms, rounds=20, warm_up=0)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 60, 3)]
+    assert {"abc"} == {"".join(sorted(turn)) for turn in rounds}
+    assert len(set(rounds)) >= 4
+    assert [20, 20, 20] == [len(values) for values in times.values()]
 
 
 def test_warm_up_and_what_lies_between_are_not_timed():
@@ -58,6 +60,7 @@ def test_warm_up_and_what_lies_between_are_not_timed():
     assert {"a": 5.0, "b": 5.0} == medians(times, scale=1e9)
     assert 12 == len(between)
     assert 0.5 == spread(3.0, 2.0)
+    assert 1.0 == halves([2.0, 1.0] * 5)
 
 
 def test_the_page_says_what_was_missed_and_on_which_machine():

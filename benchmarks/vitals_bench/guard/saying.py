@@ -18,7 +18,7 @@ from trainvitals.catalog import steps_schema
 from trainvitals.io.journal_reader import JournalReader
 from trainvitals.rows import column_of, rows_of
 from vitals_bench.guard.sinks import PAUSE_SECONDS, Nothing, Ours, Twelve
-from vitals_bench.measure import Call, interleave, medians, spread
+from vitals_bench.measure import Call, halves, interleave, medians
 from vitals_bench.peers.loggers import NAMES, is_installed, open_logger
 from vitals_bench.rows import Goal, Row, at_most, exactly, ratio_at_most
 
@@ -44,12 +44,12 @@ def _beside_gauges(rounds: int) -> Iterator[Row]:
     twelve, whole = Twelve(), Ours()
     arms: dict[str, Call] = {
         "twelve": partial(twelve.log, 5, values),
-        "whole": whole.step,
+        "row": whole.row(),
+        "step": whole.step,
         "nothing": partial(Nothing().log, 5, values),
     }
     if is_installed("prometheus-client"):
-        log = open_logger("prometheus-client", Path()).log
-        arms |= {"gauges": partial(log, 5, values), "again": partial(log, 5, values)}
+        arms["gauges"] = partial(open_logger("prometheus-client", Path()).log, 5, values)
     weights = torch.randn(1_000_000)
     pause = partial(time.sleep, PAUSE_SECONDS)
     yield from _gauge_rows(arms, rounds, "a call every 2 ms", pause, ratio_at_most(1.0))
@@ -66,18 +66,20 @@ def _gauge_rows(
     times = interleave(arms, rounds=rounds, warm_up=20, between=between, clock_ns=clock)
     found = medians(times, scale=1e6)
     found = {name: value - found["nothing"] for name, value in found.items()}
-    for arm, name in (
-        ("twelve", "12 scalars"),
-        ("whole", f"a step's whole row, {len(steps_schema().columns)} columns"),
+    size = len(steps_schema().columns)
+    for arm, name, limit in (
+        ("twelve", "a journal row of 12 scalars", goal),
+        ("row", f"a step's journal row, {size} columns", goal),
+        ("step", "the same with its gathering from the step's numbers", None),
     ):
         yield Row(
-            name=f"saying {name}: CPU of the training thread, {when}",
+            name=f"{name}: CPU of the training thread, {when}",
             ours=found[arm],
             unit="us",
             peer="12 prometheus Gauge.set, bound before",
             theirs=found.get("gauges"),
-            goal=goal,
-            spread=spread(found["again"], found["gauges"]) if "gauges" in found else None,
+            goal=limit,
+            spread=halves(times["gauges"]) if "gauges" in times else None,
             note="" if "gauges" in found else "prometheus-client: not installed",
         )
 

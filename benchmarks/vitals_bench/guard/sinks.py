@@ -30,7 +30,7 @@ import trainer_hooks
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 from trainvitals.io.journal import JournalWriter
 from trainvitals.io.private import private_base
-from trainvitals.rows import Column, Schema
+from trainvitals.rows import Column, Schema, Value
 from vitals_bench.peers.loggers import NAMES, open_logger
 from vitals_bench.training import own_place
 
@@ -55,8 +55,19 @@ class Ours:
                 loss = model(torch.ones(4)).square().mean()
                 loss.backward()
                 self.monitor.step(loss, max_norm=1.0)
-        self.step = partial(self.emitter.step, *self._said[-1])
-        """Writes the whole row of a step, from the numbers as the loop has them."""
+        host, record, extra = self._said[-1]
+        self.step = partial(self.emitter.step, host, record, extra)
+        """Gathers and writes the whole row of a step, from the numbers as the loop has them."""
+
+    def row(self) -> Callable[[], object]:
+        """Return what writes that row with its values in hand, as a gauge is given its value."""
+        stream = self.emitter._steps
+        assert stream is not None
+        append = stream.append
+        taken: list[Sequence[Value]] = []
+        with _patched(stream, "append", taken.append):
+            self.step()
+        return partial(append, taken[0])
 
     def log(self, step: int, values: object = None) -> None:
         """Write the whole row of a step, from the numbers as the loop has them."""
