@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from trainer_hooks.moments import true_elements
+from trainer_hooks.moments import is_dense, true_elements
 
 _HONOURS_FOUND_INF = (
     torch.optim.Adam,
@@ -86,7 +86,8 @@ class BufferShadow:
     put a new tensor there.
 
     What the loop itself writes into a buffer between two steps is undone by a skip too: from here
-    it cannot be told from what forward writes.
+    it cannot be told from what forward writes. A sparse or nested buffer is left as it is: a
+    graph's adjacency, which no forward writes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,17 +110,14 @@ class BufferShadow:
 
         A buffer moved if its place holds another tensor, or that tensor another memory.
         """
-        found = [buffers.get(name) for buffers, name in self._places]
+        each_now = [buffers.get(name) for buffers, name in self._places]
+        found = [b if b is not None and is_dense(b) else None for b in each_now]
         seen = [(b, 0 if b is None else b.data_ptr()) for b in found]
         if len(seen) != len(self._seen) or any(
             one[0] is not other[0] or one[1] != other[1]
             for one, other in zip(seen, self._seen, strict=True)
         ):
-            each = {
-                i: true_elements(b)
-                for i, b in enumerate(found)
-                if b is not None and b.numel() and b.layout == torch.strided
-            }
+            each = {i: true_elements(b) for i, b in enumerate(found) if b is not None and b.numel()}
             self._seen, self._live = seen, each
             self._constant = {i: b for i, b in each.items() if _tells_writes(found[i], b)}
         return self._live

@@ -68,6 +68,11 @@ def zeros(
     )
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements lie in one memory of the tensor's own; a sparse one has none."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def true_elements(tensor: Tensor) -> Tensor:
     """Return this rank's part without the repeats of an expanded tensor: safe to write to."""
     tensor = tensor.detach()

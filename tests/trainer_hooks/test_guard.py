@@ -126,6 +126,30 @@ def test_running_statistics_of_a_bad_step_are_put_back_bit_for_bit():
     _assert_equal(kept, norm.state_dict())
 
 
+NOT_DENSE = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2)] * 2, layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("make", NOT_DENSE.values(), ids=NOT_DENSE)
+def test_a_sparse_or_nested_buffer_is_left_and_the_others_are_put_back(make):
+    module = nn.Module()
+    module.register_buffer("adjacency", make())
+    module.register_buffer("late", torch.zeros(2))
+    module.register_buffer("mean", torch.zeros(2))
+    shadow = BufferShadow(module)
+    for late in (make(), torch.ones(2)):
+        module.late = late
+        module.mean += 1
+        shadow.put_back(torch.tensor(1.0))
+        shadow.keep()
+        assert module.mean.tolist() == [0.0] * 2
+        assert module.late is late
+
+
 def test_a_buffer_that_grows_is_left_and_then_kept_as_it_is():
     module = nn.Module()
     module.register_buffer("seen", torch.zeros(2))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.moments import is_dense
 from trainer_hooks.shards import local_tensor
 
 
@@ -14,7 +15,8 @@ class MemoryEstimate:
     """Bytes of parameters, their gradients, optimizer states and buffers on one device.
 
     Taken when made, and anew before the first step, the second, the fourth...: optimizers make
-    their state at their first update, which may have been skipped. What is shared counts once.
+    their state at their first update, which may have been skipped. What is shared counts once,
+    what is sparse not at all.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class MemoryEstimate:
         """Yield address and bytes of what lies on the device."""
         for tensor in tensors:
             local = local_tensor(tensor)
-            if local.device == self._device and local.numel():
+            if local.device == self._device and is_dense(local) and local.numel():
                 yield local.data_ptr(), local.numel() * local.element_size()
 
 

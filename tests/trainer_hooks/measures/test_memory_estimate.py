@@ -22,6 +22,13 @@ def test_parameters_gradients_moments_and_buffers_are_counted_once():
     assert estimate.now() == 2 * trained + others + moments
 
 
+def test_a_sparse_buffer_does_not_count():
+    model = nn.Linear(4, 4, bias=False)
+    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert MemoryEstimate(model, [optimizer], CPU).now() == 2 * 64
+
+
 def test_a_shared_parameter_counts_once():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
