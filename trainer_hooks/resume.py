@@ -10,9 +10,11 @@ from trainer_hooks.host import Host
 from trainvitals.detect import DetectorSet
 from trainvitals.errors import FormatError, NewerVersionError
 from trainvitals.policy import JudgeConfig
+from trainvitals.records import StepRecord
 
 VERSION = 1
 _KEY = "trainvitals_loop"
+_MOST_STEPS = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             "the limits then warm up anew",
         )
     try:
-        DetectorSet(config.detect).load_state_dict(state["detectors"])
+        _try_out(DetectorSet(config.detect), state["detectors"])
+        if not 0 <= int(state["step"]) < _MOST_STEPS:
+            raise ValueError(f"step is {state['step']}")
         return LoopState(
             run_id=str(state["run_id"]),
             attempt=int(state["attempt"]),
@@ -72,8 +76,16 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             tokens_seen=int(state["tokens_seen"]),
             tokens_trained=int(state["tokens_trained"]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FormatError(
             f"the monitor's state is damaged: {type(error).__name__}: {error}",
             hint="leave it out: the limits then warm up anew",
         ) from error
+
+
+def _try_out(detectors: DetectorSet, state: dict[str, Any]) -> None:
+    """Judge a step with the state: what is damaged must show here, and not in the loop."""
+    detectors.load_state_dict(state)
+    detectors.limits()
+    detectors.update(StepRecord(step=0, attempt=0, loss=1.0, loss_max=1.0, grad_norm=1.0))
+    detectors.limits()

@@ -1,5 +1,6 @@
 """A run resumed from the loop's own checkpoint is protected from its first step."""
 
+import contextlib
 import copy
 import io
 import json
@@ -159,7 +160,15 @@ def test_what_is_no_state_is_refused_in_words(state, error, words):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("detectors", None), ("detectors", {"loss_spike": {}}), ("step", "x"), ("tokens_seen", None)],
+    [
+        ("detectors", None),
+        ("detectors", {"loss_spike": {}}),
+        ("step", "x"),
+        ("step", -1),
+        ("step", 2**63),
+        ("step", float("inf")),
+        ("tokens_seen", None),
+    ],
 )
 def test_a_damaged_state_changes_nothing(key, value):
     _, state = trained()
@@ -169,6 +178,24 @@ def test_a_damaged_state_changes_nothing(key, value):
         with pytest.raises(FormatError, match="damaged"):
             monitor.load_state_dict({**state, key: value})
         assert monitor.state_dict() == fresh
+
+
+JUNK = [float("nan"), float("inf"), -5, None, "x", [], {}, [None], [float("nan")] * 20]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+def test_a_detector_s_damaged_number_is_refused_or_does_no_harm(junk):
+    _, state = trained()
+    for key in state["detectors"]["loss_spike"]:
+        damaged = json.loads(json.dumps(state))
+        damaged["detectors"]["loss_spike"][key] = junk
+        loop = Loop(mode="guard")
+        with loop.monitor as monitor:
+            with contextlib.suppress(FormatError):
+                monitor.load_state_dict(damaged)
+            for _ in range(3):
+                monitor.step(loop.forward())
+        assert monitor.swallowed_errors == {}
 
 
 def test_it_is_refused_once_steps_were_made():
