@@ -50,6 +50,8 @@ def metrics_page() -> str:
         "Where a metric has a series, every step or sample of it is kept and asked for by that",
         "name (`vitals show`, the query API, the dashboard). The name in front is what `/metrics`",
         "exposes: the last value, for Prometheus. Units are base units, ratios go from 0 to 1.",
+        "NAME is a layer's; `vitals show RUN` lists the series of a run. Values of your own are",
+        "`scalars.NAME`, those given to `evaluate` are `scalars.eval/NAME`.",
     ]
     for scope, text in SCOPES.items():
         metrics = [metric for metric in CATALOG if metric.scope == scope]
@@ -63,11 +65,18 @@ def metrics_page() -> str:
 
 
 def _metric_row(metric: MetricSpec) -> str:
-    series = f"`{metric.stream}.{metric.column}`" if metric.stream else ""
+    series = f"`{_series(metric)}`" if metric.stream else ""
     labels = ", ".join(metric.labels)
     return (
         f"| `{metric.name}` | {series} | {metric.kind} | {metric.unit} | {labels} | {metric.help} |"
     )
+
+
+def _series(metric: MetricSpec) -> str:
+    """Return the name by which the metric's values are asked for."""
+    if metric.stream != "layers":
+        return f"{metric.stream}.{metric.column}"
+    return "layers.NAME" if metric.column == "grad_norm" else f"layers.NAME:{metric.column}"
 
 
 def error_classes() -> list[type[VitalsError]]:
