@@ -84,6 +84,7 @@ def lay_out(
     def local() -> list[str]:
         refuse_unguardable(model, optimizers, schedulers, state)
         _refuse_guarded(optimizers)
+        _refuse_signals(signals)
         reshard(model)
         pieces.update(flat_pieces(model))
         params.update(named_parameters(model, optimizers))
@@ -132,6 +133,14 @@ def _sampler(
     made: list[Sampler] = []
     on_every_rank(ranks, lambda: made.append(Sampler(settings, model, norms, ranks, faults)))
     return made[0]
+
+
+def _refuse_signals(signals: object) -> None:
+    if signals is not None and not isinstance(signals, SignalSettings):
+        raise UsageError(
+            f"signals is a {type(signals).__name__}; it must be a SignalSettings",
+            hint="signals=trainer_hooks.SignalSettings(weight_norm=True)",
+        )
 
 
 def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:

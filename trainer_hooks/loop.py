@@ -84,7 +84,10 @@ class Loop:
     # --------------------------------------------------------------------- beside the steps
 
     def observe(self, **values: float) -> None:
-        """Record scalars of your own at the present step."""
+        """Record scalars of your own at ``step_index``.
+
+        Before the step's update that is the step itself; after it, the next one.
+        """
         self._host.emitter.scalars(values, step=self._step, attempt=self.attempt)
 
     def evaluate(self, **values: float) -> None:

@@ -15,6 +15,7 @@ from trainer_hooks.loop import Loop, not_compiled
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.parts import Prepared
 from trainer_hooks.refusals import refuse_at_step
+from trainer_hooks.route import OwnSteps
 from trainer_hooks.signals import HostStep
 from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict
@@ -39,6 +40,7 @@ class Monitor(Loop):
         self._start_at = Position(0, 0) if position is None else Position(position[0], position[1])
         self._batches: Batches | None = None
         self._positions: dict[int, Position] = {}
+        self._own_steps = OwnSteps(device.optimizers, host.faults)
 
     @property
     def batch_position(self) -> Position | None:
@@ -73,7 +75,8 @@ class Monitor(Loop):
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Add one micro-batch's loss to the step; call once per backward when accumulating.
 
-        Weights are numbers of tokens; without them, the micro-batches count alike.
+        The step's loss is their mean: give each as it is, not divided by their number. Weights are
+        numbers of tokens; without them, the micro-batches count alike.
         """
         self._add_loss(loss, weight)
 
@@ -145,7 +148,8 @@ class Monitor(Loop):
         """Clip and step every optimizer under the verdict; then scaler, schedulers, gradients."""
         device, parts = self._device, self._parts
         orders = parts.orders(verdict, prepared, self._step, max_norm)
-        parts.apply(device.guards, orders)
+        with self._own_steps:
+            parts.apply(device.guards, orders)
         parts.settle(orders)
         update_scaler(device.scaler, device.optimizers, verdict.overflow)
         with parts.clock.not_ours():
@@ -153,6 +157,10 @@ class Monitor(Loop):
                 scheduler.step()
         for optimizer in device.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def _release(self) -> None:
+        self._own_steps.close()
+        super()._release()
 
     def _noted_position(self) -> Position | None:
         """Return the step's place in the data, and remember it for a rollback to come."""

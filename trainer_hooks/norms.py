@@ -32,7 +32,7 @@ def no_gradients() -> UsageError:
     """Return what is said where the first step brings no gradient on any rank."""
     return UsageError(
         "no parameter of the optimizers has a gradient at the first step",
-        hint="call monitor.step(loss) after loss.backward(), with the optimizers that hold the "
+        hint="step after loss.backward() and before zero_grad(), with the optimizers that hold the "
         "model's parameters",
     )
 

@@ -36,8 +36,13 @@ def refuse_unguardable(
     """
     for optimizer in optimizers:
         _refuse_optimizer(optimizer)
-    _refuse_plateau(schedulers)
+    _refuse_schedulers(schedulers)
     _refuse_in_backward(model, optimizers)
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state is a {type(state).__name__}; it must be a mapping",
+            hint="give each object a name: state={'ema': average}",
+        )
     for name, value in state.items():
         if not isinstance(value, Stateful) and not any(value is one for one in hook_states(model)):
             raise UsageError(
@@ -71,7 +76,13 @@ def _refuse_optimizer(optimizer: Any) -> None:
         )
 
 
-def _refuse_plateau(schedulers: Sequence[Any]) -> None:
+def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
+    for scheduler in schedulers:
+        if not callable(getattr(scheduler, "step", None)):
+            raise UsageError(
+                f"schedulers holds a {type(scheduler).__name__}, which has no step()",
+                hint="watch(model, optimizer, scheduler), or a list where there are several",
+            )
     if any(isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers):
         raise UsageError(
             "ReduceLROnPlateau needs a metric, and is not stepped at every update",

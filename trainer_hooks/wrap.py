@@ -148,8 +148,7 @@ def set_up(
     """
     environ = dict(os.environ)
     tokens, settings = _tokens(tokens_per_step), _mapping(config)
-    all_optimizers = tuple(as_list(optimizers))
-    all_schedulers = tuple(as_list(schedulers))
+    all_optimizers, all_schedulers = tuple(as_list(optimizers)), tuple(as_list(schedulers))
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler)
     if chosen == "off":

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import trainer_hooks
 from tests.trainer_hooks.test_attach import INF, NAN, Own
@@ -283,3 +284,28 @@ def test_gradients_that_are_clipped_between_the_steps_of_a_round_are_not():
             nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
             optimizer.step()
     assert attached.step_index == 1
+
+
+# ------------------------------------------------------------------------ torch's own checkpoints
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_checkpoint_that_fills_the_state_of_an_optimizer_is_no_step(make):
+    model, optimizer = linear(fused=False, make=make)
+    with trainer_hooks.attach(model, optimizer) as attached:
+        get_optimizer_state_dict(model, optimizer)
+        assert attached.step_index == 0
+        assert_guards(model, optimizer.step)
+        model.zero_grad()
+        get_optimizer_state_dict(model, optimizer)
+        assert (attached.step_index, attached.swallowed_errors) == (3, {})
+
+
+def test_a_first_step_of_rate_zero_is_guarded_all_the_same():
+    model, optimizer = linear(fused=False)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    with trainer_hooks.attach(model, optimizer) as attached:
+        gradients(model, bad=True)
+        optimizer.step()
+        assert attached.step_index == 1
+        assert not optimizer.state

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import trainer_hooks
@@ -252,3 +253,54 @@ def test_a_whole_step_in_one_graph_is_refused_in_our_words():
         with pytest.raises(Exception, match=words) as caught:
             step(loss)
     assert type(caught.value).__module__.startswith("torch._dynamo")
+
+
+# ----------------------------------------------------------------- steps beside monitor.step()
+
+
+def test_a_step_that_was_left_in_a_watched_loop_is_refused_before_it_does_harm():
+    model, optimizer = model_and_optimizer()
+    monitor = trainer_hooks.watch(model, optimizer)
+    before = model.weight.detach().clone()
+    backward(model)
+    model.weight.grad.fill_(float("nan"))
+    with pytest.raises(UsageError, match=r"called beside monitor\.step") as caught:
+        optimizer.step()
+    assert "attach()" in caught.value.hint
+    assert torch.equal(before, model.weight)
+    monitor.close()
+    optimizer.step()
+
+
+def test_a_step_beside_the_monitor_is_counted_once_training_runs():
+    model, optimizer = model_and_optimizer()
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        monitor.step(backward(model))
+        assert monitor.swallowed_errors == {}
+        backward(model)
+        optimizer.step()
+        monitor.step(backward(model))
+        assert monitor.swallowed_errors == {"unguarded_step": 1}
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_checkpoint_that_fills_the_state_of_an_optimizer_is_no_step(make):
+    model = nn.Linear(2, 1)
+    optimizer = make(model.parameters(), lr=0.1)
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        get_optimizer_state_dict(model, optimizer)
+        monitor.step(backward(model))
+        get_optimizer_state_dict(model, optimizer)
+        assert (monitor.step_index, monitor.swallowed_errors) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"state": nn.Linear(2, 1)}, "state is a Linear; it must be a mapping"),
+        ({"signals": {"weight_norm": True}}, "signals is a dict; it must be a SignalSettings"),
+        ({"schedulers": "cosine"}, "schedulers holds a str, which has no step"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused_in_words(keywords, words):
+    assert_refused(words, *model_and_optimizer(), **keywords)

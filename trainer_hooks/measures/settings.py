@@ -10,26 +10,31 @@ from trainvitals.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalSettings:
-    """What ``watch(signals=...)`` opts in to; equal on all ranks. The defaults cost nothing."""
+    """What ``watch(signals=...)`` opts in to; equal on all ranks. The defaults cost nothing.
+
+    Attributes:
+        every: steps between two samples of what is opted in below.
+        weight_norm: norm of the parameters, in total and by layer. One pass over them in each
+            sampled step.
+        update_norm: norm of an update, and its ratio to the weights' norm, in total and by layer.
+            Keeps one copy of this rank's parameters, and makes three passes over them in each
+            sampled step. Turns ``weight_norm`` on.
+        activations: modules whose output's magnitude and dead features are measured, on rank 0:
+            names or patterns such as ``layers.*.mlp``; ``*`` is every module. A forward hook each:
+            two passes over the output in a sampled step, a call of Python else; it breaks the graph
+            of ``torch.compile`` there.
+        noise_scale: gradient noise scale, the critical batch size. DDP without a communication hook
+            only: it takes the hook's place. One pass over the gradients in each sampled step.
+        flops_per_token: model FLOPs of one trained token, for utilization: from
+            ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter.
+    """
 
     every: int = 10
-    """Steps between two samples of what is opted in below."""
     weight_norm: bool = False
-    """Norm of the parameters, in total and by layer. One pass over them in each sampled step."""
     update_norm: bool = False
-    """Norm of an update, and its ratio to the weights' norm, in total and by layer. Keeps one copy
-    of this rank's parameters, and makes three passes over them in each sampled step. Turns
-    ``weight_norm`` on."""
     activations: tuple[str, ...] = ()
-    """Modules whose output's magnitude and dead features are measured, on rank 0: names or patterns
-    such as ``layers.*.mlp``; ``*`` is every module. A forward hook each: two passes over the output
-    in a sampled step, a call of Python else; it breaks the graph of ``torch.compile`` there."""
     noise_scale: bool = False
-    """Gradient noise scale, the critical batch size. DDP without a communication hook only: it
-    takes the hook's place. One pass over the gradients in each sampled step."""
     flops_per_token: float | None = None
-    """Model FLOPs of one trained token, for utilization: from
-    ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
@@ -42,6 +47,13 @@ class SignalSettings:
                 f"SignalSettings.every is {self.every!r}; it must be a whole number from 1",
                 hint="10 measures in every tenth step",
             )
+        for name in ("weight_norm", "update_norm", "noise_scale"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UsageError(
+                    f"SignalSettings.{name} is {value!r}; it must be True or False",
+                    hint="leave it out to measure nothing",
+                )
         patterns: object = self.activations
         if isinstance(patterns, str):
             raise UsageError(

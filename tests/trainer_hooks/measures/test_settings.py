@@ -11,6 +11,7 @@ from trainvitals.errors import UsageError
     [
         ({"every": 0}, "every is 0"),
         ({"every": 2.5}, "every is 2.5"),
+        ({"weight_norm": "yes"}, "weight_norm is 'yes'"),
         ({"activations": "*.mlp"}, "must be a tuple"),
         ({"flops_per_token": 0.0}, "flops_per_token is 0.0"),
         ({"flops_per_token": float("nan")}, "flops_per_token is nan"),
