@@ -6,6 +6,7 @@ handles the step of ``lag`` steps ago (``trainer_hooks.host``).
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -249,7 +250,7 @@ class StepParts:
             refuse_max_norm(max_norm)
         with self._host.faults.fail_open("max_norm"):
             refuse_max_norm(max_norm)
-            return max_norm
+            return None if max_norm == math.inf else max_norm
         return None
 
     def settle(self, orders: Orders) -> None:

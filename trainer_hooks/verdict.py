@@ -18,7 +18,8 @@ from trainvitals.records import (
     RANK_FAILED,
 )
 
-NUM_DERIVED = 3
+_SHORT_FROM = 1.8e19
+"""The root of float32's largest number."""
 
 _SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
 _LIMITS = ("loss_limit", "grad_norm_limit")
@@ -85,5 +86,11 @@ def _bits(device: torch.device) -> Tensor:
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return max(1, (norm + 1e-6) / max_norm): one over the factor of ``clip_grad_norm_``."""
-    return torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+    """Return max(1, (norm + 1e-6) / max_norm): one over the factor of ``clip_grad_norm_``.
+
+    A norm whose square float32 cannot hold may be short of the truth (``trainer_hooks.squares``),
+    and what it divides still be huge: nothing is left of such gradients. Torch's own norm is Inf
+    there, and its clip leaves nothing either.
+    """
+    divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+    return divisor.masked_fill(norm >= _SHORT_FROM, torch.inf)

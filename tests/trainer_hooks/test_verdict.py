@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import trainer_hooks
+from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainer_hooks.guard import OptimizerGuard
 from trainer_hooks.norms import GradNorms
 from trainer_hooks.pack import Local, Packer, PackLayout, Reduced, Root
@@ -124,6 +126,45 @@ def test_the_clip_divisor_is_that_of_clip_grad_norm():
     norm = nn.utils.clip_grad_norm_([param], 1.0)
     assert torch.allclose(grad / clip_divisor(norm, 1.0), param.grad)
     assert float(clip_divisor(torch.tensor(0.5), 1.0)) == 1.0
+    assert float(clip_divisor(torch.tensor(1e-6, dtype=torch.float64), 1e-6)) == 2.0
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard", "attach"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("values", [[1e30], [1e30, -1e30], [1e18] * 3000, [-1e25, 1e25] * 1000])
+def test_nothing_is_left_of_gradients_whose_norm_float32_cannot_hold(values, fused, mode):
+    """Before the limits are warm, a norm that is short of the truth must not clip by it."""
+    weights = {}
+    for how in ("bare", mode):
+        torch.manual_seed(0)
+        model = nn.Linear(100, 100)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        model(torch.ones(1, 100)).sum().backward()
+        model.weight.grad.view(-1)[: len(values)] = torch.tensor(values)
+        if how == "bare":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        elif how == "attach":
+            with trainer_hooks.attach(model, optimizer, max_norm=1.0):
+                optimizer.step()
+        else:
+            with trainer_hooks.watch(model, optimizer, mode=how) as monitor:
+                monitor.step(max_norm=1.0)
+        weights[how] = model.weight.detach()
+    assert torch.equal(weights["bare"], weights[mode])
+
+
+def test_a_clip_to_infinity_clips_nothing():
+    weights = []
+    for max_norm in (None, float("inf")):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-20, fused=True)
+        (model(torch.ones(1, 2)).sum() * 1e25).backward()
+        with trainer_hooks.watch(model, optimizer) as monitor:
+            monitor.step(max_norm=max_norm)
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
 
 
 def test_norms_match_torch_and_survive_a_finite_1e30():
