@@ -90,6 +90,17 @@ def test_a_loss_that_is_no_number_does_not_take_the_guard_away(loss, how, fused)
     assert monitor.swallowed_errors == {"micro" if how == "micro" else "loss": 4}
 
 
+def test_micro_losses_before_one_that_is_no_number_are_not_of_the_next_step(guarded):
+    loop, seen = guarded
+    loop.forward()
+    loop.monitor.micro(9.0)
+    loop.monitor.step(torch.ones(2))
+    loop.forward()
+    loop.monitor.step(3.0)
+    loop.monitor.close()
+    assert [loss for loss, _ in seen] == [None, 3.0]
+
+
 @pytest.mark.parametrize("how", ["step", "micro"])
 def test_a_weight_with_a_graph_behind_it_leaves_none_in_ours(guarded, how):
     loop, seen = guarded
