@@ -53,9 +53,9 @@ def _memory_gib() -> float:
 def cells(row: Row) -> tuple[str, ...]:
     """Return a row's text in the order of COLUMNS."""
     met = {True: "yes", False: "MISSED", None: ""}[row.met]
-    ratio = (
-        "" if row.ratio is None else f"{row.ratio:.2f}" if row.ratio >= 0.1 else f"{row.ratio:.3f}"
-    )
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    if row.ratio is not None and row.ratio < 0.1:
+        ratio = f"{row.ratio:.2g}"
     return (
         row.name,
         _figure(row.ours, row.unit),
@@ -92,7 +92,7 @@ def markdown(about: Mapping[str, str], benches: Mapping[str, Sequence[Row]]) -> 
     lines = ["# Benchmarks", "", NOTICE, "", HOW, "", "| | |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in about.items()]
     for name, rows in benches.items():
-        missed = [row.name for row in rows if row.met is False]
+        missed = [f"{row.name} ({row.peer})" for row in rows if row.met is False]
         lines += ["", f"## vitals bench {name}", ""]
         lines += [f"Missed: {'; '.join(missed)}." if missed else "No goal was missed.", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]

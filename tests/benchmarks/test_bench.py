@@ -66,12 +66,12 @@ def test_warm_up_and_what_lies_between_are_not_timed():
 def test_the_page_says_what_was_missed_and_on_which_machine():
     rows = [
         row(name="fast", theirs=4.0, goal=ratio_at_most(1.0)),
-        row(name="slow", theirs=1.0, goal=ratio_at_most(1.0), spread=0.05),
+        row(name="slow", peer="them", theirs=1.0, goal=ratio_at_most(1.0), spread=0.05),
         row(name="absent", ours=None, note="wandb: not installed"),
     ]
     text = page.markdown(page.facts(), {"guard": rows})
-    assert "Missed: slow." in text
-    assert "| slow | 2 ms |  | 1 ms | 2.00 | 5 % | ratio <= 1 | MISSED |  |" in text
+    assert "Missed: slow (them)." in text
+    assert "| slow | 2 ms | them | 1 ms | 2.00 | 5 % | ratio <= 1 | MISSED |  |" in text
     assert "wandb: not installed" in text
     assert "| torch | " in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("| fast")}

@@ -32,8 +32,8 @@ LOGGED: dict[str, tuple[str, Goal | None, Goal | None]] = {
 
 def measure_saying(*, quick: bool) -> Iterator[Row]:
     """Yield the rows of one thread, of all threads and children, of memory and of a kill."""
-    yield from _beside_gauges(rounds=200 if quick else 2000)
-    yield from _beside_loggers(steps=100 if quick else 1500)
+    yield from _beside_gauges(rounds=200 if quick else 1000)
+    yield from _beside_loggers(steps=100 if quick else 1000)
     yield _memory(steps=10_000 if quick else 100_000)
     yield _killed(steps=200 if quick else 1500)
 

@@ -27,7 +27,7 @@ ON_HOST: dict[str, Callable[[Any], Optimizer]] = {
 
 def measure_steps(*, quick: bool) -> Iterator[Row]:
     """Yield a row for each optimizer and verdict."""
-    millions, rounds = (1, 6) if quick else (10, 30)
+    millions, rounds = (1, 6) if quick else (10, 20)
     for name, make in FUSED.items():
         yield from _rows(f"fused {name}", gpt(millions), make, rounds, on_device=True)
     for name, make in ON_HOST.items():

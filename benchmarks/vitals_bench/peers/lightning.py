@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from vitals_bench.guard.loop import Loop
 
 
-def steps_of_a_trainer(loop: Loop, steps: int, folder: Path) -> list[float]:
-    """Return the seconds from the end of each step to the end of the next."""
+def steps_of_a_trainer(
+    loop: Loop, bare: Callable[[], object], steps: int, folder: Path
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of the trainer's steps, and of bare ones in turn with them."""
     import lightning
     from lightning.pytorch.loggers import CSVLogger
 
-    ends: list[float] = []
+    trained: list[float] = []
+    plain: list[float] = []
+    began = time.perf_counter()
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
         def __init__(self) -> None:
@@ -38,7 +42,12 @@ def steps_of_a_trainer(loop: Loop, steps: int, folder: Path) -> list[float]:
             return loop.optimizer
 
         def on_train_batch_end(self, *_: Any) -> None:
-            ends.append(time.perf_counter())
+            nonlocal began
+            ended = time.perf_counter()
+            trained.append(ended - began)
+            bare()
+            began = time.perf_counter()
+            plain.append(began - ended)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -54,4 +63,4 @@ def steps_of_a_trainer(loop: Loop, steps: int, folder: Path) -> list[float]:
         )
         batches: Any = torch.utils.data.DataLoader([loop.batch] * (steps + 3), batch_size=None)  # type: ignore[arg-type]
         trainer.fit(Module(), batches)
-    return [end - begin for begin, end in itertools.pairwise(ends[2:])]
+    return trained[3:], plain[3:]
