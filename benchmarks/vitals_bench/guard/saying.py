@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -141,6 +142,7 @@ def _in_process(name: str, steps: int) -> dict[str, float]:
     with TemporaryDirectory(prefix="vitals-bench-", ignore_cleanup_errors=True) as folder:
         done = subprocess.run(
             [sys.executable, "-m", "vitals_bench.guard.sinks", name, str(steps), folder],
+            env={**os.environ, "TMPDIR": folder},  # one that is killed cleans up nothing
             capture_output=True,
             text=True,
             timeout=300,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def measure_sharded(*, quick: bool) -> Iterator[Row]:
                     *("--nproc-per-node", "2", "-m", "vitals_bench.guard.sharded"),
                     *(str(millions), str(rounds), str(out)),
                 ],
+                env={**os.environ, "TMPDIR": folder},
                 capture_output=True,
                 text=True,
                 timeout=300,
