@@ -1,9 +1,12 @@
-"""Writes the generated pages of this folder: METRICS.md, ERRORS.md and CLI.md.
+"""Writes the generated pages of this folder: METRICS.md, ERRORS.md, SETTINGS.md and CLI.md.
 
 Each page is a pure function of the code it describes; a test fails while a page is stale. Run it
 as `make docs`.
 """
 
+import ast
+import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from trainvitals import errors
 from trainvitals.catalog import CATALOG, MetricSpec
 from trainvitals.cli.main import build_app
 from trainvitals.errors import VitalsError
+from trainvitals.policy.judge import SECTIONS
 
 DOCS = Path(__file__).parent
 
@@ -109,6 +113,41 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def settings_page() -> str:
+    """Return the tables of what judges a run."""
+    lines = [
+        "# Settings",
+        "",
+        NOTICE,
+        "What counts as an outlier, and what the ladder may do about it. Each section is a table",
+        "of the TOML file that `VITALS_CONFIG` names; a variable `VITALS_SECTION_KEY`, such as",
+        "`VITALS_LADDER_MARGIN=50`, goes before it. A wrong key or value stops the start.",
+    ]
+    for section, settings in SECTIONS.items():
+        meanings = _meanings(settings)
+        lines += ["", f"## {section}", "", str(settings.__doc__).partition("\n")[0], ""]
+        lines += ["| key | default | meaning |", "|---|---|---|"]
+        lines += [
+            f"| `{field.name}` | {field.default!r} | {meanings[field.name]} |"
+            for field in dataclasses.fields(settings)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _meanings(settings: type) -> dict[str, str]:
+    """Return the text below each field, of the class or of the one that it refines."""
+    found: dict[str, str] = {}
+    for owner in reversed(settings.__mro__[:-1]):
+        (tree,) = ast.parse(inspect.getsource(owner)).body
+        assert isinstance(tree, ast.ClassDef), "a class's source is a class"
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(
+                    ast.literal_eval(text.value).replace("``", "`").split()
+                )
+    return found
+
+
 def commands() -> Iterator[tuple[str, Any, Any]]:
     """Yield (`vitals name`, command, context) of every command, groups before what is in them."""
     app, _ = build_app()
@@ -146,6 +185,7 @@ def cli_page() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "METRICS.md": metrics_page,
     "ERRORS.md": errors_page,
+    "SETTINGS.md": settings_page,
     "CLI.md": cli_page,
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 from trainvitals.catalog import CATALOG
 from trainvitals.errors import TrainingHalted
+from trainvitals.policy.judge import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +45,14 @@ def test_every_error_has_a_code_of_its_own_and_is_described():
     assert len(errors) == len({error.code for error in errors})
     page = build_docs.errors_page()
     assert [] == [error.code for error in errors if f"| {error.code} |" not in page]
+
+
+def test_every_setting_is_described():
+    page = build_docs.settings_page()
+    assert [] == [name for name in SECTIONS if f"## {name}" not in page]
+    assert "| `min_ratio` | 2.0 | The limit is at least this multiple of the course, " in page
+    assert "| `min_ratio` | 20.0 | The limit is at least this multiple of the course. |" in page
+    assert "|  |" not in page
 
 
 @pytest.mark.parametrize("path", COMMANDS)

@@ -38,7 +38,7 @@ class JudgeConfig:
     """What is done about it."""
 
 
-_SECTIONS = {"ladder": LadderConfig, "loss": SpikeConfig, "grad_norm": GradNormConfig}
+SECTIONS = {"ladder": LadderConfig, "loss": SpikeConfig, "grad_norm": GradNormConfig}
 
 
 def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
@@ -51,7 +51,7 @@ def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
         ConfigError: an unknown key, a wrong type, or a value that cannot work.
     """
     path = environ.get("VITALS_CONFIG")
-    found = load_settings(_SECTIONS, path=Path(path) if path else None, environ=environ)
+    found = load_settings(SECTIONS, path=Path(path) if path else None, environ=environ)
     detect = DetectConfig(loss=found["loss"], grad_norm=found["grad_norm"])
     return JudgeConfig(detect=detect, ladder=found["ladder"])
 
