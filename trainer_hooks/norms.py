@@ -69,6 +69,7 @@ class GradNorms:
         """Lay the gradients of sharded parameters out as these are; may be a collective."""
         align_gradients(self._sharded)
 
+    @torch.no_grad()  # else to_local() builds a graph
     def gradients(self) -> tuple[list[int], list[Tensor]]:
         """Return the positions that have a gradient and those gradients, sparse ones coalesced.
 
@@ -90,11 +91,13 @@ class GradNorms:
             grads.append(torch.view_as_real(local) if local.is_complex() else local)
         return where, grads
 
+    @torch.no_grad()
     def local_parameters(self) -> list[Tensor]:
         """Return this rank's part of each parameter, complex ones as pairs of numbers."""
         local = [local_tensor(param.detach()) for param in self.params]
         return [torch.view_as_real(p) if p.is_complex() else p for p in local]
 
+    @torch.no_grad()
     def untouched(self) -> list[Tensor]:
         """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
         return [local_tensor(p.grad) for p in self.params if p.grad is not None]
