@@ -194,6 +194,20 @@ def test_parameters_without_gradients_count_as_missing():
     assert (out[2:] > 0).all()
 
 
+def test_whichever_gradients_are_missing_each_square_is_its_parameter_s_share():
+    """Parameters are frozen and freed again in a run; of replicas each brings its part."""
+    model = nn.ParameterList([torch.ones(1) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = GradNorms(named_parameters(model, [optimizer]), Ranks(0, 1, 0, None))
+    norms.share = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+    for given in ([0, 2], [0, 1], [1], [0, 1, 2], [1, 2]):
+        for i, param in enumerate(model):
+            param.grad = torch.full((1,), 2.0) if i in given else None
+        out = torch.zeros(3, dtype=torch.float64)
+        norms.squares_into(out, *norms.gradients())
+        assert out.tolist() == [4.0 / 2**i if i in given else 0.0 for i in range(3)]
+
+
 def test_sparse_gradients_are_coalesced_before_they_are_squared():
     table = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
