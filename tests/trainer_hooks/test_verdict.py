@@ -208,6 +208,17 @@ def test_whichever_gradients_are_missing_each_square_is_its_parameter_s_share():
         assert out.tolist() == [4.0 / 2**i if i in given else 0.0 for i in range(3)]
 
 
+def test_a_gradient_that_is_missing_is_not_the_one_of_the_step_before():
+    model = nn.ParameterList([torch.ones(1) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    with trainer_hooks.watch(model, optimizer) as monitor:
+        for bad in (True, False):
+            model[0].grad = torch.full((1,), NAN) if bad else None
+            model[1].grad = torch.ones(1)
+            monitor.step()
+    assert [float(param.detach()) for param in model] == [1.0, 0.5]
+
+
 def test_sparse_gradients_are_coalesced_before_they_are_squared():
     table = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
