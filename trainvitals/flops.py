@@ -79,9 +79,7 @@ def transformer_flops_per_token(
     return 6.0 * num_params + 12.0 * num_layers * d_model * sequence_length
 
 
-def mfu_ratio(
-    *, flops_per_second: float, peak: float | None, num_devices: int = 1
-) -> float | None:
+def mfu_ratio(*, flops_per_second: float, peak: float | None, num_devices: int = 1) -> float | None:
     """Return model FLOPs utilization, 0 to 1; None where the peak is unknown."""
     if peak is None or peak <= 0 or num_devices < 1:
         return None

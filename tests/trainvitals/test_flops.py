@@ -66,9 +66,7 @@ def test_palm_540b_has_the_utilization_its_paper_reports() -> None:
     per_token = transformer_flops_per_token(
         540_350_000_000, num_layers=118, d_model=256 * 48, sequence_length=2048
     )
-    ratio = mfu_ratio(
-        flops_per_second=per_token * 238_300, peak=275e12, num_devices=6144
-    )
+    ratio = mfu_ratio(flops_per_second=per_token * 238_300, peak=275e12, num_devices=6144)
     assert pytest.approx(0.462, abs=0.003) == ratio
 
 
