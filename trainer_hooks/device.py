@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.averages import Averages
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard import BufferShadow, OptimizerGuard, Shadows
+from trainer_hooks.guard import AfterLoad, BufferShadow, OptimizerGuard, Shadows
 from trainer_hooks.hook_memory import registered, unregistered
 from trainer_hooks.measures.memory_estimate import MemoryEstimate
 from trainer_hooks.measures.sampled import Sampler
@@ -41,6 +41,7 @@ class Device:
     packer: Packer
     guards: tuple[OptimizerGuard, ...]
     shadow: Shadows
+    after_load: AfterLoad
     averages: Averages
     joinables: tuple[Any, ...]
     extra: dict[str, Stateful]
@@ -56,6 +57,7 @@ class Device:
         for optimizer, guard in zip(self.optimizers, self.guards, strict=True):
             guard.release()
             vars(optimizer).pop("add_param_group", None)
+        self.after_load.release()
         self.averages.release()
         self.sampler.release()
 
@@ -97,6 +99,7 @@ def lay_out(
     sampler = _sampler(signals or SignalSettings(), model, norms, ranks, faults)
     layout = PackLayout.of(len(params), ranks, sampler.pack_size)
     memories = registered(model, state)
+    shadow = Shadows(BufferShadow(model), *memories.values())
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
     lag = 1 if all(guard.on_device for guard in guards) else 0
     size = layout.size + NUM_FIGURES + sampler.own_size
@@ -109,7 +112,8 @@ def lay_out(
         norms=norms,
         packer=Packer(layout, norms.device),
         guards=tuple(guards),
-        shadow=Shadows(BufferShadow(model), *memories.values()),
+        shadow=shadow,
+        after_load=AfterLoad(model, shadow),
         averages=Averages(state),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},

@@ -7,8 +7,10 @@ NaN is NaN.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from trainer_hooks.moments import is_dense, true_elements
+from trainer_hooks.shards import unwrap
 
 _HONOURS_FOUND_INF = (
     torch.optim.Adam,
@@ -76,6 +79,26 @@ class Shadows:
             part.put_back(bad)
 
 
+class AfterLoad:
+    """Keeps what a ``load_state_dict`` of the model brings: a skip must not undo it."""
+
+    def __init__(self, model: nn.Module, shadow: Kept) -> None:
+        self._shadow = shadow
+        self._handle = unwrap(model)[0].register_load_state_dict_post_hook(self)
+
+    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
+        """Keep all; called when the whole model was loaded."""
+        self._shadow.keep()
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle with the model as what does nothing, and needs no Vitals to be read."""
+        return partial, (operator.setitem, {})
+
+    def release(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+
 class BufferShadow:
     """Keeps the model's buffers as they were before forward; a bad step gets them back.
 
@@ -86,8 +109,8 @@ class BufferShadow:
     put a new tensor there.
 
     What the loop itself writes into a buffer between two steps is undone by a skip too: from here
-    it cannot be told from what forward writes. A sparse or nested buffer is left as it is: a
-    graph's adjacency, which no forward writes.
+    it cannot be told from what forward writes (but for a load: ``AfterLoad``). A sparse or nested
+    buffer is left as it is: a graph's adjacency, which no forward writes.
     """
 
     def __init__(self, model: nn.Module) -> None:

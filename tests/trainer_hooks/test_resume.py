@@ -253,3 +253,70 @@ def test_restoring_the_state_mid_stream_changes_nothing(before, after):
     assert {k: v for k, v in expected.items() if k not in own} == {
         k: v for k, v in found.items() if k not in own
     }
+
+
+# ------------------------------------------------------------- what a skip after it puts back
+
+
+def buffers(loop):
+    return copy.deepcopy(dict(loop.model.named_buffers()))
+
+
+def write_buffers(loop):
+    """Bring other running statistics without load_state_dict, as some checkpoints' readers do."""
+    with torch.no_grad():
+        for buffer in loop.model.buffers():
+            buffer.add_(7)
+
+
+@pytest.mark.parametrize("guard", ["watch", "attach"])
+def test_a_skip_at_once_does_not_undo_what_was_loaded(guard):
+    """An fp16 run's first steps overflow as a rule: its statistics must not start anew."""
+    earlier, _ = trained()
+    state = copy.deepcopy(earlier.model.state_dict())
+    loop = Own(mode="guard") if guard == "watch" else Own()
+    monitor = loop.monitor if guard == "watch" else loop.attach()
+    with monitor:
+        loop.model.load_state_dict(state)
+        loaded = buffers(loop)
+        loss = loop.forward(NAN)
+        monitor.step(loss) if guard == "watch" else loop.optimizer.step()
+    assert_same(loaded, buffers(loop))
+
+
+def test_a_skip_at_once_does_not_undo_what_was_read_before_the_monitor_s_state():
+    _, state = trained()
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        write_buffers(loop)
+        monitor.load_state_dict(state)
+        read = buffers(loop)
+        monitor.step(loop.forward(NAN))
+    assert_same(read, buffers(loop))
+
+
+def test_a_skip_just_after_a_rollback_puts_back_what_that_restored():
+    loop = Loop(mode="heal", checkpoints=True)
+    kept, back = {}, None
+    with loop.monitor as monitor:
+        for step in range(45):
+            kept[monitor.step_index] = buffers(loop)
+            back = monitor.step(loop.forward(NAN if step >= 40 else 1.0)).rolled_back_to
+            if back is not None:
+                monitor.step(loop.forward(NAN))
+                break
+    assert back is not None
+    assert_same(kept[back], buffers(loop))
+
+
+def test_a_watched_model_is_copied_and_pickled_without_us():
+    loop = Loop(mode="guard")
+    with loop.monitor:
+        data = io.BytesIO()
+        torch.save(loop.model, data)
+        assert b"trainer_hooks" not in data.getvalue()
+        data.seek(0)
+        for other in (copy.deepcopy(loop.model), torch.load(data, weights_only=False)):
+            other.load_state_dict(loop.model.state_dict())
+            assert_same(dict(loop.model.state_dict()), dict(other.state_dict()))
+    assert not loop.model._load_state_dict_post_hooks
