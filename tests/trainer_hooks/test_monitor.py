@@ -421,3 +421,14 @@ def test_a_setting_that_does_not_exist_is_refused_by_name(tmp_path, monkeypatch)
     monkeypatch.setenv("VITALS_LADDER_MARGINS", "5")
     with pytest.raises(ConfigError, match="VITALS_LADDER_MARGINS"):
         Loop(mode="guard")
+
+
+def test_the_finite_rules_come_back_after_an_announced_change():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        for _ in range(40):
+            monitor.step(loop.forward())
+        monitor.expect("longer context", steps=5)
+        for step in range(60):
+            monitor.step(loop.forward(1e6 if step == 55 else 1.0))
+    assert monitor._host.judge.facts.num_skips == 1
