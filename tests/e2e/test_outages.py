@@ -125,8 +125,9 @@ def test_every_step_up_to_a_ranks_sigkill_is_there(story):
     times = story.mirror.times
     for rank in (0, 1):
         assert list(range(len(times[rank]))) == sorted(times[rank])
-    # A step's row is written one step later, and rank 1 died at any moment of its own.
-    assert abs(max(times[0]) - max(times[1])) <= 1
+    # A step's row is written in the step after, where rank 1 may die right behind the exchange;
+    # rank 0 goes on to the next backward, fails there, and still writes what was on its way.
+    assert abs(max(times[0]) - max(times[1])) <= 2
     assert 0 != story.exit_code
 
 
