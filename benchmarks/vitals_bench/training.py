@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 import trainer_hooks
 from trainer_hooks.demo.model import VOCABULARY, ByteGPT
 from trainer_hooks.monitor import Monitor
+from vitals_bench.peers.loggers import NAMES, Logger
 
 WIDTHS = {1: (128, 5), 5: (256, 6), 10: (320, 8), 50: (512, 16)}
 """Millions of parameters, about: the width and the number of layers."""
@@ -37,6 +39,53 @@ def tokens(batch: int) -> Tensor:
 def size_of(model: nn.Module) -> str:
     """Return the number of parameters in words."""
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters"
+
+
+class Loop:
+    """A model with its optimizer, and the step that everybody writes."""
+
+    def __init__(self, millions: int, batch: Tensor) -> None:
+        self.model = gpt(millions)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = batch
+        self.clip_seconds: list[float] = []
+        """CPU time of the thread in each clip."""
+
+    def backward(self) -> Tensor:
+        """Return the loss after its backward."""
+        loss: Tensor = self.model(self.batch)
+        loss.backward()
+        return loss
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Train one step; return loss and norm, unread."""
+        loss, begin = self.backward(), time.thread_time()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.clip_seconds.append(time.thread_time() - begin)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def step_as_in_tutorials(self) -> None:
+        """Train one step with a norm of each parameter, each read by itself."""
+        loss = self.backward()
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad.norm(2).item()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+
+    def logged_by(self, logger: Logger) -> Callable[[], None]:
+        """Return the step with twelve scalars told to a logger, two of them read for it."""
+        steps = iter(range(1_000_000))
+
+        def step() -> None:
+            loss, norm = self.step()
+            logger.log(next(steps), [loss.item(), norm.item(), *([0.5] * (len(NAMES) - 2))])
+
+        return step
 
 
 class Nothing(Optimizer):

@@ -4,71 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_hooks.monitor import Monitor
 from vitals_bench.measure import Call, interleave, medians, spread
 from vitals_bench.peers.lightning import steps_of_a_trainer
-from vitals_bench.peers.loggers import LOGGERS, NAMES, Logger, is_installed, open_logger
+from vitals_bench.peers.loggers import LOGGERS, is_installed, open_logger
 from vitals_bench.rows import Row, at_most
-from vitals_bench.training import gpt, size_of, tokens, watched
+from vitals_bench.training import Loop, size_of, tokens, watched
 
 BARE = "the bare loop with a clip"
-
-
-class Loop:
-    """A model with its optimizer, and the step that everybody writes."""
-
-    def __init__(self, millions: int, batch: Tensor) -> None:
-        self.model = gpt(millions)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.batch = batch
-        self.clip_seconds: list[float] = []
-        """CPU time of the thread in each clip."""
-
-    def backward(self) -> Tensor:
-        """Return the loss after its backward."""
-        loss: Tensor = self.model(self.batch)
-        loss.backward()
-        return loss
-
-    def step(self) -> tuple[Tensor, Tensor]:
-        """Train one step; return loss and norm, unread."""
-        loss, begin = self.backward(), time.thread_time()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
-        self.clip_seconds.append(time.thread_time() - begin)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss, norm
-
-    def step_as_in_tutorials(self) -> None:
-        """Train one step with a norm of each parameter, each read by itself."""
-        loss = self.backward()
-        for param in self.model.parameters():
-            if param.grad is not None:
-                param.grad.norm(2).item()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        loss.item()
-
-    def logged_by(self, logger: Logger) -> Callable[[], None]:
-        """Return the step with twelve scalars told to a logger, two of them read for it."""
-        steps = iter(range(1_000_000))
-
-        def step() -> None:
-            loss, norm = self.step()
-            logger.log(next(steps), [loss.item(), norm.item(), *([0.5] * (len(NAMES) - 2))])
-
-        return step
 
 
 class OwnTime:

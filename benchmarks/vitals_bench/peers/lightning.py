@@ -14,7 +14,7 @@ from torch import Tensor
 from vitals_bench.peers.loggers import NAMES
 
 if TYPE_CHECKING:
-    from vitals_bench.guard.loop import Loop
+    from vitals_bench.training import Loop
 
 
 def steps_of_a_trainer(
