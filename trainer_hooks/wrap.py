@@ -157,14 +157,7 @@ def set_up(
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, dir, clock)
-        emitter = Emitter(
-            open_journal(place, ranks, faults, clock, device.norms.device),
-            clock=clock,
-            faults=faults,
-            is_root=ranks.rank == 0,
-            num_groups=sum(len(o.param_groups) for o in all_optimizers),
-            layers=Layers(device.norms.names, device.sampler.activation_names),
-        )
+        emitter = _emitter(ranks, device, place, faults, clock)
         healer = None
         if checkpoints:
             healer = Healer.make(
@@ -196,6 +189,20 @@ def set_up(
             _start_agent(host, place, environ)
         undo.pop_all()
     return Made(device=device, host=host, tokens_per_step=tokens, restored=restored)
+
+
+def _emitter(
+    ranks: Ranks, device: Device, place: Place, faults: FaultCounter, clock: Clock
+) -> Emitter:
+    """Open this rank's journal and return the way into it."""
+    return Emitter(
+        open_journal(place, ranks, faults, clock, device.norms.device),
+        clock=clock,
+        faults=faults,
+        is_root=ranks.rank == 0,
+        num_groups=sum(len(o.param_groups) for o in device.optimizers),
+        layers=Layers(device.norms.names, device.sampler.activation_names),
+    )
 
 
 def _host(
