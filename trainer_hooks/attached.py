@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ from trainer_hooks.guard import agree_on_overflow
 from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
-from trainer_hooks.parts import Orders
+from trainer_hooks.parts import Orders, Prepared
 from trainer_hooks.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.route import Route
+from trainer_hooks.verdict import Verdict
 from trainer_hooks.wrap import as_list, set_up
 from trainvitals.errors import UsageError
 from trainvitals.records import Note
@@ -50,9 +51,10 @@ def attach(
 
     The loop stays as it is. An update with a NaN or Inf in its gradients (or in the loss, where
     ``Attached.loss`` is given it) is skipped on all ranks, without a trace. Outliers of the norm
-    are skipped only where the norm is known as it was before the clip: with ``max_norm``, or where
-    the loop gives it to ``Attached.grad_norm``. There is no rollback: that is ``watch``. Where the
-    ladder stops the run, ``optimizer.step()`` raises ``TrainingHalted``.
+    are skipped only where the norm is known as it was before the clip: with ``max_norm``, where the
+    loop calls ``Attached.before_clip``, or where it gives the norm to ``Attached.grad_norm``. There
+    is no rollback: that is ``watch``. Where the ladder stops the run, ``optimizer.step()`` raises
+    ``TrainingHalted``.
 
     Args:
         model: the module, wrapped (DDP) or not.
@@ -103,6 +105,17 @@ def attach(
     return Attached(made.device, made.host, tokens_per_step=made.tokens_per_step, max_norm=max_norm)
 
 
+class _Judged(NamedTuple):
+    """A step between its verdict and its end."""
+
+    verdict: Verdict
+    prepared: Prepared
+    orders: Orders
+    max_norm: float | None
+    before_clip: bool
+    """Whether the loop's own clip came, or comes, after the measurement."""
+
+
 class Attached(Loop):
     """A loop under guard that steps by itself. Made by ``attach``; closing it gives all back."""
 
@@ -119,6 +132,7 @@ class Attached(Loop):
         self._max_norm = None if max_norm == math.inf else max_norm
         self._norm: Tensor | None = None
         self._orders: Orders | None = None
+        self._judged: _Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._route = Route(device.optimizers, device.scaler, self._step_one, host.faults)
 
@@ -139,33 +153,73 @@ class Attached(Loop):
         with self._host.faults.fail_open("grad_norm"):
             self._norm = self._parts.number("norm", whole)
 
+    def before_clip(self, max_norm: float | None = None) -> None:
+        """Measure and judge the gradients as they are before the loop's own clip.
+
+        Call on all ranks after the step's last backward and before the clip: ``optimizer.step()``
+        then carries the verdict out. In place of ``grad_norm``, and more exact: a finite outlier is
+        told from what is not finite, and every layer's norm is the true one.
+
+        Args:
+            max_norm: what the loop clips to, for the record: inf where it does not clip, None where
+                nobody knows.
+        """
+        if self._host.halted is not None:
+            raise self._host.halted
+        self._judged = self._judge(max_norm, before_clip=True)
+        self._parts.clock.leave()
+
     # ---------------------------------------------------------------------------- one step
 
     def _step_one(self, index: int, begins: bool) -> None:
-        """Step one optimizer; the first of a round measures, exchanges and judges for all."""
-        host, device, parts = self._host, self._device, self._parts
-        if host.halted is not None:
-            raise host.halted
-        guard = device.guards[index]
+        """Step one optimizer; the first of a round is judged, and finished, for all."""
+        if self._host.halted is not None:
+            raise self._host.halted
+        guards = (self._device.guards[index],)
         if not begins:
             self._refuse_late_gradients(index)
             assert self._orders is not None, "a round begins with orders"
-            parts.apply((guard,), self._orders)
+            self._parts.apply(guards, self._orders)
             return
+        judged, self._judged = self._judged, None
+        if judged is None:
+            judged = self._judge(self._max_norm, before_clip=False)
+        else:
+            self._parts.clock.come_back()
+        self._orders = judged.orders
+        self._parts.apply(guards, judged.orders)
+        self._finish(judged)
+
+    def _judge(self, max_norm: float | None, *, before_clip: bool) -> _Judged:
+        """Measure, exchange and judge the gradients of all optimizers as they are now."""
+        host, device, parts = self._host, self._device, self._parts
         refuse_at_step(None, device.joinables)
-        attempted, first = self._step, self._step == self._first_step
+        first = self._step == self._first_step
         parts.clock.enter()
-        if first:
+        if first and not before_clip:
             self._say_what_is_not_judged()
-        prepared = parts.prepare(attempted, None, None, norm=self._norm, first=first)
+        norm = None if before_clip else self._norm
+        prepared = parts.prepare(self._step, None, None, norm=norm, first=first)
         self._measured = [_gradients(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
-        orders = self._orders = parts.orders(verdict, prepared, attempted, self._max_norm)
-        parts.apply((guard,), orders)
-        parts.settle(orders)
-        agree_on_overflow(device.scaler, device.optimizers, verdict.overflow)
+        orders = parts.orders(verdict, prepared, self._step, self._max_norm)
+        if host.owns_clip:
+            before_clip, max_norm = False, self._max_norm
+        return _Judged(verdict, prepared, orders, max_norm, before_clip)
+
+    def _finish(self, judged: _Judged) -> None:
+        """Put back what forward wrote in a bad step, and hand the step's numbers on."""
+        host, device, parts = self._host, self._device, self._parts
+        attempted = self._step
+        parts.settle(judged.orders)
+        agree_on_overflow(device.scaler, device.optimizers, judged.verdict.overflow)
         ready = parts.report(
-            verdict, prepared, step=attempted, max_norm=self._max_norm, position=None
+            judged.verdict,
+            judged.prepared,
+            step=attempted,
+            max_norm=judged.max_norm,
+            position=None,
+            before_clip=judged.before_clip,
         )
         self._step += 1
         device.sampler.begin(self._step)
@@ -178,8 +232,8 @@ class Attached(Loop):
         if not self._host.owns_clip and self._norm is None and self._host.is_root:
             text = (
                 "outliers of the gradient norm are not judged: after the loop's own clip they "
-                "cannot be seen. Give clip_grad_norm_'s result to attached.grad_norm(), or "
-                "attach(max_norm=...) and no clip of your own"
+                "cannot be seen. Call attached.before_clip() before it, give its result to "
+                "attached.grad_norm(), or attach(max_norm=...) and no clip of your own"
             )
             event = Note(code="norm_unknown", text=text)
             self._host.emitter.event(event, step=self._step, attempt=self.attempt)

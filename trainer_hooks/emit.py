@@ -84,6 +84,8 @@ class _StepRow:
             clipped = limit
         if host.norm_after_clip is not None:
             clipped = host.norm_after_clip
+        if host.clip_unknown:
+            clipped = None
         rates = [None if rate is None else rate * factor for rate in host.learning_rates]
         own = (*self._host(host), *self._record(record), factor, clipped)
         return self._in_order((*own, *rates, *others))

@@ -180,7 +180,7 @@ class Host:
 
     def _before_clip(self, reduced: Reduced, derived: Derived, host: HostStep) -> bool:
         """Return whether the norm is that before the clip; the row is told the one after it."""
-        if self.owns_clip:
+        if self.owns_clip or host.before_clip:
             return True
         is_given = bool(reduced.ranks_where("norm_before_clip"))
         after = reduced.by_rank("norm_before_clip")[self.layout.slot]

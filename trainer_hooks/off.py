@@ -139,6 +139,9 @@ class Unattached(Unwatched):
     def grad_norm(self, norm: Tensor | float) -> None:
         """Do nothing."""
 
+    def before_clip(self, max_norm: float | None = None) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Put ``optimizer.step`` back."""
         if self._route is not None:

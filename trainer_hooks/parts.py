@@ -286,12 +286,15 @@ class StepParts:
         max_norm: float | None,
         position: Position | None,
         samples: int | None = None,
+        before_clip: bool = False,
     ) -> tuple[list[float], HostStep] | None:
         """Start the step's numbers on their way to the host; return those of ``lag`` steps ago."""
         device = self._device
         own = device.sampler.own_numbers()
         numbers = torch.cat((device.packer.pack, verdict.derived(), self._loss_scale(), *own))
         host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
+        host_step.before_clip = before_clip
+        host_step.clip_unknown = before_clip and max_norm is None
         return device.readback.push(numbers, host_step)
 
     def _loss_scale(self) -> Tensor:

@@ -42,6 +42,8 @@ class Route:
     ) -> None:
         self._guarded = guarded
         self._faults = faults
+        self.runs_closures = False
+        """Whether a closure is called, once and before the step, in place of being refused."""
         self._round: set[int] = set()
         self._inside = self._closed = False
         self._undo: list[Callable[[], None]] = []
@@ -110,8 +112,14 @@ class Route:
         owner.step = ours
         self._undo.append(put_back)
 
-    def _call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if any(value is not None for value in (*args, *kwargs.values())):
+    def _call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        if self.runs_closures and len(given) == 1 and callable(given[0]):
+            with torch.enable_grad():
+                result = given[0]()
+            self._call(index, (), {})
+            return result
+        if given:
             raise UsageError(
                 "optimizer.step() was given a closure or other arguments, which attach() does not "
                 "pass on",
@@ -124,6 +132,7 @@ class Route:
             self._guarded(index, begins)
         finally:
             self._inside = False
+        return None
 
     def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
         """Look at every step the optimizer makes: one that did not come by us is not guarded.

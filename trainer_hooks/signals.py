@@ -53,6 +53,10 @@ class HostStep:
     batch_index: int | None
     norm_after_clip: float | None = None
     """Where the loop clips by itself: what was measured after that."""
+    before_clip: bool = False
+    """Whether the loop clips by itself, and the gradients were measured before that."""
+    clip_unknown: bool = False
+    """Whether nobody said what it clips to."""
 
     @property
     def samples_per_second(self) -> float | None:
@@ -87,7 +91,7 @@ class StepClock:
         self.clock = clock
         self._last_end: int | None = None
         self._data_wait_ns: int | None = None
-        self._entered = 0
+        self._entered = self._left = 0
         self._optimizer_ns = 0
         self._exchange_ns = 0
 
@@ -98,6 +102,14 @@ class StepClock:
     def enter(self) -> None:
         """Note that ``Monitor.step`` began."""
         self._entered = self.clock.monotonic_ns()
+
+    def leave(self) -> None:
+        """Note that the loop goes on, to its own clip, before the step is finished."""
+        self._left = self.clock.monotonic_ns()
+
+    def come_back(self) -> None:
+        """Count what passed since ``leave`` as the optimizers' time: the loop had it before."""
+        self._optimizer_ns += self.clock.monotonic_ns() - self._left
 
     @contextmanager
     def not_ours(self) -> Iterator[None]:
