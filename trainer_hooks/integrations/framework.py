@@ -1,0 +1,51 @@
+"""What the adapters share: their options, and what is said where a framework is missing or old."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from trainer_hooks.measures.settings import SignalSettings
+from trainvitals.errors import MissingDependencyError
+
+
+class Options(TypedDict, total=False):
+    """What every adapter passes on to ``trainer_hooks.attach``; described there."""
+
+    run: str | None
+    mode: Literal["off", "observe", "guard"]
+    dir: str | Path | None
+    tokens_per_step: int | None
+    config: Mapping[str, object] | None
+    tags: Sequence[str]
+    state: Mapping[str, Any] | None
+    signals: SignalSettings | None
+
+
+def require(distribution: str, oldest: str, *, extra: str) -> None:
+    """Refuse a framework that is not installed, or older than what the adapter was tested with.
+
+    Args:
+        distribution: its name in the package index.
+        oldest: the oldest version that the conformance suite was run with.
+        extra: the extra of ``trainvitals`` that installs it.
+
+    Raises:
+        MissingDependencyError: install or upgrade it.
+    """
+    hint = f"pip install 'trainvitals[{extra}]'"
+    try:
+        installed = version(distribution)
+    except PackageNotFoundError:
+        raise MissingDependencyError(f"{distribution} is not installed", hint=hint) from None
+    if _numbers(installed) < _numbers(oldest):
+        raise MissingDependencyError(
+            f"{distribution} is {installed}; at least {oldest} is needed", hint=hint
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
