@@ -232,7 +232,8 @@ class Emitter:
             event = NamesDefined(stream="layers", names=names)
             self.event(event, step=host.step, attempt=host.attempt)
         head = [host.step, host.attempt, host.time_unix_ns, host.monotonic_ns]
-        for row in self._layers.rows(reduced.squares, samples):
+        squares = None if host.after_clip else reduced.squares
+        for row in self._layers.rows(squares, samples):
             stream.append([*head, *row])
 
     def _tell_losses(self, stream: StreamWriter) -> None:

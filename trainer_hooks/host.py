@@ -185,6 +185,7 @@ class Host:
         is_given = bool(reduced.ranks_where("norm_before_clip"))
         after = reduced.by_rank("norm_before_clip")[self.layout.slot]
         host.norm_after_clip = after if is_given else derived.grad_norm
+        host.after_clip = not is_given
         return is_given
 
     def _announced(self, steps: int) -> None:

@@ -27,13 +27,16 @@ class Layers:
             sums[owner] += square
         return [math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
-    def rows(self, grad_squares: Sequence[float], samples: Samples) -> Iterator[list[Value]]:
-        """Yield, of each layer that has one, its id and values in the order of LAYER_METRICS."""
+    def rows(self, grad_squares: Sequence[float] | None, samples: Samples) -> Iterator[list[Value]]:
+        """Yield, of each layer that has one, its id and values in the order of LAYER_METRICS.
+
+        Without squares the gradients' norms are missing.
+        """
         squares = (grad_squares, samples.weight_squares, samples.update_squares)
         by_layer = [None if s is None else self.norms(s) for s in squares]
         for layer, name in enumerate(self.names):
             has_parameters = layer < self._num_layers
             norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]
             activation = samples.activations.get(name, (None, None, None))
-            if has_parameters or activation[0] is not None:
+            if any(value is not None for value in (*norms, activation[0])):
                 yield [layer, *norms, *activation]

@@ -55,6 +55,8 @@ class HostStep:
     """Where the loop clips by itself: what was measured after that."""
     before_clip: bool = False
     """Whether the loop clips by itself, and the gradients were measured before that."""
+    after_clip: bool = False
+    """Whether they could be measured only after it: the norms before it are not known."""
     clip_unknown: bool = False
     """Whether nobody said what it clips to."""
 

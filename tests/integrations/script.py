@@ -23,7 +23,7 @@ NUM_STEPS = WARM_UP + 2 * len(CASES)
 BATCH = 4
 MAX_NORM = 0.05
 """Below every norm here, so that it always clips."""
-LR, DECAY = 0.01, 0.99
+LR, DECAY = 1e-4, 0.99
 WIDTH, HIDDEN, OUT = 12, 20, 3
 
 

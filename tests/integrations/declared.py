@@ -1,0 +1,87 @@
+"""What each framework's adapter owes: the conformance suite holds it to this, the docs show it.
+
+A variant owes every signal, exactly, but for those that it names with the reason. What it does not
+owe must be missing: nothing is guessed. The faults that it owes follow from that: a rule without
+its signal abstains.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SIGNALS = (
+    "loss",
+    "rank_loss",
+    "grad_norm",
+    "grad_norm_clipped",
+    "layer_norms",
+    "learning_rate",
+    "loss_scale",
+    "times",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train with a framework."""
+
+    abstains: Mapping[str, str] = field(default_factory=dict)
+    """Signals that are out of reach, and why."""
+    scaled: bool = False
+    """Whether there is a loss scale: an overflow then is the scaler's own skip, and no fault."""
+    rounded: bool = False
+    """Computed in less than float32, which a reference does not round alike."""
+    schedule_waits: str = ""
+    """Why the learning rate's schedule stands still in a skipped step; empty where it goes on."""
+
+    short_norm: str = ""
+    """Why a finite outlier beyond 1.8e19 is taken for one that is not finite; empty where not."""
+
+    def owes(self, signal: str) -> bool:
+        """Whether the signal is there, and exact."""
+        return signal not in self.abstains and (signal != "loss_scale" or self.scaled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """One framework and its adapter."""
+
+    title: str
+    module: str
+    """The training in ``tests.integrations.trainings``, and the guide in ``docs/integrations``."""
+    package: str = ""
+    """What must be importable; empty where torch is enough."""
+    distribution: str = ""
+    """Its name in the package index."""
+    variants: Mapping[str, Variant]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """What the adapter refuses in words, and why."""
+    not_run: Mapping[str, str] = field(default_factory=dict)
+    """What could not be run where the suite was, and why."""
+
+
+_OWN_CLIP = "the loop clips before the step, and did not say what the norm was"
+_FLOAT32 = "the norm is the loop's own, whose squares float32 cannot hold: infinite to it"
+_NO_LOSS = "the loop did not give it"
+
+FRAMEWORKS = (
+    Framework(
+        title="torchrun",
+        module="torchrun",
+        variants={
+            "watch, DDP": Variant(),
+            "watch, FSDP2": Variant(),
+            "watch, DDP, not fused": Variant(),
+            "attach, judged before the clip": Variant(),
+            "attach, told the norm": Variant(short_norm=_FLOAT32),
+            "attach, nothing told": Variant(
+                abstains={
+                    "loss": _NO_LOSS,
+                    "rank_loss": _NO_LOSS,
+                    "grad_norm": _OWN_CLIP,
+                    "layer_norms": _OWN_CLIP,
+                }
+            ),
+            "attach, float16 with a scaler": Variant(scaled=True, rounded=True),
+        },
+    ),
+)
