@@ -62,6 +62,9 @@ class Framework:
 _OWN_CLIP = "the loop clips before the step, and did not say what the norm was"
 _FLOAT32 = "the norm is the loop's own, whose squares float32 cannot hold: infinite to it"
 _NO_LOSS = "the loop did not give it"
+_BY_VALUE = "clipped by value, or by the module's own method: no norm was aimed at"
+_MANUAL_LOSS = "what a manual loop gives to backward may be divided, or a part"
+_MANUAL_CLIP = "a manual loop clips before Lightning's hooks"
 
 FRAMEWORKS = (
     Framework(
@@ -82,6 +85,36 @@ FRAMEWORKS = (
                 }
             ),
             "attach, float16 with a scaler": Variant(scaled=True, rounded=True),
+        },
+    ),
+    Framework(
+        title="Lightning Trainer",
+        module="lightning",
+        package="lightning",
+        distribution="lightning",
+        variants={
+            "DDP": Variant(),
+            "DDP, not fused": Variant(),
+            "DDP, accumulating": Variant(),
+            "DDP, clipped by value": Variant(abstains={"grad_norm_clipped": _BY_VALUE}),
+            "DDP, a clip of the module's own": Variant(abstains={"grad_norm_clipped": _BY_VALUE}),
+            "DDP, float16 with a scaler": Variant(scaled=True, rounded=True),
+            "FSDP2": Variant(),
+            "manual optimization": Variant(
+                abstains={
+                    "loss": _MANUAL_LOSS,
+                    "rank_loss": _MANUAL_LOSS,
+                    "grad_norm": _MANUAL_CLIP,
+                    "layer_norms": _MANUAL_CLIP,
+                }
+            ),
+        },
+        refused={
+            "DeepSpeedStrategy": "its engine makes the update, and keeps no step back",
+            "several optimizers in one callback": "they are stepped in turns; one callback each",
+        },
+        not_run={
+            "FSDPStrategy": "it wants a GPU",
         },
     ),
 )

@@ -1,0 +1,219 @@
+"""Lightning's ``Trainer``: a callback that puts its ``optimizer.step()`` under guard.
+
+    trainer = lightning.Trainer(callbacks=[VitalsCallback()])
+
+Lightning's closure (forward, backward, its hooks and the clip) runs before the guarded step; the
+gradients are measured and judged in ``on_before_optimizer_step``, which comes before the clip.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Unpack, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_hooks.attached import Attached, attach
+from trainer_hooks.integrations.framework import Options, require
+from trainvitals.errors import TrainingHalted, UsageError
+
+_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+"""The distributions' top-level packages, and where each has its ``Callback``."""
+
+
+def _callback_class() -> Any:
+    """Return the base class of the package in use; of both, as a list of callbacks takes either."""
+    present = [name for name in _PACKAGES if find_spec(name) is not None]
+    chosen = next((name for name in present if _PACKAGES[name] in sys.modules), None)
+    package = chosen or (present[0] if present else "lightning")
+    require(package.replace("_", "-"), "2.2", extra="lightning")
+    return import_module(_PACKAGES[package]).Callback
+
+
+class VitalsCallback(_callback_class()):  # type: ignore[misc]
+    """Guards ``trainer.fit()``: a run begins and ends with it."""
+
+    attached: Attached | None = None
+    """The present fit's loop, or the last one's: ``run_id``, ``observe``, ``swallowed_errors``."""
+
+    def __init__(self, *, optimizer: int | None = None, **options: Unpack[Options]) -> None:
+        """Guard the trainer's optimizer.
+
+        Args:
+            optimizer: which one of several, by its place in what ``configure_optimizers`` returns;
+                each needs a callback, and has a run, of its own.
+            options: as ``trainer_hooks.attach`` takes them.
+        """
+        super().__init__()
+        self._index = optimizer
+        self._options = options
+        self._guards = False
+        self._state: Mapping[str, Any] = {}
+        self._connector: Any = None
+
+    @property
+    def state_key(self) -> str:
+        """Where the state lies in a checkpoint."""
+        name = type(self).__qualname__
+        return name if self._index is None else f"{name}{{'optimizer': {self._index}}}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what protects a resumed run from its first step; Lightning puts it in the .ckpt."""
+        if self._guards and self.attached is not None:
+            return self.attached.state_dict()
+        return dict(self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until training starts: only then is there a loop to give it to."""
+        self._state = state_dict
+
+    # ------------------------------------------------------------------------ begin and end
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget the state of a fit before: Lightning loads a checkpoint's after this."""
+        self._state = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach: optimizers are made and restored by now, and the model is wrapped.
+
+        Raises:
+            UsageError: what is trained in this way cannot be guarded.
+        """
+        if os.environ.get("VITALS_MODE", self._options.get("mode")) == "off":
+            return
+        _refuse_strategy(trainer.strategy)
+        self.attached = attached = attach(
+            trainer.strategy.model,
+            self._optimizer(trainer),
+            scaler=_scaler(trainer),
+            **self._options,
+        )
+        self._guards = True
+        attached._route.runs_closures = True
+        attached.load_state_dict(self._state)
+        self._listen(trainer, attached)
+
+    def _optimizer(self, trainer: Any) -> Optimizer:
+        found = trainer.optimizers
+        if self._index is None and len(found) == 1:
+            return cast(Optimizer, found[0])
+        if self._index is None or not 0 <= self._index < len(found):
+            raise UsageError(
+                f"the trainer has {len(found)} optimizers, and VitalsCallback(optimizer="
+                f"{self._index}) does not say which of them to guard",
+                hint="callbacks=[VitalsCallback(optimizer=0), VitalsCallback(optimizer=1)] guard "
+                "two that are stepped in turns, each as a run of its own",
+            )
+        return cast(Optimizer, found[self._index])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the run.
+
+        Raises:
+            TrainingHalted: the last step's numbers came back only now, and say so.
+        """
+        self._end(lambda attached: attached.end("finished", ""))
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the run as one that failed, or was interrupted; what was raised goes on."""
+        if type(exception).__name__ == "SIGTERMException":  # a SystemExit without a code
+            with suppress(TrainingHalted):
+                self._end(lambda attached: attached.end("interrupted", "SIGTERM"))
+            return
+        self._end(lambda attached: attached.__exit__(type(exception), exception, None))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End a run that is still open, as where a tuner has left the fit."""
+        self.on_train_end(trainer, pl_module)
+
+    def _end(self, how: Any) -> None:
+        attached, guards, self._guards = self.attached, self._guards, False
+        if attached is None or not guards:
+            return
+        if self._connector is not None:
+            vars(self._connector).pop("log_metrics", None)
+            self._connector = None
+        try:
+            how(attached)
+        finally:
+            self._state = attached.state_dict()
+
+    # ------------------------------------------------------------------------- in every step
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Take the micro-batch's loss, as it was before Lightning divided and scaled it.
+
+        In manual optimization nobody knows what the loop has done to it.
+        """
+        if not self._guards or self.attached is None or not pl_module.automatic_optimization:
+            return
+        whole, scaler = loss.detach() * trainer.accumulate_grad_batches, _scaler(trainer)
+        if scaler is not None and scaler.is_enabled():
+            whole = whole / scaler._scale  # on the device: get_scale() would wait for it
+        self.attached.loss(whole)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Measure, exchange and judge; in manual optimization the loop has clipped by now."""
+        if self._guards and self.attached is not None and pl_module.automatic_optimization:
+            self.attached.before_clip(_max_norm(trainer, pl_module))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the time of the validation out of the next step's."""
+        if self._guards and self.attached is not None:
+            self.attached._parts.clock.restart()
+
+    def _listen(self, trainer: Any, attached: Attached) -> None:
+        """Record what Lightning gives to its loggers, when it does, and each validation's metrics.
+
+        Both come after the update, and are of the step before the next one.
+        """
+        connector = self._connector = trainer._logger_connector
+        real, host = connector.log_metrics, attached._host
+
+        def log_metrics(metrics: Any, step: int | None = None) -> None:
+            real(metrics, step)
+            validates = trainer.validating
+            # Without a logger nothing waits for the training metrics: neither do we.
+            if (validates and step is not None) or not (validates or trainer.loggers):
+                return
+            with host.faults.fail_open("observe"):
+                prefix = "eval/" if validates else ""
+                values = {prefix + name: float(value) for name, value in metrics.items()}
+                at = max(0, attached.step_index - 1)
+                host.emitter.scalars(values, step=at, attempt=attached.attempt)
+
+        connector.log_metrics = log_metrics
+
+
+def _refuse_strategy(strategy: Any) -> None:
+    for name in (kind.__name__ for kind in type(strategy).__mro__):
+        if name in ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"):
+            raise UsageError(
+                f"{name} makes the update in an engine of its own, where no step can be kept back",
+                hint="use strategy='ddp', FSDPStrategy or ModelParallelStrategy; for DeepSpeed "
+                "without Lightning there is trainer_hooks.integrations.deepspeed",
+            )
+
+
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _max_norm(trainer: Any, pl_module: Any) -> float | None:
+    """Return what Lightning clips the norm to: inf where it does not clip, None if unknown."""
+    name = "configure_gradient_clipping"
+    owner = next((kind for kind in type(pl_module).__mro__ if name in vars(kind)), type(None))
+    if name in vars(pl_module) or owner.__module__.partition(".")[0] not in _PACKAGES:
+        return None
+    clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if clip is None or clip <= 0:
+        return math.inf
+    by_norm = getattr(algorithm, "value", algorithm) in (None, "norm")
+    return float(clip) if by_norm else None
