@@ -5,14 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.7.1
+INTEGRATIONS := .venv-integrations
+PINS ?= newest
+EXTRAS := agent,collector,huggingface,accelerate,lightning,deepspeed,torchtitan
 FAST := not slow and not dist and not servers and not browser
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow test-oldest lint bench docs screenshot clean
+.PHONY: help setup demo test test-fast test-slow test-oldest test-integrations lint bench docs screenshot clean
 
 help:
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make the environment in .venv (the other targets do it too)
 
@@ -31,6 +34,9 @@ test-slow: $(STAMP) ## the tests that need minutes
 test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose FSDP2 runs on CPUs (a large download)
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
 
+test-integrations: $(INTEGRATIONS)/.$(PINS) ## the frameworks' adapters, each really trained with (PINS=oldest: the oldest versions)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -W default $(ARGS)
+
 lint: $(STAMP) ## ruff, mypy, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,7 +54,7 @@ screenshot: $(STAMP) ## take the README's picture of the dashboard (needs chromi
 	$(BIN)/python docs/screenshot.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs in vitals_runs/ stay
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATIONS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -67,4 +73,12 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	@sed 's/^torch==.*/torch==$(OLDEST_TORCH)/' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --editable '.[all]' --group dev
+	@touch $@
+
+$(INTEGRATIONS)/.$(PINS): pyproject.toml constraints.txt tests/integrations/$(PINS).txt
+	@rm -rf $(INTEGRATIONS)
+	@$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint tests/integrations/$(PINS).txt torch
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --constraint tests/integrations/$(PINS).txt --editable '.[$(EXTRAS)]' --group integrations
 	@touch $@

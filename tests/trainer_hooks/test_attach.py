@@ -33,10 +33,12 @@ class Own(Loop):
         emitter.event = lambda event, **k: (self.said.append(event), whole(event, **k))
         return self.attached
 
-    def step(self, *, gradient=None, scale=1.0, clip=0.5, give=False):
+    def step(self, *, gradient=None, scale=1.0, clip=0.5, give=False, before=False):
         loss = self.forward(scale)
         if gradient is not None:
             self.model[0].weight.grad[0, 0] = gradient
+        if before:
+            self.attached.before_clip(clip)
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             if give:
@@ -105,16 +107,19 @@ def test_outliers_are_left_alone_after_the_loop_s_own_clip_and_that_is_said_once
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("how", ["given", "owned", "measured"])
+@pytest.mark.parametrize("how", ["given", "before", "owned", "measured"])
 def test_outliers_are_skipped_where_the_norm_before_the_clip_is_known(how, fused):
     loop = Own(fused=fused)
-    options = {"given": {}, "owned": {"max_norm": 0.5}, "measured": {"max_norm": INF}}[how]
+    options = {"owned": {"max_norm": 0.5}, "measured": {"max_norm": INF}}.get(how, {})
     with loop.attach(**options):
         for step in range(40):
             before = loop.parameters()
             bad = step == 30
             loop.step(
-                gradient=1e6 if bad else None, clip=0.5 if how == "given" else None, give=True
+                gradient=1e6 if bad else None,
+                clip=0.5 if how in ("given", "before") else None,
+                give=how != "before",
+                before=how == "before",
             )
             same = all(map(torch.equal, before, loop.parameters()))
             assert same == bad
@@ -142,6 +147,86 @@ def test_the_row_has_the_norms_before_and_after_the_loop_s_own_clip():
     assert [0] == list(before)  # unknown in the step whose norm was not given
     assert before[0] > 0.1
     assert pytest.approx({0: 0.01, 1: 0.01}, rel=1e-3) == after
+
+
+def norms_of(loop):
+    return [parameter.grad.norm().item() for parameter in loop.model.parameters()]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_loop_judged_before_its_clip_trains_bit_for_bit_as_without_us(fused):
+    bare = Own(fused=fused).run(20)
+    ours = Own(fused=fused)
+    with ours.attach() as attached:
+        ours.run(20, before=True)
+    assert_same(bare.state(), ours.state())
+    assert attached.swallowed_errors == {}
+    assert [e for e in ours.said if isinstance(e, Note)] == []
+
+
+def test_judged_before_the_clip_the_norms_are_the_true_ones_and_the_layers_too():
+    loop, true = Own(), []
+    with loop.attach():
+        real = loop.attached.before_clip
+        loop.attached.before_clip = lambda clip: (true.append(norms_of(loop)), real(clip))
+        loop.step(clip=0.01, before=True)
+    rows = Journal(Path(os.environ["VITALS_SHM"]))
+    assert pytest.approx({0: math.hypot(*true[0])}) == rows.steps("grad_norm")
+    assert pytest.approx({0: 0.01}) == rows.steps("grad_norm_clipped")
+    layers = {layer: norm for (_, layer), norm in rows.layers("grad_norm").items()}
+    assert pytest.approx(math.hypot(*layers.values())) == math.hypot(*true[0])
+
+
+def test_a_clip_of_unknown_size_leaves_the_norm_after_it_missing():
+    loop = Own()
+    with loop.attach():
+        loop.forward()
+        loop.attached.before_clip()
+        loop.optimizer.step()
+    rows = Journal(Path(os.environ["VITALS_SHM"]))
+    assert [0] == list(rows.steps("grad_norm"))
+    assert {} == rows.steps("grad_norm_clipped")
+
+
+def test_after_a_clip_of_the_loop_s_own_the_layers_norms_are_missing():
+    loop = Own()
+    with loop.attach():
+        loop.step(clip=0.01)
+    assert {} == Journal(Path(os.environ["VITALS_SHM"])).layers("grad_norm")
+
+
+def test_1e30_is_a_finite_outlier_where_the_clip_alone_would_make_it_infinite():
+    loop = Own()
+    with loop.attach():
+        for step in range(25):
+            loop.step(gradient=1e30 if step == 20 else None, before=True)
+        verdicts = Journal(Path(os.environ["VITALS_SHM"])).steps("verdict")
+    assert 8 == verdicts[20]
+
+
+def test_a_judgement_that_no_step_followed_is_made_anew():
+    loop = Own()
+    with loop.attach() as attached:
+        loop.forward()
+        attached.before_clip(0.5)  # the loop thinks better of it
+        loop.optimizer.zero_grad()
+        loop.step(gradient=NAN, before=True)
+        assert 1 == attached.step_index
+    assert 1 == loop.skips()
+
+
+def test_the_clip_between_judgement_and_step_is_not_counted_as_the_monitor_s_time():
+    loop = Own()
+    with loop.attach() as attached:
+        clock = attached._parts.clock
+        loop.step(before=True)
+        loop.forward()
+        attached.before_clip(0.5)
+        clock._left -= 10**12  # a clip of 1,000 seconds
+        loop.optimizer.step()
+    times = Journal(Path(os.environ["VITALS_SHM"]))
+    assert times.steps("optimizer_seconds")[1] > 1000
+    assert times.steps("monitor_seconds")[0] < 100
 
 
 def test_a_loss_that_is_nan_is_skipped_although_its_gradients_are_finite():

@@ -309,3 +309,27 @@ def test_a_first_step_of_rate_zero_is_guarded_all_the_same():
         optimizer.step()
         assert attached.step_index == 1
         assert not optimizer.state
+
+
+def test_a_closure_is_run_once_before_the_step_where_an_adapter_says_so():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    calls = []
+
+    def closure():
+        assert torch.is_grad_enabled()
+        calls.append(len(calls))
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean() * (NAN if len(calls) == 2 else 1.0)
+        loss.backward()
+        return loss
+
+    with trainer_hooks.attach(model, optimizer) as attached:
+        attached._route.runs_closures = True
+        with torch.no_grad():
+            first = optimizer.step(closure)
+        before = model.weight.detach().clone()
+        optimizer.step(closure=closure)
+    assert [0, 1] == calls
+    assert first.item() > 0
+    assert torch.equal(before, model.weight)
