@@ -134,6 +134,7 @@ class Attached(Loop):
         self._orders: Orders | None = None
         self._judged: _Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
+        self._undo: list[Callable[[], None]] = []
         self._route = Route(device.optimizers, device.scaler, self._step_one, host.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
@@ -168,6 +169,10 @@ class Attached(Loop):
             raise self._host.halted
         self._judged = self._judge(max_norm, before_clip=True)
         self._parts.clock.leave()
+
+    def when_closed(self, undo: Callable[[], None]) -> None:
+        """Have ``undo`` called when this closes: it puts back what an adapter replaced."""
+        self._undo.append(undo)
 
     # ---------------------------------------------------------------------------- one step
 
@@ -257,6 +262,9 @@ class Attached(Loop):
             )
 
     def _release(self) -> None:
+        for undo in reversed(self._undo):
+            with self._host.faults.fail_open("close"):
+                undo()
         self._route.close()
         super()._release()
 

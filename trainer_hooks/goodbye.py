@@ -27,6 +27,8 @@ class Open(Protocol):
     """A monitor that is not closed yet."""
 
     goodbye: Goodbye
+    left_open: tuple[EndState, str]
+    """How it ended, where nobody closes it."""
 
     def end(self, state: EndState, reason: str) -> None:
         """Close it."""
@@ -95,9 +97,10 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     for monitor in list(_open):
         if error is None:
-            monitor.end("finished", "")
+            monitor.end(*monitor.left_open)
         else:
-            monitor.end("failed", f"{type(error).__name__}: {error}"[:500])
+            state: EndState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            monitor.end(state, f"{type(error).__name__}: {error}"[:500])
 
 
 def _listen() -> None:

@@ -48,6 +48,7 @@ class Loop:
         self._first_step = self._step = first_step
         device.sampler.begin(first_step)
         self._closed = False
+        self.left_open: tuple[EndState, str] = ("finished", "")
         self.goodbye = Goodbye(host)
         opened(self)
 
@@ -55,7 +56,7 @@ class Loop:
         """End a loop whose monitor was dropped; a halt found now has its marker."""
         if not getattr(self, "_closed", True):
             with suppress(TrainingHalted):
-                self.end("finished", "")
+                self.end(*self.left_open)
 
     def __reduce__(self) -> Any:
         name = type(self).__name__
