@@ -33,6 +33,8 @@ class Variant:
     schedule_waits: str = ""
     """Why the learning rate's schedule stands still in a skipped step; empty where it goes on."""
 
+    unclipped: bool = False
+    """Whether nothing is clipped, and the guard was told so."""
     short_norm: str = ""
     """Why a finite outlier beyond 1.8e19 is taken for one that is not finite; empty where not."""
 
@@ -62,7 +64,8 @@ class Framework:
 _OWN_CLIP = "the loop clips before the step, and did not say what the norm was"
 _FLOAT32 = "the norm is the loop's own, whose squares float32 cannot hold: infinite to it"
 _NO_LOSS = "the loop did not give it"
-_BY_VALUE = "clipped by value, or by the module's own method: no norm was aimed at"
+_BY_MODULE = "configure_gradient_clipping is the module's own: nobody knows what it aims at"
+_NOT_AIMED = "clipped by value: no norm was aimed at"
 _MANUAL_LOSS = "what a manual loop gives to backward may be divided, or a part"
 _MANUAL_CLIP = "a manual loop clips before Lightning's hooks"
 
@@ -96,8 +99,8 @@ FRAMEWORKS = (
             "DDP": Variant(),
             "DDP, not fused": Variant(),
             "DDP, accumulating": Variant(),
-            "DDP, clipped by value": Variant(abstains={"grad_norm_clipped": _BY_VALUE}),
-            "DDP, a clip of the module's own": Variant(abstains={"grad_norm_clipped": _BY_VALUE}),
+            "DDP, clipped by value": Variant(abstains={"grad_norm_clipped": _NOT_AIMED}),
+            "DDP, a clip of the module's own": Variant(abstains={"grad_norm_clipped": _BY_MODULE}),
             "DDP, float16 with a scaler": Variant(scaled=True, rounded=True),
             "FSDP2": Variant(),
             "manual optimization": Variant(
@@ -112,6 +115,32 @@ FRAMEWORKS = (
         refused={
             "DeepSpeedStrategy": "its engine makes the update, and keeps no step back",
             "several optimizers in one callback": "they are stepped in turns; one callback each",
+        },
+        not_run={
+            "FSDPStrategy": "it wants a GPU",
+        },
+    ),
+    Framework(
+        title="Lightning Fabric",
+        module="fabric",
+        package="lightning",
+        distribution="lightning",
+        variants={
+            "DDP": Variant(),
+            "DDP, not fused": Variant(),
+            "DDP, accumulating": Variant(),
+            "DDP, clipped by value": Variant(abstains={"grad_norm_clipped": _NOT_AIMED}),
+            "DDP, never clipped": Variant(unclipped=True),
+            "DDP, clipped by the guard": Variant(),
+            "DDP, clipped in a way of the loop's own": Variant(
+                abstains={"grad_norm": _OWN_CLIP, "layer_norms": _OWN_CLIP}
+            ),
+            "DDP, float16 with a scaler": Variant(scaled=True, rounded=True),
+            "FSDP2": Variant(),
+        },
+        refused={
+            "DeepSpeedStrategy": "its engine makes the update, and keeps no step back",
+            "two guards on one Fabric": "it cannot tell whose loss it is that backward is given",
         },
         not_run={
             "FSDPStrategy": "it wants a GPU",

@@ -56,7 +56,6 @@ class VitalsCallback(_callback_class()):  # type: ignore[misc]
         self._options = options
         self._guards = False
         self._state: Mapping[str, Any] = {}
-        self._connector: Any = None
 
     @property
     def state_key(self) -> str:
@@ -65,7 +64,7 @@ class VitalsCallback(_callback_class()):  # type: ignore[misc]
         return name if self._index is None else f"{name}{{'optimizer': {self._index}}}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what protects a resumed run from its first step; Lightning puts it in the .ckpt."""
+        """Return what protects a resumed run from its first step, for the .ckpt."""
         if self._guards and self.attached is not None:
             return self.attached.state_dict()
         return dict(self._state)
@@ -137,9 +136,6 @@ class VitalsCallback(_callback_class()):  # type: ignore[misc]
         attached, guards, self._guards = self.attached, self._guards, False
         if attached is None or not guards:
             return
-        if self._connector is not None:
-            vars(self._connector).pop("log_metrics", None)
-            self._connector = None
         try:
             how(attached)
         finally:
@@ -174,7 +170,7 @@ class VitalsCallback(_callback_class()):  # type: ignore[misc]
 
         Both come after the update, and are of the step before the next one.
         """
-        connector = self._connector = trainer._logger_connector
+        connector = trainer._logger_connector
         real, host = connector.log_metrics, attached._host
 
         def log_metrics(metrics: Any, step: int | None = None) -> None:
@@ -190,6 +186,7 @@ class VitalsCallback(_callback_class()):  # type: ignore[misc]
                 host.emitter.scalars(values, step=at, attempt=attached.attempt)
 
         connector.log_metrics = log_metrics
+        attached.when_closed(lambda: vars(connector).pop("log_metrics", None))
 
 
 def _refuse_strategy(strategy: Any) -> None:

@@ -83,7 +83,7 @@ def train(
     accumulate: int = 1,
     clip: float | None = MAX_NORM,
     callback: type[Callback] = VitalsCallback,
-    options: Any = lambda: {},
+    options: Any = dict,
     **of_the_module: Any,
 ) -> None:
     """Train the script's steps."""

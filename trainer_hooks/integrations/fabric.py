@@ -1,0 +1,190 @@
+"""Lightning Fabric: ``attach`` for a loop that trains through a ``Fabric``.
+
+    model, optimizer = fabric.setup(model, optimizer)
+    attached = attach(fabric, model, optimizer)
+
+``optimizer.step()`` is guarded, ``fabric.backward`` gives the loss, and ``fabric.clip_gradients``
+measures and judges before it clips. All of them are replaced on the objects, until ``close()``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import trainer_hooks
+from trainer_hooks.attached import Attached
+from trainer_hooks.guard import unscale
+from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.off import Unattached
+from trainer_hooks.wrap import as_list
+from trainvitals.errors import UsageError
+
+_GUARDED = "_vitals_attached"
+
+
+def attach(
+    fabric: Any,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    *,
+    max_norm: float | None = None,
+    loss_divisor: float = 1.0,
+    **options: Unpack[Options],
+) -> Attached:
+    """Put the loop's ``optimizer.step()`` under guard. Call on all ranks, after ``fabric.setup``.
+
+    Outliers of the gradients' norm are judged where the loop calls ``fabric.clip_gradients``, or
+    with ``max_norm``. A clip whose ``error_if_nonfinite`` nobody gave raises no more: the step is
+    skipped. Given as True it raises as before.
+
+    Args:
+        fabric: the Fabric, launched.
+        model: what ``fabric.setup`` returned, or ``fabric.setup_module``.
+        optimizers: what ``fabric.setup`` returned; all of them are stepped after the same backward.
+        max_norm: clip to this norm within ``optimizer.step()``, for a loop that does not clip; inf
+            says that nothing is clipped.
+        loss_divisor: what the loop divides each loss by before ``fabric.backward``, as some do that
+            accumulate.
+        options: as ``trainer_hooks.attach`` takes them.
+
+    Raises:
+        UsageError: an argument cannot work; the text says which and what to do.
+        MissingDependencyError: Fabric is too old.
+        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+    """
+    _require(fabric)
+    _refuse(fabric, loss_divisor)
+    bare = [getattr(optimizer, "optimizer", optimizer) for optimizer in as_list(optimizers)]
+    attached = trainer_hooks.attach(
+        getattr(model, "_forward_module", model),
+        bare,
+        scaler=getattr(fabric.strategy.precision, "scaler", None),
+        max_norm=max_norm,
+        **options,
+    )
+    if not isinstance(attached, Unattached):
+        _replace(attached, fabric, _GUARDED, True)
+        _give_losses(fabric, attached, loss_divisor)
+        _judge_before_clips(fabric, attached, bare, refused=max_norm is not None)
+        _unscale_once(fabric.strategy.precision, attached)
+        _keep_what_is_logged(fabric, attached)
+    return attached
+
+
+def _require(fabric: Any) -> None:
+    """Refuse a Fabric that is too old; it may come alone or with Lightning."""
+    alone = type(fabric).__mro__[-2].__module__.partition(".")[0] == "lightning_fabric"
+    require("lightning-fabric" if alone else "lightning", "2.2", extra="lightning")
+
+
+def _refuse(fabric: Any, loss_divisor: float) -> None:
+    for name in (kind.__name__ for kind in type(fabric.strategy).__mro__):
+        if name in ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy"):
+            raise UsageError(
+                f"{name} makes the update in an engine of its own, where no step can be kept back",
+                hint="use strategy='ddp', FSDPStrategy or ModelParallelStrategy; for DeepSpeed "
+                "without Fabric there is trainer_hooks.integrations.deepspeed",
+            )
+    if not 0 < loss_divisor < math.inf:
+        raise UsageError(
+            f"loss_divisor is {loss_divisor!r}; it must be a number above 0",
+            hint="the N of fabric.backward(loss / N); leave it out where losses are not divided",
+        )
+    if _GUARDED in vars(fabric):
+        raise UsageError(
+            "this Fabric is guarded already, and cannot tell which losses belong to which guard",
+            hint="attached.close() ends the first. Where updates alternate (GANs), guard each with "
+            "trainer_hooks.attach(model, optimizer.optimizer), and give it its losses yourself",
+        )
+
+
+def _replace(attached: Attached, owner: Any, name: str, ours: Any) -> None:
+    """Set an attribute on the object itself, until the guard closes."""
+    before = vars(owner).get(name)
+
+    def put_back() -> None:
+        if vars(owner).get(name) is ours:
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
+
+    setattr(owner, name, ours)
+    attached.when_closed(put_back)
+
+
+def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
+    real: Callable[..., None] = fabric.backward
+
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        attached._judged = None  # of gradients that this changes
+        attached.loss(tensor.detach() * divisor)
+        real(tensor, *args, **kwargs)
+
+    _replace(attached, fabric, "backward", backward)
+
+
+def _judge_before_clips(
+    fabric: Any, attached: Attached, optimizers: Sequence[Optimizer], *, refused: bool
+) -> None:
+    real: Callable[..., Tensor | None] = fabric.clip_gradients
+    arguments_of = signature(real)
+    clipped: set[int] = set()
+
+    def clip_gradients(*args: Any, **kwargs: Any) -> Tensor | None:
+        given = arguments_of.bind(*args, **kwargs).arguments
+        optimizer = given["optimizer"]
+        key = id(getattr(optimizer, "optimizer", optimizer))
+        if key in {id(one) for one in optimizers}:
+            if refused:
+                raise UsageError(
+                    "attach() was given max_norm, and the loop calls fabric.clip_gradients() too",
+                    hint="leave one of them out: without max_norm the loop's own clip is seen",
+                )
+            if attached._judged is None or key in clipped:  # several are clipped in one step
+                clipped.clear()
+                attached.before_clip(_norm_of(given) if len(optimizers) == 1 else None)
+            clipped.add(key)
+        if "error_if_nonfinite" not in given and attached._host.mode == "guard":
+            kwargs["error_if_nonfinite"] = False
+        return real(*args, **kwargs)
+
+    _replace(attached, fabric, "clip_gradients", clip_gradients)
+
+
+def _norm_of(given: Mapping[str, Any]) -> float | None:
+    """Return the norm that a clip aims at; None for one by value, or to another kind of norm."""
+    max_norm = given.get("max_norm")
+    return None if max_norm is None or given.get("norm_type", 2.0) != 2 else float(max_norm)
+
+
+def _unscale_once(precision: Any, attached: Attached) -> None:
+    """Have a clip not unscale again what was unscaled to be measured: a scaler would raise."""
+    real: Callable[..., None] = precision.unscale_gradients
+
+    def unscale_gradients(optimizer: Any) -> None:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            real(optimizer)  # raises: of these no Fabric clips the scaled gradients
+        else:
+            unscale(precision.scaler, [optimizer])
+
+    if getattr(precision, "scaler", None) is not None:
+        _replace(attached, precision, "unscale_gradients", unscale_gradients)
+
+
+def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
+    """Record what the loop logs; ``fabric.log`` comes by here too, and waits for each value."""
+    real: Callable[..., None] = fabric.log_dict
+
+    def log_dict(metrics: Mapping[str, Any], step: int | None = None) -> None:
+        real(metrics, step)
+        with attached._host.faults.fail_open("observe"):
+            numbers = {n: v for n, v in metrics.items() if isinstance(v, int | float | Tensor)}
+            attached.observe(**{name: float(value) for name, value in numbers.items()})
+
+    _replace(attached, fabric, "log_dict", log_dict)
