@@ -135,7 +135,8 @@ class Attached(Loop):
         self._judged: _Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._undo: list[Callable[[], None]] = []
-        self._route = Route(device.optimizers, device.scaler, self._step_one, host.faults)
+        stepped = device.optimizers if device.engine is None else ()
+        self._route = Route(stepped, device.scaler, self._step_one, host.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Give the step's loss, so that the loss rules work; when accumulating, each one's.

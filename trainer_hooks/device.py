@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.averages import Averages
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard import AfterLoad, BufferShadow, OptimizerGuard, Shadows
+from trainer_hooks.guard import AfterLoad, BufferShadow, OptimizerGuard, Shadows, overflow_flag
 from trainer_hooks.hook_memory import registered, unregistered
 from trainer_hooks.measures.memory_estimate import MemoryEstimate
 from trainer_hooks.measures.sampled import Sampler
@@ -30,6 +30,19 @@ from trainer_hooks.state import Stateful
 from trainvitals.errors import UsageError
 
 
+class Engine(Protocol):
+    """A framework's engine that keeps its gradients elsewhere, and steps or skips by itself."""
+
+    def norms(self, ranks: Ranks) -> GradNorms:
+        """Return what measures the gradients where they are. Collective."""
+
+    def overflow(self) -> Tensor | None:
+        """Return the flag of the engine's own loss scaling in this step, 0.0 or 1.0, or None."""
+
+    def loss_scale(self) -> Tensor | None:
+        """Return what the gradients are scaled by, or None where there is no scaling."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Device:
     """The parts, and the training they act on."""
@@ -40,6 +53,8 @@ class Device:
     norms: GradNorms
     packer: Packer
     guards: tuple[OptimizerGuard, ...]
+    """One for each optimizer; none where an engine steps them."""
+    engine: Engine | None
     shadow: Shadows
     after_load: AfterLoad
     averages: Averages
@@ -54,8 +69,9 @@ class Device:
 
     def release(self) -> None:
         """Leave the optimizers as they were found."""
-        for optimizer, guard in zip(self.optimizers, self.guards, strict=True):
+        for guard in self.guards:
             guard.release()
+        for optimizer in self.optimizers:
             vars(optimizer).pop("add_param_group", None)
         self.after_load.release()
         self.averages.release()
@@ -64,7 +80,19 @@ class Device:
     @property
     def reads_verdict(self) -> bool:
         """Whether an optimizer needs the verdict on the host: then every rank reads it at once."""
-        return not all(guard.on_device for guard in self.guards)
+        return self.engine is not None or not all(guard.on_device for guard in self.guards)
+
+    def overflow(self) -> Tensor | None:
+        """Return this rank's flag of the loss scaling on the device, or None without one."""
+        if self.engine is not None:
+            return self.engine.overflow()
+        return overflow_flag(self.scaler, self.optimizers, self.norms.device)
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the loss scale where it lies, or None where there is no scaling."""
+        if self.engine is not None:
+            return self.engine.loss_scale()
+        return getattr(self.scaler, "_scale", None)
 
 
 def lay_out(
@@ -76,6 +104,7 @@ def lay_out(
     faults: FaultCounter,
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
+    engine: Engine | None = None,
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     params: dict[str, Tensor] = {}
@@ -87,6 +116,8 @@ def lay_out(
         refuse_unguardable(model, optimizers, schedulers, state)
         _refuse_guarded(optimizers)
         _refuse_signals(signals)
+        if engine is not None:
+            return [type(optimizer).__name__ for optimizer in optimizers]
         reshard(model)
         pieces.update(flat_pieces(model))
         params.update(named_parameters(model, optimizers))
@@ -95,13 +126,13 @@ def lay_out(
 
     kinds = on_every_rank(ranks, local)
     check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
-    norms = GradNorms(params, ranks, pieces)
+    norms = GradNorms(params, ranks, pieces) if engine is None else engine.norms(ranks)
     sampler = _sampler(signals or SignalSettings(), model, norms, ranks, faults)
-    layout = PackLayout.of(len(params), ranks, sampler.pack_size)
+    layout = PackLayout.of(len(norms.names), ranks, sampler.pack_size)
     memories = registered(model, state)
     shadow = Shadows(BufferShadow(model), *memories.values())
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
-    lag = 1 if all(guard.on_device for guard in guards) else 0
+    lag = 1 if engine is None and all(guard.on_device for guard in guards) else 0
     size = layout.size + NUM_FIGURES + sampler.own_size
     for optimizer in optimizers:
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
@@ -112,6 +143,7 @@ def lay_out(
         norms=norms,
         packer=Packer(layout, norms.device),
         guards=tuple(guards),
+        engine=engine,
         shadow=shadow,
         after_load=AfterLoad(model, shadow),
         averages=Averages(state),

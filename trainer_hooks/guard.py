@@ -241,7 +241,7 @@ class OptimizerGuard:
         if skip_on_host:
             self._mark_stepped()
             return
-        with self._scaled_rates(lr_factor):
+        with scaled_rates(self.optimizer, lr_factor):
             if self.on_device and skip_on_host is None:
                 self._step_with_flag(bad, divisor)
             else:
@@ -280,21 +280,22 @@ class OptimizerGuard:
 
             self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.STEPPED
 
-    @contextmanager
-    def _scaled_rates(self, factor: float) -> Iterator[None]:
-        """Multiply ``group['lr']`` and put the very object back: schedulers never see it."""
-        if factor == 1.0:
-            yield
-            return
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * factor
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply ``group['lr']`` and put the very object back: schedulers never see it."""
+    if factor == 1.0:
+        yield
+        return
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _create_momentum(optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer_hooks.batches import Position
 from trainer_hooks.device import Device
-from trainer_hooks.guard import OptimizerGuard, overflow_flag
+from trainer_hooks.guard import OptimizerGuard
 from trainer_hooks.host import Host
 from trainer_hooks.measures.hyperparameters import Change, GroupSettings
 from trainer_hooks.norms import no_gradients, scale
@@ -143,7 +143,7 @@ class StepParts:
         self._look_at_groups()
         root = host.root_words(step)
         device.norms.align()
-        overflow = overflow_flag(device.scaler, device.optimizers, device.norms.device)
+        overflow = device.overflow()
         grads: list[Tensor] | None = None
         failed, given = True, StepLoss()
         with host.faults.fail_open("loss"):
@@ -155,8 +155,7 @@ class StepParts:
             device.norms.squares_into(device.packer.squares, where, grads)
             device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
             with host.faults.fail_open("signals"):
-                scale_now = getattr(device.scaler, "_scale", None)
-                device.sampler.fill(step, device.packer.sampled, scale_now)
+                device.sampler.fill(step, device.packer.sampled, device.loss_scale())
             failed = False
         if failed:
             # Short of its numbers, this rank still unscales, clips and steps as the others do.
@@ -299,11 +298,11 @@ class StepParts:
 
     def _loss_scale(self) -> Tensor:
         """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
-        loss_scale = getattr(self._device.scaler, "_scale", None)
+        loss_scale = self._device.loss_scale()
         if loss_scale is None:
             device = self._device.norms.device
             return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
-        found: Tensor = loss_scale.detach().to(self._device.norms.device, torch.float64)
+        found = loss_scale.detach().to(self._device.norms.device, torch.float64)
         return found.reshape(1)
 
     def _host_step(

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.attributes import run_info
 from trainer_hooks.columns import RootColumns
-from trainer_hooks.device import Device, lay_out
+from trainer_hooks.device import Device, Engine, lay_out
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.healer import CheckpointSettings, Healer
@@ -141,10 +141,11 @@ def set_up(
     tags: Sequence[str],
     state: Mapping[str, Any] | None,
     signals: SignalSettings | None = None,
+    engine: Engine | None = None,
 ) -> Made | None:
     """Put together what ``watch`` and ``attach`` share, and begin the run; None where it is off.
 
-    Collective. The arguments are those of ``watch``.
+    Collective. The arguments are those of ``watch``, and a framework's engine that owns the step.
     """
     environ = dict(os.environ)
     tokens, settings = _tokens(tokens_per_step), _mapping(config)
@@ -153,7 +154,9 @@ def set_up(
     chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler)
     if chosen == "off":
         return None
-    device = lay_out(model, all_optimizers, all_schedulers, scaler, ranks, faults, state, signals)
+    device = lay_out(
+        model, all_optimizers, all_schedulers, scaler, ranks, faults, state, signals, engine
+    )
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, dir, clock)
