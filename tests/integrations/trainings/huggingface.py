@@ -1,0 +1,79 @@
+"""Hugging Face's ``Trainer``."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from tests.integrations.script import BATCH, MAX_NORM, Script
+from tests.integrations.trainings.torchrun import gradients_of
+from trainer_hooks.integrations.huggingface import VitalsCallback
+
+
+class Scripted(Trainer):
+    """Trains on this rank's batch, and has the script's faults after the last backward."""
+
+    def __init__(self, script: Script, micro_batches: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.script, self.micro_batches = script, micro_batches
+
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.script.dataset(self.micro_batches), batch_size=BATCH)
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, *args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.script.poison(gradients_of(model))
+        return loss
+
+
+class Played(TrainerCallback):
+    """Begins and ends the script's steps."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def on_step_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
+        self.script.begin(model, optimizer)
+
+    def on_step_end(self, args, state, control, model, optimizer, **kwargs) -> None:
+        self.script.end(model, optimizer)
+
+
+def trained(
+    script: Script, *, micro_batches: int = 1, fused: bool = True, knows_trainer: bool = True
+) -> None:
+    """Train with the callback, which knows its trainer or not."""
+    net = script.net()
+    optimizer = script.optimizer(net.parameters(), fused=fused)
+    trainer = Scripted(
+        script,
+        micro_batches,
+        model=net,
+        args=TrainingArguments(
+            output_dir=str(script.folder),
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=5,
+            disable_tqdm=True,
+            max_steps=script.num_steps,
+            max_grad_norm=MAX_NORM,
+            gradient_accumulation_steps=micro_batches,
+        ),
+        train_dataset=script.dataset(micro_batches),
+        optimizers=(optimizer, script.schedule(optimizer)),
+        callbacks=[Played(script)],
+    )
+    trainer.add_callback(VitalsCallback(trainer if knows_trainer else None))
+    trainer.train()
+
+
+VARIANTS = {
+    "DDP": trained,
+    "DDP, accumulating": partial(trained, micro_batches=2),
+    "DDP, not fused": partial(trained, fused=False),
+    "callback without the trainer": partial(trained, knows_trainer=False),
+}

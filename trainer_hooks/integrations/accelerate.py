@@ -1,0 +1,398 @@
+"""Accelerate: puts the ``optimizer.step()`` of a prepared loop under guard.
+
+    attached = attach(accelerator, model, optimizer)
+
+The gradients are judged where the loop clips through the accelerator, before that; in a loop which
+does not, they are judged in ``optimizer.step()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import numbers
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import trainer_hooks
+from trainer_hooks.attached import Attached
+from trainer_hooks.guard import AfterLoad
+from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.wrap import as_list
+from trainvitals.errors import UsageError
+
+OLDEST = "1.0"
+_ELSEWHERE = {
+    "DEEPSPEED": "trainer_hooks.integrations.deepspeed.attach(engine) guards the engine, which is "
+    "the model that accelerator.prepare() returned",
+    "MEGATRON_LM": "guard Megatron's own loop with trainer_hooks.attach()",
+    "XLA": "trainer_hooks guards CPU and CUDA devices only",
+}
+
+
+def attach(
+    accelerator: Any,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    *,
+    max_norm: float | None = None,
+    **options: Unpack[Options],
+) -> Attached:
+    """Put a loop that trains with Accelerate under guard. Call on all ranks, after ``prepare``.
+
+    The loop stays as it is: ``accelerator.backward`` gives the loss, ``clip_grad_norm_`` what it
+    clips to, ``log`` its scalars; ``save_state`` keeps the guard's state and ``load_state``
+    restores it; ``end_training`` ends the run.
+
+    Args:
+        accelerator: what prepared the model and the optimizer.
+        model: the prepared model, or several.
+        optimizer: the prepared optimizer, or several that are stepped after the same backward.
+        max_norm: for a loop that does not clip: inf says so, and the norm is known without it; any
+            other number is clipped to within ``optimizer.step()``.
+        options: as ``trainer_hooks.attach`` takes them.
+
+    Raises:
+        UsageError: this way to train cannot be guarded; the text says where to go.
+        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    whole = models[0] if len(models) == 1 else nn.ModuleList(models)
+    found = guard(accelerator, whole, as_list(optimizer), max_norm=max_norm, options=options)
+    attached, hooks = found
+    if hooks is not None:
+        _Loop(accelerator, attached, _state_file(accelerator, optimizer))
+        for each in models if len(models) > 1 else ():
+            attached.when_closed(AfterLoad(each, attached._device.shadow).release)
+    return attached
+
+
+def guard(
+    accelerator: Any,
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    *,
+    options: Options,
+    max_norm: float | None = None,
+    parts: bool = False,
+) -> tuple[Attached, Hooks | None]:
+    """Attach, and learn from the accelerator what it alone knows: losses and the clip.
+
+    Args:
+        accelerator: whose methods are replaced on itself until the guard is closed.
+        model: the module, wrapped or not.
+        optimizers: prepared ones.
+        options: as ``trainer_hooks.attach`` takes them.
+        max_norm: as ``attach`` takes it.
+        parts: whether the losses of a step's micro-batches are parts of it, and add up.
+    """
+    require("accelerate", OLDEST, extra="accelerate")
+    if not is_off(options):
+        refuse(accelerator.distributed_type, optimizers)
+    attached: Any = trainer_hooks.attach(
+        model,
+        [plain(optimizer) for optimizer in optimizers],
+        scaler=accelerator.scaler,
+        max_norm=max_norm,
+        **options,
+    )
+    if not isinstance(attached, Attached):  # it is off
+        return attached, None
+    owns_clip = max_norm is not None
+    return attached, Hooks(accelerator, optimizers, attached, owns_clip=owns_clip, parts=parts)
+
+
+def is_off(options: Options) -> bool:
+    """Return whether nothing is guarded, and so nothing is to be refused."""
+    return os.environ.get("VITALS_MODE", options.get("mode")) == "off"
+
+
+def plain(optimizer: Any) -> Optimizer:
+    """Return the optimizer that Accelerate lies around."""
+    while hasattr(optimizer, "accelerator_state"):
+        optimizer = optimizer.optimizer
+    return cast(Optimizer, optimizer)
+
+
+def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
+    """Refuse what would not be guarded, or not rightly.
+
+    Raises:
+        UsageError: it is that.
+    """
+    kind = str(getattr(distributed_type, "value", distributed_type)).upper()
+    if kind in _ELSEWHERE:
+        raise UsageError(
+            f"Accelerate trains with {kind}, whose updates it does not make itself",
+            hint=_ELSEWHERE[kind],
+        )
+    names = [type(plain(optimizer)).__name__ for optimizer in optimizers]
+    beside = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}.intersection(names)
+    if beside:
+        raise UsageError(
+            f"{beside.pop()} updates parameters within backward, before their gradients can be "
+            "judged",
+            hint="train with an optimizer whose step() makes the update",
+        )
+    scaled = any(getattr(optimizer, "scaler", None) is not None for optimizer in optimizers)
+    if scaled and len(optimizers) > 1:
+        raise UsageError(
+            f"{len(optimizers)} optimizers with one gradient scaler: Accelerate updates it after "
+            "each of them, and forgets what the others' gradients were scaled by",
+            hint="mixed_precision='bf16' needs no scaler; or give all parameters to one optimizer",
+        )
+
+
+def replace(
+    attached: Attached, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]
+) -> None:
+    """Replace a method on the object itself until the guard is closed; then it is put back.
+
+    Where somebody has wrapped ours since, that goes on to call the real one only.
+    """
+    real, before = getattr(owner, name), vars(owner).get(name)
+    ours, closed = make(real), False
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (real if closed else ours)(*args, **kwargs)
+
+    def put_back() -> None:
+        nonlocal closed
+        closed = True
+        if vars(owner).get(name) is call:
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
+
+    setattr(owner, name, call)
+    attached.when_closed(put_back)
+
+
+class Hooks:
+    """Learns a step's losses and its clip through the accelerator's own methods."""
+
+    def __init__(
+        self,
+        accelerator: Any,
+        optimizers: Sequence[Any],
+        attached: Attached,
+        *,
+        owns_clip: bool,
+        parts: bool,
+    ) -> None:
+        self._accelerator = accelerator
+        self._attached = attached
+        self._optimizers = [plain(optimizer) for optimizer in optimizers]
+        self._owns_clip = owns_clip
+        self._parts = parts
+        self._sum: Tensor | None = None
+        self._sees_backward = False
+        others = {plain(optimizer) for optimizer in accelerator._optimizers}
+        # Of a loss that may be another optimizer's nothing is known.
+        self._learns_loss = others <= set(self._optimizers)
+        replace(attached, accelerator, "backward", self._backward)
+        replace(attached, accelerator, "clip_grad_norm_", self._clip_grad_norm)
+        replace(attached, accelerator, "clip_grad_value_", self._clip_grad_value)
+        scaler = accelerator.scaler
+        if scaler is not None and scaler.is_enabled():
+            replace(attached, accelerator, "unscale_gradients", self._unscale_gradients)
+        elif scaler is not None:
+            for optimizer in optimizers:
+                self._step_without_scaler(optimizer)
+
+    # --------------------------------------------------------------------------- the losses
+
+    def _backward(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            result = real(loss, *args, **kwargs)
+            self._sees_backward = True
+            # A verdict that the loop did not take to optimizer.step() was on other gradients.
+            self._attached._judged = None
+            if not self._learns_loss:
+                return result
+            if not self._parts:
+                self._attached.loss(loss)
+                return result
+            with self._attached._host.faults.fail_open("loss"):
+                part = loss.detach()
+                self._sum = part if self._sum is None else self._sum + part
+            return result
+
+        return backward
+
+    def give_loss(self) -> None:
+        """Give the sum of the parts, once; call before the step's update."""
+        if self._sum is not None:
+            self._attached.loss(self._sum)
+            self._sum = None
+
+    # ----------------------------------------------------------------------------- the clip
+
+    def _clip_grad_norm(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            clipped = _as_parameters(parameters)
+            norm_type = args[0] if args else kwargs.get("norm_type", 2)
+            self._before_clip(clipped, float(max_norm) if norm_type == 2 else None)
+            given = parameters if isinstance(parameters, Tensor) else clipped
+            return real(given, max_norm, *args, **kwargs)
+
+        return clip_grad_norm_
+
+    def _clip_grad_value(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            clipped = _as_parameters(parameters)
+            # It would make an Inf a number like others, and nobody could see it any more.
+            self._before_clip(clipped, None)
+            given = parameters if isinstance(parameters, Tensor) else clipped
+            return real(given, *args, **kwargs)
+
+        return clip_grad_value_
+
+    def _before_clip(self, clipped: list[Tensor], max_norm: float | None) -> None:
+        """Judge the gradients, where these are all of them and the last backward is done."""
+        attached, owned = self._attached, self._owned()
+        if self._owns_clip:
+            self._refuse_clip()
+            return
+        if not self._accelerator.sync_gradients or not owned <= {id(p) for p in clipped}:
+            return
+        if any(p.grad is not None for p in clipped if id(p) not in owned):
+            max_norm = None  # it counts gradients that no update takes
+        judged = attached._judged
+        if judged is not None and self._sees_backward:  # clipped again
+            known = None not in (judged.max_norm, max_norm)
+            tighter = min(cast(float, judged.max_norm), cast(float, max_norm)) if known else None
+            attached._judged = judged._replace(max_norm=tighter)
+            return
+        self.give_loss()
+        attached.before_clip(max_norm)
+
+    def _owned(self) -> set[int]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+
+    def _refuse_clip(self) -> None:
+        """Refuse a clip that the loop said it does not make.
+
+        Raises:
+            UsageError: this is the first step. Later it is counted.
+        """
+        error = UsageError(
+            "the loop clips through the accelerator, and attach(max_norm=...) said that it does "
+            "not",
+            hint="take max_norm out of attach(): what the loop clips to is seen",
+        )
+        if self._attached.step_index == self._attached._first_step:
+            raise error
+        with self._attached._host.faults.fail_open("clip"):
+            raise error
+
+    # --------------------------------------------------------------------------- the scaler
+
+    def _unscale_gradients(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave out what is unscaled by now: a second time is an error of the scaler."""
+        from torch.amp.grad_scaler import OptState
+
+        accelerator = self._accelerator
+
+        def unscale_gradients(optimizer: Any = None) -> Any:
+            states = accelerator.scaler._per_optimizer_states
+            chosen = accelerator._optimizers if optimizer is None else as_list(optimizer)
+            left = [o for o in chosen if states[id(plain(o))]["stage"] is OptState.READY]
+            return real(left)
+
+        return unscale_gradients
+
+    def _step_without_scaler(self, optimizer: Any) -> None:
+        """Have no step made around ours: by a scaler that is off, Accelerate takes it away."""
+        scaler, optimizer.scaler = optimizer.scaler, None
+        self._attached.when_closed(functools.partial(setattr, optimizer, "scaler", scaler))
+
+
+class _Loop:
+    """Follows a loop of the user's own: its scalars, its checkpoints and its end."""
+
+    def __init__(self, accelerator: Any, attached: Attached, state_file: str) -> None:
+        self._accelerator = accelerator
+        self._state_file = state_file
+        self._attached = attached
+        replace(attached, accelerator, "log", self._log)
+        replace(attached, accelerator, "end_training", self._end_training)
+        for register, hook in (
+            (accelerator.register_save_state_pre_hook, self._save),
+            (accelerator.register_load_state_pre_hook, self._load),
+        ):
+            attached.when_closed(register(hook).remove)
+
+    def _log(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def log(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if self._accelerator.is_main_process:
+                observe(self._attached, values)
+            return real(values, *args, **kwargs)
+
+        return log
+
+    def _end_training(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def end_training(*args: Any, **kwargs: Any) -> None:
+            try:
+                self._attached.close()
+            finally:
+                real(*args, **kwargs)
+
+        return end_training
+
+    def _save(self, _models: Any, _weights: Any, output_dir: str) -> None:
+        if self._accelerator.is_main_process:
+            with self._attached._host.faults.fail_open("save_state"):
+                state = json.dumps(self._attached.state_dict())
+                Path(output_dir, self._state_file).write_text(state)
+
+    def _load(self, _models: Any, input_dir: str) -> None:
+        """Go on as the loop that saved, or, in the midst of a run, judge by a new baseline."""
+        attached = self._attached
+        if attached.step_index:
+            attached.expect("accelerator.load_state() was called")
+            return
+        path = Path(input_dir, self._state_file)
+        state: Any = {}
+        with attached._host.faults.fail_open("load_state"):
+            if self._accelerator.is_main_process and path.exists():
+                state = json.loads(path.read_text())
+        attached.load_state_dict(self._from_root(state))
+
+    def _from_root(self, state: Any) -> Any:
+        """Return the main process' word: a folder may be there on its node alone."""
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([state])[0]
+
+
+def observe(attached: Attached, values: Mapping[str, Any]) -> None:
+    """Record what of a framework's log is a number."""
+    with attached._host.faults.fail_open("observe"):
+        attached.observe(**{name: float(v) for name, v in values.items() if _is_number(v)})
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return bool(value.ndim == 0)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _state_file(accelerator: Any, optimizer: Any) -> str:
+    """Return where the state lies in a folder of ``save_state``: each guard has its own."""
+    first = plain(as_list(optimizer)[0])
+    place = [plain(o) for o in accelerator._optimizers].index(first)
+    return f"vitals_{place}.json" if place else "vitals.json"
+
+
+def _as_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return them as a list: what makes them may do so only once."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,145 @@
+"""Hugging Face ``Trainer``: a callback that puts the trainer's ``optimizer.step()`` under guard.
+
+    trainer.add_callback(VitalsCallback(trainer))
+
+The trainer clips through its accelerator before any callback is called: there the gradients are
+judged, before the clip.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import trainer_hooks
+from trainer_hooks.attached import Attached
+from trainer_hooks.goodbye import EndState
+from trainer_hooks.integrations import accelerate
+from trainer_hooks.integrations.framework import Options, require
+from trainvitals.errors import UsageError
+
+require("transformers", "4.46", extra="huggingface")
+
+from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
+
+_LOG = logging.getLogger("trainvitals")
+
+
+class VitalsCallback(TrainerCallback, ExportableState):
+    """Guards ``trainer.train()``: a run begins and ends with it."""
+
+    attached: Attached | None = None
+    """The present training's guard: ``run_id``, ``observe``, ``swallowed_errors``."""
+    kept: Mapping[str, Any] | None = None
+    """Set only where the trainer has made this callback anew, from a checkpoint."""
+
+    def __init__(self, trainer: Any = None, **options: Unpack[Options]) -> None:
+        """Guard what the trainer trains.
+
+        Args:
+            trainer: the trainer that this callback is added to. Without it the losses are not
+                known, and neither is the norm before the trainer's clip: what is not finite is
+                skipped all the same, outliers are not.
+            options: as ``trainer_hooks.attach`` takes them. Without ``run`` and ``config`` they are
+                the trainer's own.
+        """
+        self._trainer = trainer
+        self._options = options
+        self._hooks: accelerate.Hooks | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what protects a resumed run; the trainer puts it into ``trainer_state.json``."""
+        kept = {} if self.attached is None else self.attached.state_dict()
+        return {"args": {}, "attributes": {"kept": kept}}
+
+    # ------------------------------------------------------------------------ begin and end
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach: all is prepared, and a checkpoint was loaded.
+
+        Raises:
+            UsageError: this way to train cannot be guarded; the text says which and what to do.
+            TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+        """
+        self._end("failed", "another training began before this one had come to its end")
+        self._refuse_copy()
+        options = Options(**self._options)
+        options.setdefault("run", args.run_name)
+        options.setdefault("config", args.to_sanitized_dict())
+        self.attached = self._attach(kwargs["model"], kwargs["optimizer"], options)
+        if self._trainer is None and state.is_world_process_zero:
+            _LOG.warning(
+                "vitals: VitalsCallback() does not know its trainer, so neither losses nor "
+                "outliers are judged: trainer.add_callback(VitalsCallback(trainer))"
+            )
+        self.attached.left_open = ("failed", "the training raised, or was left, before its end")
+        name = type(self).__name__
+        saved = state.stateful_callbacks.get(name) if state.global_step else None
+        # Without an entry the trainer cannot save: it has none where the run resumes from a
+        # checkpoint that was written without this callback.
+        state.stateful_callbacks.setdefault(name, self.state())
+        if isinstance(saved, Mapping):
+            self.attached.load_state_dict(saved["attributes"]["kept"])
+
+    def _attach(self, model: Any, optimizer: Any, options: Options) -> Attached:
+        trainer = self._trainer
+        if trainer is None:
+            if not accelerate.is_off(options):
+                accelerate.refuse(optimizer.accelerator_state.distributed_type, [optimizer])
+            plain = accelerate.plain(optimizer)
+            return trainer_hooks.attach(model, plain, scaler=optimizer.scaler, **options)
+        if getattr(trainer, "optimizer", None) is not optimizer:
+            raise UsageError(
+                f"VitalsCallback was given a {type(trainer).__name__} which is not the trainer "
+                "that it was added to",
+                hint="trainer.add_callback(VitalsCallback(trainer))",
+            )
+        attached, self._hooks = accelerate.guard(
+            trainer.accelerator, trainer.model_wrapped, [optimizer], options=options, parts=True
+        )
+        return attached
+
+    def _refuse_copy(self) -> None:
+        if self.kept is not None:
+            raise UsageError(
+                "restore_callback_states_from_checkpoint made VitalsCallback anew, without its "
+                "trainer and its options",
+                hint="leave that argument off: VitalsCallback finds its state in the checkpoint "
+                "without it",
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the run.
+
+        Raises:
+            TrainingHalted: the last step's numbers came back only now, and say so.
+        """
+        self._end("finished", "")
+
+    def _end(self, how: EndState, reason: str) -> None:
+        attached, self.attached, self._hooks = self.attached, None, None
+        if isinstance(attached, Attached):
+            attached.end(how, reason)
+
+    # ------------------------------------------------------------------------- in every step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the loss, where the trainer did not clip through its accelerator."""
+        if self._hooks is not None:
+            self._hooks.give_loss()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Record what the trainer logs; what it evaluated comes by itself."""
+        if self.attached is not None and state.is_world_process_zero:
+            own = {n: v for n, v in (logs or {}).items() if not n.startswith("eval_")}
+            accelerate.observe(self.attached, own)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """Record the evaluation's metrics, as ``eval/NAME``."""
+        if self.attached is not None and state.is_world_process_zero:
+            found = (metrics or {}).items()
+            evaluated = {n.removeprefix("eval_"): v for n, v in found if n.startswith("eval_")}
+            accelerate.observe(self.attached, {f"eval/{n}": v for n, v in evaluated.items()})
