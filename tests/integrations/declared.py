@@ -68,6 +68,14 @@ _BY_MODULE = "configure_gradient_clipping is the module's own: nobody knows what
 _NOT_AIMED = "clipped by value: no norm was aimed at"
 _MANUAL_LOSS = "what a manual loop gives to backward may be divided, or a part"
 _MANUAL_CLIP = "a manual loop clips before Lightning's hooks"
+_NO_TRAINER = "the trainer clips before it calls a callback, and shows it no loss"
+_NOT_STEPPED = "Accelerate keeps a schedule where the scaler's optimizer.step() was not called"
+_NO_FSDP = "on CPU ranks Accelerate wraps in DDP without a word, whatever the plugin says"
+_ACCELERATE_REFUSES = {
+    "DeepSpeed": "its engine makes the update; there is an adapter for the engine",
+    "Megatron-LM and XLA": "Accelerate does not make the update by optimizer.step()",
+    "LOMO and layer-wise optimizers": "they update within backward, before anybody could judge",
+}
 
 FRAMEWORKS = (
     Framework(
@@ -89,6 +97,54 @@ FRAMEWORKS = (
             ),
             "attach, float16 with a scaler": Variant(scaled=True, rounded=True),
         },
+    ),
+    Framework(
+        title="Hugging Face Trainer",
+        module="huggingface",
+        package="transformers",
+        distribution="transformers",
+        variants={
+            "DDP": Variant(),
+            "DDP, accumulating": Variant(),
+            "DDP, not fused": Variant(),
+            "DDP, float16 with a scaler": Variant(scaled=True, rounded=True),
+            "DDP, float16 with a scaler, not fused": Variant(
+                scaled=True, rounded=True, schedule_waits=_NOT_STEPPED
+            ),
+            "callback without the trainer": Variant(
+                abstains={
+                    "loss": _NO_TRAINER,
+                    "rank_loss": _NO_TRAINER,
+                    "grad_norm": _NO_TRAINER,
+                    "layer_norms": _NO_TRAINER,
+                }
+            ),
+        },
+        refused=_ACCELERATE_REFUSES
+        | {
+            "restore_callback_states_from_checkpoint": "it makes the callback anew, without its "
+            "trainer; the state is restored without it"
+        },
+        not_run={"FSDP": _NO_FSDP},
+    ),
+    Framework(
+        title="Accelerate",
+        module="accelerate",
+        package="accelerate",
+        distribution="accelerate",
+        variants={
+            "DDP": Variant(),
+            "DDP, accumulating": Variant(),
+            "DDP, not fused": Variant(),
+            "DDP, float16 with a scaler": Variant(scaled=True, rounded=True),
+            "DDP, float16 with a scaler, not fused": Variant(
+                scaled=True, rounded=True, schedule_waits=_NOT_STEPPED
+            ),
+            "DDP, says that it does not clip": Variant(unclipped=True),
+        },
+        refused=_ACCELERATE_REFUSES
+        | {"several optimizers with a scaler": "Accelerate updates it after each of them"},
+        not_run={"FSDP": _NO_FSDP},
     ),
     Framework(
         title="Lightning Trainer",
@@ -144,6 +200,26 @@ FRAMEWORKS = (
         },
         not_run={
             "FSDPStrategy": "it wants a GPU",
+        },
+    ),
+    Framework(
+        title="torchtitan",
+        module="torchtitan",
+        package="torchtitan",
+        distribution="torchtitan",
+        variants={
+            "Trainer, FSDP2": Variant(),
+            "Trainer, FSDP2, accumulated": Variant(),
+            "Trainer, FSDP2, not fused": Variant(),
+        },
+        refused={
+            "pipeline parallelism": "its ranks hold other layers, and most of them no loss",
+            "optimizers in backward": "they step before there is a norm to judge",
+            "fault_tolerance (torchft)": "it decides by itself whether a step is made",
+        },
+        not_run={
+            "expert parallelism": "its kernels want a GPU",
+            "float8, and a later torchtitan than 0.2.2": "they want a GPU",
         },
     ),
 )
