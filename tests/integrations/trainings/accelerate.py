@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from tests.integrations.script import BATCH, MAX_NORM, Script
@@ -24,7 +25,7 @@ def accelerated(
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=micro_batches,
-        step_scheduler_with_optimizer=False,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),  # one step of the schedule
         mixed_precision="fp16" if scaled else "no",
     )
     if scaled:
@@ -46,8 +47,8 @@ def accelerated(
                 if clips:
                     accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
+            scheduler.step()
             if accelerator.sync_gradients:
-                scheduler.step()
                 script.end(model, optimizer)
             optimizer.zero_grad()
     attached.close()

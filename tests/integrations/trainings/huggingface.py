@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -43,9 +44,17 @@ class Played(TrainerCallback):
 
 
 def trained(
-    script: Script, *, micro_batches: int = 1, fused: bool = True, knows_trainer: bool = True
+    script: Script,
+    *,
+    micro_batches: int = 1,
+    fused: bool = True,
+    knows_trainer: bool = True,
+    scaled: bool = False,
 ) -> None:
-    """Train with the callback, which knows its trainer or not."""
+    """Train with the callback, which knows its trainer or not.
+
+    With ``scaled``, with the scaler that the trainer's accelerator makes where there is a GPU.
+    """
     net = script.net()
     optimizer = script.optimizer(net.parameters(), fused=fused)
     trainer = Scripted(
@@ -67,13 +76,21 @@ def trained(
         optimizers=(optimizer, script.schedule(optimizer)),
         callbacks=[Played(script)],
     )
+    accelerator = trainer.accelerator
+    if scaled:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        accelerator.native_amp = True
+        accelerator.state._mixed_precision = "fp16"
     trainer.add_callback(VitalsCallback(trainer if knows_trainer else None))
     trainer.train()
+    accelerator.state._reset_state(reset_partial_state=False)
 
 
 VARIANTS = {
     "DDP": trained,
     "DDP, accumulating": partial(trained, micro_batches=2),
     "DDP, not fused": partial(trained, fused=False),
+    "DDP, float16 with a scaler": partial(trained, scaled=True),
+    "DDP, float16 with a scaler, not fused": partial(trained, scaled=True, fused=False),
     "callback without the trainer": partial(trained, knows_trainer=False),
 }
