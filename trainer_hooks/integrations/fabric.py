@@ -21,7 +21,6 @@ import trainer_hooks
 from trainer_hooks.attached import Attached
 from trainer_hooks.guard import unscale
 from trainer_hooks.integrations.framework import Options, require
-from trainer_hooks.off import Unattached
 from trainer_hooks.wrap import as_list
 from trainvitals.errors import UsageError
 
@@ -68,7 +67,7 @@ def attach(
         max_norm=max_norm,
         **options,
     )
-    if not isinstance(attached, Unattached):
+    if isinstance(attached, Attached):  # it is off otherwise
         _replace(attached, fabric, _GUARDED, True)
         _give_losses(fabric, attached, loss_divisor)
         _judge_before_clips(fabric, attached, bare, refused=max_norm is not None)

@@ -37,7 +37,10 @@ def _callback_class() -> Any:
     return import_module(_PACKAGES[package]).Callback
 
 
-class VitalsCallback(_callback_class()):  # type: ignore[misc]
+_Callback: Any = _callback_class()
+
+
+class VitalsCallback(_Callback):
     """Guards ``trainer.fit()``: a run begins and ends with it."""
 
     attached: Attached | None = None
