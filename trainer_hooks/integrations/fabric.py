@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import distributions
 from inspect import signature
 from typing import Any, Unpack
 
@@ -77,9 +78,11 @@ def attach(
 
 
 def _require(fabric: Any) -> None:
-    """Refuse a Fabric that is too old; it may come alone or with Lightning."""
-    alone = type(fabric).__mro__[-2].__module__.partition(".")[0] == "lightning_fabric"
-    require("lightning-fabric" if alone else "lightning", "2.2", extra="lightning")
+    """Refuse a Fabric that is too old; the stand-alone PyTorch Lightning brings its own along."""
+    package = type(fabric).__mro__[-2].__module__.partition(".")[0]
+    named = ("lightning",) if package == "lightning" else ("lightning-fabric", "pytorch-lightning")
+    present = [name for name in named if any(distributions(name=name))]
+    require((present or named)[0], "2.2", extra="lightning")
 
 
 def _refuse(fabric: Any, loss_divisor: float) -> None:
