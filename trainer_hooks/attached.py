@@ -105,7 +105,7 @@ def attach(
     return Attached(made.device, made.host, tokens_per_step=made.tokens_per_step, max_norm=max_norm)
 
 
-class _Judged(NamedTuple):
+class Judged(NamedTuple):
     """A step between its verdict and its end."""
 
     verdict: Verdict
@@ -132,7 +132,7 @@ class Attached(Loop):
         self._max_norm = None if max_norm == math.inf else max_norm
         self._norm: Tensor | None = None
         self._orders: Orders | None = None
-        self._judged: _Judged | None = None
+        self._judged: Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine is None else ()
@@ -196,7 +196,7 @@ class Attached(Loop):
         self._parts.apply(guards, judged.orders)
         self._finish(judged)
 
-    def _judge(self, max_norm: float | None, *, before_clip: bool) -> _Judged:
+    def _judge(self, max_norm: float | None, *, before_clip: bool) -> Judged:
         """Measure, exchange and judge the gradients of all optimizers as they are now."""
         host, device, parts = self._host, self._device, self._parts
         refuse_at_step(None, device.joinables)
@@ -211,9 +211,9 @@ class Attached(Loop):
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
         if host.owns_clip:
             before_clip, max_norm = False, self._max_norm
-        return _Judged(verdict, prepared, orders, max_norm, before_clip)
+        return Judged(verdict, prepared, orders, max_norm, before_clip)
 
-    def _finish(self, judged: _Judged) -> None:
+    def _finish(self, judged: Judged) -> None:
         """Put back what forward wrote in a bad step, and hand the step's numbers on."""
         host, device, parts = self._host, self._device, self._parts
         attempted = self._step

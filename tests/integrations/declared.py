@@ -38,6 +38,9 @@ class Variant:
     short_norm: str = ""
     """Why a finite outlier beyond 1.8e19 is taken for one that is not finite; empty where not."""
 
+    short_flag: str = ""
+    """Why such an outlier is an overflow to the framework's own scale as well; empty where not."""
+
     def owes(self, signal: str) -> bool:
         """Whether the signal is there, and exact."""
         return signal not in self.abstains and (signal != "loss_scale" or self.scaled)
@@ -76,6 +79,10 @@ _ACCELERATE_REFUSES = {
     "Megatron-LM and XLA": "Accelerate does not make the update by optimizer.step()",
     "LOMO and layer-wise optimizers": "they update within backward, before anybody could judge",
 }
+
+_ENGINE_WAITS = "the engine does not step the schedule where it skips"
+_ENGINE_FLAG = "the engine's norm is of float32: it takes the scale to be too high as well"
+_UNPROVEN = "a skip was not shown to leave no trace there"
 
 FRAMEWORKS = (
     Framework(
@@ -220,6 +227,45 @@ FRAMEWORKS = (
         not_run={
             "expert parallelism": "its kernels want a GPU",
             "float8, and a later torchtitan than 0.2.2": "they want a GPU",
+        },
+    ),
+    Framework(
+        title="DeepSpeed",
+        module="deepspeed",
+        package="deepspeed",
+        distribution="deepspeed",
+        variants={
+            "no ZeRO": Variant(),
+            "no ZeRO, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
+            "ZeRO 1": Variant(schedule_waits=_ENGINE_WAITS),
+            "ZeRO 1, bfloat16, wide gradients": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
+            "ZeRO 2": Variant(schedule_waits=_ENGINE_WAITS),
+            "ZeRO 2, accumulating, two groups": Variant(schedule_waits=_ENGINE_WAITS),
+            "ZeRO 2, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
+            "ZeRO 2, float16 with a scale": Variant(
+                scaled=True,
+                rounded=True,
+                schedule_waits=_ENGINE_WAITS,
+                short_flag=_ENGINE_FLAG,
+            ),
+            "ZeRO 3": Variant(schedule_waits=_ENGINE_WAITS),
+            "ZeRO 3, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
+        },
+        refused={
+            "pipelines": "its ranks hold other layers, so they have no norm in common",
+            "experts (MoE)": "its ranks hold other parameters, so they have no norm in common",
+            "1-bit Adam, 1-bit LAMB, 0/1 Adam": "they exchange gradients within their step",
+            "Muon under ZeRO": "its gradients are made into updates before they can be measured",
+            "ZenFlow": "it updates outside of its step",
+            "float16 torch_autocast under ZeRO": "its scaler is updated within the step",
+            "offload to the CPU or NVMe": _UNPROVEN,
+            "tensor parallelism (mpu, autotp)": _UNPROVEN,
+            "DeepCompile, MiCS, SuperOffload, hybrid engines": _UNPROVEN,
+            "legacy fusion": _UNPROVEN,
+        },
+        not_run={
+            "FusedAdam and FP16_Optimizer": "they want CUDA",
+            "overlapping communication": "it wants CUDA streams",
         },
     ),
 )

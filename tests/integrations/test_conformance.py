@@ -45,6 +45,8 @@ def expected_verdict(variant, fault):
         bits |= OVERFLOW if variant.scaled else BAD_GRADIENTS
     elif variant.owes("grad_norm"):
         bits |= BAD_GRADIENTS if kind == "1e30" and variant.short_norm else NORM_OUTLIER
+    if variant.short_flag and kind == "1e30":
+        bits |= OVERFLOW
     if variant.scaled and fault == "1e30 in loss":
         bits = LOSS_OUTLIER | OVERFLOW  # 1e30 times the scale is beyond float32
     return bits

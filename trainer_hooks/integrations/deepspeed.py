@@ -1,0 +1,386 @@
+"""DeepSpeed: puts ``engine.step()`` under guard; the loop stays as it is.
+
+    engine, *_ = deepspeed.initialize(...)
+    attached = trainer_hooks.integrations.deepspeed.attach(engine)
+
+A skip is the engine's own, the one it makes when float16 overflows. Each of its optimizers asks
+itself at one place of its step whether the gradients are sound; there ours are measured, the ranks
+agree, and the answer is given for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Unpack, cast
+
+import torch
+from torch.optim import Optimizer
+
+from trainer_hooks.attached import Attached, Judged
+from trainer_hooks.guard import scaled_rates
+from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
+from trainer_hooks.loop import not_compiled
+from trainer_hooks.off import Unattached
+from trainer_hooks.wrap import Made, set_up
+from trainvitals.errors import UsageError
+from trainvitals.records import OVERFLOW
+
+OLDEST = "0.16"
+
+
+def attach(engine: Any, **options: Unpack[Options]) -> Attached:
+    """Put the steps of a DeepSpeed engine under guard. Call on all ranks, before the first step.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        options: those of ``trainer_hooks.attach``.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed, or too old.
+        UsageError: the engine steps in a way that cannot be guarded; the text says which.
+        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+    """
+    require("deepspeed", OLDEST, extra="deepspeed")
+    _refuse(engine)
+    seat = _seat_of(engine)
+    made = set_up(
+        engine.module,
+        [seat.optimizer],
+        scaler=seat.scaler,
+        engine=seat.holder,
+        run=options.get("run"),
+        mode=options.get("mode", "guard"),
+        dir=options.get("dir"),
+        tokens_per_step=options.get("tokens_per_step"),
+        config=options.get("config"),
+        tags=options.get("tags", ()),
+        state=options.get("state"),
+        signals=options.get("signals"),
+    )
+    if made is None:
+        return cast(Attached, Unattached([seat.optimizer], seat.scaler, None))
+    return DeepSpeedAttached(made, engine, seat)
+
+
+class DeepSpeedAttached(Attached):
+    """An engine under guard. Made by ``attach``; closing it gives all back."""
+
+    def __init__(self, made: Made, engine: Any, seat: _Seat) -> None:
+        super().__init__(
+            made.device, made.host, tokens_per_step=made.tokens_per_step, max_norm=None
+        )
+        clip = float(engine.gradient_clipping() or 0.0)
+        self._clips_to = clip if clip > 0 else math.inf
+        self._holder = seat.holder
+        self._optimizer = seat.optimizer
+        self._rates = ExitStack()
+        self._undo: list[Callable[[], None]] = []
+        self._listen(engine)
+        seat.hook(self, engine)
+
+    # --------------------------------------------------------------------- what is replaced
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace a method on the object itself until the end; ``make`` gets the one before."""
+        before, real = vars(owner).get(name), getattr(owner, name)
+        ours = not_compiled(make(real))
+
+        def put_back() -> None:
+            if vars(owner).get(name) is ours:
+                vars(owner).pop(name)
+                if before is not None:
+                    setattr(owner, name, before)
+
+        setattr(owner, name, ours)
+        self._undo.append(put_back)
+
+    def _listen(self, engine: Any) -> None:
+        """Take the losses from ``backward``, and the scalars that the engine logs."""
+
+        def backward(real: Any) -> Any:
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                result = real(*args, **kwargs)
+                if not self._closed:
+                    with self._host.faults.fail_open("loss"):
+                        loss = args[0] if args else kwargs["loss"]
+                        # The caller has divided by it where the engine is told not to.
+                        divided = not kwargs.get("scale_wrt_gas", True)
+                        self.loss(loss * engine.gradient_accumulation_steps() if divided else loss)
+                return result
+
+            return ours
+
+        def write_events(real: Any) -> Any:
+            def ours(events: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+                if not self._closed:
+                    with self._host.faults.fail_open("scalars"):
+                        self.observe(**{name: float(value) for name, value, *_ in events})
+                return real(events, *args, **kwargs)
+
+            return ours
+
+        self.replace(engine, "backward", backward)
+        if getattr(engine, "monitor", None) is not None:
+            self.replace(engine.monitor, "write_events", write_events)
+
+    def _release(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        super()._release()
+
+    # ------------------------------------------------------------------------- in its step
+
+    def sit_before_clip(self) -> None:
+        """Judge a plain optimizer's gradients before the engine clips them."""
+        if not self._closed:
+            self.before_clip(self._clips_to)
+
+    def must_skip(self, overflowed: bool) -> bool:
+        """Measure, exchange and judge; return what all ranks are to do. Once in each step.
+
+        Args:
+            overflowed: the engine's own answer, on this rank.
+        """
+        if self._closed:
+            return overflowed
+        assert self._holder is not None, "only an engine with a place of its own asks"
+        self._holder.look(overflowed=overflowed)
+        self.before_clip(self._clips_to)
+        assert self._judged is not None, "it was judged just now"
+        orders = self._judged.orders
+        if orders.skip_on_host:
+            return True
+        if overflowed:
+            self._judged = _kept_back(self._judged)
+        self._rates.enter_context(scaled_rates(self._optimizer, orders.lr_factor))
+        return overflowed
+
+    @property
+    def overflow_agreed(self) -> bool:
+        """Whether the loss scale overflowed on any rank in the step that was judged last."""
+        return self._judged is not None and bool(self._judged.verdict.overflow.item())
+
+    def around_step(self, real: Any) -> Any:
+        """Return the optimizer's step with the end of ours behind it."""
+
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            if self._closed:
+                return real(*args, **kwargs)
+            if self._host.halted is not None:
+                raise self._host.halted
+            try:
+                result = real(*args, **kwargs)
+            finally:
+                self._rates.close()
+            self._end_step()
+            return result
+
+        return ours
+
+    def _end_step(self) -> None:
+        """Finish the step that was judged.
+
+        Raises:
+            UsageError: none was, and this is the first. Later it is counted, and training goes on.
+        """
+        judged, self._judged = self._judged, None
+        if judged is not None:
+            self._parts.clock.come_back()
+            self._finish(judged)
+            return
+        error = UsageError(
+            "DeepSpeed's optimizer made a step without asking whether its gradients are sound, so "
+            "it is not guarded",
+            hint="the versions that are tested are in docs/integrations/deepspeed.md",
+        )
+        if self._step == self._first_step:
+            raise error
+        with self._host.faults.fail_open("unguarded_step"):
+            raise error
+
+
+def _kept_back(judged: Judged) -> Judged:
+    """Return the verdict on a step that the engine alone keeps back: its norm is of float32."""
+    verdict = judged.verdict
+    bad = torch.ones_like(verdict.bad)
+    verdict = verdict._replace(bad=bad, overflow=bad, bits=verdict.bits + OVERFLOW)
+    return judged._replace(verdict=verdict, orders=judged.orders._replace(bad=bad))
+
+
+# ------------------------------------------------------------------ the place in each of them
+
+
+class _Seat(NamedTuple):
+    """What of an engine is guarded, and how."""
+
+    optimizer: Optimizer
+    """The plain optimizer below all wrappers."""
+    hook: Callable[[DeepSpeedAttached, Any], None]
+    holder: Holder | None = None
+    scaler: Any = None
+
+
+def _hook_plain(attached: DeepSpeedAttached, engine: Any) -> None:
+    """No ZeRO, float32: the optimizer's step itself is guarded; judge before the engine's clip."""
+    name = "clip_fp32_gradients" if engine.gradient_clipping() > 0.0 else "_take_model_step"
+
+    def before(real: Any) -> Any:
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            attached.sit_before_clip()
+            return real(*args, **kwargs)
+
+        return ours
+
+    attached.replace(engine, name, before)
+
+
+def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
+    """ZeRO 1 to 3: the scale is updated once it is known whether the step is made, and before."""
+    zero = engine.optimizer
+
+    def update_scale(real: Any) -> Any:
+        def ours(has_overflow: bool = False) -> None:
+            skip = attached.must_skip(bool(has_overflow))
+            real(has_overflow)  # the engine's own word: a spike must not lower the loss scale
+            zero.overflow = skip
+
+        return ours
+
+    attached.replace(zero, "_update_scale", update_scale)
+    attached.replace(zero, "step", attached.around_step)
+
+
+def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
+    """FP16_Optimizer and its like: a checker is asked whether a gradient overflowed."""
+    zero = engine.optimizer
+    said = {"ours": False}
+
+    def has_overflow(real: Any) -> Any:
+        def ours(*args: Any, **kwargs: Any) -> bool:
+            own = bool(real(*args, **kwargs))
+            skip = attached.must_skip(own)
+            said["ours"] = skip and not attached.overflow_agreed
+            return skip
+
+        return ours
+
+    def update_scale(real: Any) -> Any:
+        def ours(skip: bool) -> None:
+            real(skip and not said["ours"])  # a spike must not lower the loss scale
+
+        return ours
+
+    attached.replace(zero.overflow_checker, "has_overflow", has_overflow)
+    attached.replace(zero, "_update_scale", update_scale)
+    attached.replace(zero, "step", attached.around_step)
+
+
+def _hook_wide(attached: DeepSpeedAttached, engine: Any) -> None:
+    """BF16_Optimizer: it asks nobody, so its step is not called; what it clears is cleared."""
+    zero = engine.optimizer
+
+    def guarded(real: Any) -> Any:
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            zero.overflow = attached.must_skip(False)
+            if not zero.overflow:
+                return real(*args, **kwargs)
+            zero._global_grad_norm = math.inf
+            zero.clear_hp_grads()
+            zero.clear_lp_grads()
+            return None
+
+        return ours
+
+    attached.replace(zero, "step", lambda real: attached.around_step(guarded(real)))
+
+
+_SEATS: dict[str, tuple[type[Holder], Callable[[DeepSpeedAttached, Any], None]]] = {
+    "DeepSpeedZeroOptimizer": (ZeroTwo, _hook_zero),
+    "DeepSpeedZeroOptimizer_Stage3": (ZeroThree, _hook_zero),
+    "FP16_Optimizer": (HalfHeld, _hook_half),
+    "FP16_UnfusedOptimizer": (HalfHeld, _hook_half),
+    "BF16_Optimizer": (WideHeld, _hook_wide),
+}
+
+
+def _seat_of(engine: Any) -> _Seat:
+    outer = engine.optimizer
+    if isinstance(outer, Optimizer):
+        scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+        return _Seat(outer, _hook_plain, scaler=scaler)
+    holder, hook = _SEATS[type(outer).__name__]
+    return _Seat(outer.optimizer, hook, holder(engine))
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def _refuse(engine: Any) -> None:
+    """Refuse an engine whose skip could leave a trace, or where it was not proven to leave none.
+
+    Raises:
+        UsageError: it says what, and the way out.
+    """
+    if not hasattr(engine, "gradient_clipping") or not hasattr(engine, "optimizer"):
+        raise UsageError(
+            f"attach() was given a {type(engine).__name__}, which is no DeepSpeed engine",
+            hint="engine, *_ = deepspeed.initialize(...), and then attach(engine)",
+        )
+    for what, why in _reasons(engine):
+        raise UsageError(
+            f"DeepSpeed with {what} cannot be guarded: {why}",
+            hint="docs/integrations/deepspeed.md says what can; mode='off' (or VITALS_MODE=off) "
+            "trains this as before",
+        )
+
+
+def _reasons(engine: Any) -> list[tuple[str, str]]:
+    """Return what of the engine cannot be guarded, and why."""
+    outer, untested = engine.optimizer, "a skip was not shown to leave no trace there"
+    plain = getattr(outer, "optimizer", outer)
+    kinds = {name.__name__ for name in type(plain).__mro__}
+    is_known = isinstance(outer, Optimizer) or type(outer).__name__ in _SEATS
+    offloads = any(
+        getattr(outer, name, False)
+        for name in ("cpu_offload", "offload_optimizer", "offload_param")
+    )
+    is_wrapped = not isinstance(outer, Optimizer)
+    mpu = getattr(engine, "mpu", None)
+    autotp = getattr(engine, "autotp_size", lambda: 0)()
+    compiled = getattr(engine, "is_deepcompile_enabled", lambda: False)()
+    legacy = getattr(outer, "fused_adam_legacy", False) or getattr(
+        outer, "fused_lamb_legacy", False
+    )
+    seen = {
+        "a pipeline": (
+            getattr(engine, "pipeline_parallelism", False),
+            "its ranks hold other layers, so they have no norm in common",
+        ),
+        "no optimizer": (outer is None or "DummyOptim" in kinds, "there is no step"),
+        f"the optimizer {type(plain).__name__}": (
+            bool(kinds & {"OnebitAdam", "OnebitLamb", "ZeroOneAdam"}),
+            "it exchanges gradients within its step, after the verdict",
+        ),
+        "Muon": (
+            is_wrapped and "Muon" in type(plain).__name__,
+            "its gradients are made into updates before they can be measured",
+        ),
+        "experts (MoE)": (
+            getattr(engine, "has_moe_layers", False),
+            "its ranks hold other parameters, so they have no norm in common",
+        ),
+        "tensor parallelism (mpu, autotp)": (mpu is not None or (autotp or 0) > 1, untested),
+        "optimizer or parameter offload": (offloads, untested),
+        "DeepCompile": (compiled, untested),
+        "ZenFlow": (getattr(engine, "zenflow", False), "it updates outside of its step"),
+        "float16 torch_autocast under ZeRO": (
+            getattr(outer, "torch_autocast_gradscaler", None) is not None,
+            "its scaler is updated within the step, once for each group",
+        ),
+        "legacy fusion": (legacy, untested),
+        type(outer).__name__: (not is_known, untested),
+    }
+    return [(what, why) for what, (applies, why) in seen.items() if applies]

@@ -1,0 +1,308 @@
+"""Where DeepSpeed's optimizers keep the gradients: what is measured, and in which part each rank.
+
+ZeRO cuts through parameters, so a rank holds a piece of some of them. Pieces that several ranks
+hold alike count once (``trainer_hooks.shards``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer_hooks.moments import nonfinite_count
+from trainer_hooks.norms import GradNorms
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.shards import Piece, clean_name
+
+_NOTHING: Piece = ((-1,), (0,))
+"""What a rank holds of a parameter whose updates are all made elsewhere."""
+
+
+class Held(NamedTuple):
+    """A rank's part of one parameter."""
+
+    name: str
+    place: tuple[int, ...]
+    """Where it begins within the parameter; empty where it is the whole of it."""
+    gradient: Tensor | None
+    weight: Tensor
+    """The numbers that the optimizer updates."""
+
+
+class Holder(ABC):
+    """One of DeepSpeed's optimizers, seen as what ``trainer_hooks.device.Engine`` asks for.
+
+    ``zero`` is the engine's optimizer, which wraps a plain one.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.zero: Any = engine.optimizer
+        self.device = torch.device(engine.device)
+        self.names = {id(p): clean_name(n) for n, p in engine.module.named_parameters()}
+        self._overflowed = False
+        self._scale = 1.0
+
+    @abstractmethod
+    def everything(self) -> list[str]:
+        """Return the names of all trained parameters, in one order on all ranks."""
+
+    @abstractmethod
+    def held(self) -> Iterator[Held]:
+        """Yield this rank's parts as they are now, in that order; empty ones may be left out."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+
+    @property
+    def scaler(self) -> Any:
+        """What holds the loss scale."""
+        return self.zero.loss_scaler
+
+    @property
+    def scale(self) -> float:
+        """What the gradients are to be divided by."""
+        if self.zero.custom_loss_scaler:
+            return float(self.zero.external_loss_scale)
+        return float(self.scaler.cur_scale)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the engine seeks its loss scale: only then is an overflow no fault."""
+        return bool(self.scaler.dynamic)
+
+    def look(self, *, overflowed: bool) -> None:
+        """Take the engine's own flag and its scale, as they are when the gradients are measured."""
+        self._overflowed, self._scale = overflowed, self.scale
+
+    # ----------------------------------------------------------- trainer_hooks.device.Engine
+
+    def norms(self, ranks: Ranks) -> GradNorms:
+        """Return what measures the gradients where they are. Collective."""
+        return HeldNorms(self, ranks)
+
+    def overflow(self) -> Tensor | None:
+        """Return the engine's own flag, where it is one of a loss scale that is sought."""
+        if not self.is_dynamic:
+            return None
+        return torch.full((), float(self._overflowed), dtype=torch.float64, device=self.device)
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the loss scale where there is one."""
+        if self.dtype != torch.float16:
+            return None
+        return torch.full((), self._scale, dtype=torch.float64, device=self.device)
+
+    @property
+    def measured_scale(self) -> float:
+        """What the gradients of the present step are scaled by: the engine may have gone on."""
+        return self._scale
+
+    def name_of(self, param: Tensor, group: int, index: int) -> str:
+        """Return the user's name of a parameter, else its place."""
+        return self.names.get(id(param), f"group{group}.{index}")
+
+
+class HeldNorms(GradNorms):
+    """Squares of the gradients' pieces, in the parameters' own units."""
+
+    def __init__(self, holder: Holder, ranks: Ranks) -> None:
+        self._holder = holder
+        nothing = torch.empty(0, device=holder.device)
+        params: dict[str, Tensor] = {name: nothing.clone() for name in holder.everything()}
+        pieces = {id(tensor): _NOTHING for tensor in params.values()}
+        for part in holder.held():
+            params[part.name] = part.weight.detach()
+            pieces[id(params[part.name])] = part.place, tuple(part.weight.shape)
+        super().__init__(params, ranks, pieces)
+        self.device = holder.device
+        self.share = self.share.to(holder.device)
+        self._at = {name: i for i, name in enumerate(self.names)}
+
+    @torch.no_grad()
+    def gradients(self) -> tuple[list[int], list[Tensor]]:
+        """Return the positions of the parameters that this rank has a part of, and the parts.
+
+        They are scaled by the loss scale.
+        """
+        found = [
+            (self._at[part.name], part.gradient.detach())
+            for part in self._holder.held()
+            if part.gradient is not None and part.gradient.numel()
+        ]
+        return [at for at, _ in found], [gradient for _, gradient in found]
+
+    @torch.no_grad()
+    def local_parameters(self) -> list[Tensor]:
+        """Return this rank's part of each parameter; empty where it has none."""
+        parts = list(self.params)
+        for part in self._holder.held():
+            parts[self._at[part.name]] = part.weight.detach()
+        return parts
+
+    def untouched(self) -> list[Tensor]:
+        """Return nothing: the engine clips by itself."""
+        return []
+
+    def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
+        """Write each parameter's share of its square into ``out``, without the loss scale."""
+        super().squares_into(out, where, grads)
+        out.div_(self._holder.measured_scale**2)
+
+    def nonfinite_parameters(self) -> Tensor:
+        """Return, on the device, how many parts hold a NaN or Inf; does not wait."""
+        with torch.no_grad():
+            return nonfinite_count(self.local_parameters(), self.device)
+
+
+# -------------------------------------------------------------------- the optimizers, one by one
+
+
+class ZeroTwo(Holder):
+    """ZeRO stages 1 and 2: each rank updates one piece of every group's flat parameters."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        found: torch.dtype = self.zero.dtype
+        return found
+
+    def everything(self) -> list[str]:
+        """Return the names of all trained parameters, in the optimizer's order."""
+        return [
+            self.name_of(param, i, j)
+            for i, group in enumerate(self.zero.bit16_groups)
+            for j, param in enumerate(group)
+        ]
+
+    def held(self) -> Iterator[Held]:
+        """Yield the parts of this rank's partitions, with their averaged gradients."""
+        zero = self.zero
+        for i, params in enumerate(zero.params_in_partition):
+            rank = dist.get_rank(zero.real_dp_process_group[i])
+            averaged = zero.averaged_gradients.get(i)
+            grads = [g for g in averaged or () if not getattr(g, "_zero_padding", False)]
+            flat, index = zero.single_partition_of_fp32_groups[i], self._indices(i)
+            for n, param in enumerate(params):
+                of_param = zero.get_param_id(param)
+                begin = zero.grad_start_offset[i][rank][of_param]
+                at = zero.grad_partition_insertion_offset[i][rank][of_param]
+                size = min(param.numel() - begin, flat.numel() - at)
+                name = self.name_of(param, i, index[id(param)])
+                grad = grads[n] if n < len(grads) else None
+                yield Held(name, (int(begin),), grad, flat.narrow(0, int(at), int(size)))
+
+    def _indices(self, group: int) -> dict[int, int]:
+        return {id(param): j for j, param in enumerate(self.zero.bit16_groups[group])}
+
+
+class ZeroThree(Holder):
+    """ZeRO stage 3: each rank keeps and updates a piece of every parameter."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        found: torch.dtype = self.zero.dtype
+        return found
+
+    def everything(self) -> list[str]:
+        """Return the names of all trained parameters, in the optimizer's order."""
+        return [name for name, _, _, _ in self._params()]
+
+    def held(self) -> Iterator[Held]:
+        """Yield this rank's piece of each parameter, without what it is padded with."""
+        zero = self.zero
+        rank = dist.get_rank(zero.dp_process_group)
+        for name, i, j, param in self._params():
+            averaged = zero.averaged_gradients.get(i)
+            size = param.partition_numel()
+            real = min(size, max(0, param.ds_numel - rank * size))
+            _, at, _ = zero.grad_position[zero.get_param_id(param)]
+            weight = zero.fp32_partitioned_groups_flat[i].narrow(0, at, real)
+            grad = None if averaged is None else averaged[j].reshape(-1).narrow(0, 0, real)
+            yield Held(name, (rank * size,), grad, weight)
+
+    def _params(self) -> Iterator[tuple[str, int, int, Any]]:
+        for i, group in enumerate(self.zero.fp16_groups):
+            for j, param in enumerate(group):
+                if param.requires_grad:
+                    yield self.name_of(param, i, j), i, j, param
+
+
+class _Replicated(Holder):
+    """No ZeRO: every rank holds all gradients, reduced."""
+
+    @abstractmethod
+    def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield each parameter of the model with its gradient."""
+
+    def everything(self) -> list[str]:
+        """Return the names of all trained parameters, in the optimizer's order."""
+        return [part.name for part in self.held()]
+
+    def held(self) -> Iterator[Held]:
+        """Yield every parameter as the model has it."""
+        for index, (param, grad) in enumerate(self.grouped()):
+            yield Held(self.name_of(param, 0, index), (), grad, param)
+
+
+class HalfHeld(_Replicated):
+    """Half precision without ZeRO: FP16_Optimizer and FP16_UnfusedOptimizer, of bfloat16 too."""
+
+    @property
+    def scaler(self) -> Any:
+        """What holds the loss scale."""
+        return self.zero.loss_scale_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        found: torch.dtype = self.zero.fp16_groups[0][0].dtype
+        return found
+
+    @property
+    def scale(self) -> float:
+        """What the gradients are to be divided by."""
+        return super().scale if self.scaler.use_grad_scaling else 1.0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the engine seeks its loss scale."""
+        return bool(self.scaler.use_grad_scaling and self.scaler.dynamic_loss_scale)
+
+    def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield each parameter of the model with its gradient."""
+        return ((param, param.grad) for group in self.zero.fp16_groups for param in group)
+
+
+class WideHeld(_Replicated):
+    """BF16_Optimizer: bfloat16 with gradients that accumulate in float32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return torch.bfloat16
+
+    @property
+    def scale(self) -> float:
+        """Nothing is scaled."""
+        return 1.0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Nothing is scaled."""
+        return False
+
+    def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield each parameter of the model with its wide gradient."""
+        zero = self.zero
+        for i, group in enumerate(zero.bf16_groups):
+            for j, param in enumerate(group):
+                has = zero.fp32_groups_has_gradients[i][j]
+                yield param, zero.fp32_groups_gradients[i][j] if has else None
