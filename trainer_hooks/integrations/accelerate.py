@@ -374,8 +374,10 @@ class _Loop:
         return broadcast_object_list([state])[0]
 
 
-def observe(attached: Attached, values: Mapping[str, Any]) -> None:
-    """Record what of a framework's log is a number."""
+def observe(attached: Any, values: Mapping[str, Any]) -> None:
+    """Record what of a framework's log is a number; where the guard is off, nothing."""
+    if not isinstance(attached, Attached):
+        return
     with attached._host.faults.fail_open("observe"):
         attached.observe(**{name: float(v) for name, v in values.items() if _is_number(v)})
 

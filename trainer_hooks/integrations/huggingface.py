@@ -130,16 +130,15 @@ class VitalsCallback(TrainerCallback, ExportableState):
             self._hooks.give_loss()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record what the trainer logs; what it evaluated comes by itself."""
-        if self.attached is not None and state.is_world_process_zero:
-            own = {n: v for n, v in (logs or {}).items() if not n.startswith("eval_")}
-            accelerate.observe(self.attached, own)
+        """Record what the trainer logs; what it has evaluated, and logs by that name too, apart."""
+        if not state.is_world_process_zero:
+            return
+        logged = dict(logs or {})
+        if any(name.startswith("eval_") for name in logged):
+            logged.pop("epoch", None)  # the training's own log has it
+        named = {_metric(name): value for name, value in logged.items()}
+        accelerate.observe(self.attached, named)
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
-    ) -> None:
-        """Record the evaluation's metrics, as ``eval/NAME``."""
-        if self.attached is not None and state.is_world_process_zero:
-            found = (metrics or {}).items()
-            evaluated = {n.removeprefix("eval_"): v for n, v in found if n.startswith("eval_")}
-            accelerate.observe(self.attached, {f"eval/{n}": v for n, v in evaluated.items()})
+
+def _metric(name: str) -> str:
+    return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else name
