@@ -225,7 +225,7 @@ FRAMEWORKS = (
             "fault_tolerance (torchft)": "it decides by itself whether a step is made",
         },
         not_run={
-            "expert parallelism": "its kernels want a GPU",
+            "context and expert parallelism": "their kernels want a GPU",
             "float8, and a later torchtitan than 0.2.2": "they want a GPU",
         },
     ),
@@ -241,6 +241,7 @@ FRAMEWORKS = (
             "ZeRO 1, bfloat16, wide gradients": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
             "ZeRO 2": Variant(schedule_waits=_ENGINE_WAITS),
             "ZeRO 2, accumulating, two groups": Variant(schedule_waits=_ENGINE_WAITS),
+            "ZeRO 2, never clipped": Variant(unclipped=True, schedule_waits=_ENGINE_WAITS),
             "ZeRO 2, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
             "ZeRO 2, float16 with a scale": Variant(
                 scaled=True,

@@ -6,9 +6,10 @@ torchtitan's; what is sharded how is said in ``parallelize``.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -40,11 +41,18 @@ with (
     patch("torch._utils._get_device_module", lambda _: _CPU),
 ):
     import torchtitan.distributed.utils as distributed
+    import torchtitan.train
 
 from torchtitan.components.loss import IGNORE_INDEX  # noqa: E402
 from torchtitan.components.lr_scheduler import LRSchedulersContainer  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan.models.llama3 import (  # noqa: E402
+    TransformerModelArgs,
+    get_train_spec,
+    parallelize_llama,
+)
+from torchtitan.models.llama3.infra.parallelize import apply_ddp  # noqa: E402
 from torchtitan.protocols.model import BaseModelArgs  # noqa: E402
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
@@ -52,6 +60,7 @@ from torchtitan.train import Trainer  # noqa: E402
 from trainer_hooks.integrations.torchtitan import attach  # noqa: E402
 
 distributed.set_pg_timeouts = _nothing  # gloo has no barrier for a device
+torchtitan.train.time = SimpleNamespace(perf_counter=perf_counter, sleep=_nothing)
 
 
 class Model(Net):
@@ -89,14 +98,11 @@ class Args(BaseModelArgs):
 
 
 def parallelize(model: Model, parallel_dims: Any, _config: JobConfig) -> Model:
-    """Shard as torchtitan's own models are: FSDP2, whose gradients are summed."""
-    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
-    if parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
-        from torchtitan.models.llama3.infra.parallelize import apply_ddp
-
+    """Shard as torchtitan's own models are: FSDP2, whose gradients are summed, or DDP."""
+    if not parallel_dims.fsdp_enabled:
         apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=False)
         return model
-    mesh = parallel_dims.get_mesh(names)
+    mesh = parallel_dims.get_mesh("fsdp")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -146,6 +152,42 @@ register_train_spec(
         build_dataloader_fn=lambda dp_rank, **_: Loader(dp_rank),
         build_tokenizer_fn=None,
         build_loss_fn=lambda _config, **_: loss_sum,
+    ),
+)
+
+
+class Tokens(Loader):
+    """Random tokens, a part of whose labels do not count: other ones on each rank."""
+
+    def __init__(self, dp_rank: int) -> None:
+        rows = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(dp_rank))
+        self._inputs, self._labels = rows[:, :-1], rows[:, 1:].clone()
+        self._labels[:, 5 + dp_rank : 12] = IGNORE_INDEX
+        self.given = 0
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            self.given += 1
+            yield {"input": self._inputs}, self._labels
+
+
+def _parallelize_llama(model: Any, parallel_dims: Any, config: JobConfig) -> Any:
+    parallelize_llama(model, parallel_dims, config)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+register_train_spec(
+    "llama",
+    replace(
+        get_train_spec(),
+        model_args={"tiny": TransformerModelArgs(dim=32, n_layers=2, n_heads=2, vocab_size=64)},
+        parallelize_fn=_parallelize_llama,
+        build_dataloader_fn=lambda dp_rank, **_: Tokens(dp_rank),
+        build_tokenizer_fn=None,
+        state_dict_adapter=None,
     ),
 )
 
