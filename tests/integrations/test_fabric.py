@@ -246,7 +246,7 @@ def test_what_is_logged_is_kept_and_what_is_no_number_is_left(tmp_path):
     loop = Loop(loggers=CSVLogger(tmp_path))
     with loop.attached:
         loop.step()
-        loop.fabric.log("one", torch.tensor(1.5))
+        loop.fabric.log("one", torch.tensor(1.5, requires_grad=True))
         loop.fabric.log_dict({"two": 2, "step": 7})
     assert [(1, "one", 1.5), (1, "two", 2.0), (1, "step", 7.0)] == journal(tmp_path).scalars()
     assert {} == loop.attached.swallowed_errors

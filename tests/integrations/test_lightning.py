@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
@@ -363,6 +363,46 @@ class TestSeveralOptimizers:
     def test_are_counted_from_0(self, tmp_path, index):
         with pytest.raises(UsageError, match=r"2 optimizers"):
             fit(tmp_path, Gan(), vitals=VitalsCallback(optimizer=index))
+
+
+def test_a_skip_leaves_the_average_of_a_callback_alone(tmp_path):
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    seen = []
+
+    class Ema(averaging.EMAWeightAveraging):
+        def on_train_batch_end(self, *given):
+            super().on_train_batch_end(*given)
+            average = self._average_model
+            seen.append([average.n_averaged.item(), *(p.clone() for p in average.parameters())])
+
+    made = trainer(tmp_path, VitalsCallback(), Ema(decay=0.5))
+    made.fit(Lit(bad=(3,)), loader())
+    same = [
+        all(torch.equal(x, y) for x, y in zip(a[1:], b[1:], strict=True)) for a, b in pairwise(seen)
+    ]
+    assert [False, False, True, False, False, False, False] == same
+    assert 7 == seen[-1][0]
+
+
+def test_a_callback_that_unfreezes_parameters_is_refused_before_it_adds_them(tmp_path):
+    class Unfreezes(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+    with pytest.raises(UsageError, match="Unfreezes adds parameter groups"):
+        trainer(tmp_path, VitalsCallback(), Unfreezes()).fit(Lit(), loader())
+
+
+def test_an_optimizer_that_was_replaced_is_said_to_be_unguarded(tmp_path):
+    def replace(module):
+        module.trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.01)]
+
+    module, vitals, _ = fit(tmp_path, Lit(acts={3: replace}))
+    assert 0 < vitals.attached.swallowed_errors["unguarded_step"]
+    assert 8 == len(module.seen)
 
 
 def test_manual_optimization_says_which_rule_abstains_and_takes_what_it_is_told(tmp_path):

@@ -186,7 +186,8 @@ def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
     def log_dict(metrics: Mapping[str, Any], step: int | None = None) -> None:
         real(metrics, step)
         with attached._host.faults.fail_open("observe"):
-            numbers = {n: v for n, v in metrics.items() if isinstance(v, int | float | Tensor)}
-            attached.observe(**{name: float(value) for name, value in numbers.items()})
+            bare = {n: v.detach() if isinstance(v, Tensor) else v for n, v in metrics.items()}
+            numbers = {n: float(v) for n, v in bare.items() if isinstance(v, int | float | Tensor)}
+            attached.observe(**numbers)
 
     _replace(attached, fabric, "log_dict", log_dict)

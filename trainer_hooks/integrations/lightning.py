@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.attached import Attached, attach
 from trainer_hooks.integrations.framework import Options, require
@@ -58,6 +59,7 @@ class VitalsCallback(_Callback):
         self._index = optimizer
         self._options = options
         self._guards = False
+        self._optimizer: Optimizer | None = None
         self._state: Mapping[str, Any] = {}
 
     @property
@@ -91,21 +93,21 @@ class VitalsCallback(_Callback):
         if os.environ.get("VITALS_MODE", self._options.get("mode")) == "off":
             return
         _refuse_strategy(trainer.strategy)
+        _refuse_unfreezing(trainer.callbacks)
+        options: Options = {**self._options}
+        options["state"] = {**_averages(trainer.callbacks), **(options.get("state") or {})}
+        self._optimizer = self._chosen(trainer.optimizers)
         self.attached = attached = attach(
-            trainer.strategy.model,
-            self._optimizer(trainer),
-            scaler=_scaler(trainer),
-            **self._options,
+            trainer.strategy.model, self._optimizer, scaler=_scaler(trainer), **options
         )
         self._guards = True
         attached._route.runs_closures = True
         attached.load_state_dict(self._state)
         self._listen(trainer, attached)
 
-    def _optimizer(self, trainer: Any) -> Optimizer:
-        found = trainer.optimizers
+    def _chosen(self, found: Sequence[Optimizer]) -> Optimizer:
         if self._index is None and len(found) == 1:
-            return cast(Optimizer, found[0])
+            return found[0]
         if self._index is None or not 0 <= self._index < len(found):
             raise UsageError(
                 f"the trainer has {len(found)} optimizers, and VitalsCallback(optimizer="
@@ -113,7 +115,7 @@ class VitalsCallback(_Callback):
                 hint="callbacks=[VitalsCallback(optimizer=0), VitalsCallback(optimizer=1)] guard "
                 "two that are stepped in turns, each as a run of its own",
             )
-        return cast(Optimizer, found[self._index])
+        return found[self._index]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the run.
@@ -142,7 +144,7 @@ class VitalsCallback(_Callback):
         try:
             how(attached)
         finally:
-            self._state = attached.state_dict()
+            self._state, self._optimizer = attached.state_dict(), None
 
     # ------------------------------------------------------------------------- in every step
 
@@ -160,8 +162,17 @@ class VitalsCallback(_Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Measure, exchange and judge; in manual optimization the loop has clipped by now."""
-        if self._guards and self.attached is not None and pl_module.automatic_optimization:
+        if not self._guards or self.attached is None or not pl_module.automatic_optimization:
+            return
+        if getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             self.attached.before_clip(_max_norm(trainer, pl_module))
+            return
+        with self.attached._host.faults.fail_open("unguarded_step"):
+            raise UsageError(
+                "the trainer's optimizer was replaced after training began: its steps are not "
+                "guarded",
+                hint="replace it before trainer.fit(), in configure_optimizers",
+            )
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the time of the validation out of the next step's."""
@@ -200,6 +211,27 @@ def _refuse_strategy(strategy: Any) -> None:
                 hint="use strategy='ddp', FSDPStrategy or ModelParallelStrategy; for DeepSpeed "
                 "without Lightning there is trainer_hooks.integrations.deepspeed",
             )
+
+
+def _refuse_unfreezing(callbacks: Iterable[Any]) -> None:
+    for callback in callbacks:
+        if any(kind.__name__ == "BaseFinetuning" for kind in type(callback).__mro__):
+            raise UsageError(
+                f"{type(callback).__name__} adds parameter groups to the optimizer as training "
+                "goes on: what they hold would be neither measured nor guarded",
+                hint="give the optimizer all groups from the start; frozen parameters have no "
+                "gradients, and a rate of 0 keeps a group still",
+            )
+
+
+def _averages(callbacks: Iterable[Any]) -> dict[str, AveragedModel]:
+    """Return the averages that callbacks keep (``WeightAveraging``), for a skip to leave alone."""
+    return {
+        f"{type(callback).__name__}.{name}": value
+        for callback in callbacks
+        for name, value in vars(callback).items()
+        if isinstance(value, AveragedModel)
+    }
 
 
 def _scaler(trainer: Any) -> Any:
