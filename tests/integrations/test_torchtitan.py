@@ -13,6 +13,7 @@ import torch
 
 from tests.integrations.conftest import GLOO_ABORT, WORLD
 from tests.trainer_hooks.measures.journal import Journal
+from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.integrations import torchtitan as adapter
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.records import AttemptStarted, DecisionMade, RunEnded
@@ -110,6 +111,29 @@ def test_weights_are_torchtitan_s_tokens_over_every_mesh():
     assert 16 == weights
     mean = sum(loss * weight for loss, weight in given) / weights
     assert pytest.approx(sum(map(sum, parts)), rel=1e-6) == mean
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_what_is_logged_is_kept_once_and_validation_as_evaluation(is_root):
+    observed, evaluated, undo = {}, {}, []
+    attached = SimpleNamespace(
+        _host=SimpleNamespace(is_root=is_root, faults=FaultCounter()),
+        observe=lambda **values: observed.update(values),
+        evaluate=lambda **values: evaluated.update(values),
+        when_closed=undo.append,
+    )
+    seen = []
+    logger = SimpleNamespace(log=lambda metrics, step: seen.append((metrics, step)))
+    before = logger.log
+    adapter._keep_what_is_logged(logger, attached)
+    metrics = {"grad_norm": 1.5, "validation_metrics/loss": 2.0, "note": "no number"}
+    logger.log(metrics, 3)
+    assert [(metrics, 3)] == seen
+    assert ({"grad_norm": 1.5} if is_root else {}) == observed
+    assert ({"loss": 2.0} if is_root else {}) == evaluated
+    for call in undo:
+        call()
+    assert before is logger.log
 
 
 # ------------------------------------------------------------------------------ checkpoints
@@ -251,6 +275,12 @@ def test_torchft_is_refused():
     container = type("FTOptimizersContainer", (list,), {})()
     with pytest.raises(UsageError, match=r"FTOptimizersContainer cannot.*\n*.*fault_tolerance"):
         adapter.attach(trainer(optimizers=container))
+
+
+def test_a_second_guard_is_refused(played):
+    ranks, _, _ = played("failing")
+    for rank in ranks:
+        assert "this Spoiled is guarded already" in rank["again"]
 
 
 def test_what_is_no_trainer_is_refused():

@@ -145,9 +145,14 @@ def failing() -> dict[str, Any]:
 
     trainer.acts = {3: boom}
     attached = attach(trainer)
+    again = ""
+    try:
+        attach(trainer)
+    except UsageError as error:
+        again = str(error)
     with suppress(RuntimeError):
         trainer.train()
-    return summary(trainer, attached)
+    return summary(trainer, attached, again=again)
 
 
 def halting() -> dict[str, Any]:

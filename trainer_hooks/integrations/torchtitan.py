@@ -26,6 +26,7 @@ from trainvitals.errors import UsageError
 STATE = "vitals"
 """What the loop's state is called in torchtitan's checkpoints."""
 _VALIDATION = "validation_metrics/"
+_TRAIN = "guarded_train"
 _OWN_STEPS = {
     "OptimizersInBackwardContainer": "its optimizers step within backward; set "
     "optimizer.early_step_in_backward = false",
@@ -81,6 +82,8 @@ def _refuse(trainer: Any) -> None:
             hint="attach(trainer) before trainer.train(); a loop of your own is guarded by "
             "trainer_hooks.attach(model, optimizer)",
         )
+    if getattr(trainer.train, "__name__", "") == _TRAIN:
+        raise UsageError(f"this {name} is guarded already", hint="call attach(trainer) once")
     if trainer.parallel_dims.pp_enabled or len(trainer.model_parts) != 1:
         raise UsageError(
             f"{name} trains {len(trainer.model_parts)} model part(s) with pipeline parallelism: "
@@ -105,6 +108,7 @@ def _follow(trainer: Any, attached: Attached) -> None:
         with attached:
             return train(*args, **kwargs)
 
+    assert guarded_train.__name__ == _TRAIN
     _replace(attached, trainer, "train", guarded_train)
     _keep_what_is_logged(trainer.metrics_processor.logger, attached)
     _keep_state(trainer.checkpointer, attached)
