@@ -165,6 +165,9 @@ FRAMEWORKS = (
             "DDP, clipped by value": Variant(abstains={"grad_norm_clipped": _NOT_AIMED}),
             "DDP, a clip of the module's own": Variant(abstains={"grad_norm_clipped": _BY_MODULE}),
             "DDP, float16 with a scaler": Variant(scaled=True, rounded=True),
+            "DDP, float16, fused and never clipped": Variant(
+                scaled=True, rounded=True, unclipped=True
+            ),
             "FSDP2": Variant(),
             "manual optimization": Variant(
                 abstains={
@@ -178,6 +181,7 @@ FRAMEWORKS = (
         refused={
             "DeepSpeedStrategy": "its engine makes the update, and keeps no step back",
             "several optimizers in one callback": "they are stepped in turns; one callback each",
+            "BaseFinetuning": "it adds parameter groups as training goes on",
         },
         not_run={
             "FSDPStrategy": "it wants a GPU",

@@ -185,6 +185,24 @@ class TestAStep:
         assert 8 == vitals.attached.step_index
         assert torch.equal(module.seen[2], module.seen[3])
 
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_one_without_a_loss_is_none_where_a_scaler_scales(self, tmp_path, fused):
+        class Sometimes(Lit):
+            def training_step(self, batch, batch_idx):
+                return None if batch_idx in (2, 5) else super().training_step(batch, batch_idx)
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        module, vitals, _ = fit(
+            tmp_path, Sometimes(fused=fused), plugins=plugins, accumulate_grad_batches=2
+        )
+        bare = Sometimes(fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        trainer(tmp_path, plugins=plugins, accumulate_grad_batches=2).fit(bare, loader())
+        assert 3 == vitals.attached.step_index
+        assert same(bare, module)
+
     def test_the_time_of_a_validation_is_left_out(self, tmp_path):
         vitals = VitalsCallback()
         made = trainer(tmp_path, vitals, val_check_interval=4)

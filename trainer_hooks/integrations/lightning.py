@@ -58,7 +58,7 @@ class VitalsCallback(_Callback):
         super().__init__()
         self._index = optimizer
         self._options = options
-        self._guards = False
+        self._guards = self._has_gradients = False
         self._optimizer: Optimizer | None = None
         self._state: Mapping[str, Any] = {}
 
@@ -148,6 +148,12 @@ class VitalsCallback(_Callback):
 
     # ------------------------------------------------------------------------- in every step
 
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note that there was no backward yet."""
+        self._has_gradients = False
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Take the micro-batch's loss, as it was before Lightning divided and scaled it.
 
@@ -155,6 +161,7 @@ class VitalsCallback(_Callback):
         """
         if not self._guards or self.attached is None or not pl_module.automatic_optimization:
             return
+        self._has_gradients = True
         whole, scaler = loss.detach() * trainer.accumulate_grad_batches, _scaler(trainer)
         if scaler is not None and scaler.is_enabled():
             whole = whole / scaler._scale  # on the device: get_scale() would wait for it
@@ -164,6 +171,8 @@ class VitalsCallback(_Callback):
         """Measure, exchange and judge; in manual optimization the loop has clipped by now."""
         if not self._guards or self.attached is None or not pl_module.automatic_optimization:
             return
+        if not self._has_gradients and _scaler(trainer) is not None:
+            return  # a training_step without a loss: where there is a scaler, no step follows
         if getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             self.attached.before_clip(_max_norm(trainer, pl_module))
             return

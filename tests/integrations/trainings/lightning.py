@@ -122,6 +122,7 @@ VARIANTS = {
     "DDP, clipped by value": partial(train, options=lambda: {"gradient_clip_algorithm": "value"}),
     "DDP, a clip of the module's own": partial(train, module=OwnClip, clip=None),
     "DDP, float16 with a scaler": partial(train, options=float16, fused=False),
+    "DDP, float16, fused and never clipped": partial(train, options=float16, clip=None),
     "FSDP2": partial(train, module=Sharded, options=sharded),
     "manual optimization": partial(train, module=Manual, clip=None),
 }
