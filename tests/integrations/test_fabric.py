@@ -109,6 +109,33 @@ class TestTheClip:
             loop.optimizer.step()
             assert torch.equal(before, loop.weight())
 
+    @pytest.mark.parametrize("through_fabric", [True, False])
+    @pytest.mark.parametrize("in_between", [True, False])
+    def test_of_several_optimizers_is_judged_once(self, tmp_path, in_between, through_fabric):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        bare = [torch.optim.AdamW(layer.parameters(), fused=True) for layer in net]
+        fabric = Fabric(accelerator="cpu", devices=1)
+        model, *optimizers = fabric.setup(net, *bare)
+        with attach(fabric, model, optimizers) as attached:
+            for bad in (False, True, False):
+                before = [p.detach().clone() for p in net.parameters()]
+                loss = model(torch.ones(2, 4)).square().mean()
+                fabric.backward(loss) if through_fabric else loss.backward()
+                if bad:
+                    net[1].weight.grad[0, 0] = NAN
+                for optimizer in optimizers:
+                    fabric.clip_gradients(model, optimizer, max_norm=0.1)
+                    if in_between:
+                        optimizer.step()
+                for optimizer in optimizers:
+                    if not in_between:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                after = [*net.parameters()]
+                assert {bad} == {torch.equal(x, y) for x, y in zip(before, after, strict=True)}
+        assert 3 == attached.step_index
+        assert {0, 2} == set(journal(tmp_path).steps("grad_norm")) - {1}
+
     def test_of_somebody_else_s_optimizer_is_none_of_ours(self, tmp_path):
         loop = Loop()
         other = Loop(fabric=loop.fabric, guarded=False)

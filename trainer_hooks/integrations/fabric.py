@@ -136,22 +136,25 @@ def _judge_before_clips(
 ) -> None:
     real: Callable[..., Tensor | None] = fabric.clip_gradients
     arguments_of = signature(real)
+    places = {id(optimizer): index for index, optimizer in enumerate(optimizers)}
     clipped: set[int] = set()
 
     def clip_gradients(*args: Any, **kwargs: Any) -> Tensor | None:
         given = arguments_of.bind(*args, **kwargs).arguments
         optimizer = given["optimizer"]
-        key = id(getattr(optimizer, "optimizer", optimizer))
-        if key in {id(one) for one in optimizers}:
+        place = places.get(id(getattr(optimizer, "optimizer", optimizer)))
+        if place is not None:
             if refused:
                 raise UsageError(
                     "attach() was given max_norm, and the loop calls fabric.clip_gradients() too",
                     hint="leave one of them out: without max_norm the loop's own clip is seen",
                 )
-            if attached._judged is None or key in clipped:  # several are clipped in one step
+            stepped = attached._route._round  # once for several, which may be stepped in between
+            is_next = not stepped or place in stepped
+            if is_next and (attached._judged is None or place in clipped):
                 clipped.clear()
                 attached.before_clip(_norm_of(given) if len(optimizers) == 1 else None)
-            clipped.add(key)
+            clipped.add(place)
         if "error_if_nonfinite" not in given and attached._host.mode == "guard":
             kwargs["error_if_nonfinite"] = False
         return real(*args, **kwargs)
