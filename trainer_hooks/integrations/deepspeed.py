@@ -74,7 +74,7 @@ class DeepSpeedAttached(Attached):
         )
         clip = float(engine.gradient_clipping() or 0.0)
         self._clips_to = clip if clip > 0 else math.inf
-        self._holder = seat.holder
+        self.holder = seat.holder
         self._optimizer = seat.optimizer
         self._rates = ExitStack()
         self._undo: list[Callable[[], None]] = []
@@ -146,9 +146,9 @@ class DeepSpeedAttached(Attached):
         """
         if self._closed:
             return overflowed
-        assert self._holder is not None, "only an engine with a place of its own asks"
-        self._holder.look(overflowed=overflowed)
-        self.before_clip(self._clips_to)
+        assert self.holder is not None, "only an engine with a place of its own asks"
+        self.holder.look(overflowed=overflowed)
+        self.before_clip(self._clips_to if self.holder.clips_as_told else None)
         assert self._judged is not None, "it was judged just now"
         orders = self._judged.orders
         if orders.skip_on_host:
@@ -256,6 +256,8 @@ def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
 def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
     """FP16_Optimizer and its like: a checker is asked whether a gradient overflowed."""
     zero = engine.optimizer
+    holder = attached.holder
+    assert isinstance(holder, HalfHeld), "made for this hook"
     said = {"ours": False}
 
     def has_overflow(real: Any) -> Any:
@@ -273,6 +275,14 @@ def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
 
         return ours
 
+    def backward(real: Any) -> Any:
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            holder.scales_losses = holder.is_scaled
+            return real(*args, **kwargs)
+
+        return ours
+
+    attached.replace(zero, "backward", backward)
     attached.replace(zero.overflow_checker, "has_overflow", has_overflow)
     attached.replace(zero, "_update_scale", update_scale)
     attached.replace(zero, "step", attached.around_step)

@@ -45,7 +45,7 @@ class Holder(ABC):
         self.device = torch.device(engine.device)
         self.names = {id(p): clean_name(n) for n, p in engine.module.named_parameters()}
         self._overflowed = False
-        self._scale = 1.0
+        self._scale = self._own_scale = 1.0
 
     @abstractmethod
     def everything(self) -> list[str]:
@@ -66,20 +66,30 @@ class Holder(ABC):
         return self.zero.loss_scaler
 
     @property
-    def scale(self) -> float:
-        """What the gradients are to be divided by."""
+    def own_scale(self) -> float:
+        """The engine's loss scale."""
         if self.zero.custom_loss_scaler:
             return float(self.zero.external_loss_scale)
         return float(self.scaler.cur_scale)
+
+    @property
+    def scale(self) -> float:
+        """What the gradients are to be divided by."""
+        return self.own_scale
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the engine seeks its loss scale: only then is an overflow no fault."""
         return bool(self.scaler.dynamic)
 
+    @property
+    def clips_as_told(self) -> bool:
+        """Whether the engine clips to the norm that its config says."""
+        return True
+
     def look(self, *, overflowed: bool) -> None:
         """Take the engine's own flag and its scale, as they are when the gradients are measured."""
-        self._overflowed, self._scale = overflowed, self.scale
+        self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
 
     # ----------------------------------------------------------- trainer_hooks.device.Engine
 
@@ -97,7 +107,7 @@ class Holder(ABC):
         """Return the loss scale where there is one."""
         if self.dtype != torch.float16:
             return None
-        return torch.full((), self._scale, dtype=torch.float64, device=self.device)
+        return torch.full((), self._own_scale, dtype=torch.float64, device=self.device)
 
     @property
     def measured_scale(self) -> float:
@@ -255,10 +265,15 @@ class _Replicated(Holder):
 class HalfHeld(_Replicated):
     """Half precision without ZeRO: FP16_Optimizer and FP16_UnfusedOptimizer, of bfloat16 too."""
 
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.scales_losses = False
+        """Whether the loss was multiplied by the scale: DeepSpeed 0.19 only divides by it."""
+
     @property
     def scaler(self) -> Any:
         """What holds the loss scale."""
-        return self.zero.loss_scale_config
+        return getattr(self.zero, "loss_scale_config", self.zero)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -269,12 +284,22 @@ class HalfHeld(_Replicated):
     @property
     def scale(self) -> float:
         """What the gradients are to be divided by."""
-        return super().scale if self.scaler.use_grad_scaling else 1.0
+        return self.own_scale if self.scales_losses else 1.0
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the engine seeks its loss scale."""
-        return bool(self.scaler.use_grad_scaling and self.scaler.dynamic_loss_scale)
+        return self.is_scaled and bool(self.scaler.dynamic_loss_scale)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the engine has a loss scale."""
+        return self.dtype == torch.float16
+
+    @property
+    def clips_as_told(self) -> bool:
+        """Whether the engine clips to the norm that its config says: not by a scale that is not."""
+        return self.scales_losses or not self.is_scaled
 
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield each parameter of the model with its gradient."""
@@ -290,7 +315,7 @@ class WideHeld(_Replicated):
         return torch.bfloat16
 
     @property
-    def scale(self) -> float:
+    def own_scale(self) -> float:
         """Nothing is scaled."""
         return 1.0
 

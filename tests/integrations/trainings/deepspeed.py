@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import deepspeed.ops
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.integrations.script import BATCH, MAX_NORM, Script, state_of
@@ -62,24 +63,37 @@ def make_engine(script: Script, config: Config, *, groups: int = 1) -> Any:
 
 def state(engine: Any) -> list[Tensor]:
     """Return all that a skipped step may not change on this rank, wherever the engine has it."""
-    plain = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    own = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
-    return [*own, *state_of(engine.module, plain)]
+    outer = engine.optimizer
+    plain = getattr(outer, "optimizer", outer)
+    if not is_stage_3(engine):
+        return [*engine.module.parameters(), *state_of(engine.module, plain)]
+    found: list[Tensor] = [*engine.module.buffers()]
+    for flat, group in zip(outer.fp32_partitioned_groups_flat, outer.fp16_groups, strict=True):
+        found += [m for m in plain.state.get(flat, {}).values() if isinstance(m, Tensor)]
+        for param in group:  # not what they are padded with: nobody ever sets that to a number
+            size, at = real_size(param), outer.grad_position[param.ds_id][1]
+            found += [param.ds_tensor.narrow(0, 0, size), flat.narrow(0, at, size)]
+    return found
 
 
-def real_size(param: Any, rank: int) -> int:
+def is_stage_3(engine: Any) -> bool:
+    """Return whether the ranks hold parts of every parameter."""
+    return hasattr(engine.optimizer, "fp16_partitioned_groups")
+
+
+def real_size(param: Any) -> int:
     """Return how much of a rank's part of a parameter is no padding."""
     size = param.partition_numel()
-    return min(size, max(0, param.ds_numel - rank * size))
+    return min(size, max(0, param.ds_numel - dist.get_rank() * size))
 
 
-def gradients(script: Script, engine: Any) -> Mapping[str, Tensor]:
+def gradients(engine: Any) -> Mapping[str, Tensor]:
     """Return what this rank's update will be made from."""
     outer = engine.optimizer
     averaged = getattr(outer, "averaged_gradients", None)
-    if hasattr(outer, "fp16_partitioned_groups"):  # stage 3, where the last rank's parts are padded
+    if is_stage_3(engine):
         return {
-            f"{i}.{j}": averaged[i][j].narrow(0, 0, real_size(param, script.rank))
+            f"{i}.{j}": averaged[i][j].narrow(0, 0, real_size(param))
             for i, group in enumerate(outer.fp16_groups)
             for j, param in enumerate(group)
         }
@@ -116,7 +130,7 @@ def train(script: Script, config: Config, *, groups: int = 1) -> None:
                 loss = engine(**batch)["loss"]
                 engine.backward(loss)
                 if micro + 1 == engine.gradient_accumulation_steps():
-                    script.poison(gradients(script, engine))
+                    script.poison(gradients(engine))
                 engine.step()
             script.end(tensors=state(engine))
     engine.destroy()
@@ -133,6 +147,13 @@ VARIANTS = {
     "ZeRO 2": partial(train, config=stage(2)),
     "ZeRO 2, accumulating, two groups": partial(
         train, config=stage(2, gradient_accumulation_steps=2), groups=2
+    ),
+    "ZeRO 2, never clipped": partial(
+        train,
+        config={
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 2, "compute_grad_norm": False},
+        },
     ),
     "ZeRO 2, bfloat16": partial(train, config=stage(2, **BFLOAT16)),
     "ZeRO 2, float16 with a scale": partial(train, config=stage(2, fp16=FLOAT16, **WIDE)),

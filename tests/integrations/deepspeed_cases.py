@@ -1,0 +1,345 @@
+"""What each of two real ranks does in ``test_deepspeed``; results go to a file by rank."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.integrations.script import Script
+from tests.integrations.trainings.deepspeed import (
+    BFLOAT16,
+    FLOAT16,
+    WIDE,
+    gradients,
+    make_engine,
+    stage,
+    state,
+)
+from trainer_hooks import SignalSettings
+from trainer_hooks.integrations.deepspeed import attach
+from trainvitals.errors import TrainingHalted, UsageError
+
+NAN = float("nan")
+WARM = 18
+"""Steps after which the finite rules know the run."""
+
+LOW = FLOAT16 | {"initial_scale_power": 8}
+"""Low enough for a spike that is no overflow."""
+
+KINDS = {
+    "no ZeRO": {},
+    "no ZeRO, bfloat16": BFLOAT16,
+    "no ZeRO, float16": {"fp16": LOW},
+    "ZeRO 1": stage(1),
+    "ZeRO 1, bfloat16": stage(1, **BFLOAT16),
+    "ZeRO 1, bfloat16, wide gradients": stage(1, **BFLOAT16, **WIDE),
+    "ZeRO 2": stage(2),
+    "ZeRO 2, float16": stage(2, fp16=LOW),
+    "ZeRO 3": stage(3),
+    "ZeRO 3, float16": stage(3, fp16=LOW),
+}
+
+Fault = Callable[[Mapping[str, Tensor]], None]
+Seen = dict[str, Any]
+
+
+def first_is(value: float) -> Fault:
+    """Return what puts a value into one element."""
+
+    def write(grads: Mapping[str, Tensor]) -> None:
+        next(grad for grad in grads.values() if grad.numel()).view(-1)[0] = value
+
+    return write
+
+
+def times(factor: float) -> Fault:
+    """Return what makes all gradients larger."""
+
+    def write(grads: Mapping[str, Tensor]) -> None:
+        for grad in grads.values():
+            grad.mul_(factor)
+
+    return write
+
+
+def learned(engine: Any) -> list[Tensor]:
+    """Return a copy of all that only an update may change."""
+    buffers = {id(buffer) for buffer in engine.module.buffers()}
+    return [t.detach().clone() for t in state(engine) if id(t) not in buffers]
+
+
+def steps(script: Script, engine: Any, number: int, faults: Mapping[int, Fault]) -> Seen:
+    """Train; the faults are in rank 1's gradients. Say what each step did."""
+    dtype = next(engine.module.parameters()).dtype
+    batch = {name: tensor.to(dtype) for name, tensor in script.batch().items()}
+    seen: Seen = {"trained": [], "buffers": [], "norms": [], "scales": []}
+    for step in range(number):
+        before = learned(engine)
+        buffers = [buffer.clone() for buffer in engine.module.buffers()]
+        engine.backward(engine(**batch)["loss"])
+        if step in faults and script.rank == 1:
+            with torch.no_grad():
+                faults[step](gradients(engine))
+        engine.step()
+        after = learned(engine)
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        seen["trained"].append(not same)
+        kept = all(map(torch.equal, buffers, engine.module.buffers()))
+        seen["buffers"].append(not kept)
+        seen["norms"].append(float(engine.get_global_grad_norm() or NAN))
+        seen["scales"].append(float(engine._get_optimizer_loss_scale() or NAN))
+    seen["skipped_steps"] = engine.skipped_steps
+    return seen
+
+
+def guarded(
+    script: Script, config: Any, number: int = 3, *, faults: Any = None, **options: Any
+) -> Seen:
+    """Train under guard."""
+    engine = make_engine(script, config)
+    with attach(engine, **options):
+        seen = steps(script, engine, number, faults or {})
+    finite = all(bool(torch.isfinite(p).all()) for p in engine.module.parameters() if p.numel())
+    return seen | {"finite": finite, "digest": digest(engine)}
+
+
+def bare(script: Script, config: Any, number: int = 3, *, faults: Any = None) -> Seen:
+    """Train without a guard."""
+    engine = make_engine(script, config)
+    seen = steps(script, engine, number, faults or {})
+    finite = all(bool(torch.isfinite(p).all()) for p in engine.module.parameters() if p.numel())
+    return seen | {"finite": finite, "digest": digest(engine)}
+
+
+def digest(engine: Any) -> float:
+    """Return one number that any changed bit would move."""
+    return float(sum(tensor.double().sum() for tensor in learned(engine)))
+
+
+def places(engine: Any) -> list[str]:
+    """Return which methods lie on the objects themselves."""
+    outer = engine.optimizer
+    owners = {"engine": engine, "zero": outer, "monitor": engine.monitor}
+    owners["plain"] = getattr(outer, "optimizer", outer)
+    owners["checker"] = getattr(outer, "overflow_checker", outer)
+    names = (
+        "step",
+        "backward",
+        "_take_model_step",
+        "clip_fp32_gradients",
+        "_update_scale",
+        "has_overflow",
+        "write_events",
+        "add_param_group",
+    )
+    return [f"{owner}.{n}" for owner, one in owners.items() for n in names if n in vars(one)]
+
+
+def put_back(script: Script, config: Any) -> Seen:
+    engine = make_engine(script, config)
+    found = places(engine)
+    attached = attach(engine)
+    hooked = places(engine)
+    attached.close()
+    left = places(engine)
+    return {"found": found, "hooked": hooked, "left": left} | steps(script, engine, 2, {})
+
+
+def off(script: Script, config: Any) -> Seen:
+    engine = make_engine(script, config)
+    found = places(engine)
+    attached = attach(engine, mode="off")
+    attached.load_state_dict({"kept": 1})
+    left = {"found": found, "left": places(engine), "state": attached.state_dict()}
+    return left | steps(script, engine, 2, {})
+
+
+def resumed(script: Script, config: Any) -> Seen:
+    """Train, save with the engine, and go on in another engine with a spike at once."""
+    folder = str(script.folder / "saved")
+    engine = make_engine(script, config)
+    with attach(engine) as attached:
+        steps(script, engine, WARM, {})
+        engine.save_checkpoint(folder, client_state={"vitals": attached.state_dict()})
+    engine = make_engine(script, config)
+    with attach(engine) as attached:
+        _, kept = engine.load_checkpoint(folder)
+        attached.load_state_dict(kept["vitals"])
+        began = attached.step_index
+        seen = steps(script, engine, 2, {0: times(100.0)})
+    return {"began": began, **seen}
+
+
+def divided(script: Script) -> Seen:
+    """Give backward losses that are divided already."""
+    engine = make_engine(script, stage(2, gradient_accumulation_steps=2))
+    with attach(engine):
+        for _ in range(4):
+            loss = engine(**script.batch())["loss"]
+            engine.backward(loss / 2, scale_wrt_gas=False)
+            engine.step()
+    return {"loss": loss.item(), "steps": engine.global_steps}
+
+
+def logged(script: Script) -> Seen:
+    """Let the engine log what it logs."""
+    csv = {"enabled": True, "output_path": str(script.folder / "csv"), "job_name": "it"}
+    engine = make_engine(script, stage(1, csv_monitor=csv))
+    with attach(engine):
+        return steps(script, engine, 2, {})
+
+
+def halted(script: Script) -> Seen:
+    """Have a fault in every step until the ladder stops the run."""
+    engine = make_engine(script, stage(2))
+    try:
+        with attach(engine):
+            for _ in range(400):
+                steps(script, engine, 1, {0: first_is(NAN)})
+    except TrainingHalted as error:
+        return {"at": engine.global_steps, "said": str(error), "left": places(engine)}
+    return {"at": None}
+
+
+def measured(script: Script, config: Any) -> Seen:
+    """Measure weights and updates, and say what they are."""
+    engine = make_engine(script, config)
+    settings = SignalSettings(weight_norm=True, update_norm=True, every=1)
+    with attach(engine, signals=settings):
+        before = full_weights(engine)
+        seen = steps(script, engine, 1, {})
+        after = full_weights(engine)
+        steps(script, engine, 1, {})
+    pairs = list(zip(before, after, strict=True))
+    update = math.sqrt(sum((b - a).double().square().sum().item() for b, a in pairs))
+    weight = math.sqrt(sum(b.double().square().sum().item() for b in before))
+    return seen | {"weight": weight, "update": update}
+
+
+def full_weights(engine: Any) -> list[Tensor]:
+    """Return every weight as a whole, in the precision that the optimizer updates."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = []
+    for param in engine.module.parameters():
+        whole = safe_get_full_fp32_param(param)
+        found.append((param if whole is None else whole).detach().clone())
+    return found
+
+
+def refused(script: Script) -> Seen:
+    """Offload to the CPU."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    engine = make_engine(script, config)
+    found = places(engine)
+    try:
+        attach(engine)
+    except UsageError as error:
+        return {"said": str(error), "found": found, "left": places(engine)}
+    return {"said": ""}
+
+
+def twice(script: Script) -> Seen:
+    """Attach two times."""
+    engine = make_engine(script, stage(1))
+    with attach(engine):
+        try:
+            attach(engine)
+        except UsageError as error:
+            return {"said": str(error)}
+    return {"said": ""}
+
+
+def failed(script: Script) -> Seen:
+    """Raise out of the loop."""
+    engine = make_engine(script, stage(1))
+    try:
+        with attach(engine):
+            steps(script, engine, 2, {})
+            raise ValueError("no such file")
+    except ValueError:
+        return {}
+
+
+SPIKES = {1: first_is(NAN), WARM: times(100.0)}
+UNCHECKED = stage(2, bf16={"enabled": True, "check_grad_overflow": False})
+
+PLAYS: dict[str, Callable[..., Seen]] = {
+    "bare": bare,
+    "guarded": guarded,
+    "put back": put_back,
+    "off": off,
+    "faults": partial(guarded, number=WARM + 2, faults=SPIKES),
+}
+
+CASES: dict[str, Callable[[Script], Seen]] = {
+    # Stage 3 comes last: it replaces torch's linear for the whole process.
+    **{
+        f"{what}: {name}": partial(play, config=config)
+        for name, config in KINDS.items()
+        for what, play in PLAYS.items()
+    },
+    **{
+        f"resumed: {name}": partial(resumed, config=KINDS[name])
+        for name in ("ZeRO 1", "ZeRO 2", "ZeRO 3", "no ZeRO", "ZeRO 1, bfloat16, wide gradients")
+    },
+    **{
+        f"measured: {name}": partial(measured, config=KINDS[name])
+        for name in ("ZeRO 1", "ZeRO 3", "no ZeRO", "no ZeRO, bfloat16")
+    },
+    **{
+        f"NaN that nobody checks, {how}": partial(
+            play, config=UNCHECKED, number=3, faults={1: first_is(NAN)}, **options
+        )
+        for how, play, options in (
+            ("bare", bare, {}),
+            ("observed", guarded, {"mode": "observe"}),
+            ("guarded", guarded, {}),
+        )
+    },
+    "beyond float32": partial(guarded, config=stage(2), number=4, faults={1: times(1e30)}),
+    "divided": divided,
+    "logged": logged,
+    "halted": halted,
+    "refused": refused,
+    "twice": twice,
+    "failed": failed,
+}
+
+
+def main(folder: Path) -> None:
+    """Play all cases, one after another."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    results = {}
+    for case, play in CASES.items():
+        if os.environ.get("CASE", case) != case:
+            continue
+        here = folder / case.replace(": ", "-").replace(", ", "-").replace(" ", "-")
+        (here / "shm").mkdir(parents=True, exist_ok=True)
+        os.environ |= {
+            "VITALS_DIR": str(here / "runs"),
+            "VITALS_SHM": str(here / "shm"),
+            "VITALS_AGENT": "off",
+        }
+        try:
+            results[case] = play(Script(here))
+        except Exception as error:
+            error.add_note(f"in {case!r} on rank {rank}")
+            raise
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    os._exit(0)  # gloo aborts a process at its exit now and then; what was found is written
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
