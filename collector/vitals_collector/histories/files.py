@@ -1,0 +1,57 @@
+"""Opens a log's file, compressed or not, and turns what a disk says into our errors."""
+
+import contextlib
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TextIO, cast
+
+from trainvitals.errors import FormatError, StorageError
+
+GZIP = b"\x1f\x8b"
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Let nothing but our errors out of a block that reads the file.
+
+    Raises:
+        StorageError: the file cannot be read.
+        FormatError: its compression or its encoding is damaged.
+    """
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise FormatError(
+            f"{path}: the compressed file is damaged: {error}", hint="get the file once more"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
+            hint="a CSV file or a trainer_state.json is UTF-8 text",
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def head(path: Path, num_bytes: int = 4096) -> bytes:
+    """Return the first bytes of the file, of what is compressed in it where it is gzip."""
+    with reading(path), open_bytes(path) as file:
+        return file.read(num_bytes)
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """Open the file, through gzip where its first bytes say so."""
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == GZIP
+    return cast(IO[bytes], gzip.open(path, "rb")) if is_gzip else path.open("rb")
+
+
+def open_text(path: Path) -> TextIO:
+    """Open the file as UTF-8 text, a byte order mark passed over."""
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == GZIP
+    if is_gzip:
+        return cast(TextIO, gzip.open(path, "rt", encoding="utf-8-sig", newline=""))
+    return path.open(encoding="utf-8-sig", newline="")

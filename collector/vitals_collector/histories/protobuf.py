@@ -1,0 +1,66 @@
+"""Takes protobuf messages apart by the numbers of their fields (protobuf.dev, "Encoding")."""
+
+import struct
+from collections.abc import Iterator
+
+from trainvitals.errors import FormatError
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+_MAX_SHIFT = 63
+
+
+def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Yield each field's number and value: bytes, or the bits of a number.
+
+    Raises:
+        FormatError: these bytes are no message.
+    """
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at)
+        kind = key & 7
+        if kind == VARINT:
+            value, at = _varint(message, at)
+            yield key >> 3, value
+            continue
+        size = 8
+        if kind == BYTES:
+            size, at = _varint(message, at)
+        elif kind == FIXED32:
+            size = 4
+        elif kind != FIXED64:
+            raise FormatError(f"byte {at} of a message: a field of kind {kind}, which is none")
+        if at + size > end:
+            raise FormatError(f"byte {at} of a message: {size} bytes, of which {end - at} are left")
+        part = message[at : at + size]
+        at += size
+        yield key >> 3, part if kind == BYTES else int.from_bytes(part, "little")
+
+
+def signed(value: int) -> int:
+    """Return the number of a varint that is an ``int64``."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def zigzag(value: int) -> int:
+    """Return the number of a varint that is a ``sint64``."""
+    return (value >> 1) ^ -(value & 1)
+
+
+def double(bits: int) -> float:
+    """Return the number of a ``fixed64`` that is a ``double``."""
+    (number,) = struct.unpack("<d", bits.to_bytes(8, "little"))
+    assert isinstance(number, float)
+    return number
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(message) and shift <= _MAX_SHIFT:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at
+        shift += 7
+    raise FormatError(f"byte {at} of a message: a number that does not end")

@@ -1,0 +1,300 @@
+"""Judges a log that recorded no limits: what detectors and ladder would have found and done.
+
+The log's numbers are what happened; everything else has to be assumed, and is said here:
+
+- **Limits** are played as in a live loop: those in force at a step are what the detectors had
+  computed ``lag`` steps before. A step that is non-finite or above one counts as skipped (unless in
+  ``observe``), so its value enters no reference.
+- **Checkpoints** are ideal ones: a healthy state from before the log begins, and one every
+  ``checkpoint_every`` steps that becomes healthy as in a run, after ``ladder.margin`` good steps.
+- **After a would-be rollback** the log goes on as it was, for the other branch is not in it. The
+  ladder is told that it was done, so budgets and the cooldown count; the detectors go on over the
+  log, as they would in ``observe``. What follows is what would be done if rolling back had changed
+  nothing: the worst case.
+- **After a would-be HALT** nobody acts, everything is still judged, and the ladder acts again once
+  the log has recovered by itself (as in ``observe``) or was started again.
+- **Steps that go back** are a resumed run: a new branch, with the detectors as they were at that
+  step, or anew where the log was not yet there.
+- **A coarse log** has one record for many steps. There the ladder counts records, not steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from trainvitals.detect import Limits
+from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
+from trainvitals.policy.state import CheckpointRef, Mode
+from trainvitals.records import Decision, Finding, StepRecord
+
+EVERY_STEP_SHARE = 0.9
+"""Share of records that must follow the one before by one step, for steps to be counted."""
+
+MAX_STATES = 128
+"""Memories of the detectors kept for a log that goes back; every second goes when it is full."""
+
+
+class LoggedStep(NamedTuple):
+    """One record of a log; a value that is not in it is None, which is not NaN."""
+
+    row: int
+    """Where it is in the log, from 0."""
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+
+class JudgedStep(NamedTuple):
+    """A record as the device would have completed it, and what was said and decided about it."""
+
+    row: int
+    record: StepRecord
+    judgement: Judgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """How a log's steps follow each other."""
+
+    counts_records: bool
+    """Too few records follow each other step by step: the ladder counts records."""
+    gaps: tuple[int, ...]
+    """The usual distances between steps, the most frequent first."""
+    restarts: frozenset[int]
+    """Places of the records at which the log goes back."""
+    num_repeated: int
+    """Records of the same step as the one before."""
+    num_out_of_order: int
+    """Single records that came late: no restart."""
+
+
+def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
+    """Return how the steps of a log follow each other."""
+    restarts: set[int] = set()
+    forward: Counter[int] = Counter()
+    num_repeated = num_late = 0
+    top = log[0].step if log else 0
+    for place in range(1, len(log)):
+        step = log[place].step
+        gap = step - log[place - 1].step
+        if gap > 0:
+            forward[gap] += 1
+        elif gap == 0:
+            num_repeated += 1
+        elif place + 1 < len(log) and log[place + 1].step <= top:
+            restarts.add(place)
+            top = step
+        else:
+            num_late += 1
+        top = max(top, step)
+    total = sum(forward.values())
+    common = [gap for gap, times in forward.most_common(3) if times * 20 >= total]
+    return Cadence(
+        counts_records=forward[1] < EVERY_STEP_SHARE * total,
+        gaps=tuple(common),
+        restarts=frozenset(restarts),
+        num_repeated=num_repeated,
+        num_out_of_order=num_late,
+    )
+
+
+def judge_history(
+    log: Sequence[LoggedStep],
+    *,
+    config: JudgeConfig | None = None,
+    mode: Mode = "heal",
+    lag: int = 1,
+    checkpoint_every: int = 100,
+) -> Iterator[JudgedStep]:
+    """Judge each record of a log, in order, with the class that judges live.
+
+    Args:
+        log: the records, oldest first; they may go back where a run was resumed.
+        config: what counts as bad and what is done about it; None: the defaults.
+        mode: how far the ladder may climb.
+        lag: the readback lag in steps; 1 is what a live loop with a fused optimizer has.
+        checkpoint_every: steps between the checkpoints that are assumed.
+    """
+    return _Player(log, config, mode, lag, checkpoint_every).play()
+
+
+def complete(record: StepRecord, limits: Limits, *, acts: bool) -> StepRecord:
+    """Return the record with the limits in force, skipped (if the device acts) where it is bad."""
+    bad = _is_bad(record.loss, limits.loss) or _is_bad(record.grad_norm, limits.grad_norm)
+    return replace(
+        record, loss_limit=limits.loss, grad_norm_limit=limits.grad_norm, skipped=acts and bad
+    )
+
+
+def _is_bad(value: float | None, limit: float | None) -> bool:
+    if value is None:
+        return False
+    return not math.isfinite(value) or (limit is not None and value > limit)
+
+
+class _Player:
+    """Plays device and host over a log. Its clock counts steps, or records of a coarse log."""
+
+    def __init__(
+        self,
+        log: Sequence[LoggedStep],
+        config: JudgeConfig | None,
+        mode: Mode,
+        lag: int,
+        checkpoint_every: int,
+    ) -> None:
+        self._log = log
+        self._config = config or JudgeConfig()
+        self._mode: Mode = mode
+        self._lag = lag
+        self._every = checkpoint_every
+        self._cadence = cadence_of(log)
+        self._judge = Judge(self._config, mode)
+        self._attempt = 1
+        self._waiting: deque[tuple[int, StepRecord]] = deque()
+        self._candidates: list[CheckpointRef] = []
+        self._checkpoints: list[CheckpointRef] = []
+        self._next_checkpoint = 0
+        self._states: list[tuple[int, dict[str, Any]]] = []
+
+    def play(self) -> Iterator[JudgedStep]:
+        """Complete each record when it is due, and judge it when its numbers would be read."""
+        for place, logged in enumerate(self._log):
+            if place == 0:
+                self._begin()
+            if place in self._cadence.restarts:
+                yield from self._judge_waiting()
+                self._go_back(place)
+            while self._waiting and self._is_read(*self._waiting[0], logged):
+                yield self._take(*self._waiting.popleft())
+            record = StepRecord(
+                step=self._clock(place),
+                attempt=self._attempt,
+                loss=logged.loss,
+                grad_norm=logged.grad_norm,
+                learning_rate=logged.learning_rate,
+            )
+            acts = self._judge.mode != "observe"
+            self._waiting.append((place, complete(record, self._judge.limits(), acts=acts)))
+        yield from self._judge_waiting()
+
+    def _clock(self, place: int) -> int:
+        return place if self._cadence.counts_records else self._log[place].step
+
+    def _logged(self, clock: int) -> int:
+        return self._step_of(clock) if self._cadence.counts_records else clock
+
+    def _is_read(self, place: int, record: StepRecord, now: LoggedStep) -> bool:
+        """Say whether a record's numbers have come back to the host when ``now`` begins."""
+        return self._log[place].step + self._lag < now.step or len(self._waiting) > self._lag
+
+    def _judge_waiting(self) -> Iterator[JudgedStep]:
+        while self._waiting:
+            yield self._take(*self._waiting.popleft())
+
+    def _take(self, place: int, record: StepRecord) -> JudgedStep:
+        if record.attempt != self._attempt:
+            record = replace(record, attempt=self._attempt)  # in flight: here it is not discarded
+        self._save(place, record.step)
+        judgement = self._judge.judge(
+            record,
+            decided_at_step=record.step + (0 if self._cadence.counts_records else self._lag),
+            checkpoints=self._checkpoints,
+            now_attempt_id=self._attempt + 1,
+        )
+        made = judgement.decision
+        if made is not None and made.acted and made.action == "rollback":
+            self._rolled_back(made.rollback_to_step)
+        elif self._judge.halted:
+            self._become("observe")
+        elif self._judge.mode != self._mode and not self._judge.facts.halted:
+            self._become(self._mode)
+        if self._cadence.counts_records:
+            record = replace(record, step=self._log[place].step)
+            judgement = self._as_logged(judgement)
+        return JudgedStep(self._log[place].row, record, judgement)
+
+    # ------------------------------------------------------------------------- checkpoints
+
+    def _begin(self) -> None:
+        first = self._clock(0)
+        oldest = max(0, first - self._config.ladder.margin)
+        self._checkpoints.append(CheckpointRef(id="before-the-log", step=oldest))
+        self._next_checkpoint = first + self._every
+
+    def _save(self, place: int, step: int) -> None:
+        """Take an ideal checkpoint before this step where one is due; let older ones be proven."""
+        good_since = self._judge.last_unhealthy_step + 1
+        proven = step - self._config.ladder.margin
+        while self._candidates and max(self._candidates[0].step, good_since) <= proven:
+            self._checkpoints.append(self._candidates.pop(0))
+        if step >= self._next_checkpoint:
+            self._next_checkpoint = step + self._every
+            self._candidates.append(CheckpointRef(id=f"assumed-{step:06d}", step=step))
+            self._states.append((self._log[place].step, self._judge.detector_state()))
+            if len(self._states) > MAX_STATES:
+                del self._states[1::2]
+
+    # ------------------------------------------------------------------------ other branches
+
+    def _rolled_back(self, target: int) -> None:
+        """Tell the judge that it was done; states after the target are of a branch given up."""
+        self._attempt += 1
+        state = self._judge.detector_state()
+        self._judge.rolled_back(detector_state=state, attempt=self._attempt)
+        self._candidates.clear()
+        self._checkpoints = [ref for ref in self._checkpoints if ref.step <= target]
+
+    def _go_back(self, place: int) -> None:
+        """Go on as a run that was resumed at an earlier step; if it was halted, by a person."""
+        step, clock = self._log[place].step, self._clock(place)
+        self._states = [kept for kept in self._states if kept[0] <= step]
+        state = self._states[-1][1] if self._states else None
+        self._attempt += 1
+        facts = replace(self._judge.facts, halted="")
+        self._judge = Judge(self._config, self._mode, facts=facts)
+        self._judge.rolled_back(detector_state=state, attempt=self._attempt)
+        self._candidates.clear()
+        kept = [ref for ref in self._checkpoints if self._logged(ref.step) <= step]
+        self._checkpoints = kept or [CheckpointRef(id="before-the-log", step=max(0, clock))]
+        self._next_checkpoint = clock + self._every
+
+    def _become(self, mode: Mode) -> None:
+        """Go on in another mode with everything that is remembered."""
+        kept = self._judge.state_dict()
+        self._judge = Judge(self._config, mode)
+        self._judge.load_state_dict(kept)
+
+    # ----------------------------------------------------------------------- records as steps
+
+    def _as_logged(self, judgement: Judgement) -> Judgement:
+        """Return the judgement with the log's steps in the place of numbers of records."""
+        findings = tuple(self._finding(finding) for finding in judgement.findings)
+        made = judgement.decision
+        return Judgement(findings, None if made is None else self._decision(made))
+
+    def _finding(self, finding: Finding) -> Finding:
+        return replace(
+            finding, step=self._step_of(finding.step), onset_step=self._step_of(finding.onset_step)
+        )
+
+    def _decision(self, made: Decision) -> Decision:
+        return replace(
+            made,
+            step=self._step_of(made.step),
+            decided_at_step=self._step_of(made.step) + self._lag,
+            rollback_to_step=self._step_of(made.rollback_to_step),
+        )
+
+    def _step_of(self, clock: int) -> int:
+        return self._log[clock].step if 0 <= clock < len(self._log) else clock
+
+
+__all__ = ["Cadence", "JudgedStep", "LoggedStep", "cadence_of", "complete", "judge_history"]
