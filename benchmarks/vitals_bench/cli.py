@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainvitals.errors import StorageError
+from trainvitals.errors import StorageError, VitalsError
 
 if TYPE_CHECKING:
-    from vitals_bench.rows import Row
+    from vitals_bench.detect import Logs
+    from vitals_bench.rows import Grid, Row
+
+
+Measure = Callable[..., "Iterator[Row | Grid]"]
+Options = Mapping[str, Mapping[str, "Logs"]]
+"""What the parts of a bench are called with besides ``quick``."""
 
 
 class Format(StrEnum):
@@ -30,6 +36,14 @@ Quick = Annotated[
 ]
 Output = Annotated[Format, typer.Option("--format", help="How rows are printed.")]
 Page = Annotated[Path | None, typer.Option(help="Also write this page of docs/.")]
+Traces = Annotated[
+    Path | None,
+    typer.Option(help="Folder of labelled logs for detect: labels.json and series/NAME.csv."),
+]
+Split = Annotated[str, typer.Option(help="Which of these: the labels' split, or all.")]
+Manual = Annotated[
+    bool, typer.Option("--manual", help="Leave out those whose events were listed by a rule.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +56,7 @@ def register(app: typer.Typer) -> None:
     bench.callback()(bench_all)
     bench.command("guard", epilog="Example: vitals bench guard --format json")(bench_guard)
     bench.command("parts", epilog="Example: vitals bench parts")(bench_parts)
+    bench.command("detect", epilog="Example: vitals bench detect --format json")(bench_detect)
     app.add_typer(bench, name="bench")
 
 
@@ -50,6 +65,9 @@ def bench_all(
     quick: Quick = False,
     output: Output = Format.TABLE,
     page: Page = None,
+    traces: Traces = None,
+    split: Split = "all",
+    manual: Manual = False,
 ) -> None:
     """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
 
@@ -57,7 +75,9 @@ def bench_all(
     not run.
     """
     if context.invoked_subcommand is None:
-        _run(("guard", "parts"), quick=quick, output=output, page=page)
+        options = _detect_options(traces, split, manual)
+        names = ("guard", "parts", "detect")
+        _run(names, quick=quick, output=output, page=page, options=options)
 
 
 def bench_guard(quick: Quick = False, output: Output = Format.TABLE) -> None:
@@ -70,19 +90,66 @@ def bench_parts(quick: Quick = False, output: Output = Format.TABLE) -> None:
     _run(("parts",), quick=quick, output=output, page=None)
 
 
-def _benches() -> Mapping[str, Mapping[str, Callable[..., Iterator[Row]]]]:
-    from vitals_bench import guard, parts
+def bench_detect(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Annotated[
+        Path | None, typer.Option(help="Also write this bench's part of this page of docs/.")
+    ] = None,
+    traces: Traces = None,
+    split: Split = "all",
+    manual: Manual = False,
+) -> None:
+    """Compare the detectors with the rules that others publish: what is found, missed, made up.
 
-    return {"guard": guard.PARTS, "parts": {"parts": parts.measure_parts}}
+    On logs of known shapes, which it makes, and on labelled logs, where --traces names a folder.
+    """
+    options = _detect_options(traces, split, manual)
+    _run(("detect",), quick=quick, output=output, page=page, options=options)
 
 
-def _run(names: tuple[str, ...], *, quick: bool, output: Format, page: Path | None) -> None:
-    from rich.console import Console
+def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
+    from vitals_bench.detect import Logs
 
+    if traces is None:
+        return {}
+    return {"detect": {"logs": Logs(folder=traces, split=split, manual=manual)}}
+
+
+def _benches() -> Mapping[str, Mapping[str, Measure]]:
+    from vitals_bench import detect, guard, parts
+
+    return {
+        "guard": guard.PARTS,
+        "parts": {"parts": parts.measure_parts},
+        "detect": detect.PARTS,
+    }
+
+
+def _run(
+    names: tuple[str, ...],
+    *,
+    quick: bool,
+    output: Format,
+    page: Path | None,
+    options: Options | None = None,
+) -> None:
     from vitals_bench import page as pages
 
     about = pages.facts()
-    found: dict[str, list[Row]] = {}
+    found, failed = _measure(names, quick=quick, options=options or {})
+    _print(found, about, output)
+    if page is not None:
+        _write(page, found, about)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _measure(
+    names: tuple[str, ...], *, quick: bool, options: Options
+) -> tuple[dict[str, list[Row | Grid]], bool]:
+    """Return what each bench yielded, and whether a part of one could not run."""
+    found: dict[str, list[Row | Grid]] = {}
     failed = False
     for name in names:
         found[name] = []
@@ -90,25 +157,51 @@ def _run(names: tuple[str, ...], *, quick: bool, output: Format, page: Path | No
             typer.echo(f"measuring {name}: {part}", err=True)
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # peers talk; stdout is for rows
-                    found[name] += measure(quick=quick)
+                    found[name] += measure(quick=quick, **options.get(name, {}))
+            except VitalsError:
+                raise  # a mistake in what was asked for, and its way out
             except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
                 failed = True
                 typer.echo(
                     f"{name}: {part} could not run: {type(error).__name__}: {error}", err=True
                 )
+    return found, failed
+
+
+def _print(
+    found: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str], output: Format
+) -> None:
+    from rich.console import Console
+
+    from vitals_bench import page as pages
+    from vitals_bench.rows import Grid, Row
+
     if output is Format.JSON:
-        typer.echo(json.dumps([row.plain() for rows in found.values() for row in rows], indent=2))
-    else:
-        console = Console(width=None if sys.stdout.isatty() else 200)
-        for name, rows in found.items():
-            console.print(pages.table(f"vitals bench {name}", rows))
-        console.print("\n".join(f"{what}: {text}" for what, text in about.items()))
-    if page is not None:
-        try:
+        typer.echo(json.dumps([one.plain() for all_ in found.values() for one in all_], indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for name, yielded in found.items():
+        rows = [one for one in yielded if isinstance(one, Row)]
+        console.print(pages.table(f"vitals bench {name}", rows))
+        for one in yielded:
+            if isinstance(one, Grid):
+                console.print(pages.grid_table(one))
+    console.print("\n".join(f"{what}: {text}" for what, text in about.items()))
+
+
+def _write(page: Path, found: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str]) -> None:
+    """Write the whole page, or one bench's part of a page that has others too."""
+    from vitals_bench import page as pages
+
+    try:
+        if len(found) == 1 and page.exists():
+            ((name, yielded),) = found.items()
+            measured = f"Measured {about['date']}, {about['load before']}."
+            part = pages.section(name, yielded, measured=measured)
+            page.write_text(pages.replaced(page.read_text(), name, part))
+        else:
             page.write_text(pages.markdown(about, found))
-        except OSError as error:
-            raise StorageError(
-                f"{page} cannot be written: {error.strerror}", hint="choose another --page"
-            ) from error
-    if failed:
-        raise typer.Exit(1)
+    except OSError as error:
+        raise StorageError(
+            f"{page} cannot be written: {error.strerror}", hint="choose another --page"
+        ) from error

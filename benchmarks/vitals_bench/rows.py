@@ -1,13 +1,15 @@
-"""A figure beside the one it is to be compared with, and what was hoped for."""
+"""A figure beside the one it is to be compared with, and what was hoped for; tables of figures."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-_HOLDS: dict[str, Callable[[float, float], bool]] = {"<=": operator.le, "=": operator.eq}
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "=": operator.eq,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class Goal:
     """What a row should show. A miss is said and is no failure of the bench."""
 
     of: Literal["ratio", "ours"]
-    sign: Literal["<=", "="]
+    sign: Literal["<=", ">=", "="]
     limit: float
 
     def text(self, unit: str) -> str:
@@ -33,6 +35,11 @@ def ratio_at_most(limit: float) -> Goal:
 def at_most(limit: float) -> Goal:
     """Return the goal of our own figure being no larger."""
     return Goal("ours", "<=", limit)
+
+
+def at_least(limit: float) -> Goal:
+    """Return the goal of our own figure being no smaller."""
+    return Goal("ours", ">=", limit)
 
 
 def exactly(value: float) -> Goal:
@@ -81,3 +88,39 @@ class Row:
             "spread": self.spread,
             "note": self.note,
         }
+
+
+Cell = str | float | int | None
+"""What stands in a table; None where there is nothing to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table of a bench that compares more than two."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    """What is to be read in it; stands below."""
+    detail: Mapping[str, object] = field(default_factory=dict)
+    """What only ``--format json`` prints."""
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows as text."""
+        return [tuple(_text(value) for value in row) for row in self.rows]
+
+    def plain(self) -> dict[str, object]:
+        """Return what ``--format json`` prints."""
+        return {
+            "name": self.title,
+            "rows": [dict(zip(self.columns, row, strict=True)) for row in self.rows],
+            "note": self.note,
+            "detail": dict(self.detail),
+        }
+
+
+def _text(value: Cell) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,119 @@
+"""What our detectors cost a step, in pure Python, on a log like a real one."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from trainvitals.detect import DetectorSet
+from trainvitals.detect.merged import MergedStep, Value
+from trainvitals.policy import Judge
+from trainvitals.records import StepRecord
+from trainvitals.testing import judgements
+from vitals_bench.detect.logs import Logs
+from vitals_bench.detect.series import Series
+from vitals_bench.detect.shapes import SHAPES, make_shape
+from vitals_bench.rows import Row, at_most
+
+IN_LOOP_US = 25.0
+COLLECTOR_US = 1e6 / 20_000
+RANKS, LAYERS = 8, 24
+"""Of the merged step that the collector's set is given."""
+
+
+def measure_cost(*, quick: bool, logs: Logs | None = None) -> Iterator[Row]:
+    """Yield what a step costs in the loop and in the collector."""
+    del logs
+    series = make_shape(next(shape for shape in SHAPES if shape.name == "clean"), 0)
+    records = _completed(series)
+    times = 3 if quick else 30
+    detectors = DetectorSet()
+
+    def detect(record: StepRecord) -> None:
+        detectors.update(record)
+        detectors.limits()
+
+    yield Row(
+        name="all detectors in the loop: one step and the limits after it",
+        ours=_median(detect, records, times),
+        unit="us",
+        goal=at_most(IN_LOOP_US),
+    )
+    judge = Judge()
+
+    def decide(record: StepRecord) -> None:
+        judge.judge(record, decided_at_step=record.step + 1)
+        judge.limits()
+
+    yield Row(name="the same with the ladder", ours=_median(decide, records, times), unit="us")
+    yield _collector(series, times)
+
+
+def _completed(series: Series) -> list[StepRecord]:
+    """Return the records as the device completes them, with the limits that were in force."""
+    columns = zip(series.steps, series.losses, series.norms, series.rates, strict=True)
+    bare = [
+        StepRecord(step=step, attempt=1, loss=loss, grad_norm=norm, learning_rate=rate)
+        for step, loss, norm, rate in columns
+    ]
+    return [record for record, _ in judgements(Judge(), bare)]
+
+
+def _collector(series: Series, times: int) -> Row:
+    name = f"the collector's watchers: a merged step of {RANKS} ranks and {LAYERS} layers"
+    try:
+        make: Any = importlib.import_module("trainvitals.detect.watch").WatchSet
+    except (ModuleNotFoundError, AttributeError):
+        return Row(name=name, ours=None, unit="us", note="skipped: this version has none")
+    watchers = make()
+    return Row(
+        name=name,
+        ours=_median(watchers.update, _merged(series), times),
+        unit="us",
+        goal=at_most(COLLECTOR_US),
+        note="the goal is 20,000 steps a second",
+    )
+
+
+def _merged(series: Series) -> list[MergedStep]:
+    """Return merged steps with the columns that watchers read, steady and with some noise."""
+    made = []
+    columns = zip(series.steps, series.losses, series.norms, series.rates, strict=True)
+    for step, loss, norm, rate in columns:
+        wobble = [1.0 + ((step * 7 + rank * 3) % 11) / 200.0 for rank in range(RANKS)]
+        ranks: dict[str, list[Value]] = {
+            "step_duration_seconds": [0.5 * value for value in wobble],
+            "data_wait_seconds": [0.01 * value for value in wobble],
+            "rank_loss": [None if loss is None else loss * value for value in wobble],
+        }
+        layers: dict[str, dict[str, float]] = {
+            f"layers.{i}": {"grad_norm": wobble[i % RANKS], "update_norm": 1e-3, "weight_norm": 9.0}
+            for i in range(LAYERS)
+        }
+        made.append(
+            MergedStep(
+                step=step,
+                attempt=1,
+                time_unix_ns=step * 500_000_000,
+                run={"loss": loss, "grad_norm": norm, "learning_rate": rate, "loss_scale": 65536.0},
+                ranks=ranks,
+                layers=layers if step % 10 == 0 else {},
+            )
+        )
+    return made
+
+
+def _median(call: Callable[[Any], object], items: Sequence[object], times: int) -> float:
+    """Return the microseconds of one call: the median over stretches of 100 of them."""
+    costs: list[float] = []
+    for _, start in itertools.product(range(times), range(0, len(items) - 99, 100)):
+        part = items[start : start + 100]
+        begin = time.perf_counter_ns()
+        for item in part:
+            call(item)
+        costs.append((time.perf_counter_ns() - begin) / len(part) / 1e3)
+    return statistics.median(costs)
