@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainvitals.detect import (
+    BurstDetector,
     DetectConfig,
     Detector,
     DetectorSet,
+    LevelDetector,
     NonFiniteDetector,
     SpikeConfig,
     SpikeDetector,
@@ -22,6 +24,8 @@ STATEFUL: list[Callable[[], Detector | DetectorSet]] = [
     NonFiniteDetector,
     lambda: SpikeDetector("loss"),
     lambda: SpikeDetector("grad_norm"),
+    BurstDetector,
+    LevelDetector,
     DetectorSet,
 ]
 maybe = st.none() | st.floats() | st.floats(0.5, 2.0) | st.floats(0.5, 20.0)
@@ -273,7 +277,7 @@ def test_the_set_rebaselines_one_metric_alone() -> None:
         detectors.update(record)
     detectors.rebaseline(0, metric="loss")
     assert None is detectors.limits().loss
-    assert 20.0 == detectors.limits().grad_norm
+    assert 40.0 == detectors.limits().grad_norm
 
 
 def test_a_step_that_one_rule_flags_enters_no_other_rules_reference() -> None:

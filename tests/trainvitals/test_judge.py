@@ -45,7 +45,7 @@ def test_an_accepted_level_makes_the_loss_rule_start_anew() -> None:
     ledger = decisions(judge, series("loss 9.5x20", attempt=2), checkpoints=[FIRST], lag=0)
     assert ["skip_step", "skip_step", "accept_level"] == [d.action for d in ledger]
     assert 19.0 == judge.limits().loss
-    assert 20.0 == judge.limits().grad_norm
+    assert 40.0 == judge.limits().grad_norm
 
 
 def test_an_announced_change_is_not_judged() -> None:

@@ -1,7 +1,7 @@
 """What the detectors see that only tell: one step of the whole job, and one sample of a node.
 
-The collector makes them, of the rows that all ranks wrote for a step; a replay of a stored run makes
-the same. Nothing here decides: what may act is judged in the job, on ``StepRecord`` alone.
+The collector makes them, of the rows that all ranks wrote for a step; a replay of a stored run
+makes the same. Nothing here decides: what may act is judged in the job, on ``StepRecord`` alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NodeSample:
 
 
 class StepWatcher(Protocol):
-    """Tells what merged steps show. Reads no clock, draws no random number, never raises on data."""
+    """Tells what merged steps show. Reads no clock, never raises on data."""
 
     name: str
 

@@ -16,11 +16,14 @@ from typing import Any, Literal
 from trainvitals.detect.protocol import is_clean
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
-from trainvitals.windows import SIGMA_PER_MAD, RobustWindow
+from trainvitals.windows import RobustWindow
 
 Metric = Literal["loss", "grad_norm"]
 _LARGEST = sys.float_info.max
 _LARGEST_EXPONENT = 700.0
+_SIGMA_ABOVE = 0.16
+"""Normal samples are above one standard deviation this often."""
+_RARE = 0.02
 _STEADY_RATIO = 1.3
 """What the medians of the first and the second half of a new level may differ by."""
 _AROUND_ZERO = 10.0
@@ -90,17 +93,18 @@ class SpikeConfig:
 class GradNormConfig(SpikeConfig):
     """The same for the gradient norm."""
 
-    min_ratio: float = 20.0
+    min_ratio: float = 40.0
     """The limit is at least this multiple of the course."""
-    doubt_ratio: float = 20.0
+    doubt_ratio: float = 40.0
     """The same while in doubt; equal to ``min_ratio``: no doubt."""
 
 
 LOSS_DEFAULTS = SpikeConfig()
 GRAD_NORM_DEFAULTS = GradNormConfig()
-"""Clean GPT-2 runs show gradient norms of 5 to 15 times the median for one step, while the loss
-moves less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: 20 times the median (4.8)
-is passed at the same step as 10 times (2.4), two steps before the loss shows anything."""
+"""Clean runs show gradient norms of 5 to 15 times the median for one step, and up to 35 times,
+while the loss moves less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: 40 times
+the median (9.7) is passed at the same step as 10 times (2.4), two steps before the loss shows
+anything. What rises over several steps is told earlier (``trainvitals.detect.burst``)."""
 
 
 class SpikeDetector:
@@ -159,14 +163,16 @@ class SpikeDetector:
         """Return the limits in doubt and without; None where nothing can be said.
 
         Where every sample is positive, distances are ratios: to the median of the newest steps,
-        which follows a trend, so that the spread is that of the noise and not of the trend.
+        which follows a trend. Only what lies above counts: a metric that falls fast is below its
+        course in every step, and that says nothing of how far a clean step may be above.
         """
         config, window = self._config, self._window
         course = self._course.median()
         if window.smallest > 0.0:
-            noise = config.sigmas * SIGMA_PER_MAD * self._deviations.median()
-            tail = config.headroom * self._tail.upper(0.02)
-            ratio = math.exp(min(max(noise, tail), _LARGEST_EXPONENT))
+            middle = self._deviations.median()
+            noise = middle + config.sigmas * (self._deviations.upper(_SIGMA_ABOVE) - middle)
+            tail = config.headroom * self._tail.upper(_RARE)
+            ratio = math.exp(min(max(noise, tail, 0.0), _LARGEST_EXPONENT))
             return (
                 min(course * max(ratio, config.doubt_ratio), _LARGEST),
                 min(course * max(ratio, config.min_ratio), _LARGEST),
@@ -202,7 +208,7 @@ class SpikeDetector:
     def _push(self, value: float) -> None:
         course = self._course.median() if len(self._course) else value
         if value > 0.0 and course > 0.0:
-            deviation = abs(math.log(value) - math.log(course))
+            deviation = math.log(value) - math.log(course)
             self._deviations.push(deviation)
             self._tail.push(deviation)
         self._window.push(value)

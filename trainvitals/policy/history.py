@@ -36,6 +36,12 @@ from trainvitals.records import Decision, Finding, StepRecord
 EVERY_STEP_SHARE = 0.9
 """Share of records that must follow the one before by one step, for steps to be counted."""
 
+LAG = 1
+"""Steps until a step's numbers are read back: what a live loop with a fused optimizer has."""
+
+CHECKPOINT_EVERY = 100
+"""Steps between the checkpoints that are assumed."""
+
 MAX_STATES = 128
 """Memories of the detectors kept for a log that goes back; every second goes when it is full."""
 
@@ -110,8 +116,8 @@ def judge_history(
     *,
     config: JudgeConfig | None = None,
     mode: Mode = "heal",
-    lag: int = 1,
-    checkpoint_every: int = 100,
+    lag: int = LAG,
+    checkpoint_every: int = CHECKPOINT_EVERY,
 ) -> Iterator[JudgedStep]:
     """Judge each record of a log, in order, with the class that judges live.
 
@@ -119,7 +125,7 @@ def judge_history(
         log: the records, oldest first; they may go back where a run was resumed.
         config: what counts as bad and what is done about it; None: the defaults.
         mode: how far the ladder may climb.
-        lag: the readback lag in steps; 1 is what a live loop with a fused optimizer has.
+        lag: the readback lag in steps.
         checkpoint_every: steps between the checkpoints that are assumed.
     """
     return _Player(log, config, mode, lag, checkpoint_every).play()
@@ -297,4 +303,7 @@ class _Player:
         return self._log[clock].step if 0 <= clock < len(self._log) else clock
 
 
-__all__ = ["Cadence", "JudgedStep", "LoggedStep", "cadence_of", "complete", "judge_history"]
+__all__ = [
+    "CHECKPOINT_EVERY", "LAG", "Cadence", "JudgedStep", "LoggedStep", "cadence_of", "complete",
+    "judge_history",
+]  # fmt: skip

@@ -14,6 +14,8 @@ from msgspec.structs import replace
 
 from trainvitals.config import load_settings
 from trainvitals.detect import DetectConfig, DetectorSet, Limits
+from trainvitals.detect.burst import BurstConfig
+from trainvitals.detect.level import LevelConfig
 from trainvitals.detect.spike import GradNormConfig, SpikeConfig
 from trainvitals.policy.ladder import SAME_LEVEL_RULE, decide
 from trainvitals.policy.state import (
@@ -38,11 +40,17 @@ class JudgeConfig:
     """What is done about it."""
 
 
-SECTIONS = {"ladder": LadderConfig, "loss": SpikeConfig, "grad_norm": GradNormConfig}
+SECTIONS = {
+    "ladder": LadderConfig,
+    "loss": SpikeConfig,
+    "grad_norm": GradNormConfig,
+    "burst": BurstConfig,
+    "level": LevelConfig,
+}
 
 
 def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
-    """Return the settings of what judges a run: ``[ladder]``, ``[loss]`` and ``[grad_norm]``.
+    """Return the settings of what judges a run: the sections of ``SECTIONS``.
 
     They come from the TOML file that ``VITALS_CONFIG`` names, overridden by variables such as
     ``VITALS_LADDER_MARGIN``. Rank 0 reads them for all ranks, and the run records them.
@@ -52,7 +60,12 @@ def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
     """
     path = environ.get("VITALS_CONFIG")
     found = load_settings(SECTIONS, path=Path(path) if path else None, environ=environ)
-    detect = DetectConfig(loss=found["loss"], grad_norm=found["grad_norm"])
+    detect = DetectConfig(
+        loss=found["loss"],
+        grad_norm=found["grad_norm"],
+        burst=found["burst"],
+        level=found["level"],
+    )
     return JudgeConfig(detect=detect, ladder=found["ladder"])
 
 

@@ -29,6 +29,8 @@ from trainvitals.records import Finding, StepRecord
 MAX_SKIPPED_WINDOWS = 100
 SAME_LEVEL_RULE = "same_level_again"
 """Rule of an acceptance that the detectors have to be told of: their reference starts anew."""
+_OF_MANY_STEPS = ("divergence", "plateau", "grad_explosion")
+"""Findings about a stretch of steps: none of them says that its last step was bad."""
 
 
 def decide(
@@ -71,6 +73,9 @@ def _remember(state: LadderState, findings: Sequence[Finding], case: Case) -> La
     horizon = record.step - config.storm_window
     marks = tuple(mark for mark in state.marks if mark.step > horizon)
     first = record.step if state.first_step < 0 else state.first_step
+    if any(finding.kind == "divergence" for finding in findings):
+        # No bad step, and yet nothing that was saved since is proven healthy by it.
+        state = replace(state, last_unhealthy_step=record.step)
     unhealthy = bad is not None or (record.skipped and not record.overflow)
     if not unhealthy:
         state = replace(state, marks=marks, first_step=first, skips_in_a_row=0)
@@ -102,7 +107,7 @@ def _onset_of(finding: Finding) -> int:
 
 def primary_finding(findings: Sequence[Finding]) -> Finding | None:
     """Return the finding a step is bad for: non-finite parameters first, then as detected."""
-    acting = [finding for finding in findings if finding.level == "act"]
+    acting = [f for f in findings if f.level == "act" and f.kind not in _OF_MANY_STEPS]
     for finding in acting:
         if finding.kind == "nonfinite_params":
             return finding
@@ -128,6 +133,9 @@ def _judge_step(state: LadderState, findings: Sequence[Finding], case: Case) -> 
             "on trains nothing"
         )
         return halt(state, reason, "stuck", bad, case)
+    diverged = next((f for f in findings if f.kind == "divergence" and f.level == "act"), None)
+    if diverged is not None and case.heals and _can_go_back(state, diverged, case):
+        return _rollback(state, diverged, diverged.reason, "divergence", case)
     if bad is None:
         return _device_skip(state, findings, case)
     if case.heals and len(state.marks) >= config.storm_skips:
@@ -139,7 +147,7 @@ def _device_skip(state: LadderState, findings: Sequence[Finding], case: Case) ->
     """Record a step that was skipped on the device for a reason that is no finding to act on."""
     if not case.record.skipped or case.record.overflow:
         return Verdict(state)
-    finding = findings[0] if findings else None
+    finding = next((f for f in findings if f.kind not in _OF_MANY_STEPS), None)
     reason = finding.reason if finding else "the device skipped the step; no detector says why"
     return skip(state, finding, reason, finding.detector if finding else "device", case)
 
@@ -154,10 +162,29 @@ def _nonfinite_params(state: LadderState, bad: Finding, case: Case) -> Verdict:
     return halt(state, reason, "nonfinite_params", bad, case)
 
 
+def _can_go_back(state: LadderState, diverged: Finding, case: Case) -> bool:
+    """Whether a rollback may treat a divergence: what may still recover is no reason to stop."""
+    if _is_cooling_down(state, case):
+        return False
+    onset = _onset_of(diverged)
+    cause = _cause_at(state.facts, onset)
+    if cause is not None and cause.tries >= case.config.max_tries:
+        return False
+    if cause is None and state.facts.num_causes >= case.config.max_causes:
+        return False
+    below = None if cause is None else cause.target_step
+    return choose_checkpoint(case.checkpoints, onset, case.config.margin, below)[0] is not None
+
+
+def _is_cooling_down(state: LadderState, case: Case) -> bool:
+    since = case.record.step - state.first_step
+    return state.facts.num_rollbacks > 0 and since < case.config.cooldown_steps
+
+
 def _storm(state: LadderState, bad: Finding, case: Case) -> Verdict:
     config, facts, record = case.config, state.facts, case.record
     num = len(state.marks)
-    if facts.num_rollbacks and record.step - state.first_step < config.cooldown_steps:
+    if _is_cooling_down(state, case):
         reason = f"{bad.reason}; the last rollback is less than {config.cooldown_steps} steps ago"
         return skip(state, bad, reason, bad.detector, case)
     onset = min(mark.onset for mark in state.marks)

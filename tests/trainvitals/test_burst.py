@@ -1,0 +1,88 @@
+"""A gradient norm that rises for several steps, as before BLOOM-176B's spike."""
+
+import random
+
+import pytest
+
+from trainvitals.detect import BurstConfig, BurstDetector
+from trainvitals.errors import ConfigError
+from trainvitals.records import StepRecord
+
+BLOOM_LOSS = [2.199, 2.220, 2.595, 2.242, 2.345, 5.098, 3.492, 3.213, 2.805]
+BLOOM_NORM = [0.242, 0.947, 2.39, 15.9, 145.0, 960.0, 353.0, 379.0, 650.0]
+"""Its iterations 31214 to 31222, as published."""
+
+
+def told(norms, losses=None, detector=None):
+    """Return the steps at which something is told."""
+    detector = detector or BurstDetector()
+    losses = losses or [2.2] * len(norms)
+    return [
+        step
+        for step, (norm, loss) in enumerate(zip(norms, losses, strict=True))
+        for _ in detector.update(StepRecord(step=step, attempt=1, loss=loss, grad_norm=norm))
+    ]
+
+
+def usual(steps, seed=0):
+    rng = random.Random(seed)
+    return [0.24 * rng.lognormvariate(0.0, 0.1) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_bloom_s_spike_is_announced_three_steps_before_the_loss_peaks(seed):
+    norms = usual(200, seed) + BLOOM_NORM
+    losses = [2.2] * 200 + BLOOM_LOSS
+    assert [202] == told(norms, losses)
+    assert 205 == losses.index(max(losses))
+
+
+@pytest.mark.parametrize("times", [5, 15, 35, 1e6])
+def test_one_step_alone_is_never_enough(times):
+    norms = [*usual(100), 0.24 * times, *usual(100)]
+    assert [] == told(norms)
+
+
+def test_two_high_steps_far_from_each_other_are_nothing():
+    assert [] == told([*usual(100), 3.0, *usual(20), 3.0, *usual(100)])
+
+
+def test_two_high_steps_in_a_row_are_told_once_and_a_later_burst_again():
+    assert [101, 163] == told(usual(100) + [3.0] * 3 + usual(59) + [3.0] * 3 + usual(20))
+
+
+def test_a_norm_that_grows_while_the_loss_falls_is_a_run_that_begins_to_learn():
+    losses = [8.5] * 100 + [8.5 - 0.1 * step for step in range(60)]
+    norms = usual(100) + [norm * 4.0 for norm in usual(60)]
+    assert [] == told(norms, losses)
+
+
+def test_a_run_whose_norms_always_jump_is_no_burst():
+    rng = random.Random(3)
+    norms = [0.24 * rng.lognormvariate(0.0, 1.0) for _ in range(1000)]
+    assert len(told(norms)) <= 2
+
+
+def test_a_lasting_rise_becomes_the_reference():
+    detector = BurstDetector()
+    norms = usual(100) + [norm * 20 for norm in usual(300)]
+    assert 1 == len(told(norms, detector=detector))
+    assert [] == told([norm * 20 for norm in usual(100, 5)], detector=detector)
+
+
+def test_its_words_have_the_numbers():
+    detector = BurstDetector()
+    told(usual(100), detector=detector)
+    records = [StepRecord(step=100 + i, attempt=1, loss=2.2, grad_norm=2.4) for i in range(2)]
+    (finding,) = [finding for record in records for finding in detector.update(record)]
+    assert ("tell", 100, 2.4) == (finding.level, finding.onset_step, finding.value)
+    assert "rises since step 100: 2.4 is 9.99 times" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [({"warm_up": 2}, "warm_up"), ({"deviation": 0.0}, "deviation"), ({"most": 20.0}, "most")],
+)
+def test_settings_that_cannot_work_are_refused(setting, word):
+    with pytest.raises(ConfigError, match=word):
+        BurstConfig(**setting)
