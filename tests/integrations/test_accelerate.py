@@ -3,6 +3,7 @@
 import json
 import math
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -421,14 +422,18 @@ def test_the_end_of_the_training_is_the_end_of_the_run(tmp_path):
 # ----------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("kind", "hint"), [("DEEPSPEED", "integrations.deepspeed"), ("MEGATRON_LM", "Megatron")]
-)
-def test_an_update_that_accelerate_does_not_make_is_refused(kind, hint, monkeypatch):
+@pytest.mark.parametrize("kind", ["XLA", "MEGATRON_LM"])
+def test_an_update_that_accelerate_does_not_make_is_refused(kind, monkeypatch):
     own = Own()
     monkeypatch.setattr(Accelerator, "distributed_type", getattr(DistributedType, kind))
-    with pytest.raises(UsageError, match=hint):
+    with pytest.raises(UsageError, match=f"Accelerate trains with {kind}"):
         own.attach()
+
+
+def test_an_optimizer_that_was_not_prepared_is_refused():
+    own = Own()
+    with pytest.raises(UsageError, match=r"that accelerator.prepare\(\) has not returned"):
+        attach(own.accelerator, own.model, own.optimizer.optimizer)
 
 
 def test_several_optimizers_with_a_scaler_and_updates_within_backward_are_refused():
@@ -436,8 +441,9 @@ def test_several_optimizers_with_a_scaler_and_updates_within_backward_are_refuse
     with pytest.raises(UsageError, match="2 optimizers with one gradient scaler"):
         attach(own.accelerator, own.model, [own.optimizer, own.optimizer])
     lomo = type("Lomo", (), {})()
+    prepared = SimpleNamespace(accelerator_state=None, optimizer=lomo)
     with pytest.raises(UsageError, match="Lomo updates parameters within backward"):
-        refuse(DistributedType.NO, [lomo])
+        refuse(DistributedType.NO, [prepared])
 
 
 def test_without_accelerate_the_extra_is_named(monkeypatch):

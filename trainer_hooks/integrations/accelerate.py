@@ -29,8 +29,8 @@ from trainvitals.errors import UsageError
 
 OLDEST = "1.0"
 _ELSEWHERE = {
-    "DEEPSPEED": "trainer_hooks.integrations.deepspeed.attach(engine) guards the engine, which is "
-    "the model that accelerator.prepare() returned",
+    "DEEPSPEED": "accelerator.prepare() makes the engine that does: call attach() after it; in "
+    "Hugging Face's Trainer, trainer.add_callback(VitalsCallback(trainer)) finds it",
     "MEGATRON_LM": "guard Megatron's own loop with trainer_hooks.attach()",
     "XLA": "trainer_hooks guards CPU and CUDA devices only",
 }
@@ -65,8 +65,8 @@ def attach(
     models = [model] if isinstance(model, nn.Module) else list(model)
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
     found = guard(accelerator, whole, as_list(optimizer), max_norm=max_norm, options=options)
-    attached, hooks = found
-    if hooks is not None:
+    attached, _ = found
+    if isinstance(cast(Any, attached), Attached):
         _Loop(accelerator, attached, _state_file(accelerator, optimizer))
         for each in models if len(models) > 1 else ():
             attached.when_closed(AfterLoad(each, attached._device.shadow).release)
@@ -94,6 +94,9 @@ def guard(
     """
     require("accelerate", OLDEST, extra="accelerate")
     if not is_off(options):
+        engine = accelerator.deepspeed_engine_wrapped if _is_deepspeed(accelerator) else None
+        if engine is not None:
+            return _guard_engine(engine.engine, max_norm, options), None
         refuse(accelerator.distributed_type, optimizers)
     attached: Any = trainer_hooks.attach(
         model,
@@ -111,6 +114,22 @@ def guard(
 def is_off(options: Options) -> bool:
     """Return whether nothing is guarded, and so nothing is to be refused."""
     return os.environ.get("VITALS_MODE", options.get("mode")) == "off"
+
+
+def _is_deepspeed(accelerator: Any) -> bool:
+    return getattr(accelerator.distributed_type, "value", "") == "DEEPSPEED"
+
+
+def _guard_engine(engine: Any, max_norm: float | None, options: Options) -> Attached:
+    """Guard DeepSpeed's engine: it is given the losses, and it clips and steps."""
+    from trainer_hooks.integrations import deepspeed
+
+    if max_norm is not None:
+        raise UsageError(
+            f"max_norm is {max_norm}, but DeepSpeed's engine clips as its own settings say",
+            hint="leave max_norm out of attach(), and give gradient_clipping to DeepSpeed",
+        )
+    return deepspeed.attach(engine, **options)
 
 
 def plain(optimizer: Any) -> Optimizer:
@@ -131,6 +150,11 @@ def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
         raise UsageError(
             f"Accelerate trains with {kind}, whose updates it does not make itself",
             hint=_ELSEWHERE[kind],
+        )
+    if not all(hasattr(optimizer, "accelerator_state") for optimizer in optimizers):
+        raise UsageError(
+            "an optimizer was given to attach() that accelerator.prepare() has not returned",
+            hint="model, optimizer = accelerator.prepare(model, optimizer), and then attach()",
         )
     names = [type(plain(optimizer)).__name__ for optimizer in optimizers]
     beside = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}.intersection(names)
