@@ -74,8 +74,8 @@ _MANUAL_CLIP = "a manual loop clips before Lightning's hooks"
 _NO_TRAINER = "the trainer clips before it calls a callback, and shows it no loss"
 _NOT_STEPPED = "Accelerate keeps a schedule where the scaler's optimizer.step() was not called"
 _NO_FSDP = "on CPU ranks Accelerate wraps in DDP without a word, whatever the plugin says"
+_ENGINE_SKIPPED = "Accelerate keeps a schedule where DeepSpeed's engine made no update"
 _ACCELERATE_REFUSES = {
-    "DeepSpeed": "its engine makes the update; there is an adapter for the engine",
     "Megatron-LM and XLA": "Accelerate does not make the update by optimizer.step()",
     "LOMO and layer-wise optimizers": "they update within backward, before anybody could judge",
 }
@@ -126,11 +126,13 @@ FRAMEWORKS = (
                     "layer_norms": _NO_TRAINER,
                 }
             ),
+            "DeepSpeed, ZeRO 2, accumulating": Variant(schedule_waits=_ENGINE_SKIPPED),
         },
         refused=_ACCELERATE_REFUSES
         | {
             "restore_callback_states_from_checkpoint": "it makes the callback anew, without its "
-            "trainer; the state is restored without it"
+            "trainer; the state is restored without it",
+            "DeepSpeed without the trainer": "only the trainer knows the engine",
         },
         not_run={"FSDP": _NO_FSDP},
     ),
@@ -148,6 +150,7 @@ FRAMEWORKS = (
                 scaled=True, rounded=True, schedule_waits=_NOT_STEPPED
             ),
             "DDP, says that it does not clip": Variant(unclipped=True),
+            "DeepSpeed, ZeRO 2": Variant(schedule_waits=_ENGINE_SKIPPED),
         },
         refused=_ACCELERATE_REFUSES
         | {"several optimizers with a scaler": "Accelerate updates it after each of them"},
