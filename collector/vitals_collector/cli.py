@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vitals_collector import cli_control, cli_read
+from vitals_collector import cli_control, cli_read, cli_replay
 
 
 def register(app: typer.Typer) -> None:
@@ -13,6 +13,7 @@ def register(app: typer.Typer) -> None:
     app.command("collector", epilog="Example: vitals collector --folder vitals_runs")(collector)
     cli_read.register(app)
     cli_control.register(app)
+    cli_replay.register(app)
 
 
 def collector(

@@ -1,4 +1,4 @@
-"""Commands that act, and the one that judges again: `vitals command`, `alerts` and `replay`."""
+"""Commands that act: `vitals command` and `vitals alerts`."""
 
 import contextlib
 import getpass
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,16 +17,13 @@ from trainvitals.errors import UsageError
 from trainvitals.io.client import (
     CollectorClient,
     Tokens,
-    default_data_dir,
     discover_collector,
     read_tokens,
 )
 from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
-from vitals_collector.output import Format, moment, printable, write_json, write_rows
-from vitals_collector.reading import DEFAULT_DIR, find_run, open_reader
-
-if TYPE_CHECKING:
-    from vitals_collector.replay import Replay
+from vitals_collector.cli_replay import folder_here
+from vitals_collector.output import Format, moment, write_json, write_rows
+from vitals_collector.reading import find_run, open_reader
 
 Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
@@ -50,7 +47,6 @@ def register(app: typer.Typer) -> None:
     app.command(
         "command", epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"'
     )(command)
-    app.command("replay", epilog="Example: vitals replay my-run --format json")(replay)
     alerts = typer.Typer(
         help="Show the inbox of alerts; acknowledge or silence one.",
         epilog="Example: vitals alerts list --state firing",
@@ -263,78 +259,13 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
     write_rows(header, rows, form)
 
 
-# --------------------------------------------------------------------------------------- replay
-
-
-def replay(
-    run: Run = "",
-    folder: Dir = None,
-    data: Annotated[
-        Path | None, typer.Option(help="A collector's own folder, where no --dir is given.")
-    ] = None,
-    form: Annotated[Format, typer.Option("--format", help="table or json.")] = Format.TABLE,
-) -> None:
-    """Judge a run again with the same code; exit 1 where a decision is not the recorded one."""
-    from vitals_collector.folder import FolderIngest
-    from vitals_collector.query import Query
-    from vitals_collector.replay import replay as judge_again
-    from vitals_collector.store import open_data_store, open_store
-
-    if form is Format.CSV:
-        raise UsageError("--format is csv; a replay is written as table or json")
-    if run and folder is None and Path(run).is_dir():
-        folder, run = Path(run), ""
-    if folder is None and data is None:
-        folder = _folder_here()
-    where = data or default_data_dir(os.environ)
-    store = open_data_store(where) if folder is None else open_store("sqlite://")
-    with contextlib.closing(store):
-        if folder is not None:
-            FolderIngest(store, [folder]).poll()
-        summary = find_run(Query(store, clock=SystemClock()), run)
-        done = judge_again(store, summary.run_id)
-    _write_replay(done, form)
-    differences = done.differences()
-    for words in differences:
-        _say(words)
-    if done.num_lost_rows:
-        _say(f"{done.num_lost_rows} rows of rank 0 were lost: a replay without them may differ")
-    _say(
-        f"{printable(summary.name or summary.run_id)}: "
-        f"{len(done.records)} steps, {len(done.decisions)} decisions: "
-        + ("not as recorded" if differences else "all as recorded")
-    )
-    if differences:
-        raise typer.Exit(1)
-
-
-def _write_replay(done: "Replay", form: Format) -> None:
-    if form is Format.JSON:
-        write_json(done.document())
-        return
-    rows: list[tuple[object, ...]] = []
-    for row, judgement in enumerate(done.judgements):
-        rows += [(row, f.step, f"finding {f.kind}", f.reason) for f in judgement.findings]
-        if (made := judgement.decision) is not None:
-            rows.append((row, made.step, f"decision {made.action}", made.reason))
-    if not rows:
-        return
-    write_rows(("row", "step", "what", "reason"), rows, form)
-
-
 # -------------------------------------------------------------------------------------- helpers
-
-
-def _folder_here() -> Path | None:
-    """Return the folder of runs that VITALS_DIR names, or the one in the working directory."""
-    folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
-    return folder if folder.is_dir() else None
 
 
 def _default_folder(collector: str) -> Path | None:
     """Return the folder to read where no collector was named and none of this user's is known."""
     known = collector or discover_collector(os.environ) is not None
-    return None if known else _folder_here()
+    return None if known else folder_here()
 
 
 @contextlib.contextmanager

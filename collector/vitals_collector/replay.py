@@ -16,6 +16,7 @@ from sqlalchemy import Connection, select
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
+from trainvitals.policy.history import JudgedStep, document
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -81,17 +82,12 @@ class Replay:
 
     def document(self) -> dict[str, Any]:
         """Return findings and decisions as plain values, each with the row it is about."""
-        findings = [
-            {"row": row, "step": f.step, "kind": f.kind, "level": f.level, "reason": f.reason}
-            for row, judgement in enumerate(self.judgements)
-            for f in judgement.findings
-        ]
-        decisions = [
-            {"row": row, **msgspec.to_builtins(judgement.decision)}
-            for row, judgement in enumerate(self.judgements)
-            if judgement.decision is not None
-        ]
-        return {"findings": findings, "decisions": decisions}
+        return document(self.judged())
+
+    def judged(self) -> list[JudgedStep]:
+        """Return each record with what was said about it; its row is its place from 0."""
+        pairs = enumerate(zip(self.records, self.judgements, strict=True))
+        return [JudgedStep(row, record, judgement) for row, (record, judgement) in pairs]
 
 
 def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> Replay:

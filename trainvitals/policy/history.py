@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from trainvitals.detect import Limits
@@ -129,6 +130,26 @@ def judge_history(
         checkpoint_every: steps between the checkpoints that are assumed.
     """
     return _Player(log, config, mode, lag, checkpoint_every).play()
+
+
+def document(said: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
+    """Return findings and decisions as plain values, each with the row it is about."""
+    findings: list[dict[str, Any]] = []
+    decisions: list[dict[str, Any]] = []
+    for judged in said:
+        findings += [
+            {
+                "row": judged.row,
+                "step": f.step,
+                "kind": f.kind,
+                "level": f.level,
+                "reason": f.reason,
+            }
+            for f in judged.judgement.findings
+        ]
+        if (made := judged.judgement.decision) is not None:
+            decisions.append({"row": judged.row, **msgspec.to_builtins(made)})
+    return {"findings": findings, "decisions": decisions}
 
 
 def complete(record: StepRecord, limits: Limits, *, acts: bool) -> StepRecord:
@@ -305,5 +326,5 @@ class _Player:
 
 __all__ = [
     "CHECKPOINT_EVERY", "LAG", "Cadence", "JudgedStep", "LoggedStep", "cadence_of", "complete",
-    "judge_history",
+    "document", "judge_history",
 ]  # fmt: skip
