@@ -212,7 +212,7 @@ def loss_level(marks: Sequence[Mark]) -> float:
     values = sorted(
         mark.value for mark in marks if mark.cause == "loss_outlier" and mark.value is not None
     )
-    return values[len(values) // 2] if len(values) == len(marks) else 0.0
+    return values[len(values) // 2] if values and len(values) == len(marks) else 0.0
 
 
 def _same_level(before: float, now: float, ratio: float) -> bool:
