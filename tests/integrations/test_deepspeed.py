@@ -293,6 +293,12 @@ def test_what_cannot_be_guarded_is_refused_in_words(engine, what):
     assert what in str(caught.value)
 
 
+def test_off_refuses_nothing(monkeypatch):
+    monkeypatch.setenv("VITALS_MODE", "off")
+    attached = adapter.attach(engine_of(ZERO, pipeline_parallelism=True))
+    assert "" == attached.run_id
+
+
 def test_what_is_no_engine_is_refused():
     with pytest.raises(UsageError, match="no DeepSpeed engine"):
         adapter.attach(torch.nn.Linear(1, 1))

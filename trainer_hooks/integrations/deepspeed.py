@@ -11,6 +11,7 @@ agree, and the answer is given for them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Unpack, cast
@@ -44,13 +45,12 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
     require("deepspeed", OLDEST, extra="deepspeed")
-    _refuse(engine)
-    seat = _seat_of(engine)
+    seat = None if _is_off(options) else _seat_of(engine)
     made = set_up(
-        engine.module,
-        [seat.optimizer],
-        scaler=seat.scaler,
-        engine=seat.holder,
+        getattr(engine, "module", engine),
+        [] if seat is None else [seat.optimizer],
+        scaler=None if seat is None else seat.scaler,
+        engine=None if seat is None else seat.holder,
         run=options.get("run"),
         mode=options.get("mode", "guard"),
         dir=options.get("dir"),
@@ -60,9 +60,14 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         state=options.get("state"),
         signals=options.get("signals"),
     )
-    if made is None:
-        return cast(Attached, Unattached([seat.optimizer], seat.scaler, None))
+    if made is None or seat is None:
+        return cast(Attached, Unattached([], None, None))
     return DeepSpeedAttached(made, engine, seat)
+
+
+def _is_off(options: Options) -> bool:
+    """Whether this rank shall train as before; then nothing is refused. The ranks agree later."""
+    return (os.environ.get("VITALS_MODE") or options.get("mode", "guard")) == "off"
 
 
 class DeepSpeedAttached(Attached):
@@ -317,6 +322,8 @@ _SEATS: dict[str, tuple[type[Holder], Callable[[DeepSpeedAttached, Any], None]]]
 
 
 def _seat_of(engine: Any) -> _Seat:
+    """Return what of the engine is guarded; refuse it in words where it cannot be."""
+    _refuse(engine)
     outer = engine.optimizer
     if isinstance(outer, Optimizer):
         scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
