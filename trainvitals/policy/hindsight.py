@@ -1,9 +1,9 @@
 """Shadow mode: how often what ``observe`` would have done would have been right.
 
-Nobody acted, so the run itself shows what the update did. The deed was *needed* where the loss stayed
-above where it had been, and *unneeded* where the loss came back by itself (a skip costs one step).
-To hold a non-finite update back is always needed: it ruins the parameters. A judgement takes the
-steps that came after; until they are there it is *open*.
+Nobody acted, so the run itself shows what the update did. The deed was *needed* where the loss
+stayed above where it had been, and *unneeded* where the loss came back by itself (a skip costs one
+step). To hold a non-finite update back is always needed: it ruins the parameters. A judgement takes
+the steps that came after; until they are there it is *open*.
 """
 
 from __future__ import annotations
