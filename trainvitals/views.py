@@ -130,6 +130,8 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     time_unix_ns: int
     decision: Decision
+    hindsight: str = ""
+    """Of one that was not carried out: ``needed``, ``unneeded``, or ``open`` so far."""
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,14 +2,15 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trainvitals.errors import UsageError
-from trainvitals.views import RunDetail, RunSummary
+from trainvitals.policy.hindsight import tally
+from trainvitals.views import DecisionView, RunDetail, RunSummary
 from vitals_collector.output import Format, moment, write_json, write_rows
 from vitals_collector.reading import Opened, Reader, find_run, open_reader
 from vitals_collector.tail import Tail
@@ -187,21 +188,30 @@ def _show_run(reader: Reader, run_id: str, form: Format) -> None:
     if form is Format.JSON:
         write_json({"run": detail, "decisions": ledger, "checkpoints": saved, "events": said})
         return
-    write_rows(("what", "value"), _facts(detail), form)
+    write_rows(("what", "value"), [*_facts(detail), *_shadow(ledger)], form)
     if form is Format.CSV:
         return
     typer.echo("")
     attempts = [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts]
     write_rows(("attempt", "from step", "to step", "reason"), attempts, form)
     typer.echo("")
-    decisions = [(d.step, d.action, d.rule, d.rank, d.reason) for d in (x.decision for x in ledger)]
-    write_rows(("step", "decision", "rule", "rank", "reason"), decisions, form)
+    decisions = [
+        (d.step, d.action, d.rule, d.rank, "yes" if d.acted else view.hindsight or "no", d.reason)
+        for view, d in ((view, view.decision) for view in ledger)
+    ]
+    write_rows(("step", "decision", "rule", "rank", "done", "reason"), decisions, form)
     typer.echo("")
     kept = [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved]
     write_rows(("checkpoint", "step", "state", "where", "bytes"), kept, form)
     typer.echo("")
     newest = [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in said[-MAX_EVENTS:]]
     write_rows(("time", "source", "step", "what was said"), newest, form)
+
+
+def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
+    """Say how often what was only observed would have been right."""
+    words = tally(view.hindsight or None for view in ledger)
+    return [("observed decisions", words)] if words else []
 
 
 def _facts(detail: RunDetail) -> list[tuple[str, object]]:

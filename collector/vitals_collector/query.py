@@ -45,6 +45,7 @@ from vitals_collector.schema import (
     sources,
     streams,
 )
+from vitals_collector.shadow import with_hindsight
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
 
@@ -157,14 +158,14 @@ class Query:
                 step=step,
                 rows=_step_rows(connection, run_id, step),
                 findings=_findings(connection, run_id, step),
-                decisions=_decisions(connection, run_id, step),
+                decisions=with_hindsight(connection, run_id, _decisions(connection, run_id, step)),
             )
 
     def decisions(self, run_id: str) -> tuple[DecisionView, ...]:
         """Return the run's ledger in its order."""
         with self._store.read() as connection:
             _run_row(connection, run_id)
-            return _decisions(connection, run_id)
+            return with_hindsight(connection, run_id, _decisions(connection, run_id))
 
     def findings(self, run_id: str) -> tuple[FindingView, ...]:
         """Return what the run's detectors said, by step."""

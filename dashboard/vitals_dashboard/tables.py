@@ -54,6 +54,11 @@ def matching(runs: Sequence[RunSummary], text: str, state: str | None) -> list[R
     return sorted(chosen, key=lambda run: run.started_unix_ns, reverse=True)
 
 
+def _observed(view: DecisionView) -> str:
+    """Say that nothing was done, and whether it should have been."""
+    return f"observed, {view.hindsight}" if view.hindsight in ("needed", "unneeded") else "observed"
+
+
 def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
     """Return the ledger, newest first."""
     rows = []
@@ -64,7 +69,7 @@ def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
         rows.append(
             {
                 "Step": decision.step,
-                "Action": word if decision.acted else f"{word} (observed)",
+                "Action": word if decision.acted else f"{word} ({_observed(view)})",
                 "Reason": words.plain(decision.reason, 400),
                 "Rule": words.plain(decision.rule, 60),
                 "Rank": decision.rank if decision.rank >= 0 else None,

@@ -60,7 +60,7 @@ def outcome(decision: Decision, losses: Mapping[int, float]) -> Outcome | None:
     return "unneeded" if back else "needed"
 
 
-def tally(outcomes: Iterable[Outcome | None]) -> str:
+def tally(outcomes: Iterable[str | None]) -> str:
     """Return the outcomes in words; empty where there is none.
 
     >>> tally(["needed", "needed", "unneeded", None])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import streamlit as st
 
+from trainvitals.policy.hindsight import tally
 from trainvitals.views import DecisionView, RunDetail, RunSummary
 from vitals_dashboard import frame, states, tables, words
 from vitals_dashboard.look import (
@@ -178,6 +179,8 @@ def _numbers(source: Source, detail: RunDetail) -> None:
 
 def _below(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> None:
     st.markdown(f"**Decisions** ({len(decisions):,})")
+    if shadow := tally(view.hindsight or None for view in decisions):
+        st.caption(f"Of what was only observed, {shadow}.")
     _table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
     left, right = st.columns(2)
     with left:
