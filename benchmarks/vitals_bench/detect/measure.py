@@ -13,6 +13,7 @@ from vitals_bench.detect.shapes import BLOOM_PEAK, ONSET, SHAPES, make_shape
 from vitals_bench.detect.tables import (
     act_grid,
     better_than_ours,
+    num_outside,
     rules_grid,
     series_grid,
     shapes_grid,
@@ -21,6 +22,8 @@ from vitals_bench.detect.tables import (
 from vitals_bench.rows import Grid, Row, at_least, at_most, exactly
 
 SEEDS = 20
+LONG = 1000
+"""Records of a log that has enough of them left to learn from when it is thinned."""
 QUIET = 400
 """Records after a single NaN in which nothing is to be said."""
 LEAD = 3
@@ -140,7 +143,9 @@ def measure_logs(*, quick: bool, logs: Logs | None = None) -> Iterator[Row | Gri
         )
     yield act_grid(judged, groups)
     yield series_grid(judged)
-    yield thinning_grid(judged, {"logged every step": groups["logged every step"]})
+    longer = f"logged every step, {LONG:,} records or more"
+    is_longer = lambda one: one.cadence == 1 and len(one) >= LONG  # noqa: E731
+    yield thinning_grid(judged, {longer: is_longer})
 
 
 def _goals(judged: Judged, logs: Logs) -> Iterator[Row]:
@@ -172,9 +177,11 @@ def _goals(judged: Judged, logs: Logs) -> Iterator[Row]:
         unit="skips", peer=peer, theirs=theirs.false_records_per_20k, goal=at_most(FALSE_SKIPS),
     )  # fmt: skip
     for what in ("rollbacks", "halts"):
+        rows = [(i, row) for i, made in enumerate(judged.verdicts) for row in getattr(made, what)]
         yield Row(
-            name=f"{where}: {what}",
-            ours=sum(len(getattr(verdict, what)) for verdict in judged.verdicts),
+            name=f"{where}: {what} without a cause",
+            ours=num_outside(judged, rows),
             unit=what,
             goal=exactly(0),
+            note=f"of {len(rows)}",
         )

@@ -273,7 +273,7 @@ class FlagScale:
             if math.isinf(loss) or math.isinf(last):
                 return "spike"
             rise = loss - last
-            if (rise / last if last else math.copysign(math.inf, rise)) >= self._threshold:
+            if rise / last >= self._threshold if last else rise > 0.0:
                 return "spike"
         self._last = loss
         return None
@@ -299,8 +299,8 @@ class ZClip:
             self._first.append(norm)
             if len(self._first) == self._warm_up:
                 self._mean = sum(self._first) / self._warm_up
-                squares = ((value - self._mean) ** 2 for value in self._first)
-                self._variance = sum(squares) / self._warm_up
+                distances = [value - self._mean for value in self._first]
+                self._variance = sum(value * value for value in distances) / self._warm_up
             return None
         deviation = math.sqrt(self._variance)
         score = (norm - self._mean) / (deviation + 1e-6)

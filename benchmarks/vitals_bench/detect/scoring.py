@@ -68,9 +68,9 @@ def score(series: Series, alarms: Iterable[Alarm]) -> SeriesScore:
             found.append(Found(event, inside[0] - event.onset))
         else:
             missed.append(event)
-    lonely = [row for row in plateaus if not _is_near(row, flat)]
+    lonely = [row for row in plateaus if not is_near(row, flat)]
     false += [row for i, row in enumerate(lonely) if i == 0 or row - lonely[i - 1] > GAP]
-    outside = {row for row in others if not _is_near(row, usual)} | set(lonely)
+    outside = {row for row in others if not is_near(row, usual)} | set(lonely)
     return SeriesScore(
         name=series.name,
         num_records=len(series),
@@ -106,7 +106,7 @@ def _score_usual(
     false = [
         episode.first
         for episode in episodes
-        if not episode.found_something and not _is_near(episode.first, events)
+        if not episode.found_something and not is_near(episode.first, events)
     ]
     return found, missed, false
 
@@ -121,7 +121,8 @@ def _hits(row: int, began: int, event: Event, majors: Sequence[Event]) -> bool:
     )
 
 
-def _is_near(row: int, events: Iterable[Event]) -> bool:
+def is_near(row: int, events: Iterable[Event]) -> bool:
+    """Say whether a record lies within an event or its margins, where nothing is false."""
     return any(event.onset - BEFORE <= row <= event.end + AFTER for event in events)
 
 

@@ -36,7 +36,7 @@ class Course:
         self.rng = rng
         self.norm_spikes = SINGLE_NORM_SPIKE
         self.norm_levels = [0.25 + 2.5 / (1.0 + i / 25.0) for i in range(RECORDS)]
-        self.levels = [floor + (start - floor) * (1.0 + i / 12.0) ** -0.62 for i in range(RECORDS)]
+        self.levels = [floor + (start - floor) * (1.0 + i / 12.0) ** -1.1 for i in range(RECORDS)]
         self.steps = list(range(RECORDS))
         self.noise = rng.uniform(0.008, 0.02)
         """Spread of the loss's residual: that of small and of large batches."""
@@ -62,10 +62,12 @@ class Course:
         for i, level in enumerate(self.levels):
             factor = self._factors.get(i, 1.0)
             loss = level * factor * math.exp(residuals[i])
-            norm = self.norm_levels[i] * factor * factor * math.exp(wobble[i])
+            norm = self.norm_levels[i] * factor * factor
             if rng.random() < self.norm_spikes:
                 norm *= rng.uniform(5.0, 15.0)
                 loss *= rng.uniform(1.0, 1.03)
+            else:
+                norm *= math.exp(wobble[i])
             loss, norm = self._set.get(i, (loss, norm))
             losses.append(loss)
             norms.append(norm)
@@ -200,9 +202,9 @@ def _appended(course: Course) -> None:
 
 
 def _heavy_batches(course: Course) -> None:
-    """One rank's loss: single batches reach 1.9 times their neighbours'."""
+    """One rank's loss: single batches reach 1.8 times their neighbours'."""
     odd = [i for i in range(WARM_UP, RECORDS) if course.rng.random() < 0.01]
-    course.scale({i: course.rng.uniform(1.2, 1.9) for i in odd})
+    course.scale({i: course.rng.uniform(1.2, 1.8) for i in odd})
 
 
 class Shape(NamedTuple):

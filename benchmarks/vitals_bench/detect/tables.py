@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from vitals_bench.detect.judged import ACT, TELL, Judged, full_name
-from vitals_bench.detect.ours import tell
+from vitals_bench.detect.ours import judge
 from vitals_bench.detect.rules import PEERS
-from vitals_bench.detect.scoring import SKIPS_PER, SeriesScore, Total, score
+from vitals_bench.detect.scoring import SKIPS_PER, SeriesScore, Total, is_near, score
 from vitals_bench.detect.series import KINDS, Series
 from vitals_bench.rows import Cell, Grid
 
@@ -144,7 +144,6 @@ def _found_all(series: Series, scored: SeriesScore, num_alarms: int) -> bool:
 def act_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]) -> Grid:
     """Return what would have been done, and how much of it without a cause."""
     rows: list[tuple[Cell, ...]] = []
-    where: list[dict[str, object]] = []
     for group, wanted in groups.items():
         chosen = [i for i, series in enumerate(judged.series) if wanted(series)]
         total = Total.of(judged.scores[ACT][i] for i in chosen)
@@ -155,12 +154,10 @@ def act_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]) -> 
         rows.append(
             (
                 group, len(chosen), total.num_records, skips, false, total.false_records_per_20k,
-                len(rollbacks), _num_outside(judged, rollbacks),
-                len(halts), _num_outside(judged, halts),
+                len(rollbacks), num_outside(judged, rollbacks),
+                len(halts), num_outside(judged, halts),
             )
         )  # fmt: skip
-        where += [{"log": judged.series[i].name, "rollback": row} for i, row in rollbacks]
-        where += [{"log": judged.series[i].name, "halt": row} for i, row in halts]
     return Grid(
         title="what our ladder would have done",
         columns=(
@@ -169,15 +166,19 @@ def act_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]) -> 
         ),
         rows=tuple(rows),
         note="False is what happened outside every event, major or minor, and its margins.",
-        detail={"where": where},
+        detail={
+            "where": [
+                {"log": series.name, "rollbacks": verdict.rollbacks, "halts": verdict.halts}
+                for series, verdict in zip(judged.series, judged.verdicts, strict=True)
+                if verdict.rollbacks or verdict.halts
+            ]
+        },
     )  # fmt: skip
 
 
-def _num_outside(judged: Judged, rows: Sequence[tuple[int, int]]) -> int:
-    return sum(
-        not any(e.onset - 3 <= row <= e.end + 30 for e in judged.series[i].events)
-        for i, row in rows
-    )
+def num_outside(judged: Judged, rows: Sequence[tuple[int, int]]) -> int:
+    """Return how many of these records, each with its log, lie outside every event."""
+    return sum(not is_near(row, judged.series[i].events) for i, row in rows)
 
 
 def series_grid(judged: Judged) -> Grid:
@@ -252,7 +253,7 @@ def _thinned(log: Series, scored: SeriesScore, phase: int) -> tuple[int, ...]:
     """Return events left, found in full and thinned, false in full and thinned, and if changed."""
     left = {event.onset for event in log.left(THIN, phase) if event.severity == "major"}
     thin = log.thinned(THIN, phase)
-    again = score(thin, tell(thin))
+    again = score(thin, judge(thin).told)
     found = (sum(hit.event.onset in left for hit in scored.found), len(again.found))
     false = (int(bool(scored.false)), int(bool(again.false)))
     return (len(left), *found, *false, int(found[0] != found[1] or false[0] != false[1]))
