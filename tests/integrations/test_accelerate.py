@@ -1,9 +1,4 @@
-"""Accelerate, beside the fault matrix: the clip in all its ways, checkpoints, ends, refusals."""
-
-import json
-import math
-from importlib.metadata import PackageNotFoundError
-from types import SimpleNamespace
+"""Accelerate, beside the fault matrix: the clip in all its ways, several optimizers, scalers."""
 
 import pytest
 import torch
@@ -13,94 +8,14 @@ pytest.importorskip("accelerate", reason="not installed: accelerate")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("own_place", "bare")]
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
-from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
+from tests.integrations.accelerate_loop import Own, bare, ends, journal, same  # noqa: E402, F401
 from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
-from trainer_hooks.integrations import framework  # noqa: E402
-from trainer_hooks.integrations.accelerate import attach, refuse  # noqa: E402
-from trainvitals.errors import MissingDependencyError, UsageError  # noqa: E402
-from trainvitals.records import AttemptStarted, ChangeExpected, RunEnded  # noqa: E402
+from trainer_hooks.integrations.accelerate import attach  # noqa: E402
+from trainvitals.errors import UsageError  # noqa: E402
 
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture
-def bare():
-    """Each test makes the state that Accelerate keeps for the process anew."""
-    AcceleratorState._reset_state(reset_partial_state=False)
-
-
-class Own:
-    """A loop as people write it with Accelerate."""
-
-    def __init__(self, *, fused=True, scaler=None, micro_batches=1):
-        torch.manual_seed(0)
-        self.accelerator = Accelerator(
-            cpu=True,
-            gradient_accumulation_steps=micro_batches,
-            mixed_precision="no" if scaler is None else "fp16",
-        )
-        if scaler is not None:  # as it is made where there is a GPU
-            self.accelerator.scaler, self.accelerator.native_amp = scaler, True
-        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
-        found = self.accelerator.prepare(net, optimizer, schedule)
-        self.model, self.optimizer, self.scheduler = found
-        self.data = torch.Generator().manual_seed(1)
-        self.losses = []
-
-    def attach(self, **options):
-        self.attached = attach(self.accelerator, self.model, self.optimizer, **options)
-        return self.attached
-
-    def backward(self, gradient=None):
-        x = torch.randn(8, 4, generator=self.data)
-        loss = (self.model(x) - x[:, :1]).square().mean()
-        self.losses.append(loss.item())
-        self.accelerator.backward(loss)
-        if gradient is not None:
-            self.model[0].weight.grad[0, 0] = gradient
-
-    def update(self):
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-
-    def clip(self, max_norm=0.1, **options):
-        return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm, **options)
-
-    def step(self, gradient=None):
-        self.backward(gradient)
-        self.clip()
-        self.update()
-
-    def run(self, steps):
-        for _ in range(steps):
-            self.step()
-        return self
-
-    def parameters(self):
-        return [p.detach().clone() for p in self.model.parameters()]
-
-    def state(self):
-        moments = [t for s in self.optimizer.state.values() for t in s.values()]
-        everything = [*self.model.parameters(), *self.model.buffers(), *moments]
-        return [t.detach().clone() for t in everything]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def journal(tmp_path):
-    return Journal(tmp_path / "shm")
-
-
-def ends(tmp_path):
-    return [e.state for e in journal(tmp_path).events if isinstance(e, RunEnded)]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -358,109 +273,3 @@ def test_a_scaler_that_is_off_does_not_take_the_guard_away():
     assert same(kept, own.state())
     own.attached.close()
     assert own.optimizer.scaler is scaler
-
-
-# -------------------------------------------------------------------- scalars, checkpoints, ends
-
-
-def test_what_the_loop_logs_is_kept_whether_or_not_there_is_a_tracker(tmp_path):
-    own = Own()
-    own.attach()
-    own.step()
-    own.accelerator.log({"accuracy": 0.5, "phase": "warm", "on": True, "t": torch.tensor(2.0)})
-    own.accelerator.init_trackers("project")
-    own.accelerator.log({"accuracy": 0.75}, step=1)
-    own.attached.close()
-    expected = [(1, "accuracy", 0.5), (1, "t", 2.0), (1, "accuracy", 0.75)]
-    assert expected == journal(tmp_path).scalars()
-
-
-def test_a_loaded_run_goes_on_with_its_step_and_its_limits(tmp_path):
-    own = Own()
-    own.attach()
-    own.run(20)
-    own.accelerator.save_state(str(tmp_path / "saved"))
-    expected = own.attached.state_dict()
-    own.attached.close()
-    again = Own()
-    again.attach()
-    again.accelerator.load_state(str(tmp_path / "saved"))
-    assert 20 == again.attached.step_index
-    assert json.loads(json.dumps(expected))["detectors"] == again.attached.state_dict()["detectors"]
-    kept = again.state()
-    again.step(1e4)
-    assert same(kept, again.state())
-    again.attached.close()
-    branches = [e for e in journal(tmp_path).events if isinstance(e, AttemptStarted)]
-    assert [0, 0, 20] == sorted(branch.fork_step for branch in branches)
-
-
-def test_a_folder_that_was_saved_without_us_is_loaded_and_a_late_load_begins_a_new_baseline(
-    tmp_path,
-):
-    own = Own()
-    own.run(2).accelerator.save_state(str(tmp_path / "saved"))
-    own.attach()
-    own.accelerator.load_state(str(tmp_path / "saved"))
-    assert 0 == own.attached.step_index
-    own.step()
-    own.accelerator.load_state(str(tmp_path / "saved"))
-    own.step()
-    own.attached.close()
-    said = [e.reason for e in journal(tmp_path).events if isinstance(e, ChangeExpected)]
-    assert ["accelerator.load_state() was called"] == said
-
-
-def test_the_end_of_the_training_is_the_end_of_the_run(tmp_path):
-    own = Own()
-    own.attach()
-    own.step()
-    own.accelerator.end_training()
-    assert ["finished"] == ends(tmp_path)
-
-
-# ----------------------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize("kind", ["XLA", "MEGATRON_LM"])
-def test_an_update_that_accelerate_does_not_make_is_refused(kind, monkeypatch):
-    own = Own()
-    monkeypatch.setattr(Accelerator, "distributed_type", getattr(DistributedType, kind))
-    with pytest.raises(UsageError, match=f"Accelerate trains with {kind}"):
-        own.attach()
-
-
-def test_an_optimizer_that_was_not_prepared_is_refused():
-    own = Own()
-    with pytest.raises(UsageError, match=r"that accelerator.prepare\(\) has not returned"):
-        attach(own.accelerator, own.model, own.optimizer.optimizer)
-
-
-def test_several_optimizers_with_a_scaler_and_updates_within_backward_are_refused():
-    own = Own(scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(UsageError, match="2 optimizers with one gradient scaler"):
-        attach(own.accelerator, own.model, [own.optimizer, own.optimizer])
-    lomo = type("Lomo", (), {})()
-    prepared = SimpleNamespace(accelerator_state=None, optimizer=lomo)
-    with pytest.raises(UsageError, match="Lomo updates parameters within backward"):
-        refuse(DistributedType.NO, [prepared])
-
-
-def test_without_accelerate_the_extra_is_named(monkeypatch):
-    def missing(_name):
-        raise PackageNotFoundError
-
-    own = Own()
-    monkeypatch.setattr(framework, "version", missing)
-    with pytest.raises(MissingDependencyError, match=r"trainvitals\[accelerate\]"):
-        own.attach()
-
-
-def test_the_losses_of_a_step_that_failed_in_backward_are_not_counted(tmp_path):
-    own = Own()
-    own.attach()
-    with pytest.raises(RuntimeError):
-        own.accelerator.backward(torch.tensor(math.pi))
-    own.step()
-    own.attached.close()
-    assert {0: pytest.approx(own.losses[-1])} == journal(tmp_path).steps("loss")
