@@ -235,6 +235,17 @@ def full_weights(engine: Any) -> list[Tensor]:
     return found
 
 
+def slowed(script: Script, config: Any) -> Seen:
+    """Have the ladder put the learning rate down to nothing."""
+    engine = make_engine(script, config)
+    with attach(engine) as attached:
+        attached._host.judge.lr_factor_at = lambda step: 0.0
+        before = full_weights(engine)
+        seen = steps(script, engine, 1, {})
+        still = all(map(torch.equal, before, full_weights(engine)))
+    return seen | {"still": still, "rates": engine.get_lr()}
+
+
 def refused(script: Script) -> Seen:
     """Offload to the CPU."""
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -296,6 +307,7 @@ CASES: dict[str, Callable[[Script], Seen]] = {
         f"measured: {name}": partial(measured, config=KINDS[name])
         for name in ("ZeRO 1", "ZeRO 3", "no ZeRO", "no ZeRO, bfloat16")
     },
+    **{f"slowed: {name}": partial(slowed, config=config) for name, config in KINDS.items()},
     **{
         f"NaN that nobody checks, {how}": partial(
             play, config=UNCHECKED, number=3, faults={1: first_is(NAN)}, **options

@@ -99,6 +99,8 @@ def _fault(variant: Variant, kind: str, place: str, notes: list[str]) -> str:
         return "its own"
     if kind == "1e30" and variant.owes("grad_norm") and variant.short_norm:
         return _noted("exact, said as not finite", variant.short_norm, notes)
+    if kind == "1e30" and variant.short_flag:
+        return _noted("exact, and its own", variant.short_flag, notes)
     if place == "loss" and not variant.owes("loss"):
         why = variant.abstains["loss"]
         if kind == "nan":

@@ -188,6 +188,13 @@ def test_a_step_that_the_engine_alone_keeps_back_is_recorded_and_leaves_no_trace
     assert [] == of(journal, DecisionMade)
 
 
+@EVERY
+def test_a_rate_that_the_ladder_puts_down_is_that_of_the_step_alone(played, kind):
+    for seen in played(f"slowed: {kind}")[0]:
+        assert seen["still"]
+        assert pytest.approx([0.99 * LR]) == seen["rates"], "the schedule went on from its own"
+
+
 # -------------------------------------------------------------------- beginnings and ends
 
 

@@ -354,50 +354,62 @@ def _refuse(engine: Any) -> None:
         )
 
 
+_UNTESTED = "a skip was not shown to leave no trace there"
+_OTHER_PARTS = "its ranks hold other parameters, so they have no norm in common"
+
+
 def _reasons(engine: Any) -> list[tuple[str, str]]:
     """Return what of the engine cannot be guarded, and why."""
-    outer, untested = engine.optimizer, "a skip was not shown to leave no trace there"
-    plain = getattr(outer, "optimizer", outer)
-    kinds = {name.__name__ for name in type(plain).__mro__}
-    is_known = isinstance(outer, Optimizer) or type(outer).__name__ in _SEATS
-    offloads = any(
-        getattr(outer, name, False)
-        for name in ("cpu_offload", "offload_optimizer", "offload_param")
-    )
-    is_wrapped = not isinstance(outer, Optimizer)
-    mpu = getattr(engine, "mpu", None)
-    autotp = getattr(engine, "autotp_size", lambda: 0)()
+
+    def has(name: str) -> bool:
+        return bool(getattr(engine, name, False))
+
+    tensor_parallel = getattr(engine, "autotp_size", lambda: 0)() or 0
     compiled = getattr(engine, "is_deepcompile_enabled", lambda: False)()
-    legacy = getattr(outer, "fused_adam_legacy", False) or getattr(
-        outer, "fused_lamb_legacy", False
+    seen = (
+        (has("pipeline_parallelism"), "a pipeline", _OTHER_PARTS),
+        (has("has_moe_layers"), "experts (MoE)", _OTHER_PARTS),
+        (has("zenflow"), "ZenFlow", "it updates outside of its step"),
+        (has("mpu") or tensor_parallel > 1, "tensor parallelism (mpu, autotp)", _UNTESTED),
+        (compiled, "DeepCompile", _UNTESTED),
+        (type(engine).__name__ == "DeepSpeedHybridEngine", "its hybrid engine", _UNTESTED),
     )
-    seen = {
-        "a pipeline": (
-            getattr(engine, "pipeline_parallelism", False),
-            "its ranks hold other layers, so they have no norm in common",
-        ),
-        "no optimizer": (outer is None or "DummyOptim" in kinds, "there is no step"),
-        f"the optimizer {type(plain).__name__}": (
+    found = [(what, why) for applies, what, why in seen if applies]
+    return found + _reasons_of(engine.optimizer)
+
+
+def _reasons_of(outer: Any) -> list[tuple[str, str]]:
+    """Return what of the engine's optimizer cannot be guarded, and why."""
+    plain = getattr(outer, "optimizer", outer)
+    name, is_plain = type(plain).__name__, isinstance(outer, Optimizer)
+    kinds = {kind.__name__ for kind in type(plain).__mro__}
+
+    def has(*names: str) -> bool:
+        return any(getattr(outer, name, None) for name in names)
+
+    seen = (
+        (outer is None or name == "DummyOptim", "no optimizer", "there is no step"),
+        (
             bool(kinds & {"OnebitAdam", "OnebitLamb", "ZeroOneAdam"}),
+            f"the optimizer {name}",
             "it exchanges gradients within its step, after the verdict",
         ),
-        "Muon": (
-            is_wrapped and "Muon" in type(plain).__name__,
+        (
+            "Muon" in name and not is_plain,
+            "Muon under ZeRO or in half precision",
             "its gradients are made into updates before they can be measured",
         ),
-        "experts (MoE)": (
-            getattr(engine, "has_moe_layers", False),
-            "its ranks hold other parameters, so they have no norm in common",
+        (
+            has("cpu_offload", "offload_optimizer", "offload_param"),
+            "optimizer or parameter offload",
+            _UNTESTED,
         ),
-        "tensor parallelism (mpu, autotp)": (mpu is not None or (autotp or 0) > 1, untested),
-        "optimizer or parameter offload": (offloads, untested),
-        "DeepCompile": (compiled, untested),
-        "ZenFlow": (getattr(engine, "zenflow", False), "it updates outside of its step"),
-        "float16 torch_autocast under ZeRO": (
-            getattr(outer, "torch_autocast_gradscaler", None) is not None,
+        (
+            has("torch_autocast_gradscaler"),
+            "float16 torch_autocast under ZeRO",
             "its scaler is updated within the step, once for each group",
         ),
-        "legacy fusion": (legacy, untested),
-        type(outer).__name__: (not is_known, untested),
-    }
-    return [(what, why) for what, (applies, why) in seen.items() if applies]
+        (has("fused_adam_legacy", "fused_lamb_legacy"), "legacy fusion", _UNTESTED),
+        (not is_plain and type(outer).__name__ not in _SEATS, type(outer).__name__, _UNTESTED),
+    )
+    return [(what, why) for applies, what, why in seen if applies]
