@@ -150,15 +150,17 @@ class _Steps:
             return loss
         at = (trainer.step, attached.step_index)
         self._at, self._calls = at, 1 + (self._calls if at == self._at else 0)
+        given = False
         with attached._host.faults.fail_open("loss"):
             self._give(loss, **kwargs)
+            given = True
         if self._calls == trainer.gradient_accumulation_steps:
             config = getattr(trainer, "job_config", None) or trainer.config
             attached.before_clip(config.training.max_norm)
         elif self._calls > trainer.gradient_accumulation_steps:
             self._judge_anew()
-        if self._hide:
-            self._keep_from_the_assertion(loss)
+        if self._hide and given:
+            self._hide_from_torchtitan(loss)
         return loss
 
     def _give(self, loss: Any, *, labels: Any, global_valid_tokens: Any, **_: Any) -> None:
@@ -192,11 +194,11 @@ class _Steps:
             raise error
 
     @torch.no_grad()
-    def _keep_from_the_assertion(self, loss: Any) -> None:
-        """Let a step that is kept back pass torchtitan's own assertion that it is finite.
+    def _hide_from_torchtitan(self, loss: Any) -> None:
+        """Let a step that is kept back pass torchtitan's own check that it is finite.
 
         The gradients are nobody's any more: the optimizer takes the verdict. Nothing is hidden
-        where it was not judged: then the assertion ends the job as it would without us.
+        where it was not judged: then torchtitan ends the job as it would without us.
         """
         local_tensor(loss.detach()).nan_to_num_(0.0, 0.0, 0.0)
         judged = self._attached._judged
@@ -207,19 +209,14 @@ class _Steps:
 
 
 def _stops_by_itself(trainer: Any) -> bool:
-    """Return whether the train step asserts that the loss and the norm are finite.
+    """Return whether the train step looks for itself whether loss and norm are finite.
 
-    Torchtitan does from August 2026 on.
+    Torchtitan 0.3 ends the job by the loss it logs; from August 2026 on it asserts both before each
+    update.
     """
-    steps = [
-        inspect.unwrap(vars(c)["train_step"])
-        for c in type(trainer).__mro__
-        if "train_step" in vars(c)
-    ]
-    return any(
-        "_assert_async" in getattr(step, "__code__", _stops_by_itself.__code__).co_names
-        for step in steps
-    )
+    steps = [vars(c)["train_step"] for c in type(trainer).__mro__ if "train_step" in vars(c)]
+    codes = [getattr(inspect.unwrap(step), "__code__", None) for step in steps]
+    return any(code is not None and "isfinite" in code.co_names for code in codes)
 
 
 def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
@@ -256,9 +253,10 @@ class _State:
 
 def _keep_state(checkpointer: Any, attached: Attached) -> None:
     """Keep the loop's state with torchtitan's own; a checkpoint without one is loaded as it is."""
-    if not hasattr(checkpointer, "dcp_load") or STATE in checkpointer.states:
+    states = getattr(checkpointer, "states", None)  # none in 0.3 where it makes no checkpoints
+    if states is None or not hasattr(checkpointer, "dcp_load"):
         return
-    checkpointer.states[STATE] = _State(attached)
+    states[STATE] = _State(attached)
     real = checkpointer.dcp_load
 
     def dcp_load(state_dict: dict[str, Any], checkpoint_id: str, *rest: Any, **how: Any) -> Any:
@@ -267,7 +265,7 @@ def _keep_state(checkpointer: Any, attached: Attached) -> None:
         return real(state_dict, checkpoint_id, *rest, **how)
 
     _replace(attached, checkpointer, "dcp_load", dcp_load)
-    attached.when_closed(lambda: checkpointer.states.pop(STATE, None))
+    attached.when_closed(lambda: states.pop(STATE, None))
 
 
 def _has_state(checkpoint_id: str) -> bool:
