@@ -109,11 +109,15 @@ def bench_detect(
 
 
 def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
+    """Return what the parts of detect are called with; a wrong folder is refused here, at once."""
     from vitals_bench.detect import Logs
+    from vitals_bench.detect.logs import read_labels
 
     if traces is None:
         return {}
-    return {"detect": {"logs": Logs(folder=traces, split=split, manual=manual)}}
+    logs = Logs(folder=traces, split=split, manual=manual)
+    read_labels(logs)
+    return {"detect": {"logs": logs}}
 
 
 def _benches() -> Mapping[str, Mapping[str, Measure]]:

@@ -18,6 +18,7 @@ import msgspec
 from trainvitals.errors import UsageError
 from vitals_bench.detect.series import Event, Number, Series
 
+_UNREADABLE = (OSError, msgspec.DecodeError, KeyError, ValueError, TypeError, AttributeError)
 LISTED_BY_RULE = ("sinv6", "imagenet_resnet")
 """Both in its name: the events of such a log were listed by a rule and not by hand."""
 
@@ -44,6 +45,19 @@ def read_logs(logs: Logs) -> list[Series]:
     Raises:
         UsageError: the folder holds no labels, none are left, or a log cannot be read.
     """
+    chosen = read_labels(logs)
+    try:
+        return [_read(logs.folder / "series", name, label) for name, label in chosen.items()]
+    except _UNREADABLE as error:
+        raise _refused(logs, error) from error
+
+
+def read_labels(logs: Logs) -> dict[str, dict[str, Any]]:
+    """Return the labels of the chosen logs, by name.
+
+    Raises:
+        UsageError: the folder holds no labels, or none are left.
+    """
     path = logs.folder / "labels.json"
     try:
         labels: dict[str, dict[str, Any]] = msgspec.json.decode(path.read_bytes())
@@ -53,17 +67,20 @@ def read_logs(logs: Logs) -> list[Series]:
             if logs.split in ("all", label["split"])
             and not (logs.manual and all(part in name for part in LISTED_BY_RULE))
         }
-        series = [_read(logs.folder / "series", name, label) for name, label in chosen.items()]
-    except (OSError, msgspec.DecodeError, KeyError, ValueError) as error:
-        raise UsageError(
-            f"{logs.folder} does not hold labelled logs: {type(error).__name__}: {error}",
-            hint="--traces needs a folder with labels.json and series/NAME.csv",
-        ) from error
-    if not series:
+    except _UNREADABLE as error:
+        raise _refused(logs, error) from error
+    if not chosen:
         raise UsageError(
             f"{path} has no log of {logs.words}", hint="--split takes one of the labels' splits"
         )
-    return series
+    return chosen
+
+
+def _refused(logs: Logs, error: Exception) -> UsageError:
+    return UsageError(
+        f"{logs.folder} does not hold labelled logs: {type(error).__name__}: {error}",
+        hint="--traces needs a folder with labels.json and series/NAME.csv",
+    )
 
 
 def _read(folder: Path, name: str, label: dict[str, Any]) -> Series:

@@ -14,6 +14,7 @@ from vitals_bench.detect.tables import (
     act_grid,
     better_than_ours,
     num_outside,
+    peers_grid,
     rules_grid,
     series_grid,
     shapes_grid,
@@ -40,6 +41,7 @@ def measure_shapes(*, quick: bool, logs: Logs | None = None) -> Iterator[Row | G
     judged = judge_all(make_shape(shape, seed) for shape in SHAPES for seed in range(seeds))
     yield from _promises(judged)
     totals = judged.totals()
+    yield peers_grid()
     yield rules_grid(
         f"{len(SHAPES)} shapes of {seeds} logs each, {totals[TELL].num_records:,} steps, "
         f"{totals[TELL].num_events} major events",

@@ -331,28 +331,58 @@ class Peer(NamedTuple):
     name: str
     short: str
     make: Callable[[], Rule]
+    about: str
+    """What it compares, at its defaults, and where it is published."""
 
 
+_TUTORIALS = "as in tutorials and notebooks"
 _PEERS = (
-    Peer("OLMo-core, 6 sigma of 128", "OLMo", OlmoCore),
-    Peer("llm.c, z > 6", "llm.c 6", lambda: LlmC(6.0)),
-    Peer("llm.c, z > 3", "llm.c 3", lambda: LlmC(3.0)),
-    Peer("Lightning SpikeDetection", "Lightning", Lightning),
-    Peer("llm-foundry KillLossSpike", "foundry", LlmFoundry),
-    Peer("Megatron-LM, 10x and NaN check", "Megatron", Megatron),
-    Peer("FlagScale, +20 %", "FlagScale", FlagScale),
-    Peer("ZClip, z > 2.5", "ZClip", ZClip),
-    Peer("loss > 2x mean of 100", "2x", lambda: TimesMean(2.0)),
-    Peer("loss > 3x mean of 100", "3x", lambda: TimesMean(3.0)),
-    Peer("loss > 5x mean of 100", "5x", lambda: TimesMean(5.0)),
-    Peer("loss > 10x mean of 100", "10x", lambda: TimesMean(10.0)),
-    Peer("grad norm > 100", "norm 100", lambda: NormAbove(100.0)),
-    Peer("isfinite only", "isfinite", NonFinite),
+    Peer(
+        "OLMo-core, 6 sigma of 128", "OLMo", OlmoCore,
+        "skips where loss or norm is above the mean of the last 128 by 6 standard deviations; "
+        "SkipStepOptimizer",
+    ),
+    Peer(
+        "llm.c, z > 6", "llm.c 6", lambda: LlmC(6.0),
+        "skips where the z-score of loss or norm within the last 128 is above 6; -sl 6 -sg 6",
+    ),
+    Peer("llm.c, z > 3", "llm.c 3", lambda: LlmC(3.0), "the same with 3; -sl 3 -sg 3"),
+    Peer(
+        "Lightning SpikeDetection", "Lightning", Lightning,
+        "raises where the loss is 3 times the mean of the last 10 that were no spikes, or not "
+        "finite",
+    ),
+    Peer(
+        "llm-foundry KillLossSpike", "foundry", LlmFoundry,
+        "raises at the fifth loss in a row of twice the mean of the last 100, and where half of "
+        "them are above the largest of the first 100",
+    ),
+    Peer(
+        "Megatron-LM, 10x and NaN check", "Megatron", Megatron,
+        "reruns or raises where the loss is 10 times the largest of the first 100, or not finite; "
+        "is_unexpectedly_large, --check-for-nan-in-loss-and-grad",
+    ),
+    Peer(
+        "FlagScale, +20 %", "FlagScale", FlagScale,
+        "skips where the loss is 20 % above the last that passed; --auto-skip-spiky-loss",
+    ),
+    Peer(
+        "ZClip, z > 2.5", "ZClip", ZClip,
+        "clips where the z-score of the norm within averages of 0.97 is above 2.5; arXiv "
+        "2504.02507",
+    ),
+    Peer("loss > 2x mean of 100", "2x", lambda: TimesMean(2.0), _TUTORIALS),
+    Peer("loss > 3x mean of 100", "3x", lambda: TimesMean(3.0), _TUTORIALS),
+    Peer("loss > 5x mean of 100", "5x", lambda: TimesMean(5.0), _TUTORIALS),
+    Peer("loss > 10x mean of 100", "10x", lambda: TimesMean(10.0), _TUTORIALS),
+    Peer("grad norm > 100", "norm 100", lambda: NormAbove(100.0), _TUTORIALS),
+    Peer("isfinite only", "isfinite", NonFinite, "the check that every framework has"),
     Peer(
         "isfinite, loss > 3x or norm > 100",
         "all three",
         lambda: FirstOf(NonFinite(), TimesMean(3.0), NormAbove(100.0)),
+        _TUTORIALS,
     ),
-)
+)  # fmt: skip
 PEERS: Mapping[str, Peer] = {peer.short: peer for peer in _PEERS}
 """Every rule, by its short name."""

@@ -45,6 +45,16 @@ def rules_grid(title: str, totals: Mapping[str, Total], *, kinds: bool, note: st
     return Grid(title=title, columns=columns, rows=tuple(rows), note=note)
 
 
+def peers_grid() -> Grid:
+    """Return what the peers' rules are."""
+    return Grid(
+        title="the rules beside ours, written anew from what is published, at their defaults",
+        columns=("rule", "short", "what it does, and where it is published"),
+        rows=tuple((peer.name, peer.short, peer.about) for peer in PEERS.values()),
+        note="Each judges the log as it went on; a skip, a clip or an exception is an alarm.",
+    )
+
+
 def better_than_ours(totals: Mapping[str, Total]) -> str:
     """Say in which figures which peer is better than what we tell; made from the numbers alone."""
     ours = totals[TELL]
