@@ -1,0 +1,171 @@
+"""`vitals replay` over logs of other people's runs; a stored run is in test_cli_control.py."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from tests.collector.test_cli_control import run_cli, run_dir
+from trainvitals.io.rundir import RunDir
+
+__all__ = ["run_dir"]
+
+STORM = [2.0 + 1.0 / (n + 1) for n in range(150)] + ["nan"] * 4 + [2.0] * 60
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A log with a storm, in a folder with nothing else; no settings but the defaults."""
+    for name in ("VITALS_CONFIG", "VITALS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "train.csv"
+    lines = [f"{step},{loss},1.0" for step, loss in enumerate(STORM)]
+    path.write_text("\n".join(["step,loss,grad_norm", *lines]))
+    return path
+
+
+def document_of(said: str) -> dict[str, list[dict[str, object]]]:
+    return json.loads(said)
+
+
+def test_a_log_prints_findings_and_decisions_as_json_and_the_rest_on_stderr(log: Path, capsys):
+    assert 0 == run_cli("replay", str(log), "--format", "json")
+    said = capsys.readouterr()
+    document = document_of(said.out)
+    assert {"findings", "decisions"} == set(document)
+    assert [150, 151, 152, 153] == [f["row"] for f in document["findings"]]
+    assert {"row", "step", "kind", "level", "reason"} == set(document["findings"][0])
+    assert [(150, "skip_step"), (151, "skip_step"), (152, "rollback"), (153, "skip_step")] == [
+        (d["row"], d["action"]) for d in document["decisions"]
+    ]
+    assert "train.csv: CSV, 214 records, steps 0 to 213" in said.err
+    assert "a healthy checkpoint assumed every 100 steps" in said.err
+    assert "4 decisions: 3 skip_step, 1 rollback" in said.err
+
+
+def test_the_table_says_what_goes_on_in_one_line(log: Path, capsys):
+    assert 0 == run_cli("replay", str(log))
+    lines = capsys.readouterr().out.splitlines()
+    assert ["ROW", "STEP", "WHAT", "REASON"] == lines[0].split()
+    (finding,) = [line for line in lines if "finding nonfinite" in line]
+    assert finding.endswith("loss is nan (4 up to step 153)")
+    (rollback,) = [line for line in lines if "decision rollback" in line]
+    assert "back to assumed-000100, before step 100" in rollback
+
+
+def test_a_log_where_nothing_is_found_prints_nothing_and_says_so(tmp_path: Path, capsys):
+    path = tmp_path / "quiet.csv"
+    path.write_text("step,loss\n" + "".join(f"{n},2.0\n" for n in range(50)))
+    assert 0 == run_cli("replay", str(path))
+    said = capsys.readouterr()
+    assert "" == said.out
+    assert "0 findings to act on, 0 to tell; 0 decisions" in said.err
+
+
+@pytest.mark.parametrize(
+    ("mode", "actions"),
+    [
+        ("guard", {"skip_step"}),
+        ("heal", {"skip_step", "rollback"}),
+        ("observe", {"skip_step", "rollback"}),
+    ],
+)
+def test_the_mode_is_how_far_the_ladder_climbs(log: Path, capsys, mode, actions):
+    assert 0 == run_cli("replay", str(log), "--mode", mode, "--format", "json")
+    document = document_of(capsys.readouterr().out)
+    assert actions == {d["action"] for d in document["decisions"]}
+    assert {mode} == {d["mode"] for d in document["decisions"]}
+
+
+def test_settings_come_from_the_file_that_is_named(log: Path, tmp_path: Path, capsys):
+    (tmp_path / "strict.toml").write_text("[ladder]\nstorm_skips = 2\n")
+    config = ("--config", str(tmp_path / "strict.toml"), "--format", "json")
+    assert 0 == run_cli("replay", str(log), *config)
+    document = document_of(capsys.readouterr().out)
+    assert (151, "rollback") == (
+        document["decisions"][1]["row"], document["decisions"][1]["action"],
+    )  # fmt: skip
+    (tmp_path / "strict.toml").write_text("[ladder]\nstorm_skipz = 2\n")
+    assert 2 == run_cli("replay", str(log), *config)
+    assert "did you mean 'storm_skips'?" in capsys.readouterr().err
+
+
+def test_the_plot_is_a_picture_with_a_mark_for_each_thing_said(log: Path, tmp_path: Path, capsys):
+    picture = tmp_path / "seen.svg"
+    assert 0 == run_cli("replay", str(log), "--plot", str(picture), "--format", "json")
+    titles = [e.text for e in ElementTree.parse(picture).iter() if e.tag.endswith("title")]
+    assert any(words and "rollback" in words for words in titles)
+    assert any(words and words == "1 not finite" for words in titles)
+    assert document_of(capsys.readouterr().out)["decisions"]
+
+
+def test_a_stored_run_is_drawn_too(run_dir: RunDir, tmp_path: Path, capsys):
+    picture = tmp_path / "run.svg"
+    assert 0 == run_cli("replay", str(run_dir.path), "--plot", str(picture))
+    assert "nonfinite" in picture.read_text()
+    assert "all as recorded" in capsys.readouterr().err
+
+
+def test_other_settings_over_a_stored_run_say_what_would_differ(run_dir: RunDir, tmp_path, capsys):
+    (tmp_path / "other.toml").write_text("[loss]\nmin_ratio = 1000.0\n")
+    given = ("replay", str(run_dir.path), "--config", str(tmp_path / "other.toml"))
+    assert 1 == run_cli(*given)
+    assert "not as recorded" in capsys.readouterr().err
+
+
+def test_a_name_still_means_a_stored_run_and_a_folder_of_runs_too(run_dir: RunDir, capsys):
+    runs = run_dir.path.parent
+    for given in ((str(runs),), ("--dir", str(runs)), (run_dir.path.name[:8], "--dir", str(runs))):
+        assert 0 == run_cli("replay", *given), given
+        assert "all as recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("absent.csv",), "there is no file or folder absent.csv"),
+        (("some/where",), "there is no file or folder some/where"),
+        (("train.csv", "--plot", "x.png"), "the name must end in .svg"),
+        (("train.csv", "--format", "csv"), "a replay is written as table or json"),
+        (("train.csv", "--loss", "objective"), "there is no such column"),
+        (("train.csv", "--mode", "hope"), "'hope' is not one of"),
+        (("--mode", "guard"), "--mode: only for a log"),
+        (("--loss", "x", "--grad-norm", "y"), "--loss, --grad-norm: only for a log"),
+        (("void",), "void holds no log; looked for run directories of Vitals"),
+        (("train.csv", "--config", "absent.toml"), "settings file absent.toml"),
+    ],
+)
+def test_wrong_usage_says_what_and_exits_with_2(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys, arguments, words
+):
+    monkeypatch.chdir(log.parent)
+    (log.parent / "void").mkdir()
+    assert 2 == run_cli("replay", *arguments)
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_picture_that_cannot_be_written_is_an_error(log: Path, tmp_path: Path, capsys):
+    assert 1 == run_cli("replay", str(log), "--plot", str(tmp_path / "void" / "x.svg"))
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_two_logs_in_one_folder_are_named(tmp_path: Path, capsys):
+    for name in ("trainer_state.json", "run-a.wandb"):
+        (tmp_path / name).write_text("{}")
+    assert 2 == run_cli("replay", str(tmp_path))
+    said = capsys.readouterr().err
+    assert "holds 2 logs" in said
+    assert "trainer_state.json" in said
+    assert "run-a.wandb" in said
+
+
+def test_what_a_log_has_of_odd_things_is_said(tmp_path: Path, capsys):
+    path = tmp_path / "odd.csv"
+    steps = [*range(0, 500, 10), *range(300, 600, 10), 590]
+    path.write_text("step,loss\n" + "".join(f"{step},2.0\n" for step in steps))
+    assert 0 == run_cli("replay", str(path))
+    said = capsys.readouterr().err
+    assert "logged every 10 steps: windows, budgets and the reasons' numbers count records" in said
+    assert "the steps go back 1 times: each time a resumed run is assumed" in said
+    assert "1 records repeat the step before" in said
