@@ -51,7 +51,7 @@ def test_every_setting_is_described():
     page = build_docs.settings_page()
     assert [] == [name for name in SECTIONS if f"## {name}" not in page]
     assert "| `min_ratio` | 2.0 | The limit is at least this multiple of the course, " in page
-    assert "| `min_ratio` | 20.0 | The limit is at least this multiple of the course. |" in page
+    assert "| `min_ratio` | 40.0 | The limit is at least this multiple of the course. |" in page
     assert "|  |" not in page
 
 
