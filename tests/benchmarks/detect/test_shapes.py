@@ -76,11 +76,23 @@ def test_the_ramp_goes_from_4_85_to_6_5():
 
 def test_clean_norms_spike_while_the_loss_hardly_moves():
     log = made("clean: norm spikes, loss unmoved")
-    usual = [median(log.norms, i - 20, i + 21) for i in range(20, RECORDS - 20)]
-    far = [i + 20 for i, level in enumerate(usual) if log.norms[i + 20] > 4.5 * level]
-    assert 10 <= len(far) <= 60
-    level = [log.losses[i] / median(log.losses, i - 5, i + 6) for i in far]
-    assert max(level) < 1.10
+    far = [i for i in range(20, RECORDS - 20) if log.norms[i] > 4.0 * near(log.norms, i)]
+    assert 4 <= len(far) <= 30
+    assert max(log.norms[i] / near(log.norms, i) for i in far) < 20.0
+    assert max(log.losses[i] / near(log.losses, i) for i in far) < 1.1
+
+
+def near(values, i):
+    return median(values, i - 20, i + 21)
+
+
+def test_few_batches_are_heavy_and_none_is_twice_its_neighbours():
+    logs = [made("clean: single heavy batches", seed) for seed in range(10)]
+    rows = range(120, RECORDS - 20)
+    ratios = [log.losses[i] / near(log.losses, i) for log in logs for i in rows]
+    assert 0.005 < sum(ratio > 1.2 for ratio in ratios) / len(ratios) < 0.03
+    assert 0.0002 < sum(ratio > 1.5 for ratio in ratios) / len(ratios) < 0.005
+    assert max(ratios) < 2.0
 
 
 def test_the_loss_rises_in_warm_up_and_around_zero_it_is_often_negative():
