@@ -47,12 +47,15 @@ class Course:
     def push(self, common: float, own: float, rate: float) -> None:
         """Move with all layers by ``common``, and by what is this layer's ``own``, bounded."""
         self.count += 1
-        weight = max(rate, 1.0 / self.count)
-        bound = 3.0 * max(self.spread, _LEAST_SPREAD)
+        weight = 1.0 / self.count
+        if weight < rate:
+            weight = rate
+        spread = self.spread
         if self.count > 8:
-            own = max(-bound, min(bound, own))
+            bound = 3.0 * (spread if spread > _LEAST_SPREAD else _LEAST_SPREAD)
+            own = bound if own > bound else -bound if own < -bound else own
         self.center += weight * (common + own)
-        self.spread += weight * (abs(own) - self.spread)
+        self.spread = spread + weight * (abs(own) - spread)
 
     def begin(self, value: float) -> None:
         """Start at a value, with nothing known before."""
@@ -292,10 +295,11 @@ class ActivationWatcher(Watcher):
         super().__init__()
         self._config = config or ActivationConfig()
         self._columns = (
-            ("activation_rms", "root mean square", self._config.rms_ratio),
-            ("activation_max", "largest magnitude", self._config.max_ratio),
+            ("activation_rms", "root mean square", math.log(self._config.rms_ratio)),
+            ("activation_max", "largest magnitude", math.log(self._config.max_ratio)),
         )
         self._courses: dict[str, Course] = {}
+        """By layer and column, with a colon between."""
         self._episode = Episode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
@@ -303,17 +307,18 @@ class ActivationWatcher(Watcher):
             return ()
         is_judged, grown = False, []
         for layer, values in merged.layers.items():
-            for column, label, ratio in self._columns:
+            for column, label, limit in self._columns:
                 value = values.get(column)
                 if value is None or not 0.0 < value < INFINITY:
                     continue
-                growth = self._growth(f"{column}:{layer}", math.log(value), math.log(ratio))
+                growth = self._growth(f"{layer}:{column}", math.log(value), limit)
                 is_judged = is_judged or growth is not None
                 if growth:
                     grown.append((growth, label, layer, value))
         if not is_judged or not self._episode.begins(bool(grown)):
             return ()
         growth, label, layer, value = max(grown)
+        limits = {named: limit for _, named, limit in self._columns}
         others = f", and {len(grown) - 1} more grew so" if len(grown) > 1 else ""
         return (
             tell(
@@ -322,7 +327,7 @@ class ActivationWatcher(Watcher):
                 f"the {label} of the output of {layer} is {value:.4g}, {_exp(growth):.3g} times "
                 f"the {value / _exp(growth):.4g} it was after warm-up{others}",
                 value=value,
-                limit={c[1]: c[2] for c in self._columns}[label] * value / _exp(growth),
+                limit=value * _exp(limits[label] - growth),
             ),
         )
 

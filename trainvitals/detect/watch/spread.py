@@ -67,9 +67,11 @@ class RankLossWatcher(Watcher):
         least = self._config.least * size
         if not self._counts and ordered[-1] - middle <= least and middle - ordered[0] <= least:
             return ()
-        mad = upper_median([abs(loss - middle) for loss in losses])
+        mad = upper_median([abs(loss - middle) for loss in ordered])
         sigma = self._config.sigmas * SIGMA_PER_MAD * mad
         limit = max(least, min(sigma, self._config.most * size))
+        if not self._counts and ordered[-1] <= middle + limit and ordered[0] >= middle - limit:
+            return ()
         return self._counted(merged, losses, ranks, middle, limit)
 
     def _counted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from trainvitals.detect.merged import MergedStep
@@ -94,7 +95,7 @@ class DataBoundWatcher(Watcher):
         if missing > 0:
             self._of_rank += [0.0] * missing
         if len(waits) == len(self._of_rank) and min(waits) >= 0.0 and max(waits) <= duration:
-            self._of_rank = [a + b for a, b in zip(self._of_rank, waits, strict=True)]
+            self._of_rank = list(map(add, self._of_rank, waits))
             return
         for rank, wait in zip(ranks, waits, strict=True):
             self._of_rank[rank] += min(max(0.0, wait), duration)
@@ -194,13 +195,11 @@ class StragglerWatcher(Watcher):
         duration = step_seconds(merged)
         if duration <= 0.0:
             return ()
-        lateness, ranks = _lateness(merged)
-        if not lateness:
-            return ()
         limit = self._config.late * duration
-        if not self._late and max(lateness) <= limit:
+        if not self._late and _nobody_is_late(merged, limit):
             return ()
-        return self._counted(merged, lateness, ranks, duration)
+        lateness, ranks = _lateness(merged)
+        return self._counted(merged, lateness, ranks, duration) if lateness else ()
 
     def _counted(
         self, merged: MergedStep, lateness: Sequence[float], ranks: Sequence[int], duration: float
@@ -256,6 +255,15 @@ class StragglerWatcher(Watcher):
         self._late = {int(rank): int(count) for rank, count, _ in state["late"]}
         self._since = {int(rank): int(since) for rank, _, since in state["late"]}
         self._told = {int(rank) for rank in state["told"]}
+
+
+def _nobody_is_late(merged: MergedStep, limit: float) -> bool:
+    """Say so where that takes no list: the exchange and the waits for data differ by little."""
+    exchange, _ = finite(merged.ranks.get("communication_seconds"))
+    if len(exchange) < 2 or max(exchange) - min(exchange) > limit:
+        return False
+    waits, _ = finite(merged.ranks.get("data_wait_seconds"))
+    return not waits or max(waits) - min(waits) <= limit
 
 
 def _lateness(merged: MergedStep) -> tuple[Sequence[float], Sequence[int]]:
