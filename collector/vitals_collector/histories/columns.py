@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from trainvitals.errors import FormatError, UsageError
@@ -36,6 +37,8 @@ KNOWN: dict[Role, tuple[str, ...]] = {
 """Names by role, in small letters and with ``_`` for all that is no letter or digit; the first that
 a log has is taken."""
 
+_USUAL = frozenset(name for names in KNOWN.values() for name in names)
+
 MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--"})
 """Words for "was not measured", which is not NaN."""
 
@@ -55,6 +58,12 @@ class Wanted:
     def named(self) -> list[str]:
         """Return the options that were given."""
         return [_option(role) for role in KNOWN if getattr(self, role) is not None]
+
+    def may_be(self, name: str) -> bool:
+        """Say whether a column of that name may be one of those; of others no value is kept."""
+        given = (self.step, self.loss, self.grad_norm, self.lr)
+        found = plain(name)
+        return found in _USUAL or any(found == plain(one) for one in given if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +155,7 @@ def _option(role: Role) -> str:
     return "--" + role.replace("_", "-")
 
 
+@lru_cache(maxsize=4096)
 def plain(name: str) -> str:
     """Return the name in small letters, with ``_`` for all that is no letter or digit."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

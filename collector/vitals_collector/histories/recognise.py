@@ -51,6 +51,11 @@ def read_history(path: Path, wanted: Wanted) -> History:
 
 
 def _of_file(path: Path) -> Found:
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"{path} is neither a file nor a folder; it is read twice, which a pipe cannot be",
+            hint="write it into a file first",
+        )
     begin = head(path)
     if begin.startswith(HEAD[:4]):
         return partial(read_wandb, path)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainvitals.errors import FormatError, MissingDependencyError
+from trainvitals.errors import FormatError, MissingDependencyError, UsageError
 from vitals_collector.histories.columns import History, Rows, Wanted, choose, take
 from vitals_collector.histories.files import reading
 
@@ -25,11 +25,23 @@ def read_tensorboard(path: Path, files: Sequence[Path], wanted: Wanted) -> Histo
     Raises:
         MissingDependencyError: TensorBoard is not installed.
         FormatError: an event is damaged.
-        UsageError: no tag is a loss or a gradient norm, or a name fits several.
+        UsageError: no tag is a loss or a gradient norm, a name fits several, or a step was named.
     """
+    if wanted.step not in (None, "step"):
+        raise UsageError(
+            f"--step is {wanted.step!r}; each of TensorBoard's events carries its own step",
+            hint="leave --step out",
+        )
     notes: list[str] = []
-    values = [value for file in sorted(files) for value in _values(file, notes)]
-    tags = list(dict.fromkeys(tag for tag, _, _ in values))
+    tags: dict[str, bool] = {}
+    """Every tag, and whether its values are wanted."""
+    values: list[Value] = []
+    for file in sorted(files):
+        for value in _values(file, notes):
+            if value[0] not in tags:
+                tags[value[0]] = wanted.may_be(value[0])
+            if tags[value[0]]:
+                values.append(value)
     columns = choose(["step", *(tag for tag in tags if tag != "step")], wanted, str(path))
     columns["step"] = "step"  # of each event
     rows = Rows(str(path), "row")

@@ -45,13 +45,16 @@ def read_wandb(path: Path, wanted: Wanted) -> History:
             f"{path} begins with {bytes(raw[: len(HEAD)])!r}; a file of wandb's with {HEAD!r}"
         )
     notes: list[str] = []
-    calls = [cells for record in _records(raw, notes) for cells in _history(record)]
-    names = list(dict.fromkeys(name for cells in calls for name in cells))
+    names: dict[str, None] = {}
+    calls: list[Cells] = []
+    for record in _records(raw, notes):
+        for cells in _history(record):
+            names.update(dict.fromkeys(cells))
+            calls.append({name: cells[name] for name in cells if wanted.may_be(name)})
     better = [name for name in names if name != _OWN_STEP]
     has_better = any(plain(name) in KNOWN["step"] for name in better)
-    columns = choose(
-        better if has_better and wanted.step != _OWN_STEP else names, wanted, str(path)
-    )
+    own_is_meant = wanted.step == _OWN_STEP or not has_better
+    columns = choose([*names] if own_is_meant else better, wanted, str(path))
     rows = Rows(str(path), "call")
     for row, cells in enumerate(calls):
         take(rows, row, cells, columns)

@@ -2,6 +2,8 @@
 
 import gzip
 import math
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -144,10 +146,14 @@ def test_a_file_that_cannot_be_read_is_a_storage_error(tmp_path):
         read_history(tmp_path / "absent.csv", Wanted())
 
 
+def test_a_pipe_is_refused_in_words(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(UsageError, match="neither a file nor a folder"):
+        read_history(tmp_path / "pipe.csv", Wanted())
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_junk_of_any_kind_is_our_error_or_a_history(tmp_path, seed):
-    import random
-
     rng = random.Random(seed)
     words = ["step", "loss", ",", "\n", "\r", '"', "nan", "1", "-3", "1e9", "\0", "\xff", ";", "{"]
     body = "step,loss\n" * (seed % 2) + "".join(rng.choices(words, k=200))

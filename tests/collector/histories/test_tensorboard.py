@@ -119,3 +119,10 @@ def test_a_tag_that_fits_twice_must_be_named(tmp_path, writer_of):
     with pytest.raises(UsageError, match="2 columns may be the loss"):
         read_history(tmp_path, Wanted())
     assert 2.0 == read_history(tmp_path, Wanted(loss="Loss")).steps[0].loss
+
+
+def test_the_step_is_the_events_own(tmp_path, writer_of):
+    writer_of(tmp_path, [(n, {"loss": 1.0, "global_step": 9.0, "step": 8.0}) for n in range(5)])
+    assert list(range(5)) == [s.step for s in read_history(tmp_path, Wanted()).steps]
+    with pytest.raises(UsageError, match="carries its own step"):
+        read_history(tmp_path, Wanted(step="global_step"))
