@@ -45,7 +45,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], wanted: Wanted) -> Histo
     columns = choose(["step", *(tag for tag in tags if tag != "step")], wanted, str(path))
     columns["step"] = "step"  # of each event
     rows = Rows(str(path), "row")
-    for row, cells in enumerate(_joined(values, set(columns.values()))):
+    for row, cells in enumerate(_joined(values, set(columns.values()) - {"step"})):
         take(rows, row, cells, columns)
     if len(files) > 1:
         notes.append(f"{len(files)} event files were read as one log, by the order of their names")
