@@ -103,6 +103,8 @@ class MemoryCreepWatcher(Watcher):
         self._total = 0.0
         self._settling = self._config.settle_rows
         self._scales = self._new_scales()
+        self._creeps = [False] * _LEVELS
+        """Whether each scale showed a creep when it was last judged."""
         self._episode = Episode(self._config.clear_after)
 
     def _new_scales(self) -> list[_Floors]:
@@ -118,6 +120,7 @@ class MemoryCreepWatcher(Watcher):
     def _restarted(self, merged: MergedStep) -> None:
         self._settling = self._config.settle_rows
         self._scales = self._new_scales()
+        self._creeps = [False] * _LEVELS
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         allocated, ranks = finite(merged.ranks.get("memory_allocated_bytes"))
@@ -127,8 +130,9 @@ class MemoryCreepWatcher(Watcher):
             self._settling -= 1
             return ()
         floors = allocated
-        length, found, has_judged = 1, [], False
-        for scale in self._scales:
+        length, has_judged = 1, False
+        found: list[tuple[float, int, float, int]] = []
+        for i, scale in enumerate(self._scales):
             length *= scale.size
             ended = scale.add(floors)
             if ended is None:
@@ -136,8 +140,10 @@ class MemoryCreepWatcher(Watcher):
             floors = ended
             if self._total and len(scale.kept) >= self._config.least_blocks:
                 has_judged = True
-                found += self._creeping(merged, scale.kept, length)
-        if not has_judged or not self._episode.begins(bool(found)):
+                creeping = self._creeping(merged, scale.kept, length)
+                self._creeps[i] = bool(creeping)
+                found += creeping
+        if not has_judged or not self._episode.begins(any(self._creeps)) or not found:
             return ()
         return (self._told(merged.step, *min(found)),)
 
@@ -180,6 +186,7 @@ class MemoryCreepWatcher(Watcher):
             "total": self._total,
             "settling": self._settling,
             "scales": [[list(s.present), s.num, [list(k) for k in s.kept]] for s in self._scales],
+            "creeps": [int(creeps) for creeps in self._creeps],
             "episode": self._episode.state(),
         }
 
@@ -188,6 +195,7 @@ class MemoryCreepWatcher(Watcher):
         for scale, (present, num, kept) in zip(self._scales, state["scales"], strict=True):
             scale.present, scale.num = list(present), int(num)
             scale.kept = [list(row) for row in kept]
+        self._creeps = [bool(creeps) for creeps in state["creeps"]]
         self._episode.restore(state["episode"])
 
 

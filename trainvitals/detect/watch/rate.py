@@ -65,6 +65,7 @@ class LearningRateWatcher(Watcher):
         self._steps: list[int] = []
         self._rates: list[float] = []
         self._last: float | None = None
+        self._last_step = 0
         self._peak = 0.0
         self._rows_since_peak = 0
         self._is_warm = False
@@ -100,8 +101,9 @@ class LearningRateWatcher(Watcher):
 
     def _check(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
         found = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
-        is_jump = self._is_jump(rate)
-        last = self._last
+        last, gap = self._last, merged.step - self._last_step
+        self._last_step = merged.step
+        is_jump = self._is_jump(rate, gap)
         if self._jumps.begins(is_jump) and last is not None:
             found.append(self._told_jump(merged.step, last, rate))
         if not is_jump:  # one that stays is the course of the next step
@@ -125,9 +127,10 @@ class LearningRateWatcher(Watcher):
 
     # -------------------------------------------------------------------------------- the course
 
-    def _is_jump(self, rate: float) -> bool:
+    def _is_jump(self, rate: float, gap: int) -> bool:
+        """Judge one step; over several any schedule may have come back to what it had before."""
         config, last, peak = self._config, self._last, self._peak
-        if last is None or not self._is_warm:
+        if last is None or not self._is_warm or (gap > 1 and rate <= 1.02 * peak):
             return False
         if rate <= config.max_rise * last or rate - last <= config.least_rise * peak:
             return False
@@ -172,16 +175,23 @@ class LearningRateWatcher(Watcher):
     # -------------------------------------------------------------------------------- resuming
 
     def _forgotten(self, step: int, rate: float) -> tuple[Finding, ...]:
-        """Compare the first rate of a new attempt with the last one's there, then forget that."""
+        """Compare the first rate of a new attempt with the last one's there, then forget that.
+
+        Beyond what was seen a schedule may fall, but not rise, nor be again what it began with.
+        """
         self._is_resumed = False
-        expected = self._expected(step)
-        keep = bisect_left(self._steps, step)
+        expected, keep = self._expected(step), bisect_left(self._steps, step)
+        is_beyond = keep == len(self._steps)
         del self._steps[keep:], self._rates[keep:]
         if expected is None:
             return ()
         low, high = expected
-        slack = self._config.tolerance
-        if low * (1.0 - slack) <= rate <= high * (1.0 + slack):
+        config = self._config
+        if low * (1.0 - config.tolerance) <= rate <= high * (1.0 + config.tolerance):
+            return ()
+        first = self._rates[:2]
+        begins_again = 0.9 * min(first) <= rate <= 1.1 * max(first)
+        if is_beyond and rate <= config.max_rise * high and not begins_again:
             return ()
         return (
             tell(
@@ -227,6 +237,7 @@ class LearningRateWatcher(Watcher):
             "steps": list(self._steps),
             "rates": list(self._rates),
             "last": self._last,
+            "last_step": self._last_step,
             "peak": self._peak,
             "rows_since_peak": self._rows_since_peak,
             "flags": [int(self._is_warm), int(self._is_resumed)],
@@ -237,7 +248,8 @@ class LearningRateWatcher(Watcher):
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._steps, self._rates = list(state["steps"]), list(state["rates"])
-        self._last, self._peak = state["last"], float(state["peak"])
+        self._last, self._last_step = state["last"], int(state["last_step"])
+        self._peak = float(state["peak"])
         self._rows_since_peak = int(state["rows_since_peak"])
         self._is_warm, self._is_resumed = (bool(flag) for flag in state["flags"])
         low, high = state["jump"]

@@ -1,0 +1,492 @@
+"""What each watcher says, as timelines."""
+
+import pytest
+
+from tests.trainvitals.watch.worlds import GIB, SECOND, healthy_run, memory_watcher, slower
+from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.watch import (
+    ActivationWatcher,
+    DataBoundWatcher,
+    GpuErrorWatcher,
+    GpuLostWatcher,
+    LayerConfig,
+    LayerGradientWatcher,
+    LearningRateConfig,
+    LearningRateWatcher,
+    LossScaleConfig,
+    LossScaleWatcher,
+    MemoryConfig,
+    Pace,
+    RankLossConfig,
+    RankLossWatcher,
+    StallConfig,
+    StragglerWatcher,
+    ThroughputConfig,
+    ThroughputWatcher,
+    WatchSet,
+    checkpoint_overdue,
+    stalled,
+    usual_interval,
+)
+from trainvitals.errors import ConfigError
+from trainvitals.testing.merged import causes, merged_series, watched
+
+# -------------------------------------------------------------------------- learning rate
+
+
+def test_a_jump_of_the_rate_is_told_at_its_step_with_its_numbers() -> None:
+    (finding,) = watched(LearningRateWatcher(), "learning_rate 0.001x50 0.01x50")
+    assert (50, 0.01, 0.002, "lr_jump") == (
+        finding.step, finding.value, finding.limit, finding.cause,
+    )  # fmt: skip
+    assert (
+        "the learning rate jumped from 0.001 to 0.01 in one step, 10 times as high; "
+        "its highest in the schedule so far was 0.001"
+    ) == finding.reason
+
+
+def test_a_fall_by_ten_is_a_schedule() -> None:
+    assert [] == watched(LearningRateWatcher(), "learning_rate 0.1x50 0.01x50 0.001x50")
+
+
+def test_a_cycle_that_is_told_once_is_told_no_more() -> None:
+    """Back to half the peak is no warm restart of the textbook, but it is the same each time."""
+    course = "learning_rate 1..0.1x60 " + "0.5..0.1x200 " * 4
+    assert {60: ["lr_jump"]} == causes(watched(LearningRateWatcher(), course))
+
+
+def test_two_jumps_far_apart_are_told_twice() -> None:
+    course = "learning_rate 1x200 3x200 20x200"
+    assert {200: ["lr_jump"], 400: ["lr_jump"]} == causes(watched(LearningRateWatcher(), course))
+
+
+def test_a_glitch_of_one_step_does_not_hide_the_next_jump() -> None:
+    course = "learning_rate 1x50 1e9 1x200 5x50"
+    assert {50: ["lr_jump"], 251: ["lr_jump"]} == causes(watched(LearningRateWatcher(), course))
+
+
+def test_a_rate_that_never_leaves_zero_is_told() -> None:
+    assert {29: ["lr_zero"]} == causes(watched(LearningRateWatcher(), "learning_rate 0x100"))
+
+
+def test_a_group_frozen_at_zero_beside_one_that_learns_is_fine() -> None:
+    assert [] == watched(LearningRateWatcher(), "learning_rate 0x100; learning_rate.1 0.1x100")
+
+
+def test_a_rate_that_is_not_a_number_is_told() -> None:
+    found = watched(LearningRateWatcher(), "learning_rate 0.1x20 nanx5 0.1x20")
+    assert {20: ["lr_nonfinite"]} == causes(found)
+
+
+@pytest.mark.parametrize(("resumed", "is_told"), [("0.0005x20", False), ("0.001x20", True)])
+def test_a_schedule_forgotten_at_a_resume_is_told(resumed: str, is_told: bool) -> None:
+    watcher = LearningRateWatcher()
+    rows = merged_series("learning_rate 0.001x20 0.001..0.0x101")
+    rows += merged_series(f"learning_rate {resumed}", attempt=2, first_step=70)
+    found = watched(watcher, rows)
+    assert ({70: ["lr_forgotten"]} if is_told else {}) == causes(found)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "is_told"), [("0.1", True), ("0.0001", False), ("0.001", False), ("0.5", True)]
+)
+def test_a_resume_where_the_last_attempt_ended_may_fall_and_not_begin_again(
+    resumed: str, is_told: bool
+) -> None:
+    rows = merged_series("learning_rate 0.1x50 0.01x50 0.001x50")
+    rows += merged_series(f"learning_rate {resumed}x20", attempt=2, first_step=150)
+    found = watched(LearningRateWatcher(), rows)
+    assert ({150: ["lr_forgotten"]} if is_told else {}) == causes(found)
+
+
+def test_a_resume_that_warms_up_again_is_told_once() -> None:
+    rows = merged_series("learning_rate 0..0.001x50 0.001x50")
+    rows += merged_series("learning_rate 1e-5..0.001x50 0.001x50", attempt=2, first_step=100)
+    assert {100: ["lr_forgotten"]} == causes(watched(LearningRateWatcher(), rows))
+
+
+def test_the_course_is_kept_in_bounded_memory_and_still_known_early_on() -> None:
+    watcher = LearningRateWatcher()
+    rows = merged_series("learning_rate 1..0.1x9000")
+    watched(watcher, rows)
+    assert len(watcher.state_dict()["steps"]) <= 2048
+    wrong = merged_series("learning_rate 0.5", attempt=2, first_step=1000)
+    assert {1000: ["lr_forgotten"]} == causes(watched(watcher, wrong))
+
+
+# -------------------------------------------------------------------------- loss scale
+
+
+def test_one_overflow_in_two_thousand_steps_is_normal() -> None:
+    course = "loss_scale 65536x2000 32768x2000 65536x2000; verdict 0x2000 16 0x2000 16 0x1998"
+    assert [] == watched(LossScaleWatcher(), course)
+
+
+def test_overflows_are_seen_in_the_scale_alone() -> None:
+    course = "loss_scale 65536x100 32768 16384 8192 4096 2048 1024 512x20"
+    (finding,) = watched(LossScaleWatcher(), course)
+    assert (104, 100) == (finding.step, finding.onset_step)
+    assert "5 overflows in a row: the loss scale fell from 6.554e+04 to 2048" in finding.reason
+
+
+def test_a_counter_of_overflows_serves_as_well() -> None:
+    course = "loss_scale 1024x200; overflow_steps 0x100 0..99x100"
+    found = causes(watched(LossScaleWatcher(), course))
+    assert {105: ["loss_scale_collapse"], 121: ["overflow_rate"]} == found
+
+
+# -------------------------------------------------------------------------- layers
+
+
+def test_the_layer_is_named() -> None:
+    course = "; ".join(f"h.{i}:grad_norm 1x40 {'500' if i == 2 else '1'}x3" for i in range(6))
+    (finding,) = watched(LayerGradientWatcher(), course)
+    assert 40 == finding.step
+    assert (
+        "the gradient norm of layer h.2 is 500, 500 times its course of 1 beyond what all "
+        "6 layers do" == finding.reason
+    )
+
+
+def test_a_layer_that_cannot_matter_is_not_told() -> None:
+    course = "; ".join(f"h.{i}:grad_norm 1x40 1x9" for i in range(6))
+    assert [] == watched(LayerGradientWatcher(), f"{course}; ln:grad_norm 1e-5x40 1e-3x9")
+
+
+def test_with_three_layers_there_are_no_others() -> None:
+    course = "; ".join(f"h.{i}:grad_norm 1x40 {10**i}x9" for i in range(3))
+    assert [] == watched(LayerGradientWatcher(), course)
+
+
+def test_activations_are_told_once_per_order_of_magnitude() -> None:
+    course = "mlp:activation_rms 1x60 20x100 2000x100"
+    found = watched(ActivationWatcher(), course)
+    assert {62: ["activation"], 162: ["activation"]} == causes(found)
+    assert found[0].reason.startswith("the root mean square of the output of mlp is 20, 20 times")
+
+
+# -------------------------------------------------------------------------- speed
+
+
+def test_throughput_is_told_in_words() -> None:
+    course = "tokens_per_second 50000x400 40000x400; step_duration_seconds[0] 1x400 1.25x400"
+    (finding,) = watched(ThroughputWatcher(), course)
+    assert (439, 400) == (finding.step, finding.onset_step)
+    assert (
+        "throughput fell to 40 k tokens a second, 80% of the run's best course of 50 k, for 40 "
+        "steps, evaluations and checkpoints left out" == finding.reason
+    )
+
+
+def test_without_tokens_the_duration_serves() -> None:
+    (finding,) = watched(ThroughputWatcher(), "step_duration_seconds[0] 1x400 1.4x400")
+    assert finding.reason.startswith("steps take 1.4 s, 1.4 times as long as the 1 s")
+
+
+def test_a_fall_by_five_per_cent_is_not_told() -> None:
+    assert [] == watched(ThroughputWatcher(), "step_duration_seconds[0] 1x400 1.05x900")
+
+
+def test_thirty_slow_steps_in_between_are_not_told() -> None:
+    assert [] == watched(ThroughputWatcher(), "step_duration_seconds[0] 1x400 1.4x20 1x400")
+
+
+def test_a_fall_that_stays_becomes_the_level_and_a_second_one_is_told() -> None:
+    course = "step_duration_seconds[0] 1x400 1.3x1500 1.7x400"
+    assert [439, 1939] == [f.step for f in watched(ThroughputWatcher(), course)]
+
+
+def test_a_slow_creep_is_told() -> None:
+    assert 1 == len(watched(ThroughputWatcher(), "step_duration_seconds[0] 1..1.25x3000"))
+
+
+@pytest.mark.parametrize("period", [3, 10, 100, 500])
+def test_slow_steps_at_intervals_are_recognised(period: int) -> None:
+    pace = Pace()
+    kinds = [pace.push(step, 9.0 if step % period == 0 else 1.0) for step in range(9 * period + 1)]
+    assert ["periodic"] * 3 == [kind for kind in kinds if kind != "ordinary"][-3:]
+    assert period == pace.period
+    assert 1.0 == pace.typical_seconds
+
+
+def test_two_periods_at_once_are_recognised() -> None:
+    pace = Pace()
+    kinds = {
+        step: pace.push(step, 9.0 if step % 100 == 0 or step % 250 == 0 else 1.0)
+        for step in range(1, 3001)
+    }
+    assert {"periodic"} == {kinds[step] for step in (2400, 2500, 2600, 2700, 2750, 2800, 3000)}
+
+
+def test_slow_steps_by_chance_are_not_periodic() -> None:
+    pace, slow = Pace(), {200, 217, 290, 401, 555, 560, 800, 931}
+    kinds = [pace.push(step, 9.0 if step in slow else 1.0) for step in range(1000)]
+    assert "periodic" not in kinds
+
+
+# -------------------------------------------------------------------------- waits
+
+
+def test_the_rank_that_waits_for_data_alone_is_named() -> None:
+    course = (
+        "step_duration_seconds[*] 1x100; data_wait_seconds[*] 0.01x100; "
+        "data_wait_seconds[2] 0.4x100"
+    )
+    (finding,) = watched(DataBoundWatcher(), course, ranks=4)
+    assert (2, "data_bound_rank", 49) == (finding.rank, finding.cause, finding.step)
+    assert (
+        "rank 2 alone spends 40% of the time waiting for batches, 400 ms of 1 s a step, "
+        "since step 0" == finding.reason
+    )
+
+
+def test_the_rank_the_others_wait_for_is_named() -> None:
+    course = (
+        "step_duration_seconds[*] 1x60; communication_seconds[*] 0.3x60; "
+        "communication_seconds[3] 0.01x60"
+    )
+    (finding,) = watched(StragglerWatcher(), course, ranks=4)
+    assert (3, 19, 0) == (finding.rank, finding.step, finding.onset_step)
+    assert "3 other ranks wait 290 ms, 29% of a step, for rank 3, since step 0" == finding.reason
+
+
+def test_of_two_ranks_the_one_that_waits_least_is_slow() -> None:
+    course = (
+        "step_duration_seconds[*] 1x60; communication_seconds[0] 0.3x60; "
+        "communication_seconds[1] 0.01x60"
+    )
+    assert [1] == [finding.rank for finding in watched(StragglerWatcher(), course, ranks=2)]
+
+
+def test_without_the_exchange_the_time_before_it_serves() -> None:
+    course = (
+        "step_duration_seconds[*] 1x60; forward_backward_seconds[*] 0.5x60; "
+        "forward_backward_seconds[1] 0.8x60"
+    )
+    assert [1] == [finding.rank for finding in watched(StragglerWatcher(), course, ranks=4)]
+
+
+def test_ranks_that_are_late_in_turns_are_not_told() -> None:
+    lines = ["step_duration_seconds[*] 1x60"]
+    for rank in range(4):
+        turns = " ".join("0.01" if step % 4 == rank else "0.3" for step in range(60))
+        lines.append(f"communication_seconds[{rank}] {turns}")
+    assert [] == watched(StragglerWatcher(), ";".join(lines), ranks=4)
+
+
+def test_a_whole_slow_node_is_one_finding() -> None:
+    lines = ["step_duration_seconds[*] 1x60", "communication_seconds[*] 0.3x60"]
+    lines += [f"communication_seconds[{rank}] 0.0{rank}x60" for rank in (1, 2, 3)]
+    (finding,) = watched(StragglerWatcher(), ";".join(lines), ranks=8)
+    assert "for rank 1, as for ranks 2, 3, since" in finding.reason
+
+
+# -------------------------------------------------------------------------- memory, losses
+
+
+def test_a_leak_is_told_with_the_steps_that_are_left() -> None:
+    rows = merged_series(f"memory_allocated_bytes[0] {40 * GIB}..{60 * GIB}x2000")
+    (finding,) = watched(memory_watcher(), rows)
+    assert finding.value is not None
+    assert abs(finding.step + finding.value - 4000) < 50
+    assert "rank 0 creeps up by 10.25 MiB a step" in finding.reason
+    assert "80 GiB are used up in" in finding.reason
+
+
+def test_a_slow_leak_is_found_at_a_larger_scale() -> None:
+    rows = merged_series(f"memory_allocated_bytes[0] {40 * GIB}..{46 * GIB}x20000")
+    (finding,) = watched(memory_watcher(), rows)
+    assert 8000 < finding.step < 14000
+
+
+def test_without_the_devices_size_nothing_is_told() -> None:
+    watchers = WatchSet()
+    assert [] == watched(watchers, f"memory_allocated_bytes[0] {40 * GIB}..{60 * GIB}x2000")
+
+
+def test_the_size_is_learnt_from_a_nodes_sample() -> None:
+    watchers = WatchSet()
+    gpus = {"GPU-0": {"memory_total_bytes": 80.0 * GIB}}
+    watchers.update_node(NodeSample(node="a", time_unix_ns=0, step=0, gpus=gpus))
+    found = watched(watchers, f"memory_allocated_bytes[0] {40 * GIB}..{60 * GIB}x2000")
+    assert ["memory_creep"] == [finding.kind for finding in found]
+
+
+def test_the_rank_whose_loss_is_off_is_named() -> None:
+    course = "rank_loss[*] 2x200; rank_loss[3] 2.5x200"
+    (finding,) = watched(RankLossWatcher(), course, ranks=4)
+    assert (3, 84, 0, 2.5, 2.0) == (
+        finding.rank, finding.step, finding.onset_step, finding.value, finding.limit,
+    )  # fmt: skip
+
+
+def test_of_two_ranks_nobody_knows_whose_loss_is_off() -> None:
+    assert [] == watched(RankLossWatcher(), "rank_loss[0] 2x300; rank_loss[1] 3x300", ranks=2)
+
+
+def test_a_single_wild_loss_is_not_told() -> None:
+    course = "rank_loss[*] 2x200; rank_loss[3] 2x99 900x9 2x92"
+    assert [] == watched(RankLossWatcher(), course, ranks=4)
+
+
+# -------------------------------------------------------------------------- nodes
+
+
+def samples(*rows: dict[str, dict[str, float | int | None]]) -> list[NodeSample]:
+    return [
+        NodeSample(node="a", time_unix_ns=i * SECOND, step=i, gpus=gpus)
+        for i, gpus in enumerate(rows)
+    ]
+
+
+def test_errors_from_before_the_first_sample_are_old() -> None:
+    rows = samples(*[{"G": {"ecc_uncorrected_errors": 7, "last_xid": 79}}] * 5)
+    assert [] == [f for row in rows for f in GpuErrorWatcher().update(row)]
+
+
+def test_an_xid_is_told_in_words_and_only_when_it_comes_up() -> None:
+    watcher = GpuErrorWatcher()
+    rows = samples({"G": {"power_watts": 1.0}}, *[{"G": {"last_xid": 79}}] * 9)
+    (finding,) = [f for row in rows for f in watcher.update(row)]
+    assert ("gpu_xid", "xid_fatal", 79) == (finding.kind, finding.cause, finding.value)
+    assert (
+        "GPU G of node a reported Xid 79: it has fallen off the bus; the GPU must be reset or "
+        "taken out" == finding.reason
+    )
+
+
+def test_a_reset_counter_is_no_error() -> None:
+    watcher = GpuErrorWatcher()
+    rows = samples(*[{"G": {"ecc_uncorrected_errors": n}} for n in (9, 9, 0, 0)])
+    assert [] == [f for row in rows for f in watcher.update(row)]
+
+
+def test_a_gpu_that_comes_back_may_be_lost_again() -> None:
+    watcher = GpuLostWatcher()
+    both, one = {"G": {"power_watts": 1.0}, "H": {"power_watts": 1.0}}, {"G": {"power_watts": 1.0}}
+    rows = samples(both, *[one] * 9, both, *[one] * 9)
+    assert [3, 13] == [f.step for row in rows for f in watcher.update(row)]
+
+
+def test_all_gpus_of_a_node_together_are_one_finding() -> None:
+    watcher = GpuLostWatcher()
+    both = {"G": {"power_watts": 1.0}, "H": {"power_watts": 1.0}}
+    rows = samples(both, *[{}] * 30)
+    (finding,) = [f for row in rows for f in watcher.update(row)]
+    assert "none of the 2 GPUs of node a answers any more" == finding.reason
+
+
+# -------------------------------------------------------------------------- not in time
+
+
+def test_a_stall_is_a_function_of_the_time_given() -> None:
+    def at(seconds: float, typical: float | None, longest: float = 0.0) -> bool:
+        found = stalled(
+            int(seconds * SECOND),
+            last_step=7,
+            last_time_ns=0,
+            typical_seconds=typical,
+            longest_seconds=longest,
+        )
+        return found is not None
+
+    assert [False, True] == [at(300, 1.0), at(301, 1.0)]
+    assert [False, True] == [at(1999, 100.0), at(2001, 100.0)]
+    assert [False, True] == [at(1799, 1.0, 600.0), at(1801, 1.0, 600.0)]
+    assert [False, False] == [at(10**6, None), at(-5, 1.0)]
+
+
+def test_a_stall_is_told_once_until_the_next_step() -> None:
+    watchers = WatchSet()
+    rows = list(healthy_run(60))
+    for row in rows:
+        watchers.update(row)
+    last = rows[-1].time_unix_ns
+    assert () == watchers.idle(last + 100 * SECOND)
+    assert ["stalled"] == [f.kind for f in watchers.idle(last + 400 * SECOND)]
+    assert () == watchers.idle(last + 500 * SECOND)
+    (row,) = merged_series("loss 1", first_step=60)
+    watchers.update(row)
+    assert ["stalled"] == [f.kind for f in watchers.idle(row.time_unix_ns + 400 * SECOND)]
+
+
+def test_a_hang_that_ended_does_not_lengthen_the_patience() -> None:
+    pace = Pace()
+    for step in range(100):
+        pace.push(step, 7200.0 if step == 50 else 1.0)
+    assert 1.0 == pace.longest_seconds
+
+
+def test_a_checkpoint_is_overdue_after_twice_the_usual_interval() -> None:
+    assert 100 == usual_interval([0, 100, 200, 350, 450])
+    assert None is usual_interval([100])
+    told = [
+        step
+        for step in range(500, 800)
+        if checkpoint_overdue(step, newest_checkpoint_step=450, interval=100)
+    ]
+    assert 651 == told[0]
+    assert None is checkpoint_overdue(9999, newest_checkpoint_step=0, interval=None)
+
+
+def test_an_overdue_checkpoint_is_told_once_until_one_comes() -> None:
+    watchers, found = WatchSet(), []
+    for row in merged_series("loss 1x1000"):
+        if row.step in (100, 200, 300, 700):
+            watchers.saved(row.step)
+        found += watchers.update(row)
+    assert {501: ["checkpoint_overdue"], 901: ["checkpoint_overdue"]} == causes(found)
+
+
+# -------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LearningRateConfig(max_rise=1.0), "learning_rate.max_rise is 1.0; it must be 1.1"),
+        (lambda: LossScaleConfig(overflow_ratio=float("nan")), "overflow_ratio is nan"),
+        (lambda: LayerConfig(weak_ratio=50.0), "layers.strong_ratio is 30.0"),
+        (lambda: ThroughputConfig(fall=1.5), "throughput.fall is 1.5; it must be 0.01 to 0.99"),
+        (lambda: MemoryConfig(blocks=4), "memory.blocks is 4; it must be 8 to 1000"),
+        (lambda: RankLossConfig(least=0.5), "rank_loss.least is 0.5; it must be 0 to 0.1"),
+        (lambda: StallConfig(longest_ratio=0.0), "stall.longest_ratio is 0.0"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(make: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()  # type: ignore[operator]
+
+
+def test_a_set_from_before_a_watcher_was_there_starts_that_one_anew() -> None:
+    watchers = WatchSet()
+    for row in healthy_run(50):
+        watchers.update(row)
+    state = watchers.state_dict()
+    del state["watchers"]["throughput"]
+    restored = WatchSet()
+    restored.load_state_dict(state)
+    assert set(WatchSet().state_dict()["watchers"]) == set(restored.state_dict()["watchers"])
+
+
+def test_the_period_of_evaluations_is_shown() -> None:
+    watchers = WatchSet()
+    for row in healthy_run(900):
+        watchers.update(slower(row, 1.0))
+    assert 0 < watchers.period
+
+
+def test_merged_steps_read_as_text() -> None:
+    (first, second) = merged_series("loss 2 -; rank_loss[1] 3x2; h:grad_norm 1 -", ranks=2)
+    assert (
+        MergedStep(
+            step=0,
+            attempt=1,
+            time_unix_ns=0,
+            run={"loss": 2.0},
+            ranks={"rank_loss": [None, 3.0]},
+            layers={"h": {"grad_norm": 1.0}},
+        )
+        == first
+    )
+    assert ({"loss": None}, {}) == (second.run, second.layers)
