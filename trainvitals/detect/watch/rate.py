@@ -181,7 +181,7 @@ class LearningRateWatcher(Watcher):
         """
         self._is_resumed = False
         expected, keep = self._expected(step), bisect_left(self._steps, step)
-        is_beyond = keep == len(self._steps)
+        is_beyond, first = keep == len(self._steps), self._rates[:2]
         del self._steps[keep:], self._rates[keep:]
         if expected is None:
             return ()
@@ -189,7 +189,6 @@ class LearningRateWatcher(Watcher):
         config = self._config
         if low * (1.0 - config.tolerance) <= rate <= high * (1.0 + config.tolerance):
             return ()
-        first = self._rates[:2]
         begins_again = 0.9 * min(first) <= rate <= 1.1 * max(first)
         if is_beyond and rate <= config.max_rise * high and not begins_again:
             return ()
