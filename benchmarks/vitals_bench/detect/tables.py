@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from vitals_bench.detect.judged import ACT, TELL, Judged, full_name
@@ -119,7 +120,22 @@ def shapes_grid(judged: Judged) -> Grid:
         rows=tuple(rows),
         note="What speaks often finds some by chance; see what it says about the clean ones. "
         f"Shapes in which a peer is better than ours (tell): {found}.",
+        detail={rule: _by_seed(judged, rule) for rule in (TELL, ACT)},
     )
+
+
+def _by_seed(judged: Judged, rule: str) -> list[dict[str, object]]:
+    """Return the logs in which a rule of ours missed something or made something up."""
+    seeds: Counter[str] = Counter()
+    wrong: list[dict[str, object]] = []
+    for series, scored in zip(judged.series, judged.scores[rule], strict=True):
+        seed = seeds[series.name]
+        seeds[series.name] += 1
+        if scored.missed or scored.false:
+            missed = [event.onset for event in scored.missed]
+            found = {"missed": missed, "false": list(scored.false)}
+            wrong.append({"shape": series.name, "seed": seed, **found})
+    return wrong
 
 
 def _better_in_shape(judged: Judged, shares: Mapping[str, int], *, fewer: bool) -> str:

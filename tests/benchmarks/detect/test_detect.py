@@ -13,11 +13,18 @@ from vitals_bench import detect, page
 from vitals_bench.detect import cost, measure
 from vitals_bench.detect.judged import ACT, TELL, best_peer, judge_all
 from vitals_bench.detect.logs import Logs, read_logs
+from vitals_bench.detect.ours import Verdicts
 from vitals_bench.detect.rules import PEERS
 from vitals_bench.detect.scoring import Total, score
 from vitals_bench.detect.series import Alarm, Event, Series
 from vitals_bench.detect.shapes import ONSET, SHAPES, make_shape
-from vitals_bench.detect.tables import act_grid, better_than_ours, rules_grid, thinning_grid
+from vitals_bench.detect.tables import (
+    act_grid,
+    better_than_ours,
+    rules_grid,
+    shapes_grid,
+    thinning_grid,
+)
 from vitals_bench.rows import Grid, Row, at_least
 
 SOME = [shape for shape in SHAPES if shape.name in ("BLOOM-176B's spike", "NaN once", "clean")]
@@ -115,11 +122,20 @@ def test_every_part_yields_rows_and_tables(monkeypatch):
     grids = [one for one in found if isinstance(one, Grid)]
     assert ["found: BLOOM-176B's spike", "found: NaN once"] == [row.name for row in rows[:2]]
     assert [100.0, 100.0] == [row.ours for row in rows[:2]]
-    assert (0, 129) == (rows[-1].ours, rows[-1].theirs)
+    assert (0, 128) == (rows[-1].ours, rows[-1].theirs)
     assert 5 == len(grids)
     assert [len(PEERS), 2 + len(PEERS)] == [len(grid.rows) for grid in grids[:2]]
     assert [] == [g.title for g in grids if {len(g.columns)} != {len(row) for row in g.rows}]
     json.dumps([one.plain() for one in found], allow_nan=False)
+
+
+def test_what_ours_got_wrong_is_named_by_shape_and_seed(monkeypatch):
+    monkeypatch.setattr("vitals_bench.detect.judged.judge", lambda log: quiet)
+    quiet = Verdicts(told=[Alarm(9, "spike")], skipped=[], rollbacks=[], halts=[])
+    detail = shapes_grid(judge_all([make_shape(SOME[1], seed) for seed in (0, 1)])).detail
+    wrong = {"shape": "NaN once", "missed": [ONSET], "false": [9]}
+    assert [{**wrong, "seed": 0}, {**wrong, "seed": 1}] == detail[TELL]
+    assert [[], []] == [one["false"] for one in detail[ACT]]
 
 
 def test_the_cost_of_a_step_is_measured():

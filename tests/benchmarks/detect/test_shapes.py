@@ -104,6 +104,14 @@ def test_the_loss_rises_in_warm_up_and_around_zero_it_is_often_negative():
     assert 0.3 < sum(loss < 0.0 for loss in zero) / RECORDS < 0.7
 
 
+def test_two_modes_begin_as_one():
+    losses = made("clean: two modes, 1.0 and 3.3").losses
+    assert 6.9 == pytest.approx(median(losses, 0, 3), rel=0.1)
+    late = losses[-200:]
+    assert 40 < sum(loss < 2.3 for loss in late) < 160
+    assert [] == [loss for loss in late if 1.6 < loss < 3.2]
+
+
 def test_an_appended_run_goes_back_once():
     steps = made("clean: appended, steps go back").steps
     assert [ONSET] == [i for i in range(1, RECORDS) if steps[i] <= steps[i - 1]]
