@@ -153,10 +153,20 @@ def document(said: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
 
 
 def complete(record: StepRecord, limits: Limits, *, acts: bool) -> StepRecord:
-    """Return the record with the limits in force, skipped (if the device acts) where it is bad."""
-    bad = _is_bad(record.loss, limits.loss) or _is_bad(record.grad_norm, limits.grad_norm)
+    """Return the record as the device completes it.
+
+    It gets the limits in force, where it has none of its own, and is skipped where it is bad and
+    the device acts.
+    """
+    loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
+    norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit
+    bad = bool(record.nonfinite_ranks) or _is_bad(record.loss, loss_limit)
+    bad = bad or _is_bad(record.grad_norm, norm_limit)
     return replace(
-        record, loss_limit=limits.loss, grad_norm_limit=limits.grad_norm, skipped=acts and bad
+        record,
+        loss_limit=loss_limit,
+        grad_norm_limit=norm_limit,
+        skipped=record.skipped or (acts and bad),
     )
 
 

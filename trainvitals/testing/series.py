@@ -9,15 +9,13 @@ A line per column, separated by ``;`` or newlines: its name, then its values. ``
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
 from trainvitals.detect import Detector, Limits
 from trainvitals.policy import CheckpointRef, Judge, Judgement
+from trainvitals.policy.history import complete
 from trainvitals.records import Decision, StepRecord
 
 T = TypeVar("T")
@@ -144,28 +142,9 @@ def _run(
     """Play device and host: complete each record when it is due, judge it ``lag`` records later."""
     waiting: deque[StepRecord] = deque()
     for record in records:
-        waiting.append(_complete(record, limits(), acts=acts))
+        waiting.append(complete(record, limits(), acts=acts))
         if len(waiting) > lag:
             due = waiting.popleft()
             yield due, update(due)
     for due in waiting:
         yield due, update(due)
-
-
-def _complete(record: StepRecord, limits: Limits, *, acts: bool) -> StepRecord:
-    loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
-    norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit
-    bad = bool(record.nonfinite_ranks) or _is_bad(record.loss, loss_limit)
-    bad = bad or _is_bad(record.grad_norm, norm_limit)
-    return replace(
-        record,
-        loss_limit=loss_limit,
-        grad_norm_limit=norm_limit,
-        skipped=record.skipped or (acts and bad),
-    )
-
-
-def _is_bad(value: float | None, limit: float | None) -> bool:
-    if value is None:
-        return False
-    return not math.isfinite(value) or (limit is not None and value > limit)
