@@ -19,6 +19,7 @@ class RobustWindow:
     """The newest ``size`` samples, kept in order of arrival and in order of value."""
 
     def __init__(self, size: int) -> None:
+        self._size = size
         self._arrived: deque[float] = deque(maxlen=size)
         self._sorted: list[float] = []
 
@@ -28,11 +29,11 @@ class RobustWindow:
     def push(self, value: float) -> None:
         """Add a finite sample; the oldest leaves when the window is full."""
         value += 0.0  # -0.0 becomes 0.0: equal values must also be equal bits
-        arrived = self._arrived
-        if len(arrived) == arrived.maxlen:
-            del self._sorted[bisect_left(self._sorted, arrived[0])]
+        arrived, ordered = self._arrived, self._sorted
+        if len(ordered) == self._size:
+            del ordered[bisect_left(ordered, arrived[0])]
         arrived.append(value)
-        insort(self._sorted, value)
+        insort(ordered, value)
 
     def clear(self) -> None:
         """Forget every sample."""
