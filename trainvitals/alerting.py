@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from trainvitals.errors import ConfigError
-from trainvitals.records import Decision
+from trainvitals.records import Decision, Finding
 from trainvitals.views import RunState, Severity
 
 
@@ -118,10 +118,161 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         help="One update was not applied, because it would have harmed the model.",
     ),
+    AlertSpec(
+        name="LossDiverged",
+        severity="notify",
+        point=True,
+        help="The loss walked away from its lowest level. Look at it; `heal` would go back.",
+    ),
+    AlertSpec(
+        name="LossPlateau",
+        severity="notify",
+        point=True,
+        help="The loss rose and did not recover. Consider an older checkpoint.",
+    ),
+    AlertSpec(
+        name="GradientExplosion",
+        severity="notify",
+        point=True,
+        help="The gradient norm rose over several steps; a loss spike often follows.",
+    ),
+    AlertSpec(
+        name="LearningRateAnomaly",
+        severity="notify",
+        point=True,
+        help="The learning rate did what no schedule does. Check the scheduler and its resume.",
+    ),
+    AlertSpec(
+        name="LossScaleCollapsed",
+        severity="notify",
+        point=True,
+        help="The gradient scaler found no scale without overflow: updates are kept back.",
+    ),
+    AlertSpec(
+        name="LossScaleOverflows",
+        severity="log",
+        point=True,
+        help="The gradient scaler overflows too often: many updates are kept back.",
+    ),
+    AlertSpec(
+        name="ThroughputFell",
+        severity="notify",
+        point=True,
+        help="Training is slower than it was, evaluations and checkpoints left out.",
+    ),
+    AlertSpec(
+        name="DataBound",
+        severity="notify",
+        point=True,
+        help="Steps wait for batches. Give the loader more workers, or faster storage.",
+    ),
+    AlertSpec(
+        name="StragglerRank",
+        severity="notify",
+        point=True,
+        help="All ranks wait for one. Look at its GPU, its node and its data.",
+    ),
+    AlertSpec(
+        name="MemoryCreep",
+        severity="notify",
+        point=True,
+        help="Device memory rises steadily and will run out. Something keeps tensors alive.",
+    ),
+    AlertSpec(
+        name="TrainingStalled",
+        severity="notify",
+        point=False,
+        help="The next step takes far too long while the run is alive. A collective may hang.",
+    ),
+    AlertSpec(
+        name="CheckpointOverdue",
+        severity="notify",
+        point=False,
+        help="No checkpoint was written for twice the usual interval. Check disk and saves.",
+    ),
+    AlertSpec(
+        name="GpuFault",
+        severity="notify",
+        point=True,
+        help="A GPU reported a fatal Xid or an uncorrected memory error. Take it out.",
+    ),
+    AlertSpec(
+        name="GpuLost",
+        severity="notify",
+        point=True,
+        help="A GPU does not answer any more. It may have fallen off the bus.",
+    ),
+    AlertSpec(
+        name="GpuThrottled",
+        severity="notify",
+        point=True,
+        help="A GPU is slowed down for heat or power, and the others wait for it.",
+    ),
+    AlertSpec(
+        name="GpuErrors",
+        severity="log",
+        point=True,
+        help="A GPU reported an Xid that programs cause, or many corrected memory errors.",
+    ),
+    AlertSpec(
+        name="GpuPowerCapped",
+        severity="log",
+        point=True,
+        help="A GPU is held far below its clock by its power limit.",
+    ),
+    AlertSpec(
+        name="RankLossApart",
+        severity="log",
+        point=True,
+        help="One rank's loss lies off from the others': its data differ, or it is broken.",
+    ),
+    AlertSpec(
+        name="LayerOutlier",
+        severity="log",
+        point=True,
+        help="One layer's gradients or updates left their course while the others kept theirs.",
+    ),
+    AlertSpec(
+        name="ActivationsGrew",
+        severity="log",
+        point=True,
+        help="A module's output grew by an order of magnitude or more since warm-up.",
+    ),
 )
 """Every alert; docs and rules are derived from it."""
 
 _BY_NAME = {spec.name: spec for spec in ALERTS}
+
+_OF_FINDINGS: dict[str, str] = {
+    "divergence": "LossDiverged",
+    "plateau": "LossPlateau",
+    "grad_explosion": "GradientExplosion",
+    "learning_rate": "LearningRateAnomaly",
+    "loss_scale": "LossScaleCollapsed",
+    "loss_scale:overflow_rate": "LossScaleOverflows",
+    "throughput": "ThroughputFell",
+    "data_bound": "DataBound",
+    "straggler": "StragglerRank",
+    "memory_creep": "MemoryCreep",
+    "stalled": "TrainingStalled",
+    "checkpoint_overdue": "CheckpointOverdue",
+    "gpu_xid": "GpuErrors",
+    "gpu_xid:xid_fatal": "GpuFault",
+    "gpu_ecc": "GpuErrors",
+    "gpu_ecc:ecc_uncorrected": "GpuFault",
+    "gpu_lost": "GpuLost",
+    "gpu_throttle": "GpuThrottled",
+    "gpu_throttle:gpu_power_cap": "GpuPowerCapped",
+    "rank_loss": "RankLossApart",
+    "layer_gradient": "LayerOutlier",
+    "update_ratio": "LayerOutlier",
+    "activation": "ActivationsGrew",
+}
+"""The alert of a kind of finding, or of a kind and a cause. Kinds that are not here are told by the
+decision they lead to: a skip, a rollback, a level that was accepted."""
+
+ALERTED_KINDS = frozenset(key.partition(":")[0] for key in _OF_FINDINGS)
+"""Kinds of findings that raise an alert by themselves."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +311,15 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
         return (done,)
     low = f"no rollback is left; the last one: {reason}"
     return (done, _raise("RollbackBudgetLow", run_id, low, step))
+
+
+def alerts_for_finding(finding: Finding, *, run_id: str) -> tuple[Alert, ...]:
+    """Return the alert that a finding raises by itself: once for each cause, while it fires."""
+    cause = finding.cause or finding.kind
+    name = _OF_FINDINGS.get(f"{finding.kind}:{cause}") or _OF_FINDINGS.get(finding.kind)
+    if name is None:
+        return ()
+    return (_raise(name, run_id, finding.reason, finding.step, cause),)
 
 
 def alerts_for_run_state(

@@ -1,37 +1,47 @@
-"""Turns what was stored into alerts: each decision once, each run's state as it changes.
+"""Turns what was stored into alerts: decisions and findings once, runs' states as they change.
 
-The engine never detects by itself and never looks at one rank's record: the ladder inside the job
-decided, and its decisions arrive as events. What the job cannot say (that it is gone) comes from
-the run's state. It works from the store alone, with a cursor per writer kept beside the alerts, so
-a collector that died between storing and alerting goes on where it was.
+The ladder inside the job decided, and its decisions arrive as events; the detectors there found,
+and so do their findings. What shows only in the steps of all ranks, and in the nodes' samples, the
+engine has looked at by ``watching``, whose findings lie beside the others. What the job cannot say
+(that it is gone) comes from the run's state. It works from the store alone, with a cursor per
+writer kept beside the alerts, so a collector that died between storing and alerting goes on where
+it was.
 """
 
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 from sqlalchemy import Connection, func, select
 
-from trainvitals.alerting import alerts_for_decision, alerts_for_run_state
+from trainvitals.alerting import (
+    ALERTED_KINDS,
+    Alert,
+    alerts_for_decision,
+    alerts_for_finding,
+    alerts_for_run_state,
+)
 from trainvitals.clock import Clock
 from trainvitals.errors import VitalsError
-from trainvitals.records import Decision, DecisionMade, EventRow
+from trainvitals.records import Decision, DecisionMade, EventRow, Finding, FindingRaised
 from trainvitals.views import RunState, RunSummary
 from trainvitals.wire import Batch
 from vitals_collector import commands, overview
 from vitals_collector.alerts import Inbox, InboxConfig, Occurrence, RunNow
 from vitals_collector.delivery import Dispatcher
 from vitals_collector.notifiers import Notifier
-from vitals_collector.schema import decisions, engine_state, sources
+from vitals_collector.schema import decisions, engine_state, findings, sources
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
+from vitals_collector.watching import COLLECTOR, Watching, WatchingConfig
 
 _AT_ONCE = 500
 _LOG = logging.getLogger("vitals.collector.engine")
 _decision = msgspec.msgpack.Decoder(Decision).decode
+_finding = msgspec.msgpack.Decoder(Finding).decode
 
 Writer = tuple[str, str]
 """A run and an incarnation in it."""
@@ -48,6 +58,8 @@ class EngineConfig:
     retell_seconds: float = 60.0
     """How often a change that no notifier has settled is handed out again: the end of a silence,
     and the start of this process."""
+    watching: WatchingConfig = field(default_factory=WatchingConfig)
+    """How the steps of all ranks are watched."""
 
 
 class Engine:
@@ -71,6 +83,7 @@ class Engine:
         self._up_since_unix_ns = up_since_unix_ns
         self._lock = threading.Lock()
         self._dirty: set[Writer] = set()
+        self._watching = Watching(store, self._config.watching)
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -80,15 +93,19 @@ class Engine:
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, batch: Batch, events: Sequence[EventRow]) -> None:
-        """Note who wrote decisions; reads and writes nothing."""
-        if any(isinstance(row.event, DecisionMade) for row in events):
-            identity = batch.header.identity
+        """Note who wrote what; reads and writes nothing."""
+        identity = batch.header.identity
+        if batch.header.stream != "events":
+            self._watching.note(identity.run_id)
+        if any(isinstance(row.event, DecisionMade | FindingRaised) for row in events):
             with self._lock:
                 self._dirty.add((identity.run_id, identity.incarnation))
             self._wake.set()
 
     def poll(self) -> None:
-        """Consume new decisions, follow the runs' states, expire commands, tell what was not told.
+        """Consume decisions and findings, watch, follow the runs' states, tell what was not told.
+
+        Commands that nobody took in time expire.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.
@@ -96,19 +113,41 @@ class Engine:
         if self._is_first:
             self._mark_unread()
             self._is_first = False
+        summaries, trouble, halts = self._look_at_runs()
+        self._consume_all(summaries)
+        self._watch(summaries)
+        self._inbox.update(
+            self._run_now(run, trouble.get(run.run_id, -1), halts.get(run.run_id))
+            for run in summaries
+        )
+        commands.expire(self._store, self._clock.time_ns())
+        self._retell()
+
+    def _consume_all(self, summaries: Sequence[RunSummary]) -> None:
+        finished = {run.run_id for run in summaries if run.state == "finished"}
         with self._lock:
             dirty, self._dirty = self._dirty, set()
         done: set[Writer] = set()
         try:
             for writer in sorted(dirty):
-                self._consume(writer)
+                if writer[1] != COLLECTOR:
+                    self._consume(writer)
+                self._consume_findings(writer, is_finished=writer[0] in finished)
                 done.add(writer)
         finally:
             with self._lock:
                 self._dirty |= dirty - done
-        self._inbox.update(self._runs_now())
-        commands.expire(self._store, self._clock.time_ns())
-        self._retell()
+
+    def _watch(self, summaries: Sequence[RunSummary]) -> None:
+        """Have the watchers look, and consume what they told."""
+        running = {run.run_id for run in summaries if run.state == "running"}
+        look = self._watching.poll(now_ns=self._clock.monotonic_ns(), running=running)
+        if look.told:
+            with self._lock:
+                self._dirty |= {(run_id, COLLECTOR) for run_id in look.told}
+            self._consume_all(summaries)
+        if look.has_more:
+            self._wake.set()
 
     def start(self) -> None:
         """Start the thread that polls."""
@@ -136,16 +175,22 @@ class Engine:
     # --------------------------------------------------------------------------------- decisions
 
     def _mark_unread(self) -> None:
-        """Mark every writer whose decisions were stored and not consumed, before a restart."""
-        query = select(
-            decisions.c.run_id, decisions.c.incarnation, func.max(decisions.c.seq)
-        ).group_by(decisions.c.run_id, decisions.c.incarnation)
+        """Mark every writer whose words were stored and not consumed, before a restart."""
+        queries = {
+            "decisions": select(
+                decisions.c.run_id, decisions.c.incarnation, func.max(decisions.c.seq)
+            ).group_by(decisions.c.run_id, decisions.c.incarnation),
+            "findings": select(findings.c.run_id, findings.c.incarnation, func.max(findings.c.seq))
+            .where(findings.c.kind.in_(ALERTED_KINDS))
+            .group_by(findings.c.run_id, findings.c.incarnation),
+        }
         with self._store.read() as connection:
-            cursors = _cursors(connection)
             unread = {
                 (run_id, incarnation)
+                for what, query in queries.items()
+                for cursors in [_cursors(connection, what)]
                 for run_id, incarnation, seq in connection.execute(query)
-                if seq > cursors.get(_cursor_name((run_id, incarnation)), -1)
+                if seq > cursors.get(_cursor_name((run_id, incarnation), what), -1)
             }
         with self._lock:
             self._dirty |= unread
@@ -176,19 +221,71 @@ class Engine:
             ]
             self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
 
+    def _consume_findings(self, writer: Writer, *, is_finished: bool) -> None:
+        """Raise what a writer's findings tell by themselves; a finished run has nothing to fire."""
+        run_id, incarnation = writer
+        name = _cursor_name(writer, "findings")
+        while True:
+            with self._store.read() as connection:
+                query = (
+                    select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
+                    .where(
+                        findings.c.run_id == run_id,
+                        findings.c.incarnation == incarnation,
+                        findings.c.kind.in_(ALERTED_KINDS),
+                        findings.c.seq > _cursor(connection, name),
+                    )
+                    .order_by(findings.c.seq)
+                    .limit(_AT_ONCE)
+                )
+                rows = connection.execute(query).all()
+                found = [(row.time_unix_ns, _finding(row.body)) for row in rows]
+                acted = _acted_steps(connection, writer) if rows else set()
+            if not rows:
+                return
+            occurrences = [
+                Occurrence(run_id, time_unix_ns, alert)
+                for time_unix_ns, finding in found
+                if not is_finished and not (finding.level == "act" and finding.step in acted)
+                for alert in alerts_for_finding(finding, run_id=run_id)
+                if alert.point  # the others hold as long as the watchers say so
+            ]
+            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+
     # -------------------------------------------------------------------------------------- runs
 
-    def _runs_now(self) -> list[RunNow]:
+    def _look_at_runs(self) -> tuple[Sequence[RunSummary], dict[str, int], dict[str, Decision]]:
         when = Liveness(
             now_unix_ns=self._clock.time_ns(),
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._config.lost_after_seconds,
         )
         with self._store.read() as connection:
-            runs = overview.summaries(connection, when)
-            trouble = _last_trouble(connection)
-            halts = _halts(connection)
-        return [_run_now(run, trouble.get(run.run_id, -1), halts.get(run.run_id)) for run in runs]
+            return (
+                overview.summaries(connection, when),
+                _last_trouble(connection),
+                _halts(connection),
+            )
+
+    def _run_now(self, run: RunSummary, last_trouble: int, halt: Decision | None) -> RunNow:
+        state: RunState = run.state
+        reason, step = "", run.last_step
+        if halt is not None:
+            # The rank may have died before it could say goodbye; its last decision says it for it.
+            state, reason, step = "halted", halt.reason, halt.step
+        conditions: list[Alert] = [
+            *alerts_for_run_state(state, run_id=run.run_id, step=step, reason=reason)
+        ]
+        if state == "running":
+            for finding in self._watching.conditions(run.run_id):
+                conditions += alerts_for_finding(finding, run_id=run.run_id)
+        return RunNow(
+            run_id=run.run_id,
+            state=state,
+            last_step=run.last_step,
+            last_unhealthy_step=last_trouble,
+            conditions=tuple(conditions),
+        )
 
     def _retell(self) -> None:
         now = self._clock.monotonic_ns()
@@ -250,22 +347,6 @@ def assemble(
     return Acting(inbox, engine, dispatcher)
 
 
-def _run_now(run: RunSummary, last_trouble: int, halt: Decision | None) -> RunNow:
-    state: RunState = run.state
-    reason, step = "", run.last_step
-    if halt is not None:
-        # The rank may have died before it could say goodbye; its last decision says it for it.
-        state, reason, step = "halted", halt.reason, halt.step
-    conditions = alerts_for_run_state(state, run_id=run.run_id, step=step, reason=reason)
-    return RunNow(
-        run_id=run.run_id,
-        state=state,
-        last_step=run.last_step,
-        last_unhealthy_step=last_trouble,
-        conditions=conditions,
-    )
-
-
 def _last_trouble(connection: Connection) -> dict[str, int]:
     """Return the step of each run's newest skip or rollback."""
     acts = decisions.c.action.in_(("skip_step", "rollback"))
@@ -307,8 +388,18 @@ def _halts(connection: Connection) -> dict[str, Decision]:
     return {run_id: _decision(body) for run_id, body in connection.execute(query)}
 
 
-def _cursor_name(writer: Writer) -> str:
-    return f"decisions/{writer[0]}/{writer[1]}"
+def _acted_steps(connection: Connection, writer: Writer) -> set[int]:
+    """Return the steps about which a writer's ladder decided something: its decision tells."""
+    query = select(decisions.c.step).where(
+        decisions.c.run_id == writer[0],
+        decisions.c.incarnation == writer[1],
+        decisions.c.action != "continue",
+    )
+    return set(connection.execute(query).scalars())
+
+
+def _cursor_name(writer: Writer, what: str = "decisions") -> str:
+    return f"{what}/{writer[0]}/{writer[1]}"
 
 
 def _cursor(connection: Connection, name: str) -> int:
@@ -317,9 +408,9 @@ def _cursor(connection: Connection, name: str) -> int:
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 
 
-def _cursors(connection: Connection) -> dict[str, int]:
+def _cursors(connection: Connection, what: str) -> dict[str, int]:
     query = select(engine_state.c.name, engine_state.c.body).where(
-        engine_state.c.name.startswith("decisions/")
+        engine_state.c.name.startswith(f"{what}/")
     )
     return {
         name: msgspec.msgpack.decode(body, type=int) for name, body in connection.execute(query)
