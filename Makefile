@@ -35,7 +35,7 @@ test-oldest: $(OLDEST)/.installed ## the guard's tests on the oldest torch whose
 	$(OLDEST)/bin/python -m pytest tests/trainer_hooks -W "ignore:TypedStorage" -W "ignore:The epoch parameter" $(ARGS)
 
 test-integrations: $(INTEGRATIONS)/.$(PINS) ## the frameworks' adapters, each really trained with (PINS=oldest: the oldest versions)
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations -W default $(ARGS)
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/collector/histories -W default $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, and who may import whom
 	$(BIN)/ruff check .

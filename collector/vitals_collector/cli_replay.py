@@ -182,7 +182,12 @@ def _replay_history(
     from vitals_collector.drawing import Drawing
 
     cadence = cadence_of(history.steps)
-    for words in (_about(history), *_assumptions(mode, cadence), *_odd(cadence), *history.notes):
+    for words in (
+        _about(history),
+        *_assumptions(mode, cadence),
+        *_odd(cadence, len(history.steps)),
+        *history.notes,
+    ):
         _say(printable(words))
     drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
     said = []
@@ -222,9 +227,11 @@ def _assumptions(mode: ModeName, cadence: "Cadence") -> list[str]:
     return [words, coarse]
 
 
-def _odd(cadence: "Cadence") -> list[str]:
+def _odd(cadence: "Cadence", num_records: int) -> list[str]:
     words = []
-    if cadence.restarts:
+    if 2 * len(cadence.restarts) > num_records:
+        words.append("nearly all steps go back: is the newest record the first? Turn the log over")
+    elif cadence.restarts:
         words.append(
             f"the steps go back {len(cadence.restarts)} times: each time a resumed run is assumed, "
             "with the detectors as they were at that step"

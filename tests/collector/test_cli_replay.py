@@ -1,6 +1,8 @@
 """`vitals replay` over logs of other people's runs; a stored run is in test_cli_control.py."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -42,6 +44,20 @@ def test_a_log_prints_findings_and_decisions_as_json_and_the_rest_on_stderr(log:
     assert "train.csv: CSV, 214 records, steps 0 to 213" in said.err
     assert "a healthy checkpoint assumed every 100 steps" in said.err
     assert "4 decisions: 3 skip_step, 1 rollback" in said.err
+
+
+def test_a_log_needs_nothing_but_the_base_installation(log: Path):
+    heavy = ("sqlalchemy", "fastapi", "uvicorn", "tensorboard", "wandb", "torch")
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({heavy}))
+from trainvitals.cli.main import main
+main(["replay", {str(log)!r}])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert "decision rollback" in done.stdout, done.stderr
 
 
 def test_the_table_says_what_goes_on_in_one_line(log: Path, capsys):
@@ -169,3 +185,10 @@ def test_what_a_log_has_of_odd_things_is_said(tmp_path: Path, capsys):
     assert "logged every 10 steps: windows, budgets and the reasons' numbers count records" in said
     assert "the steps go back 1 times: each time a resumed run is assumed" in said
     assert "1 records repeat the step before" in said
+
+
+def test_a_log_with_the_newest_record_first_is_told_to_be_one(tmp_path: Path, capsys):
+    path = tmp_path / "reversed.csv"
+    path.write_text("step,loss\n" + "".join(f"{step},2.0\n" for step in range(300, 0, -1)))
+    assert 0 == run_cli("replay", str(path))
+    assert "is the newest record the first?" in capsys.readouterr().err
