@@ -1,12 +1,10 @@
-"""Writes the generated pages of this folder: the reference, and what each framework's adapter owes.
+"""Writes the generated pages of this folder: the reference, the detectors, the adapters' table.
 
 Each page is a pure function of the code it describes; a test fails while a page is stale. Run it
 as `make docs`.
 """
 
-import ast
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 
 import typer
 
+from docs.draw_detectors import images, meanings
+from docs.draw_detectors import page as detectors_page
 from tests.integrations.table import render
 from trainvitals import errors
 from trainvitals.catalog import CATALOG, MetricSpec
@@ -126,28 +126,14 @@ def settings_page() -> str:
         "`VITALS_LADDER_MARGIN=50`, goes before it. A wrong key or value stops the start.",
     ]
     for section, settings in SECTIONS.items():
-        meanings = _meanings(settings)
+        texts = meanings(settings)
         lines += ["", f"## {section}", "", str(settings.__doc__).partition("\n")[0], ""]
         lines += ["| key | default | meaning |", "|---|---|---|"]
         lines += [
-            f"| `{field.name}` | {field.default!r} | {meanings[field.name]} |"
+            f"| `{field.name}` | {field.default!r} | {texts[field.name]} |"
             for field in dataclasses.fields(settings)
         ]
     return "\n".join(lines) + "\n"
-
-
-def _meanings(settings: type) -> dict[str, str]:
-    """Return the text below each field, of the class or of the one that it refines."""
-    found: dict[str, str] = {}
-    for owner in reversed(settings.__mro__[:-1]):
-        (tree,) = ast.parse(inspect.getsource(owner)).body
-        assert isinstance(tree, ast.ClassDef), "a class's source is a class"
-        for field, text in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[ast.unparse(field.target)] = " ".join(
-                    ast.literal_eval(text.value).replace("``", "`").split()
-                )
-    return found
 
 
 def commands() -> Iterator[tuple[str, Any, Any]]:
@@ -201,15 +187,20 @@ PAGES: dict[str, Callable[[], str]] = {
     "METRICS.md": metrics_page,
     "ERRORS.md": errors_page,
     "SETTINGS.md": settings_page,
+    "DETECTORS.md": detectors_page,
     "CLI.md": cli_page,
     "INTEGRATIONS.md": integrations_page,
 }
 
+IMAGES: Callable[[], dict[str, str]] = images
+"""Returns the text of every generated picture, by its path in docs/."""
+
 
 def main() -> int:
-    """Write every page; return 0."""
-    for name, page in PAGES.items():
-        (DOCS / name).write_text(page())
+    """Write every page and picture; return 0."""
+    for name, text in {**{name: page() for name, page in PAGES.items()}, **IMAGES()}.items():
+        (DOCS / name).parent.mkdir(parents=True, exist_ok=True)
+        (DOCS / name).write_text(text)
         sys.stdout.write(f"docs/{name}\n")
     return 0
 

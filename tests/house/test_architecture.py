@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
+PAGES = [
+    ROOT / "docs" / "ARCHITECTURE.md",
+    ROOT / "docs" / "DETECTORS.md",
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
+]
 USERS_OWN = {"agent/ppo.py"}
 """Files that a page names as an example of somebody else's."""
 PLACE = re.compile(r"`([\w./-]+?\.py)(?::([\w.]+))?`")

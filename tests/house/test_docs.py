@@ -34,6 +34,14 @@ def test_a_generated_page_is_current(name):
     assert build_docs.PAGES[name]() == text, f"docs/{name} is stale: run `make docs`"
 
 
+def test_every_generated_picture_is_current():
+    drawn = build_docs.IMAGES()
+    folders = {(ROOT / "docs" / name).parent for name in drawn}
+    there = {str(p.relative_to(ROOT / "docs")): p.read_text() for f in folders for p in f.iterdir()}
+    stale = [name for name in drawn.keys() | there.keys() if drawn.get(name) != there.get(name)]
+    assert [] == stale, "run `make docs`; remove what it does not write"
+
+
 def test_every_metric_is_described():
     page = build_docs.metrics_page()
     assert [] == [metric.name for metric in CATALOG if f"| `{metric.name}` |" not in page]

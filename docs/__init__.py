@@ -1,0 +1,1 @@
+"""What is read by people, and what writes it."""

@@ -1,0 +1,1 @@
+"""The examples of docs/DETECTORS.md: courses of runs, judged by the real detectors, and drawn."""

@@ -1,0 +1,267 @@
+"""What docs/DETECTORS.md says of each detector that the code itself does not."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from docs.drawn import loop, nodes, steps, waits
+from docs.drawn.svg import Panel
+from trainvitals.detect import burst, level, nonfinite, spike
+from trainvitals.detect import watch as watchers
+from trainvitals.detect.watch import layers, memory, node, overdue, rate, scale, speed, spread
+from trainvitals.detect.watch import waits as waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One detector of the page."""
+
+    name: str
+    """As findings name it, in ``detector``."""
+    title: str
+    owner: Any
+    """The class or function whose docstring says what it finds, and how."""
+    kinds: dict[str, str]
+    """Kinds of its findings, and their levels."""
+    needs: str
+    """What it must see; else it abstains."""
+    examples: Callable[[], list[Panel]]
+    module: ModuleType | None = None
+    """The module whose docstring has the principle; only the first of its detectors names it."""
+    finds: str = ""
+    """What it finds, where the docstring's first sentence does not say that."""
+    more: str = ""
+    """What the docstrings leave out."""
+    section: str = ""
+    """Its section of docs/SETTINGS.md."""
+    config: type | None = None
+    """Its settings, where they have no section."""
+    notes: tuple[str, ...] = field(default=())
+    """Names of constants of ``source`` whose text below them belongs here."""
+    source: ModuleType | None = None
+
+
+def _rest_of(owner: Any) -> str:
+    """Return the docstring after its first line."""
+    return str(inspect.getdoc(owner)).partition("\n\n")[2]
+
+
+IN_LOOP = (
+    Entry(
+        name="nonfinite",
+        title="Non-finite numbers",
+        owner=nonfinite.NonFiniteDetector,
+        kinds={"nonfinite": "act", "nonfinite_params": "act", "rank_failed": "tell"},
+        needs="Nothing but the step itself: it speaks from the first one on. `rank_failed` is told "
+        "where a rank could not measure, which is unknown and not bad.",
+        examples=loop.nonfinite,
+        notes=("MAX_OVERFLOWS",),
+        source=nonfinite,
+    ),
+    Entry(
+        name="loss_spike",
+        title="Loss spike",
+        owner=spike.SpikeDetector,
+        finds="Finds steps whose loss is above the limit that was in force.",
+        kinds={"spike": "act", "level_shift": "tell"},
+        needs="`loss` of `warm_up` clean steps. A limit that the device did not have in force is "
+        "not judged by, and a step without one is not judged.",
+        examples=loop.loss_spike,
+        module=spike,
+        more=_rest_of(spike.SpikeDetector._compute),
+        section="loss",
+    ),
+    Entry(
+        name="grad_norm_spike",
+        title="Gradient-norm spike",
+        owner=None,
+        finds="Finds steps whose gradient norm is above the limit that was in force, by the rule "
+        "of the loss and with a wider limit.",
+        kinds={"spike": "act", "level_shift": "tell"},
+        needs="`grad_norm` of `warm_up` clean steps.",
+        examples=loop.grad_norm_spike,
+        section="grad_norm",
+        notes=("GRAD_NORM_DEFAULTS",),
+        source=spike,
+    ),
+    Entry(
+        name="grad_norm_burst",
+        title="Gradient-norm burst",
+        owner=burst.BurstDetector,
+        kinds={"grad_explosion": "tell"},
+        needs="`grad_norm` of `warm_up` steps, above zero; `loss`, where there is one, excuses a "
+        "norm that grows while the run learns.",
+        examples=loop.grad_norm_burst,
+        module=burst,
+        section="burst",
+    ),
+    Entry(
+        name="loss_level",
+        title="Level of the loss: divergence, failed recovery, plateau",
+        owner=level.LevelDetector,
+        kinds={"divergence": "tell or act", "plateau": "tell"},
+        needs="`loss` of `window` steps, and noise: of a loss that never changes nothing is said. "
+        "A divergence is *act* only from the rise `act` on, and never after an accepted new level.",
+        examples=loop.loss_level,
+        module=level,
+        section="level",
+    ),
+)
+
+OF_STEPS = (
+    Entry(
+        name="learning_rate",
+        title="Learning rate",
+        owner=watchers.LearningRateWatcher,
+        kinds={"learning_rate": "tell"},
+        needs="`learning_rate` of rank 0. Jumps: a warm-up that is over. A forgotten schedule: an "
+        "attempt before this one.",
+        examples=steps.learning_rate,
+        config=rate.LearningRateConfig,
+    ),
+    Entry(
+        name="loss_scale",
+        title="Loss scale and overflows",
+        owner=watchers.LossScaleWatcher,
+        kinds={"loss_scale": "tell"},
+        needs="`loss_scale`, and a scaler that has settled.",
+        examples=steps.loss_scale,
+        config=scale.LossScaleConfig,
+    ),
+    Entry(
+        name="layer_gradient",
+        title="Gradients of a layer",
+        owner=watchers.LayerGradientWatcher,
+        kinds={"layer_gradient": "tell"},
+        needs="`grad_norm` of at least four layers, `warm_up` rows of each.",
+        examples=steps.layer_gradient,
+        module=layers,
+        more=str(inspect.getdoc(layers.LayerOutlierWatcher)),
+        config=layers.LayerConfig,
+    ),
+    Entry(
+        name="update_ratio",
+        title="Updates beside weights",
+        owner=watchers.UpdateRatioWatcher,
+        kinds={"update_ratio": "tell"},
+        needs="`update_norm` and `weight_norm` of at least four layers; judged by the same rule "
+        "and settings as their gradients, less `least_share`.",
+        examples=steps.update_ratio,
+    ),
+    Entry(
+        name="activation",
+        title="Activations",
+        owner=watchers.ActivationWatcher,
+        kinds={"activation": "tell"},
+        needs="`activation_rms` or `activation_max` of a layer, `warm_up` rows of it.",
+        examples=steps.activation,
+        config=layers.ActivationConfig,
+    ),
+    Entry(
+        name="throughput",
+        title="Throughput",
+        owner=watchers.ThroughputWatcher,
+        kinds={"throughput": "tell"},
+        needs="`tokens_per_second`, or `step_duration_seconds` of the ranks; five measurements of "
+        "`block` steps. A change of the number of ranks begins anew.",
+        examples=waits.throughput,
+        more="Slow steps that come at intervals are left out. " + _rest_of(watchers.Pace),
+        config=speed.ThroughputConfig,
+    ),
+    Entry(
+        name="data_bound",
+        title="Waiting for data",
+        owner=watchers.DataBoundWatcher,
+        kinds={"data_bound": "tell"},
+        needs="`data_wait_seconds` and `step_duration_seconds` of the ranks.",
+        examples=waits.data_bound,
+        config=waiting.DataBoundConfig,
+    ),
+    Entry(
+        name="straggler",
+        title="Straggling rank",
+        owner=watchers.StragglerWatcher,
+        kinds={"straggler": "tell"},
+        needs="`step_duration_seconds`, and of two ranks or more one of `communication_seconds`, "
+        "`forward_backward_seconds`, `data_wait_seconds`.",
+        examples=waits.straggler,
+        config=waiting.StragglerConfig,
+    ),
+    Entry(
+        name="memory_creep",
+        title="Memory creep",
+        owner=watchers.MemoryCreepWatcher,
+        kinds={"memory_creep": "tell"},
+        needs="`memory_allocated_bytes` of every rank, and the device's size from an agent's "
+        "`memory_total_bytes`.",
+        examples=waits.memory_creep,
+        config=memory.MemoryConfig,
+    ),
+    Entry(
+        name="rank_loss",
+        title="Loss of one rank",
+        owner=watchers.RankLossWatcher,
+        kinds={"rank_loss": "tell"},
+        needs="`rank_loss` of three ranks or more.",
+        examples=steps.rank_loss,
+        config=spread.RankLossConfig,
+    ),
+    Entry(
+        name="stalled",
+        title="Stalled step",
+        owner=overdue.stalled,
+        finds="Finds a step that does not come.",
+        kinds={"stalled": "tell"},
+        needs="A usual duration: four ordinary steps. The time is handed in by who asks.",
+        examples=waits.stalled,
+        config=overdue.StallConfig,
+    ),
+    Entry(
+        name="checkpoint_overdue",
+        title="Overdue checkpoint",
+        owner=overdue.checkpoint_overdue,
+        finds="Finds a checkpoint that does not come.",
+        kinds={"checkpoint_overdue": "tell"},
+        needs="Two checkpoints, whose distance is the interval.",
+        examples=waits.checkpoint_overdue,
+        config=overdue.CheckpointConfig,
+    ),
+)
+
+OF_NODES = (
+    Entry(
+        name="gpu_throttle",
+        title="Slowed clocks of a GPU",
+        owner=watchers.GpuThrottleWatcher,
+        kinds={"gpu_throttle": "tell"},
+        needs="`throttle_reasons` of the GPU; for a power cap `sm_clock_hertz` too.",
+        examples=nodes.gpu_throttle,
+        module=node,
+        config=node.ThrottleConfig,
+    ),
+    Entry(
+        name="gpu_error",
+        title="Memory errors and Xids of a GPU",
+        owner=watchers.GpuErrorWatcher,
+        kinds={"gpu_ecc": "tell", "gpu_xid": "tell"},
+        needs="`ecc_uncorrected_errors`, `ecc_corrected_errors`, `last_xid`: each by itself, "
+        "compared with the sample before.",
+        examples=nodes.gpu_error,
+        notes=("FATAL_XIDS",),
+        source=node,
+        config=node.GpuErrorConfig,
+    ),
+    Entry(
+        name="gpu_lost",
+        title="Lost GPU",
+        owner=watchers.GpuLostWatcher,
+        kinds={"gpu_lost": "tell"},
+        needs="A sample in which the GPU answered.",
+        examples=nodes.gpu_lost,
+        config=node.GpuLostConfig,
+    ),
+)
+
+ENTRIES = (*IN_LOOP, *OF_STEPS, *OF_NODES)

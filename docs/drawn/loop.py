@@ -1,0 +1,152 @@
+"""Examples of the detectors that run in every rank."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from docs.drawn.runs import State, in_loop
+from docs.drawn.svg import Line, Panel
+from trainvitals.detect.burst import BURST_DEFAULTS, BurstDetector
+from trainvitals.records import StepRecord
+from trainvitals.windows import RobustWindow
+
+BLOOM = (0.242, 0.947, 2.39)
+"""What BLOOM-176B's gradient norm was in the steps before its spike."""
+
+
+def noisy(values: Sequence[float], spread: float, seed: int) -> list[float]:
+    """Return the values, each times a log-normal factor."""
+    rng = random.Random(seed)
+    return [value * math.exp(rng.gauss(0.0, spread)) for value in values]
+
+
+def falling(steps: int, start: float = 3.2, end: float = 2.6) -> list[float]:
+    """Return a loss that falls as it does: fast, then ever more slowly."""
+    return [end + (start - end) * math.exp(-3.0 * i / steps) for i in range(steps)]
+
+
+def losses(values: Sequence[float]) -> list[StepRecord]:
+    """Return the records of a loss alone."""
+    return [StepRecord(step=i, attempt=1, loss=value) for i, value in enumerate(values)]
+
+
+def norms(values: Sequence[float], seed: int) -> list[StepRecord]:
+    """Return the records of a gradient norm beside a loss that goes its way."""
+    around = noisy([2.6] * len(values), 0.01, seed)
+    return [
+        StepRecord(step=i, attempt=1, loss=loss, grad_norm=norm)
+        for i, (loss, norm) in enumerate(zip(around, values, strict=True))
+    ]
+
+
+def nonfinite() -> list[Panel]:
+    """A NaN on one rank; a gradient scaler that finds its scale."""
+    bad = losses(noisy(falling(120), 0.015, 1))
+    bad[70] = StepRecord(step=70, attempt=1, loss=math.nan, nonfinite_ranks=(3,))
+    scaled = norms(noisy([0.4] * 120, 0.12, 2), 2)
+    for step in (0, 1, 2, 3, 60):
+        scaled[step] = StepRecord(
+            step=step,
+            attempt=1,
+            loss=scaled[step].loss,
+            grad_norm=math.inf,
+            nonfinite_ranks=(0, 1),
+            overflow=True,
+        )
+    return [
+        in_loop("one rank's loss is NaN", bad, "nonfinite", limit=False),
+        in_loop(
+            "silent: overflows of a gradient scaler (crosses)",
+            scaled,
+            column="grad_norm",
+            limit=False,
+        ),
+    ]
+
+
+def loss_spike() -> list[Panel]:
+    """Three bad batches; two kinds of batches, epochs, a step of the learning rate."""
+    poisoned = noisy(falling(160), 0.015, 3)
+    poisoned[110:113] = [7.4, 8.1, 6.9]
+    rng = random.Random(4)
+    bimodal = noisy([2.4 if rng.random() < 0.3 else 1.2 for _ in range(200)], 0.05, 4)
+    epochs = noisy([1.7 + 0.9 * (i % 40) / 40 for i in range(200)], 0.02, 5)
+    decay = noisy([2.6 if i < 100 else 1.9 + 0.7 * math.exp(-(i - 100) / 6) for i in range(200)],
+                  0.02, 6)  # fmt: skip
+    return [
+        in_loop("three poisoned batches", losses(poisoned), "loss_spike"),
+        in_loop("silent: two kinds of batches", losses(bimodal), log=True),
+        in_loop("silent: a saw-tooth, as of data in order of their length", losses(epochs)),
+        in_loop("silent: the learning rate is divided by ten", losses(decay)),
+    ]
+
+
+def grad_norm_spike() -> list[Panel]:
+    """One step of sixty times the norm; one of fifteen."""
+    spiked, heavy = noisy([0.3] * 140, 0.15, 7), noisy([0.3] * 140, 0.15, 8)
+    spiked[90], heavy[90] = 18.0, 4.5
+    return [
+        in_loop("sixty times the usual norm", norms(spiked, 7), "grad_norm_spike",
+                column="grad_norm", log=True),
+        in_loop("silent: fifteen times, for one step; the loss does not move", norms(heavy, 8),
+                column="grad_norm", log=True),
+    ]  # fmt: skip
+
+
+def grad_norm_burst() -> list[Panel]:
+    """The steps before BLOOM-176B's spike; single heavy steps."""
+    rising = noisy([BLOOM[0]] * 120, 0.15, 9)
+    rising[100:102] = BLOOM[1:]
+    single = noisy([BLOOM[0]] * 120, 0.15, 10)
+    for step in (40, 65, 90, 110):
+        single[step] = 2.6
+    burst = norms(rising[:106], 9)
+    usual = {"median of its window": _median_of_window}
+    return [
+        in_loop("the steps before BLOOM-176B's spike", burst, "grad_norm_burst",
+                column="grad_norm", limit=False, levels=usual, log=True),
+        _evidence(burst),
+        in_loop("silent: single heavy steps", norms(single, 10), column="grad_norm", log=True),
+    ]  # fmt: skip
+
+
+def _median_of_window(state: State) -> float | None:
+    window = RobustWindow(BURST_DEFAULTS.window)
+    window.restore(state["window"])
+    return window.median() if len(window) else None
+
+
+def _evidence(records: Sequence[StepRecord]) -> Panel:
+    """Draw the sum of evidence that the detector keeps, beside what is enough."""
+    detector, sums = BurstDetector(), []
+    for record in records:
+        detector.update(record)
+        sums.append((record.step, float(detector.state_dict()["sum"])))
+    ends = [(record.step, BURST_DEFAULTS.enough) for record in (records[0], records[-1])]
+    lines = [
+        Line(label="sum of evidence", points=sums),
+        Line(label="enough", points=ends, role="limit"),
+    ]
+    title = "the same: what each step adds is bounded"
+    return Panel(title=title, lines=lines, x_label="step", y_label="deviations")
+
+
+def loss_level() -> list[Panel]:
+    """A slow walk away, a step up that stays, one that recovers."""
+    walk = noisy([2.5 + max(0, i - 250) * 0.0035 for i in range(560)], 0.012, 11)
+    shift = noisy([2.5 if i < 250 else 2.58 for i in range(620)], 0.004, 12)
+    back = noisy(
+        [2.5 if i < 250 else 2.5 + 0.11 * math.exp(-(i - 250) / 45) for i in range(560)], 0.012, 13
+    )
+    levels = {
+        "median of 64 steps": lambda state: sorted(state["window"])[len(state["window"]) >> 1],
+        "lowest": lambda state: state["best"],
+    }
+    options: dict[str, Any] = {"limit": False, "every": 3}
+    shown = options | {"levels": levels}
+    return [
+        in_loop("a slow walk away", losses(walk), "loss_level", **shown),
+        in_loop("3 % up, and never back", losses(shift), "loss_level", **shown),
+        in_loop("silent: 4 % up, but it recovers", losses(back), **options),
+    ]

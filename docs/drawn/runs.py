@@ -1,0 +1,231 @@
+"""Lets the real detectors judge a course, and makes a panel of it; no mark is set by hand.
+
+A panel is asked for what it must show: a detector that speaks, or silence. Where the detectors do
+not do that, there is no panel but an error.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from docs.drawn.svg import Line, Mark, Panel, Point
+from trainvitals.detect.burst import BurstDetector
+from trainvitals.detect.level import LevelDetector
+from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.watch import WatchSet
+from trainvitals.policy import Judge
+from trainvitals.records import Finding, StepRecord
+from trainvitals.testing.series import judgements
+
+SECOND = 1_000_000_000
+State = dict[str, Any]
+Levels = Mapping[str, Callable[[State], float | None]]
+"""By label: what a detector's state shows that it compares with."""
+
+
+class ExampleError(Exception):
+    """An example does not show what it is there for."""
+
+
+def check(title: str, said: Sequence[Finding], detector: str) -> tuple[Finding, ...]:
+    """Return what a detector said; naming none asks for silence.
+
+    Raises:
+        ExampleError: it was silent, or somebody spoke where silence was to be shown.
+    """
+    mine = tuple(finding for finding in said if finding.detector == detector)
+    if detector and not mine:
+        raise ExampleError(f"{title!r}: {detector} says nothing; heard: {said}")
+    if not detector and said:
+        raise ExampleError(f"{title!r}: to be silent, but {said[0].detector}: {said[0].reason}")
+    return mine
+
+
+def _height(lines: Sequence[Line], at: float) -> float | None:
+    """Return the height of the first curve where a mark belongs."""
+    heights = dict(lines[0].points)
+    value = heights.get(at)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _panel(title: str, lines: Sequence[Line], said: Sequence[Finding], **options: Any) -> Panel:
+    marks = [
+        Mark(x=f.step, y=_height(lines, f.step), level=f.level, word=f.kind.replace("_", " "))
+        for f in said
+    ]
+    return Panel(title=title, lines=lines, marks=marks, said=said, **options)
+
+
+# ------------------------------------------------------------------------------- in every rank
+
+
+def in_loop(
+    title: str,
+    records: Sequence[StepRecord],
+    detector: str = "",
+    *,
+    column: str = "loss",
+    limit: bool = True,
+    levels: Levels | None = None,
+    log: bool = False,
+    every: int = 1,
+) -> Panel:
+    """Judge records as in ``guard`` mode, device and host played, and return the panel.
+
+    Args:
+        title: what the course is.
+        records: the course.
+        detector: who must speak; none: all must be silent.
+        column: what is drawn.
+        limit: also draw the limit that was in force.
+        levels: what ``detector``'s state is asked for at each step.
+        log: draw logarithms.
+        every: draw every so many steps; those that were spoken of always.
+    """
+    judged = judgements(Judge(mode="guard"), records)
+    said = check(title, [f for _, j in judged for f in j.findings], detector)
+    done = [record for record, _ in judged]
+    spoken = {finding.step for finding in said}
+    kept = {record.step for record in done if record.step % every == 0} | spoken
+    label = {"loss": "loss", "grad_norm": "gradient norm"}[column]
+    lines = [
+        Line(label=label, points=[(r.step, getattr(r, column)) for r in done if r.step in kept])
+    ]
+    if limit:
+        points = [(r.step, getattr(r, f"{column}_limit")) for r in done]
+        lines.append(Line(label="its limit", points=points, role="limit"))
+    lines += _levels_of(detector, done, levels or {}, kept)
+    return _panel(title, lines, said, x_label="step", y_label=label, log=log)
+
+
+def _levels_of(
+    name: str, records: Sequence[StepRecord], levels: Levels, kept: set[int]
+) -> list[Line]:
+    """Ask a detector's state after each step; it is fed what the device made of the records."""
+    if not levels:
+        return []
+    detector = {"grad_norm_burst": BurstDetector, "loss_level": LevelDetector}[name]()
+    points: dict[str, list[Point]] = {label: [] for label in levels}
+    for record in records:
+        detector.update(record)
+        if record.step not in kept:
+            continue
+        state = detector.state_dict()
+        for label, read in levels.items():
+            points[label].append((record.step, read(state)))
+    roles = {label: "other" if label.startswith("median") else "limit" for label in levels}
+    return [Line(label=label, points=found, role=roles[label]) for label, found in points.items()]  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------- merged steps and nodes
+
+
+def watched(
+    title: str,
+    steps: Sequence[MergedStep],
+    detector: str = "",
+    *,
+    lines: Mapping[str, Callable[[MergedStep], float | None]],
+    y_label: str,
+    limit: tuple[str, Callable[[State], float | None]] | None = None,
+    of: str = "",
+    totals: float | None = None,
+    log: bool = False,
+    every: int = 1,
+) -> Panel:
+    """Feed the whole set of watchers with merged steps, and return the panel.
+
+    Args:
+        title: what the course is.
+        steps: the course.
+        detector: who must speak; none: all must be silent.
+        lines: by label, what is drawn of a step; the first is what is marked, a label that begins
+            with a dash is left out of the legend.
+        y_label: name of the axis.
+        limit: a label, and what the state of a watcher shows that it compares with.
+        of: whose state that is, where ``detector`` does not say it.
+        totals: bytes of memory of the GPUs, which their samples tell.
+        log: draw logarithms.
+        every: draw every so many steps; those that were spoken of always.
+    """
+    watchers, said, levels = WatchSet(), list[Finding](), list[Point]()
+    if totals:
+        gpu = {"memory_total_bytes": totals}
+        watchers.update_node(NodeSample(node="node-0", time_unix_ns=0, step=0, gpus={"0": gpu}))
+    for place, step in enumerate(steps):
+        found = watchers.update(step)
+        said += found
+        if limit is not None and (found or place % every == 0):
+            state = watchers.state_dict()["watchers"][detector or of]
+            levels.append((step.step, limit[1](state)))
+    mine = check(title, said, detector)
+    spoken = {finding.step for finding in mine}
+    kept = [s for n, s in enumerate(steps) if n % every == 0 or s.step in spoken]
+    drawn = [
+        Line(
+            label="" if label.startswith("-") else label,
+            points=[(s.step, read(s)) for s in kept],
+            role="value" if number == 0 else "limit" if "limit" in label else "other",
+        )
+        for number, (label, read) in enumerate(lines.items())
+    ]
+    if limit is not None:
+        drawn.append(Line(label=limit[0], points=levels, role="limit"))
+    return _panel(title, drawn, mine, x_label="step", y_label=y_label, log=log)
+
+
+def sampled(
+    title: str,
+    samples: Sequence[NodeSample],
+    detector: str = "",
+    *,
+    lines: Mapping[str, Callable[[NodeSample], float | None]],
+    y_label: str,
+) -> Panel:
+    """Feed the whole set of watchers with a node's samples, numbered by ``step``."""
+    watchers = WatchSet()
+    mine = check(title, [f for s in samples for f in watchers.update_node(s)], detector)
+    drawn = [
+        Line(
+            label=label,
+            points=[(s.step, read(s)) for s in samples],
+            role="value" if number == 0 else "limit" if "limit" in label else "other",
+        )
+        for number, (label, read) in enumerate(lines.items())
+    ]
+    return _panel(title, drawn, mine, x_label="sample", y_label=y_label)
+
+
+def silence(title: str, times: Sequence[float], seconds_after: float, detector: str = "") -> Panel:
+    """Let steps end at ``times``, ask every second for overdue ones, and draw how long none came.
+
+    A mark's place is the second at which it was told.
+    """
+    watchers, said, waits, limits = WatchSet(), [], [], []
+    step, last = -1, 0.0
+    for now in range(int(times[0]), int(times[-1] + seconds_after) + 1):
+        while step + 1 < len(times) and times[step + 1] <= now:
+            step, before = step + 1, last
+            last = times[step]
+            duration = {"step_duration_seconds": [last - before if step else 1.0]}
+            at = int(last * SECOND)
+            watchers.update(MergedStep(step=step, attempt=1, time_unix_ns=at, ranks=duration))
+        said += [(now, finding) for finding in watchers.idle(now * SECOND)]
+        waits.append((float(now), now - last))
+        limits.append((float(now), _limit_of_silence(watchers, now)))
+    mine = check(title, [finding for _, finding in said], detector)
+    lines = [
+        Line(label="since the last step", points=waits),
+        Line(label="limit", points=limits, role="limit"),
+    ]
+    marks = [Mark(x=now, y=_height(lines, now), level=f.level, word=f.kind) for now, f in said]
+    return Panel(
+        title=title, lines=lines, marks=marks, said=mine, x_label="seconds", y_label="seconds"
+    )
+
+
+def _limit_of_silence(watchers: WatchSet, now: int) -> float | None:
+    """Ask a copy, long after: its finding names the limit."""
+    (*_, finding) = (None, *copy.deepcopy(watchers).idle(now * SECOND + 10**18))
+    return None if finding is None else finding.limit

@@ -1,0 +1,230 @@
+"""Examples of the watchers of merged steps: the optimizer's numbers, the layers', the ranks'."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+from docs.drawn.loop import noisy
+from docs.drawn.runs import SECOND, State, watched
+from docs.drawn.svg import Panel
+from trainvitals.detect.merged import MergedStep, Value
+from trainvitals.detect.watch import ActivationConfig, LayerConfig
+from trainvitals.records import OVERFLOW
+
+LAYERS = ("embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")
+BROKEN = "blocks.2"
+RANKS = 6
+EVERY = 10
+"""Rows of layers come every tenth step."""
+
+_HIDDEN = "-"
+"""Begins a label that is left out of the legend."""
+
+
+def step(number: int, *, attempt: int = 1, **parts: object) -> MergedStep:
+    """Return a merged step, a second after the one before."""
+    return MergedStep(step=number, attempt=attempt, time_unix_ns=number * SECOND, **parts)  # type: ignore[arg-type]
+
+
+def of_run(column: str) -> Callable[[MergedStep], float | None]:
+    """Return what reads a column of the run's."""
+    return lambda merged: _float(merged.run.get(column))
+
+
+def of_rank(column: str, rank: int) -> Callable[[MergedStep], float | None]:
+    """Return what reads a column of one rank's."""
+    return lambda merged: _float(merged.ranks[column][rank])
+
+
+def of_layer(layer: str, column: str) -> Callable[[MergedStep], float | None]:
+    """Return what reads a column of one layer's."""
+    return lambda merged: merged.layers[layer][column]
+
+
+def _float(value: Value) -> float | None:
+    return None if value is None else float(value)
+
+
+# ------------------------------------------------------------------------- the optimizer's numbers
+
+
+def learning_rate() -> list[Panel]:
+    """A jump, a schedule that a resume forgot; warm restarts, a step decay."""
+    cosine = [_warm_cosine(i, 240) for i in range(240)]
+    jump = [rate * (4.0 if i >= 150 else 1.0) for i, rate in enumerate(cosine)]
+    resumed = [_warm_cosine(i - 150 if i >= 150 else i, 240) for i in range(240)]
+    restarts = [_warm_cosine(i if i < 80 else (i - 80) % 60 + 20, 80) for i in range(240)]
+    decay = [3e-4 * 0.1 ** (i // 80) * min(1.0, (i + 1) / 20) for i in range(240)]
+    return [
+        _rates("four times as high from step 150 on", jump, "learning_rate"),
+        _rates("resumed at step 150, the schedule begins anew", resumed, "learning_rate", 150),
+        _rates("silent: warm restarts", restarts),
+        _rates("silent: a step decay", decay),
+    ]
+
+
+def _warm_cosine(i: int, steps: int) -> float:
+    """Return a rate of 3e-4 after 20 steps of warm-up, down to a tenth along a cosine."""
+    if i < 20:
+        return 3e-4 * (i + 1) / 20
+    return 3e-4 * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * (i - 20) / (steps - 20))))
+
+
+def _rates(title: str, rates: Sequence[float], detector: str = "", resumed: int = 1000) -> Panel:
+    steps = [
+        step(i, attempt=2 if i >= resumed else 1, run={"learning_rate": rate})
+        for i, rate in enumerate(rates)
+    ]
+    lines = {"learning rate": of_run("learning_rate")}
+    return watched(title, steps, detector, lines=lines, y_label="learning rate")
+
+
+def loss_scale() -> list[Panel]:
+    """Overflow upon overflow; the search from 2**32, and a doubled scale that is taken back."""
+    collapse = _scales(65536.0, {150: 9})
+    search = _scales(2.0**32, {0: 20, 100: 1, 180: 1})
+    lines = {"loss scale": of_run("loss_scale"), "limit": lambda merged: 1.0}
+    options = {"lines": lines, "y_label": "loss scale", "log": True}
+    return [
+        watched("a scale that was found collapses", collapse, "loss_scale", **options),  # type: ignore[arg-type]
+        watched("silent: the search for a scale, and single tries", search, **options),  # type: ignore[arg-type]
+    ]
+
+
+def _scales(scale: float, overflows: dict[int, int]) -> list[MergedStep]:
+    """Return 240 steps with so many overflows in a row from each of these steps on."""
+    bad = {first + n for first, num in overflows.items() for n in range(num)}
+    steps = []
+    for i in range(240):
+        scale = scale / 2 if i in bad else scale * 2 if i + 1 in (overflows if i else ()) else scale
+        steps.append(step(i, run={"loss_scale": scale, "verdict": OVERFLOW if i in bad else 0}))
+    return steps
+
+
+# ------------------------------------------------------------------------------------- the layers
+
+
+def layer_gradient() -> list[Panel]:
+    """One layer leaves its course; all do together."""
+    alone = _layers({BROKEN: dict.fromkeys(range(45, 60), 9.0)}, {})
+    together = _layers({layer: {45: 9.0, 46: 6.0} for layer in LAYERS}, {})
+    return [
+        _layer_panel(f"{BROKEN} alone is nine times as high", alone, "layer_gradient"),
+        _layer_panel("silent: a heavy batch, nine times in all layers", together),
+    ]
+
+
+def _layers(factors: dict[str, dict[int, float]], weights: dict[str, float]) -> list[MergedStep]:
+    """Return 60 rows of layers whose norms are noisy, times factors at some rows."""
+    rng = random.Random(20)
+    rows = []
+    for n in range(60):
+        layers = {}
+        for place, layer in enumerate(LAYERS):
+            norm = 0.1 * (1 + 0.3 * place) * math.exp(rng.gauss(0.0, 0.1))
+            norm *= factors.get(layer, {}).get(n, 1.0)
+            layers[layer] = {"grad_norm": norm}
+            if weights:
+                layers[layer] = {"update_norm": 1e-3 * norm, "weight_norm": weights[layer]}
+        rows.append(step(n * EVERY, layers=layers))
+    return rows
+
+
+def _layer_panel(title: str, rows: Sequence[MergedStep], detector: str = "") -> Panel:
+    others = [layer for layer in LAYERS if layer != BROKEN]
+    lines = {BROKEN: of_layer(BROKEN, "grad_norm")}
+    lines |= {"the others": of_layer(others[0], "grad_norm")}
+    lines |= {f"{_HIDDEN}{layer}": of_layer(layer, "grad_norm") for layer in others[1:]}
+    ratio = LayerConfig().weak_ratio
+    limit = (f"{ratio:g} times its course", lambda state: ratio * _course(state, BROKEN))
+    return watched(title, rows, detector, of="layer_gradient", lines=lines, limit=limit,
+                   y_label="gradient norm", log=True)  # fmt: skip
+
+
+def _course(state: State, layer: str) -> float:
+    return next(math.exp(kept[2]) for kept in state["courses"] if kept[0] == layer)
+
+
+def update_ratio() -> list[Panel]:
+    """Updates of one layer grow too large for its weights; a layer whose ratio always is high."""
+    weights = {layer: 0.02 if layer == "head" else 1.0 for layer in LAYERS}
+    grows = _layers({BROKEN: {n: 1.3 ** (n - 40) for n in range(40, 60)}}, weights)
+    fresh = _layers({}, weights)
+    return [
+        _ratio_panel(f"the updates of {BROKEN} grow", grows, BROKEN, "update_ratio"),
+        _ratio_panel("silent: a fresh head, always 50 times the others", fresh, "head"),
+    ]
+
+
+def _ratio_panel(title: str, rows: Sequence[MergedStep], first: str, detector: str = "") -> Panel:
+    def ratio(layer: str) -> Callable[[MergedStep], float | None]:
+        return lambda row: row.layers[layer]["update_norm"] / row.layers[layer]["weight_norm"]
+
+    others = [layer for layer in LAYERS if layer != first]
+    lines = {first: ratio(first), "the others": ratio(others[0])}
+    lines |= {f"{_HIDDEN}{layer}": ratio(layer) for layer in others[1:]}
+    strong = LayerConfig().weak_ratio
+    limit = (f"{strong:g} times its course", lambda state: strong * _course(state, first))
+    return watched(title, rows, detector, of="update_ratio", lines=lines, limit=limit,
+                   y_label="update / weight", log=True)  # fmt: skip
+
+
+def activation() -> list[Panel]:
+    """An output that grows tenfold; one batch with a single large one."""
+    sizes = noisy([1.0] * 120, 0.05, 21)
+    grown = [size * math.exp(max(0, n - 60) * 0.06) for n, size in enumerate(sizes)]
+    single = [size * (25.0 if n == 80 else 1.0) for n, size in enumerate(sizes)]
+    return [
+        _activations("an output grows, row by row", grown, "activation"),
+        _activations("silent: one batch with large outputs", single),
+    ]
+
+
+def _activations(title: str, sizes: Sequence[float], detector: str = "") -> Panel:
+    rows = [
+        step(n * EVERY, layers={BROKEN: {"activation_rms": size}}) for n, size in enumerate(sizes)
+    ]
+    config = ActivationConfig()
+
+    def limit(state: State) -> float | None:
+        _, count, _, _, _, level = state["courses"][0]
+        return config.rms_ratio * math.exp(level) if count > config.warm_up else None
+
+    lines = {f"output of {BROKEN}": of_layer(BROKEN, "activation_rms")}
+    return watched(title, rows, detector, of="activation", lines=lines, y_label="root mean square",
+                   limit=(f"{config.rms_ratio:g} times its level", limit), log=True)  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------- the ranks
+
+
+def rank_loss() -> list[Panel]:
+    """One rank always lies above; each rank does now and then."""
+    rng = random.Random(22)
+    broken, heavy = [], []
+    for i in range(240):
+        losses = [2.5 * math.exp(rng.gauss(0.0, 0.006)) for _ in range(RANKS)]
+        broken.append(_ranks_row(i, [losses[0] * (1.07 if i >= 80 else 1.0), *losses[1:]]))
+        losses = [2.5 * math.exp(rng.gauss(0.0, 0.006)) for _ in range(RANKS)]
+        if rng.random() < 0.3:
+            losses[rng.randrange(RANKS)] *= 1.0 + rng.expovariate(8.0)
+        heavy.append(_ranks_row(i, losses))
+    return [
+        _rank_panel("rank 0 lies above the others from step 80 on", broken, "rank_loss"),
+        _rank_panel("silent: outliers that are not always the same rank's", heavy),
+    ]
+
+
+def _ranks_row(number: int, losses: Sequence[float]) -> MergedStep:
+    return step(number, ranks={"rank_loss": losses})
+
+
+def _rank_panel(title: str, rows: Sequence[MergedStep], detector: str = "") -> Panel:
+    lines = each_rank("rank_loss", RANKS)
+    return watched(title, rows, detector, lines=lines, y_label="loss", every=2)
+
+
+def each_rank(column: str, ranks: int) -> dict[str, Callable[[MergedStep], float | None]]:
+    """Return what reads a column of every rank's: rank 0's first, the others' under one name."""
+    names = {rank: f"{_HIDDEN}{rank}" for rank in range(ranks)} | {0: "rank 0", 1: "the others"}
+    return {name: of_rank(column, rank) for rank, name in names.items()}

@@ -1,0 +1,173 @@
+"""Examples of the watchers of time and memory: throughput, waits, what does not come."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from docs.drawn.loop import noisy
+from docs.drawn.runs import State, check, silence, watched
+from docs.drawn.steps import each_rank, of_rank, of_run, step
+from docs.drawn.svg import Line, Mark, Panel, Point
+from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.watch import (
+    CheckpointConfig,
+    DataBoundConfig,
+    StragglerConfig,
+    ThroughputConfig,
+    WatchSet,
+)
+from trainvitals.records import Finding
+
+GIB = 2.0**30
+
+
+def throughput() -> list[Panel]:
+    """A lasting fall; evaluations at intervals."""
+    slower = noisy([100.0 if i < 300 else 86.0 for i in range(440)], 0.02, 30)
+    evaluated = noisy([25.0 if i and i % 50 == 0 else 100.0 for i in range(440)], 0.02, 31)
+    return [
+        _rates("14 % are lost from step 300 on", slower, "throughput"),
+        _rates("silent: an evaluation every 50 steps", evaluated),
+    ]
+
+
+def _rates(title: str, rates: Sequence[float], detector: str = "") -> Panel:
+    steps = [
+        step(i, run={"tokens_per_second": rate * 1e3},
+             ranks={"step_duration_seconds": [100.0 / rate]})
+        for i, rate in enumerate(rates)
+    ]  # fmt: skip
+    fall = ThroughputConfig().fall
+    lines = {"tokens a second": lambda s: (of_run("tokens_per_second")(s) or 0.0) / 1e3}
+
+    def limit(state: State) -> float | None:
+        return None if state["best"] is None else (1.0 - fall) * _per_second(state["best"]) / 1e3
+
+    label = f"{100 * fall:g} % below the best course"
+    return watched(title, steps, detector, of="throughput", lines=lines, limit=(label, limit),
+                   y_label="thousands a second", every=2)  # fmt: skip
+
+
+def _per_second(log_cost: float) -> float:
+    return math.exp(-log_cost)
+
+
+def data_bound() -> list[Panel]:
+    """Every fourth step waits; the start of an epoch does."""
+    slow = [1.6 if i >= 100 and i % 4 == 0 else 0.02 for i in range(240)]
+    epochs = [8.0 if i % 80 == 0 else 0.02 for i in range(240)]
+    return [
+        _waits("a loader with four workers is too slow from step 100 on", slow, "data_bound"),
+        _waits("silent: the first batch of an epoch", epochs),
+    ]
+
+
+def _waits(title: str, waits: Sequence[float], detector: str = "") -> Panel:
+    steps = [
+        step(i, ranks={"data_wait_seconds": [wait], "step_duration_seconds": [1.0 + wait]})
+        for i, wait in enumerate(waits)
+    ]
+    share = DataBoundConfig().share
+
+    def waited(merged: MergedStep) -> float:
+        wait = of_rank("data_wait_seconds", 0)(merged) or 0.0
+        return 100.0 * wait / (1.0 + wait)
+
+    lines = {"part of the step": waited, "limit of 50 steps together": lambda _: 100.0 * share}
+    return watched(title, steps, detector, lines=lines, y_label="% waiting")
+
+
+def straggler() -> list[Panel]:
+    """One rank comes last in nearly every step; each does now and then."""
+    rng = random.Random(32)
+    lasting, by_turns = [], []
+    for i in range(160):
+        late = 0 if i >= 60 and rng.random() < 0.9 else -1
+        lasting.append(_exchange(i, late, rng))
+        by_turns.append(_exchange(i, rng.randrange(4), rng))
+    return [
+        _exchanges("rank 0 comes last from step 60 on", lasting, "straggler"),
+        _exchanges("silent: a late rank in every step, but not the same", by_turns),
+    ]
+
+
+def _exchange(number: int, late: int, rng: random.Random) -> MergedStep:
+    """Return a step of a second, in which all wait for the late rank, and it waits for nobody."""
+    usual = 0.25 if late >= 0 else 0.05
+    waits = [0.02 if rank == late else usual + rng.uniform(0.0, 0.02) for rank in range(4)]
+    times = {"communication_seconds": waits, "step_duration_seconds": [1.0] * 4}
+    return step(number, ranks=times)
+
+
+def _exchanges(title: str, steps: Sequence[MergedStep], detector: str = "") -> Panel:
+    part = StragglerConfig().late
+
+    def limit(merged: MergedStep) -> float:
+        return sorted(merged.ranks["communication_seconds"])[2] - part  # type: ignore[operator, type-var]
+
+    lines: dict[str, Any] = each_rank("communication_seconds", 4)
+    lines["limit: late by a tenth"] = limit
+    return watched(title, steps, detector, lines=lines, y_label="s in the exchange")
+
+
+def memory_creep() -> list[Panel]:
+    """A leak below batches of all lengths; a buffer that is made once."""
+    rng = random.Random(33)
+    batches = [20.0 + rng.uniform(0.0, 12.0) for _ in range(1000)]
+    leak = [gib + 0.02 * i for i, gib in enumerate(batches)]
+    buffer = [gib + (12.0 if i >= 500 else 0.0) for i, gib in enumerate(batches)]
+    return [
+        _memory("20 MiB a step are not given back", leak, "memory_creep"),
+        _memory("silent: one large buffer, made once", buffer),
+    ]
+
+
+def _memory(title: str, gibs: Sequence[float], detector: str = "") -> Panel:
+    steps = [step(i, ranks={"memory_allocated_bytes": [g * GIB]}) for i, g in enumerate(gibs)]
+    lines = {
+        "allocated": lambda s: (of_rank("memory_allocated_bytes", 0)(s) or 0.0) / GIB,
+        "limit: the device's": lambda _: 80.0,
+    }
+    return watched(title, steps, detector, lines=lines, y_label="GiB", totals=80 * GIB, every=4)
+
+
+def stalled() -> list[Panel]:
+    """A step that does not come; long evaluations that came before."""
+    steady = [2.0 * i for i in range(200)]
+    evaluated = []
+    now = 0.0
+    for i in range(200):
+        evaluated.append(now)
+        now += {60: 170.0, 120: 190.0, 180: 400.0}.get(i, 2.0)
+    return [
+        silence("no step after 400 seconds", steady, 400.0, "stalled"),
+        silence("silent: evaluations; the third takes longer", evaluated, 0.0),
+    ]
+
+
+def checkpoint_overdue() -> list[Panel]:
+    """Checkpoints that end; one that is missed."""
+    return [
+        _saves("the last checkpoint is of step 200", {50, 100, 150, 200}, "checkpoint_overdue"),
+        _saves("silent: one save fails", {50, 100, 150, 250, 300, 350}),
+    ]
+
+
+def _saves(title: str, saves: set[int], detector: str = "") -> Panel:
+    watchers, newest, said = WatchSet(), 0, list[Finding]()
+    ages, limits = list[Point](), list[Point]()
+    for i in range(400):
+        if i in saves:
+            watchers.saved(i)
+            newest = i
+        said += watchers.update(step(i))
+        ages.append((i, float(i - newest)))
+        limits.append((i, 50 * CheckpointConfig().ratio if i >= 100 else None))
+    mine = check(title, said, detector)
+    lines = [
+        Line(label="age of the newest", points=ages),
+        Line(label="limit", points=limits, role="limit"),
+    ]
+    marks = [Mark(x=f.step, y=dict(ages)[f.step], level=f.level, word="overdue") for f in mine]
+    return Panel(title=title, lines=lines, marks=marks, said=mine, x_label="step", y_label="steps")

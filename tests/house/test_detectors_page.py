@@ -1,0 +1,148 @@
+"""docs/DETECTORS.md: no detector is left out, and a picture shows what was really said."""
+
+import inspect
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.draw_detectors import drawn, images, page
+from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS
+from docs.drawn.loop import falling, losses, noisy
+from docs.drawn.runs import ExampleError, in_loop
+from docs.drawn.svg import Line, Panel, draw
+from trainvitals.detect import DetectorSet, watch
+from trainvitals.detect.watch import WatchConfig, WatchSet
+
+NAMES = [entry.name for entry in ENTRIES]
+SVG = "{http://www.w3.org/2000/svg}"
+MOST_BYTES = 32_000
+
+
+def functions_that_tell():
+    """Return the names of the public functions of ``watch`` that return a finding."""
+    return {
+        name
+        for name, item in vars(watch).items()
+        if inspect.isfunction(item) and "Finding" in str(inspect.signature(item).return_annotation)
+    }
+
+
+class TestNoneIsLeftOut:
+    def test_every_detector_of_the_loop_has_an_entry_in_its_order(self):
+        assert list(DetectorSet().state_dict()) == [entry.name for entry in IN_LOOP]
+
+    def test_every_watcher_of_the_set_has_an_entry(self):
+        there = set(WatchSet().state_dict()["watchers"]) | functions_that_tell()
+        assert there == {entry.name for entry in (*OF_STEPS, *OF_NODES)}
+
+    def test_every_watcher_that_is_public_has_an_entry(self):
+        classes = [item for item in vars(watch).values() if inspect.isclass(item)]
+        named = {item.name for item in classes if isinstance(getattr(item, "name", None), str)}
+        assert {"learning_rate", "gpu_lost"} < named
+        assert set() == named - set(NAMES)
+
+    def test_every_settings_class_of_a_watcher_is_on_the_page(self):
+        shown = {entry.config for entry in ENTRIES}
+        shown |= {watch.PaceConfig, WatchConfig}  # a part of another, and all of them together
+        there = {item for name, item in vars(watch).items() if name.endswith("Config")}
+        assert set() == there - shown
+
+    def test_every_detector_is_described_and_drawn_on_the_page(self):
+        text = page()
+        for name in NAMES:
+            assert f"\n### {name}\n" in text
+            assert f"](#{name})" in text
+            assert f"](images/detectors/{name}.svg)" in text
+        assert text.isascii()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=NAMES)
+class TestExamples:
+    def test_one_speaks_and_one_that_looks_alike_is_silent(self, entry):
+        panels = drawn()[entry.name]
+        assert any(panel.said for panel in panels)
+        silent = [panel for panel in panels if panel.title.startswith("silent: ")]
+        assert silent
+        assert all(panel.said == () and not panel.marks for panel in silent)
+
+    def test_what_is_said_is_of_the_kinds_and_levels_that_are_named(self, entry):
+        for finding in (finding for panel in drawn()[entry.name] for finding in panel.said):
+            assert entry.name == finding.detector or finding.kind == entry.name
+            assert finding.level in entry.kinds[finding.kind].split(" or ")
+            assert finding.reason in page()
+
+    def test_only_the_set_of_the_ranks_may_act(self, entry):
+        may_act = any("act" in level for level in entry.kinds.values())
+        assert entry in IN_LOOP or not may_act
+
+    def test_each_finding_is_marked_where_it_was_said(self, entry):
+        for panel in drawn()[entry.name]:
+            if panel.x_label != "seconds":
+                assert [f.step for f in panel.said] == [mark.x for mark in panel.marks]
+            for mark in panel.marks:
+                assert mark.y in (dict(panel.lines[0].points)[mark.x], None)
+
+    def test_the_picture_is_small_labelled_and_marks_what_was_said(self, entry):
+        text = images()[f"images/detectors/{entry.name}.svg"]
+        assert text.isascii()
+        assert len(text) < MOST_BYTES
+        tree = ElementTree.fromstring(text)
+        said = [f for panel in drawn()[entry.name] for f in panel.said]
+        dots = [dot.get("class") for dot in tree.iter(f"{SVG}circle")]
+        assert sorted(f.level for f in said) == sorted(dots)
+        words = [element.text for element in tree.iter(f"{SVG}text")]
+        for panel in drawn()[entry.name]:
+            assert {panel.title, panel.x_label} <= set(words)
+            assert any(word.startswith(panel.y_label) for word in words)
+            assert {line.label for line in panel.lines if line.label} <= set(words)
+
+    def test_judged_and_drawn_again_it_is_the_same(self, entry):
+        again = [panel.lines for panel in entry.examples()]
+        assert [panel.lines for panel in drawn()[entry.name]] == again
+
+
+class TestNoMarkIsSetByHand:
+    QUIET = losses(noisy(falling(60), 0.01, 1))
+
+    def test_a_detector_that_should_speak_and_does_not_stops_the_page(self):
+        with pytest.raises(ExampleError, match="loss_spike says nothing"):
+            in_loop("quiet", self.QUIET, "loss_spike")
+
+    def test_a_detector_that_should_be_silent_and_is_not_stops_the_page(self):
+        spiked = losses([2.0] * 40 + [50.0] + [2.0] * 5)
+        with pytest.raises(ExampleError, match="to be silent, but loss_spike: loss 50 is above"):
+            in_loop("spiked", spiked)
+
+
+class TestDrawing:
+    def panel(self, *points, **options):
+        line = Line(label="loss", points=points)
+        return Panel(title="a < b", x_label="step", y_label="loss", lines=[line], **options)
+
+    def paths(self, panel, role="value"):
+        tree = ElementTree.fromstring(draw([panel], "a & b"))
+        return [p.get("d") for p in tree.iter(f"{SVG}path") if p.get("class") == role]
+
+    def test_what_is_missing_is_a_gap_and_what_is_not_finite_a_cross(self):
+        panel = self.panel((0, 1.0), (1, 2.0), (2, None), (3, 1.0), (4, float("nan")), (5, 2.0))
+        curve, _ = self.paths(panel)  # the other is the legend's
+        assert 3 == curve.count("M")
+        assert 1 == len(self.paths(panel, "x"))
+
+    def test_points_on_a_straight_way_are_left_out_and_no_extreme_is(self):
+        curve, _ = self.paths(self.panel(*((i, 9.0 if i == 50 else 1.0) for i in range(101))))
+        assert 5 == len(re.findall(r"[ML]", curve))
+
+    @pytest.mark.parametrize("log", [False, True])
+    @pytest.mark.parametrize("values", [[], [None], [0.0], [5.0] * 3, [1e-9, 1e12], [-1.0, 1.0]])
+    def test_any_course_is_drawn(self, values, log):
+        panel = self.panel(*enumerate(values), log=log)
+        assert ElementTree.fromstring(draw([panel], "")) is not None
+
+    def test_every_color_has_one_for_a_dark_ground(self):
+        style = draw([self.panel((0, 1.0), (1, 2.0))], "").partition("<style>")[2]
+        light, _, dark = style.partition("</style>")[0].partition("@media")
+        names = set(re.findall(r"(\.?\w+)\{[^}]*(?:fill|stroke):#", light))
+        assert names == set(re.findall(r"(\.?\w+)\{(?:fill|stroke)", dark))
+        assert {".value", ".limit", ".act", ".tell", "text"} < names
