@@ -177,7 +177,7 @@ def check_finding(finding: Finding, step: int) -> None:
         assert number is None or not math.isnan(number)
 
 
-quickly = settings(max_examples=60, deadline=None)
+quickly = settings(max_examples=25, deadline=None)
 
 
 @pytest.mark.parametrize("make", STEP_WATCHERS)

@@ -2,33 +2,20 @@
 
 import pytest
 
-from tests.trainvitals.watch.worlds import GIB, SECOND, healthy_run, memory_watcher, slower
-from trainvitals.detect.merged import MergedStep, NodeSample
+from tests.trainvitals.watch.worlds import GIB, memory_watcher
+from trainvitals.detect.merged import NodeSample
 from trainvitals.detect.watch import (
     ActivationWatcher,
     DataBoundWatcher,
-    GpuErrorWatcher,
-    GpuLostWatcher,
-    LayerConfig,
     LayerGradientWatcher,
-    LearningRateConfig,
     LearningRateWatcher,
-    LossScaleConfig,
     LossScaleWatcher,
-    MemoryConfig,
     Pace,
-    RankLossConfig,
     RankLossWatcher,
-    StallConfig,
     StragglerWatcher,
-    ThroughputConfig,
     ThroughputWatcher,
     WatchSet,
-    checkpoint_overdue,
-    stalled,
-    usual_interval,
 )
-from trainvitals.errors import ConfigError
 from trainvitals.testing.merged import causes, merged_series, watched
 
 # -------------------------------------------------------------------------- learning rate
@@ -327,166 +314,3 @@ def test_of_two_ranks_nobody_knows_whose_loss_is_off() -> None:
 def test_a_single_wild_loss_is_not_told() -> None:
     course = "rank_loss[*] 2x200; rank_loss[3] 2x99 900x9 2x92"
     assert [] == watched(RankLossWatcher(), course, ranks=4)
-
-
-# -------------------------------------------------------------------------- nodes
-
-
-def samples(*rows: dict[str, dict[str, float | int | None]]) -> list[NodeSample]:
-    return [
-        NodeSample(node="a", time_unix_ns=i * SECOND, step=i, gpus=gpus)
-        for i, gpus in enumerate(rows)
-    ]
-
-
-def test_errors_from_before_the_first_sample_are_old() -> None:
-    rows = samples(*[{"G": {"ecc_uncorrected_errors": 7, "last_xid": 79}}] * 5)
-    assert [] == [f for row in rows for f in GpuErrorWatcher().update(row)]
-
-
-def test_an_xid_is_told_in_words_and_only_when_it_comes_up() -> None:
-    watcher = GpuErrorWatcher()
-    rows = samples({"G": {"power_watts": 1.0}}, *[{"G": {"last_xid": 79}}] * 9)
-    (finding,) = [f for row in rows for f in watcher.update(row)]
-    assert ("gpu_xid", "xid_fatal", 79) == (finding.kind, finding.cause, finding.value)
-    assert (
-        "GPU G of node a reported Xid 79: it has fallen off the bus; the GPU must be reset or "
-        "taken out" == finding.reason
-    )
-
-
-def test_a_reset_counter_is_no_error() -> None:
-    watcher = GpuErrorWatcher()
-    rows = samples(*[{"G": {"ecc_uncorrected_errors": n}} for n in (9, 9, 0, 0)])
-    assert [] == [f for row in rows for f in watcher.update(row)]
-
-
-def test_a_gpu_that_comes_back_may_be_lost_again() -> None:
-    watcher = GpuLostWatcher()
-    both, one = {"G": {"power_watts": 1.0}, "H": {"power_watts": 1.0}}, {"G": {"power_watts": 1.0}}
-    rows = samples(both, *[one] * 9, both, *[one] * 9)
-    assert [3, 13] == [f.step for row in rows for f in watcher.update(row)]
-
-
-def test_all_gpus_of_a_node_together_are_one_finding() -> None:
-    watcher = GpuLostWatcher()
-    both = {"G": {"power_watts": 1.0}, "H": {"power_watts": 1.0}}
-    rows = samples(both, *[{}] * 30)
-    (finding,) = [f for row in rows for f in watcher.update(row)]
-    assert "none of the 2 GPUs of node a answers any more" == finding.reason
-
-
-# -------------------------------------------------------------------------- not in time
-
-
-def test_a_stall_is_a_function_of_the_time_given() -> None:
-    def at(seconds: float, typical: float | None, longest: float = 0.0) -> bool:
-        found = stalled(
-            int(seconds * SECOND),
-            last_step=7,
-            last_time_ns=0,
-            typical_seconds=typical,
-            longest_seconds=longest,
-        )
-        return found is not None
-
-    assert [False, True] == [at(300, 1.0), at(301, 1.0)]
-    assert [False, True] == [at(1999, 100.0), at(2001, 100.0)]
-    assert [False, True] == [at(1799, 1.0, 600.0), at(1801, 1.0, 600.0)]
-    assert [False, False] == [at(10**6, None), at(-5, 1.0)]
-
-
-def test_a_stall_is_told_once_until_the_next_step() -> None:
-    watchers = WatchSet()
-    rows = list(healthy_run(60))
-    for row in rows:
-        watchers.update(row)
-    last = rows[-1].time_unix_ns
-    assert () == watchers.idle(last + 100 * SECOND)
-    assert ["stalled"] == [f.kind for f in watchers.idle(last + 400 * SECOND)]
-    assert () == watchers.idle(last + 500 * SECOND)
-    (row,) = merged_series("loss 1", first_step=60)
-    watchers.update(row)
-    assert ["stalled"] == [f.kind for f in watchers.idle(row.time_unix_ns + 400 * SECOND)]
-
-
-def test_a_hang_that_ended_does_not_lengthen_the_patience() -> None:
-    pace = Pace()
-    for step in range(100):
-        pace.push(step, 7200.0 if step == 50 else 1.0)
-    assert 1.0 == pace.longest_seconds
-
-
-def test_a_checkpoint_is_overdue_after_twice_the_usual_interval() -> None:
-    assert 100 == usual_interval([0, 100, 200, 350, 450])
-    assert None is usual_interval([100])
-    told = [
-        step
-        for step in range(500, 800)
-        if checkpoint_overdue(step, newest_checkpoint_step=450, interval=100)
-    ]
-    assert 651 == told[0]
-    assert None is checkpoint_overdue(9999, newest_checkpoint_step=0, interval=None)
-
-
-def test_an_overdue_checkpoint_is_told_once_until_one_comes() -> None:
-    watchers, found = WatchSet(), []
-    for row in merged_series("loss 1x1000"):
-        if row.step in (100, 200, 300, 700):
-            watchers.saved(row.step)
-        found += watchers.update(row)
-    assert {501: ["checkpoint_overdue"], 901: ["checkpoint_overdue"]} == causes(found)
-
-
-# -------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: LearningRateConfig(max_rise=1.0), "learning_rate.max_rise is 1.0; it must be 1.1"),
-        (lambda: LossScaleConfig(overflow_ratio=float("nan")), "overflow_ratio is nan"),
-        (lambda: LayerConfig(weak_ratio=50.0), "layers.strong_ratio is 30.0"),
-        (lambda: ThroughputConfig(fall=1.5), "throughput.fall is 1.5; it must be 0.01 to 0.99"),
-        (lambda: MemoryConfig(blocks=4), "memory.blocks is 4; it must be 8 to 1000"),
-        (lambda: RankLossConfig(least=0.5), "rank_loss.least is 0.5; it must be 0 to 0.1"),
-        (lambda: StallConfig(longest_ratio=0.0), "stall.longest_ratio is 0.0"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused(make: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()  # type: ignore[operator]
-
-
-def test_a_set_from_before_a_watcher_was_there_starts_that_one_anew() -> None:
-    watchers = WatchSet()
-    for row in healthy_run(50):
-        watchers.update(row)
-    state = watchers.state_dict()
-    del state["watchers"]["throughput"]
-    restored = WatchSet()
-    restored.load_state_dict(state)
-    assert set(WatchSet().state_dict()["watchers"]) == set(restored.state_dict()["watchers"])
-
-
-def test_the_period_of_evaluations_is_shown() -> None:
-    watchers = WatchSet()
-    for row in healthy_run(900):
-        watchers.update(slower(row, 1.0))
-    assert 0 < watchers.period
-
-
-def test_merged_steps_read_as_text() -> None:
-    (first, second) = merged_series("loss 2 -; rank_loss[1] 3x2; h:grad_norm 1 -", ranks=2)
-    assert (
-        MergedStep(
-            step=0,
-            attempt=1,
-            time_unix_ns=0,
-            run={"loss": 2.0},
-            ranks={"rank_loss": [None, 3.0]},
-            layers={"h": {"grad_norm": 1.0}},
-        )
-        == first
-    )
-    assert ({"loss": None}, {}) == (second.run, second.layers)

@@ -30,6 +30,8 @@ def number(value: Value) -> float | None:
     """Return a finite value as a float, None for anything else."""
     if value is None:
         return None
+    if value.__class__ is float and value - value == 0.0:
+        return value  # the usual case, at the price of a comparison
     try:
         found = float(value)
     except OverflowError:

@@ -126,6 +126,7 @@ class LayerOutlierWatcher(Watcher):
     def __init__(self, config: LayerConfig | None = None) -> None:
         super().__init__()
         self._config = config or LayerConfig()
+        self._weak = math.log(self._config.weak_ratio)
         self._courses: dict[str, Course] = {}
         self._episode = Episode(self._config.clear_after)
 
@@ -153,22 +154,22 @@ class LayerOutlierWatcher(Watcher):
                 moved.append(away)
         enough = len(moved) >= LEAST_LAYERS
         common = upper_median(moved) if enough else 0.0
-        outliers = []
+        outliers, weak, rate = [], self._weak, self._config.rate
         for layer, course, away in known:
             own = away - common
-            if enough and course.count >= warm_up and self._stands_out(course, own):
+            if own > weak and enough and course.count >= warm_up and self._stands_out(course, own):
                 outliers.append((own, layer))
-                course.center += self._config.rate * common
+                course.center += rate * common
                 self._doubt(course, away)
             else:
                 course.streak = 0
-                course.push(common, own, self._config.rate)
+                course.push(common, own, rate)
         return self._tell(merged.step, found, outliers) if enough else ()
 
     def _stands_out(self, course: Course, own: float) -> bool:
-        config = self._config
+        """Say whether what is above the weak ratio is also out of this layer's own noise."""
         sigma = _SIGMA_PER_MEAN_DEVIATION * max(course.spread, _LEAST_SPREAD)
-        return own > max(math.log(config.weak_ratio), config.sigmas * sigma)
+        return own > self._config.sigmas * sigma
 
     def _doubt(self, course: Course, away: float) -> None:
         course.streak += 1
