@@ -76,8 +76,7 @@ def bench_all(
     """
     if context.invoked_subcommand is None:
         options = _detect_options(traces, split, manual)
-        names = ("guard", "parts", "detect")
-        _run(names, quick=quick, output=output, page=page, options=options)
+        _run(tuple(_benches()), quick=quick, output=output, page=page, options=options)
 
 
 def bench_guard(quick: Quick = False, output: Output = Format.TABLE) -> None:
