@@ -15,7 +15,10 @@ from tests.integrations.declared import FRAMEWORKS
 
 GUIDES = Path(__file__).parents[2] / "docs" / "integrations"
 BLOCK = re.compile(r"<!-- test: diff -->\n```diff\n(.*?)```", re.S)
-BEFORE = {"deepspeed": "import deepspeed.ops\ndeepspeed.ops.__compatible_ops__ = {}\n"}
+BEFORE = {
+    "deepspeed": "import collections, deepspeed.ops\n"
+    "deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)\n"
+}
 """What comes before a guide's program here: DeepSpeed would compile an operator for minutes."""
 EVERY = pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda f: f.title)
 

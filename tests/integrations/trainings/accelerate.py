@@ -1,5 +1,6 @@
 """Loops that train with Accelerate."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ def without_builds() -> None:
     """Keep DeepSpeed from compiling operators of its own, which takes minutes; gloo will do."""
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
 
 
 def engine_state(engine: Any) -> list[Tensor]:

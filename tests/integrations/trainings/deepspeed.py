@@ -1,6 +1,7 @@
 """Trainings of DeepSpeed's engine, whatever its stage and precision."""
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,10 @@ from trainer_hooks.integrations.deepspeed import attach
 
 FLOAT16 = {"enabled": True, "initial_scale_power": 12, "hysteresis": 1}
 """The scale halves with every overflow."""
+
+# An option of the later releases; those before always compute it.
+KNOWN = deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
+WITHOUT_NORM = {"compute_grad_norm": False} if "compute_grad_norm" in KNOWN else {}
 
 Config = dict[str, Any]
 
@@ -35,7 +40,7 @@ def groups_of(net: nn.Module, number: int) -> list[dict[str, Any]]:
 
 def without_builds() -> None:
     """Keep DeepSpeed from compiling operators of its own, which takes minutes; gloo will do."""
-    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
 
 
 def make_engine(script: Script, config: Config, *, groups: int = 1) -> Any:
@@ -152,7 +157,7 @@ VARIANTS = {
         train,
         config={
             "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": 2, "compute_grad_norm": False},
+            "zero_optimization": {"stage": 2, **WITHOUT_NORM},
         },
     ),
     "ZeRO 2, bfloat16": partial(train, config=stage(2, **BFLOAT16)),
