@@ -113,41 +113,35 @@ class Engine:
         if self._is_first:
             self._mark_unread()
             self._is_first = False
-        summaries, trouble, halts = self._look_at_runs()
-        self._consume_all(summaries)
-        self._watch(summaries)
-        self._inbox.update(
-            self._run_now(run, trouble.get(run.run_id, -1), halts.get(run.run_id))
-            for run in summaries
-        )
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        try:
+            for writer in sorted(dirty):
+                self._consume(writer)
+            summaries, trouble, halts = self._look_at_runs()
+            dirty |= self._watch(summaries)
+            self._inbox.update(
+                self._run_now(run, trouble.get(run.run_id, -1), halts.get(run.run_id))
+                for run in summaries
+            )
+            # Last: steps that are stored already must not resolve what was not told yet.
+            finished = {run.run_id for run in summaries if run.state == "finished"}
+            for writer in sorted(dirty):
+                self._consume_findings(writer, is_finished=writer[0] in finished)
+                dirty.discard(writer)
+        finally:
+            with self._lock:
+                self._dirty |= dirty
         commands.expire(self._store, self._clock.time_ns())
         self._retell()
 
-    def _consume_all(self, summaries: Sequence[RunSummary]) -> None:
-        finished = {run.run_id for run in summaries if run.state == "finished"}
-        with self._lock:
-            dirty, self._dirty = self._dirty, set()
-        done: set[Writer] = set()
-        try:
-            for writer in sorted(dirty):
-                if writer[1] != COLLECTOR:
-                    self._consume(writer)
-                self._consume_findings(writer, is_finished=writer[0] in finished)
-                done.add(writer)
-        finally:
-            with self._lock:
-                self._dirty |= dirty - done
-
-    def _watch(self, summaries: Sequence[RunSummary]) -> None:
-        """Have the watchers look, and consume what they told."""
+    def _watch(self, summaries: Sequence[RunSummary]) -> set[Writer]:
+        """Have the watchers look, and return as whom they told anything."""
         running = {run.run_id for run in summaries if run.state == "running"}
         look = self._watching.poll(now_ns=self._clock.monotonic_ns(), running=running)
-        if look.told:
-            with self._lock:
-                self._dirty |= {(run_id, COLLECTOR) for run_id in look.told}
-            self._consume_all(summaries)
         if look.has_more:
             self._wake.set()
+        return {(run_id, COLLECTOR) for run_id in look.told}
 
     def start(self) -> None:
         """Start the thread that polls."""

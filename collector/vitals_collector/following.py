@@ -10,10 +10,11 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, func, select
 
 from trainvitals.catalog import GPU_METRICS, NODE_METRICS
 from trainvitals.detect.merged import MergedStep, NodeSample, Value
@@ -197,9 +198,11 @@ class Followed:
             stream.read_seq = stream.last_seq  # removed from the store
             return 1
         num = 0
-        for page in pages:
-            num += self._take(connection, stream, page, now_ns)
-            stream.read_seq = page.first_seq + page.num_rows - 1
+        for digest, alike in groupby(pages, key=lambda page: page.schema_digest):
+            some = list(alike)
+            raw = b"".join(page.row_bytes for page in some)
+            num += self._take(stream, self._schema(connection, digest), raw, now_ns)
+            stream.read_seq = some[-1].first_seq + some[-1].num_rows - 1
         return max(1, num)
 
     def _query(self, connection: Connection, stream: _Stream) -> Any:
@@ -217,20 +220,20 @@ class Followed:
             .limit(_BATCHES_AT_ONCE)
         )
 
-    def _take(self, connection: Connection, stream: _Stream, page: Row[Any], now_ns: int) -> int:
-        schema = self.schemas.get(page.schema_digest)
+    def _schema(self, connection: Connection, digest: str) -> Schema:
+        schema = self.schemas.get(digest)
         if schema is None:
-            schema = self.schemas[page.schema_digest] = read_schema(connection, page.schema_digest)
+            schema = self.schemas[digest] = read_schema(connection, digest)
+        return schema
+
+    def _take(self, stream: _Stream, schema: Schema, raw: bytes, now_ns: int) -> int:
         incarnation, kind = stream.writer
         if kind in ("node", "gpu"):
-            return self._take_hosts(stream, schema, page.row_bytes)
+            return self._take_hosts(stream, schema, raw)
         is_steps = kind == "steps"
-        wanted = (
-            step_columns(schema, is_root=stream.rank == 0)
-            if is_steps
-            else ["layer", *LAYER_COLUMNS]
-        )
-        rows = decode(schema, page.row_bytes, wanted, after=stream.read_seq)
+        is_root = stream.rank == 0
+        wanted = step_columns(schema, is_root=is_root) if is_steps else ["layer", *LAYER_COLUMNS]
+        rows = decode(schema, raw, wanted, after=stream.read_seq)
         if not len(rows):
             return 0
         stream.position = max(stream.position, rows.last())

@@ -1,0 +1,435 @@
+"""Runs watched live: a real store, time by hand, and a collector that may die at any moment."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from tests.collector.acting import Heard, Place, decision, started
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
+from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, NODE_SCHEMA
+from trainvitals.detect.watch import WatchSet
+from trainvitals.errors import StorageError
+from trainvitals.records import (
+    CheckpointChanged,
+    Finding,
+    FindingRaised,
+    NamesDefined,
+    RunEnded,
+)
+from vitals_collector.gathering import HostRow, NodeMerger
+from vitals_collector.ingest import ingest
+from vitals_collector.query import Query
+from vitals_collector.schema import engine_state, findings
+from vitals_collector.store import Store
+from vitals_collector.watching import Watching, WatchingConfig
+
+
+class Job:
+    """A place with a job of some ranks in it: rank 1 keeps the others waiting when told to."""
+
+    def __init__(self, store: Store, world: int = 3) -> None:
+        self.place = Place(store)
+        self.ranks = [Writer(f"rank:{rank}", world_size=world) for rank in range(world)]
+
+    def rows(self, rank: int, steps: Sequence[int], *, slow: bool = False, **how: Any) -> bytes:
+        waits = 0.0 if slow and rank == 1 else 0.4 if slow else 0.01
+        columns = {"step_duration_seconds": 1.0, "communication_seconds": waits, "loss": 2.0}
+        return self.ranks[rank].steps(steps, **(columns | how))
+
+    def train(self, steps: Sequence[int], *, slow: bool = False, **how: Any) -> None:
+        for rank in range(len(self.ranks)):
+            self.place.send(self.rows(rank, steps, slow=slow, **how))
+
+    def look(self) -> list[str]:
+        return self.place.look()
+
+    def found(self, run: str = RUN) -> list[tuple[str, int]]:
+        query = Query(self.place.store, clock=self.place.clock)
+        return [(one.finding.kind, one.finding.step) for one in query.findings(run)]
+
+
+@pytest.fixture
+def job(store: Store) -> Job:
+    return Job(store)
+
+
+# ------------------------------------------------------------------------------------- telling
+
+
+def test_what_only_all_ranks_together_show_is_found_and_told_once(job: Job):
+    job.train(range(50))
+    assert [] == job.look()
+    job.train(range(50, 75), slow=True)
+    for _ in range(3):
+        assert ["StragglerRank firing"] == job.look()
+    assert [("straggler", 69)] == job.found()
+    (alert,) = job.place.heard.alerts
+    assert ("notify", 69, "straggler") == (alert.severity, alert.step, alert.labels["cause"])
+
+
+def test_an_alert_is_told_as_firing_even_where_the_steps_that_resolve_it_are_stored(job: Job):
+    job.train(range(40), slow=True)
+    assert ["StragglerRank firing"] == job.look()
+    assert ["StragglerRank firing", "StragglerRank resolved"] == job.look()
+
+
+def test_its_alert_resolves_after_healthy_steps(job: Job):
+    job.train(range(30), slow=True)
+    job.look()
+    job.train(range(30, 40))
+    assert ["StragglerRank firing", "StragglerRank resolved"] == job.look()
+
+
+def test_a_collector_that_dies_after_every_batch_tells_neither_more_nor_less(job: Job):
+    blocks = [range(first, first + 7) for first in range(0, 140, 7)]
+    for block in blocks:
+        for rank in range(3):
+            job.place.send(job.rows(rank, block, slow=21 <= block[0] < 105))
+            job.look()
+            job.place.restart()
+    job.look()
+    assert [("straggler", 40)] == job.found()
+    assert 1 == job.place.heard.words.count("StragglerRank firing")
+
+
+def test_a_collector_that_died_between_storing_a_finding_and_telling_it_tells_it(job: Job):
+    job.train(range(25), slow=True)
+    watching = Watching(job.place.store)
+    look = watching.poll(now_ns=0, running={RUN})
+    assert {RUN} == look.told
+    assert [] == job.place.heard.words
+    job.place.restart()
+    assert ["StragglerRank firing"] == job.look()
+    job.place.restart()
+    assert ["StragglerRank firing"] == job.look()
+    assert 1 == len(job.found())
+
+
+def test_a_store_that_refuses_loses_nothing_and_tells_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+):
+    job.train(range(10))
+    job.look()
+    job.train(range(10, 40), slow=True)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StorageError("no room left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vitals_collector.watching.insert", refuse)
+        with pytest.raises(StorageError):
+            job.look()
+    assert [] == job.found()
+    assert ["StragglerRank firing"] == job.look()
+    assert [("straggler", 29)] == job.found()
+
+
+def test_ranks_whose_rows_are_stored_are_never_late_however_they_lie_in_the_store(job: Job):
+    for rank in range(3):  # a folder is read node by node
+        for first in range(0, 600, 100):
+            job.place.send(job.rows(rank, range(first, first + 100), slow=first >= 300))
+    watching = Watching(job.place.store, WatchingConfig(rows_at_once=50))
+    while watching.poll(now_ns=0, running={RUN}).has_more:
+        pass
+    assert [("straggler", 319)] == job.found()
+    followed = watching._open[RUN]
+    assert (0, 0) == (followed.steps.num_missing, followed.steps.num_late)
+    assert (1, 599) == followed.steps.merged
+
+
+def test_a_rank_that_died_is_waited_for_and_then_the_others_are_judged(job: Job):
+    job.train(range(5))
+    job.look()
+    for rank in (0, 1):
+        job.place.send(job.rows(rank, range(5, 40), rank_loss=1.0))
+    job.look()
+    engine = job.place.acting.engine
+    assert (1, 4) == engine._watching._open[RUN].steps.merged
+    job.place.clock.advance(20)
+    job.look()
+    followed = engine._watching._open[RUN]
+    assert ((1, 39), {2}, 35) == (
+        followed.steps.merged,
+        followed.steps.absent,
+        followed.steps.num_missing,
+    )
+
+
+def test_a_rollback_goes_back_and_the_watchers_with_it(job: Job):
+    job.train(range(40), learning_rate=0.1)
+    job.look()
+    job.train(range(20, 60), attempt=2, learning_rate=0.1)
+    job.look()
+    assert (2, 59) == job.place.acting.engine._watching._open[RUN].steps.merged
+    assert [] == job.found()
+
+
+def test_a_run_that_finished_is_looked_at_to_its_end_and_alerts_nobody(job: Job):
+    job.train(range(30), slow=True)
+    for rank in job.ranks:
+        job.place.send(rank.events(RunEnded(state="finished"), step=30))
+    assert [] == job.look()
+    assert [("straggler", 19)] == job.found()
+    assert {} == job.place.acting.engine._watching._open
+
+
+def test_another_runs_rows_are_another_runs(job: Job):
+    job.train(range(30), slow=True)
+    other = Writer(run=OTHER_RUN, world_size=1)
+    job.place.send(other.steps(range(50), learning_rate=0.0))
+    assert {"StragglerRank firing", "LearningRateAnomaly firing"} == set(job.look())
+    assert ([("straggler", 19)], [("learning_rate", 29)]) == (job.found(), job.found(OTHER_RUN))
+
+
+def test_one_runs_broken_watching_silences_nobody_else(job: Job, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(WatchSet, "update", broken)
+    job.train(range(5))
+    job.place.send(job.ranks[0].events(started(), decision()))
+    assert ["StepSkipped firing"] == job.look()
+    assert 1 == job.place.acting.engine._watching.num_errors
+
+
+def test_a_memory_of_another_version_makes_the_watchers_learn_anew(job: Job):
+    job.train(range(30), slow=True)
+    job.look()
+    with job.place.store.write() as connection:
+        import msgspec
+
+        name = f"watching/{RUN}"
+        body = connection.execute(
+            select(engine_state.c.body).where(engine_state.c.name == name)
+        ).scalar_one()
+        kept = msgspec.msgpack.decode(body)
+        kept["watchers"] = {"watchers": {"straggler": {"other": 1}}}
+        connection.execute(
+            engine_state.update()
+            .where(engine_state.c.name == name)
+            .values(body=msgspec.msgpack.encode(kept))
+        )
+    job.place.restart()
+    job.train(range(30, 60), slow=True)
+    job.look()
+    assert [("straggler", 19), ("straggler", 49)] == job.found()
+
+
+# ------------------------------------------------------------------------------------ the clock
+
+
+def test_a_step_that_does_not_come_is_told_and_over_when_it_does(job: Job):
+    job.train(range(40))
+    assert [] == job.look()
+    agent = Writer("node:node-a")
+    for second in range(0, 360, 30):
+        job.place.clock.advance(30)
+        job.place.send(agent.node_rows([second]))  # the run is alive
+        job.look()
+    assert ["TrainingStalled firing"] == job.look()
+    job.train([40])
+    assert ["TrainingStalled firing", "TrainingStalled resolved"] == job.look()
+    assert [("stalled", 39)] == job.found()
+
+
+def test_a_stall_is_told_once_over_restarts(job: Job):
+    job.train(range(40))
+    job.look()
+    agent = Writer("node:node-a")
+    for second in range(0, 1_200, 30):
+        job.place.clock.advance(30)
+        job.place.send(agent.node_rows([second]))
+        job.look()
+        if second > 600:
+            job.place.restart()
+    assert ["TrainingStalled firing"] == job.look()
+    assert [("stalled", 39)] == job.found()
+
+
+def test_a_run_that_ended_does_not_stall(job: Job):
+    job.train(range(40))
+    for rank in job.ranks:
+        job.place.send(rank.events(RunEnded(state="interrupted"), step=40))
+    for _ in range(20):
+        job.look()
+        job.place.clock.advance(60)
+    assert [] == job.found()
+
+
+def test_a_checkpoint_that_does_not_come_is_told_and_over_when_it_does(job: Job):
+    def saved(step: int) -> bytes:
+        event = CheckpointChanged(
+            checkpoint_id=f"c{step}", checkpoint_step=step, state="healthy", where="disk"
+        )
+        return job.ranks[0].events(event, step=step)
+
+    for first in (0, 10, 20):
+        job.train(range(first, first + 10))
+        job.place.send(saved(first + 9))
+        assert [] == job.look()
+    job.train(range(30, 60))
+    assert ["CheckpointOverdue firing"] == job.look()
+    assert [("checkpoint_overdue", 50)] == job.found()
+    job.place.restart()
+    job.look()
+    job.place.send(saved(59))
+    assert ["CheckpointOverdue firing", "CheckpointOverdue resolved"] == job.look()
+
+
+# ------------------------------------------------------------------------------ layers and nodes
+
+
+def layers(writer: Writer, step: int, norms: Sequence[float]) -> bytes:
+    rest = [None] * (len(LAYERS_SCHEMA.columns) - 6)
+    head = [step, 1, writer.time_of(step), 0]
+    return writer.batch(LAYERS_SCHEMA, [[*head, i, n, *rest] for i, n in enumerate(norms)])
+
+
+@pytest.mark.parametrize("names_first", [True, False])
+def test_a_layer_that_leaves_its_course_is_named(store: Store, names_first: bool):
+    job = Job(store, world=1)
+    names = NamesDefined(stream="layers", names={i: f"block.{i}" for i in range(6)})
+    said = job.ranks[0].events(names)
+    if names_first:
+        job.place.send(said)
+    for first in range(0, 400, 10):
+        norms = [1.0 + 0.01 * (first // 10 % 3)] * 6
+        if first == 390:
+            norms[3] = 500.0
+        job.place.send(layers(job.ranks[0], first, norms))
+        if not names_first and first < 50:
+            job.look()
+        if not names_first and first == 50:
+            job.place.send(said)
+    job.train(range(400))
+    job.look()
+    job.place.clock.advance(20)
+    job.look()
+    assert [("layer_gradient", 390)] == job.found()
+    with store.read() as connection:
+        body = connection.execute(select(findings.c.body)).scalar_one()
+    assert b"block.3" in body
+
+
+class Agent:
+    """A node's agent: in each round a row of the node, then one of each GPU."""
+
+    def __init__(self, gpus: Sequence[str] = ("GPU-a", "GPU-b")) -> None:
+        self.node = Writer("node:node-a")
+        self.gpus = {uuid: Writer(f"gpu:{uuid}") for uuid in gpus}
+        self.second = 0
+
+    def round(self, **of_gpus: int) -> list[bytes]:
+        self.second += 2
+        time = self.node.time_of(self.second)
+        head = [-1, 0, time, self.second * SECOND]
+        rest = [None] * (len(NODE_SCHEMA.columns) - 5)
+        told = [self.node.batch(NODE_SCHEMA, [[*head, 0.5, *rest]])]
+        for i, writer in enumerate(self.gpus.values(), start=1):
+            values = {"utilization_ratio": 0.9, "ecc_uncorrected_errors": 0} | of_gpus
+            row = [values.get(c.name) for c in GPU_SCHEMA.columns[4:]]
+            told.append(writer.batch(GPU_SCHEMA, [[-1, 0, time + i, head[3] + i, *row]]))
+        return told
+
+
+def test_a_memory_error_of_a_gpu_is_told(job: Job):
+    agent = Agent()
+    job.train(range(10))
+    for num in (0, 0, 1, 1, 1):
+        for raw in agent.round(ecc_uncorrected_errors=num):
+            job.place.send(raw)
+            job.look()
+    assert [("gpu_ecc", 9)] * 2 == job.found()
+    assert ["GpuFault firing"] == job.look()
+
+
+def test_gpus_whose_rows_come_a_look_later_are_not_lost_and_those_that_vanish_are(job: Job):
+    agent = Agent()
+    job.train(range(10))
+    for _ in range(30):
+        node, *gpus = agent.round()
+        job.place.send(node)
+        job.look()
+        for raw in gpus:
+            job.place.send(raw)
+            job.look()
+        job.place.restart()
+    assert [] == job.found()
+    for _ in range(30):
+        node, first, _ = agent.round()
+        job.place.send(node)
+        job.place.send(first)
+    assert ["GpuLost firing"] == job.look()
+    assert [("gpu_lost", 9)] == job.found()
+
+
+def test_what_a_node_wrote_between_two_of_its_own_rows_is_one_sample():
+    merger = NodeMerger()
+
+    def row(seq: int, at: int, **values: float) -> HostRow:
+        return HostRow(seq, at, at * 10, values)
+
+    merger.add(("a", "node"), "n", "", [row(0, 100, cpu=1.0), row(1, 200, cpu=2.0)])
+    merger.add(("b", "gpu"), "n", "G", [row(0, 101, x=1.0), row(1, 201, x=2.0)])
+    assert [] == merger.ready({"n": 150})
+    (found,) = merger.ready({})
+    assert ("n", 1_000, {"cpu": 1.0}, {"G": {"x": 1.0}}) == found
+    assert {("a", "node"): 0, ("b", "gpu"): 0} == merger.done()
+    merger.add(("a", "node"), "n", "", [row(2, 5, cpu=3.0)])  # the node was started again
+    assert [{"G": {"x": 2.0}}] == [found.gpus for found in merger.ready({})]
+
+
+# --------------------------------------------------------------------------- from inside the job
+
+
+def raised(kind: str, step: int = 5, level: str = "tell") -> FindingRaised:
+    finding = Finding(
+        kind=kind,
+        level=level,  # type: ignore[arg-type]
+        step=step,
+        detector="loss_level",
+        reason=f"{kind} at {step}",
+        cause=f"loss_{kind}",
+    )
+    return FindingRaised(finding=finding)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("divergence", ["LossDiverged firing"]),
+        ("plateau", ["LossPlateau firing"]),
+        ("grad_explosion", ["GradientExplosion firing"]),
+        ("level_shift", []),
+        ("spike", []),
+        ("nonfinite", []),
+    ],
+)
+def test_what_the_job_only_tells_is_told_once(job: Job, kind: str, words: list[str]):
+    raw = job.ranks[0].events(started(), raised(kind), raised(kind, 7))
+    job.place.send(raw)
+    assert words == job.look()
+    job.place.send(raw)
+    job.place.restart()
+    assert words == job.look()
+
+
+def test_a_finding_that_was_acted_on_is_told_by_its_decision(job: Job):
+    rollback = decision(action="rollback", step=5, budget_left=2, cause="loss_divergence")
+    job.place.send(job.ranks[0].events(started(), raised("divergence", level="act"), rollback))
+    assert ["TrainingRolledBack firing"] == job.look()
+
+
+def test_a_finding_to_act_on_that_nobody_acted_on_is_told(job: Job):
+    job.place.send(job.ranks[0].events(started(), raised("divergence", level="act")))
+    assert ["LossDiverged firing"] == job.look()
+
+
+def test_findings_of_a_rank_stored_before_a_restart_are_told_after_it(job: Job):
+    heard, place = Heard(), job.place
+    place.heard = heard
+    ingest(place.store, job.ranks[0].events(started(), raised("plateau")))
+    place.restart()
+    assert ["LossPlateau firing"] == job.look()
