@@ -35,6 +35,7 @@ from vitals_collector.schema import batches, checkpoints, engine_state, names, s
 from vitals_collector.series import read_schema
 
 _BATCHES_AT_ONCE = 16
+_ROWS_AT_ONCE = 50_000
 _STREAMS = ("steps", "layers", "node", "gpu")
 _HOST_COLUMNS = frozenset(m.column for m in (*NODE_METRICS, *GPU_METRICS))
 _MORE_COLUMNS = frozenset({"ecc_corrected_errors", "last_xid"})
@@ -105,7 +106,6 @@ class Followed:
     """Whether anything was taken in since this was stored."""
     _streams: dict[Writer, _Stream] = field(default_factory=dict)
     _names: dict[str, dict[int, str]] = field(default_factory=dict)
-    _rounds: deque[Round] = field(default_factory=deque)
     _saves: list[tuple[Key, int]] = field(default_factory=list)
 
     # -------------------------------------------------------------------------------- reading
@@ -294,17 +294,18 @@ class Followed:
         unread = self._unread("steps", "layers")
         gate = min((stream.position for stream in unread), default=None)
         merged = self.steps.ready(now_ns, gate=gate)
-        self._rounds.extend(self.hosts.ready(self._host_gates()))
+        # Those of later steps stay where they are until these steps are here.
+        rounds = deque(self.hosts.ready(self._host_gates()) if gate is None else ())
         told: list[Told] = []
         for step in merged:
             self._save_until((step.attempt, step.step))
-            while self._rounds and self._rounds[0].time_unix_ns <= step.time_unix_ns:
-                told += self._sampled(self._rounds.popleft())
+            while rounds and rounds[0].time_unix_ns <= step.time_unix_ns:
+                told += self._sampled(rounds.popleft())
             told += self._stepped(step)
         if gate is None:
             self._save_until(self.steps.merged)
-            while self._rounds:
-                told += self._sampled(self._rounds.popleft())
+            for left in rounds:
+                told += self._sampled(left)
         if is_running and self.is_drained:
             told += self._idle(now_ns)
         self.has_changed = self.has_changed or bool(merged or told)
@@ -399,6 +400,24 @@ def open_run(
     return Followed(run_id, saved, watchers, steps, schemas)
 
 
+def watch_again(
+    connection: Connection, run_id: str, *, watch: WatchConfig | None = None
+) -> list[Told]:
+    """Return what the watchers tell of a stored run from its beginning; stores nothing.
+
+    What needs the clock, a step that does not come, is left out.
+    """
+    steps = StepMerger(MergeConfig())
+    followed = Followed(run_id, Saved(), WatchSet(watch), steps, {})
+    now_ns, told = 0, list[Told]()
+    while not followed.is_drained or not now_ns:
+        followed.read(connection, _ROWS_AT_ONCE, now_ns)
+        told += followed.advance(now_ns, is_running=False)
+        if followed.is_read:  # nobody is waited for any more
+            now_ns += int(steps.config.patience_seconds * 1e9)
+    return told
+
+
 def state_name(run_id: str) -> str:
     """Return the name under which a run's state is kept in ``engine_state``."""
     return f"watching/{run_id}"
@@ -413,4 +432,4 @@ def _host_row(seq: int, fields: Mapping[str, Any]) -> HostRow:
     )
 
 
-__all__ = ["Followed", "Saved", "Told", "open_run", "state_name"]
+__all__ = ["Followed", "Saved", "Told", "open_run", "state_name", "watch_again"]

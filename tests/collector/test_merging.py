@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.collector.rows import SECOND, STEPS, Writer
 from trainvitals.catalog import LAYERS_SCHEMA, steps_schema
@@ -334,3 +336,28 @@ def test_a_rank_number_without_bound_costs_nothing():
     gathered.write(10**12, [0])
     gathered.write(0, [0])
     assert [(1, 0)] == gathered.out()
+
+
+@given(st.data())
+def test_however_rows_arrive_each_step_comes_out_once_and_in_order(data: st.DataObject):
+    world = data.draw(st.integers(1, 4))
+    gathered = Gathered(world=world, patience_seconds=20)
+    left = {
+        rank: [(1, s) for s in range(6)] + [(2, s) for s in range(3, 8)] for rank in range(world)
+    }
+    out: list[tuple[int, int]] = []
+    while any(left.values()):
+        rank = data.draw(st.sampled_from([rank for rank, rows in left.items() if rows]))
+        num = data.draw(st.integers(1, 5))
+        attempt = left[rank][0][0]
+        some = [step for at, step in left[rank][:num] if at == attempt]
+        del left[rank][: len(some)]
+        gathered.write(rank, some, attempt=attempt)
+        out += gathered.out(data.draw(st.sampled_from([0.0, 1.0, 25.0])))
+    out += gathered.out(60)
+    assert sorted(set(out)) == out
+    assert [(1, s) for s in range(6)] + [(2, s) for s in range(3, 8)] == out
+    given_rows = 11 * world
+    merged = 11 * world - gathered.merger.num_missing
+    assert given_rows == merged + gathered.merger.num_late
+    assert gathered.merger.is_empty

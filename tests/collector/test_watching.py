@@ -18,6 +18,7 @@ from trainvitals.records import (
     NamesDefined,
     RunEnded,
 )
+from vitals_collector.following import watch_again
 from vitals_collector.gathering import HostRow, NodeMerger
 from vitals_collector.ingest import ingest
 from vitals_collector.query import Query
@@ -173,6 +174,15 @@ def test_a_run_that_finished_is_looked_at_to_its_end_and_alerts_nobody(job: Job)
     assert [] == job.look()
     assert [("straggler", 19)] == job.found()
     assert {} == job.place.acting.engine._watching._open
+
+
+def test_the_stored_run_watched_again_tells_what_was_told_live(job: Job):
+    for first in range(0, 240, 10):
+        job.train(range(first, first + 10), slow=first % 80 >= 40)
+        job.look()
+    with job.place.store.read() as connection:
+        again = [(told.finding.kind, told.finding.step) for told in watch_again(connection, RUN)]
+    assert [("straggler", 59), ("straggler", 139), ("straggler", 219)] == job.found() == again
 
 
 def test_another_runs_rows_are_another_runs(job: Job):
