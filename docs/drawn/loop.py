@@ -143,10 +143,9 @@ def loss_level() -> list[Panel]:
         "median of 64 steps": lambda state: sorted(state["window"])[len(state["window"]) >> 1],
         "lowest": lambda state: state["best"],
     }
-    options: dict[str, Any] = {"limit": False, "every": 3}
-    shown = options | {"levels": levels}
+    shown: dict[str, Any] = {"limit": False, "every": 3, "levels": levels, "of": "loss_level"}
     return [
         in_loop("a slow walk away", losses(walk), "loss_level", **shown),
         in_loop("3 % up, and never back", losses(shift), "loss_level", **shown),
-        in_loop("silent: 4 % up, but it recovers", losses(back), **options),
+        in_loop("silent: 4 % up, but it recovers", losses(back), **shown),
     ]

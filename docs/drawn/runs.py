@@ -68,6 +68,7 @@ def in_loop(
     column: str = "loss",
     limit: bool = True,
     levels: Levels | None = None,
+    of: str = "",
     log: bool = False,
     every: int = 1,
 ) -> Panel:
@@ -80,6 +81,7 @@ def in_loop(
         column: what is drawn.
         limit: also draw the limit that was in force.
         levels: what ``detector``'s state is asked for at each step.
+        of: whose state that is, where ``detector`` does not say it.
         log: draw logarithms.
         every: draw every so many steps; those that were spoken of always.
     """
@@ -95,7 +97,7 @@ def in_loop(
     if limit:
         points = [(r.step, getattr(r, f"{column}_limit")) for r in done]
         lines.append(Line(label="its limit", points=points, role="limit"))
-    lines += _levels_of(detector, done, levels or {}, kept)
+    lines += _levels_of(detector or of, done, levels or {}, kept)
     return _panel(title, lines, said, x_label="step", y_label=label, log=log)
 
 

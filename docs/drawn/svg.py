@@ -20,8 +20,10 @@ _LEFT, _RIGHT, _TITLE, _HEIGHT, _FOOT = 68, 16, 26, 112, 40
 _PLOT = WIDTH - _LEFT - _RIGHT
 _CHAR = 6.0
 """Width of a letter of 11 pixels, roughly: only where words are put depends on it."""
-_LABEL_EVERY = 90.0
+_LABEL_EVERY = 160.0
 """Pixels that a mark's word needs for itself; marks nearer than that share one."""
+_LANE = 12
+"""Pixels at the top that belong to the marks' words."""
 
 _LIGHT = {
     "b": "fill:#ffffff", "f": "fill:none;stroke:#d0d7de", "g": "stroke:#eaeef2",
@@ -145,7 +147,8 @@ def _panel(panel: Panel) -> list[str]:
     points = [point for line in panel.lines for point in line.points]
     x = _Axis([at for at, _ in points], _PLOT, log=False, margin=0.0)
     heights = [value for _, value in points if value is not None and math.isfinite(value)]
-    y = _Axis(heights, _HEIGHT, log=panel.log, margin=0.07)
+    room = _HEIGHT - (_LANE if panel.marks else 0)
+    y = _Axis(heights, room, log=panel.log, margin=0.07)
     parts = [*_ground(panel, x, y), f'<rect class="f" width="{_PLOT}" height="{_HEIGHT}"/>']
     for role in ("other", "value", "limit"):
         for line in panel.lines:
@@ -210,21 +213,20 @@ def _marks(panel: Panel, x: _Axis, y: _Axis) -> list[str]:
             groups[-1].append(mark)
         else:
             groups.append([mark])
-    return [*parts, *(_word(group, x, y) for group in groups)]
+    ends = [*(x.at(group[0].x) for group in groups), float(_PLOT)][1:]
+    return [*parts, *(_word(group, x, end) for group, end in zip(groups, ends, strict=True))]
 
 
 def _top(mark: Mark, y: _Axis) -> float:
     return 7.0 if mark.y is None else _HEIGHT - y.at(mark.y)
 
 
-def _word(group: Sequence[Mark], x: _Axis, y: _Axis) -> str:
-    """Return what a group of marks says, on that side of it where there is room."""
-    last = group[-1]
-    words = f"{last.word} ({last.level})"
-    is_right = x.at(last.x) + 9 + _CHAR * len(words) < _PLOT
-    at, anchor = (x.at(last.x) + 8, "start") if is_right else (x.at(group[0].x) - 8, "end")
-    top = min(_top(mark, y) for mark in group)
-    return _text(at, top + 4 if top < 30 else 13, words, anchor=anchor, kind="w")
+def _word(group: Sequence[Mark], x: _Axis, end: float) -> str:
+    """Return what a group of marks says, right of it where there is room until ``end``."""
+    words = f"{group[-1].word} ({group[-1].level})"
+    is_right = x.at(group[-1].x) + 9 + _CHAR * len(words) < end
+    at, anchor = (x.at(group[-1].x) + 8, "start") if is_right else (x.at(group[0].x) - 8, "end")
+    return _text(at, 12, words, anchor=anchor, kind="w")
 
 
 def _legend(panel: Panel) -> list[str]:

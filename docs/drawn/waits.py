@@ -58,7 +58,7 @@ def data_bound() -> list[Panel]:
     slow = [1.6 if i >= 100 and i % 4 == 0 else 0.02 for i in range(240)]
     epochs = [8.0 if i % 80 == 0 else 0.02 for i in range(240)]
     return [
-        _waits("a loader with four workers is too slow from step 100 on", slow, "data_bound"),
+        _waits("four workers are too slow from step 100 on", slow, "data_bound"),
         _waits("silent: the first batch of an epoch", epochs),
     ]
 
@@ -74,7 +74,7 @@ def _waits(title: str, waits: Sequence[float], detector: str = "") -> Panel:
         wait = of_rank("data_wait_seconds", 0)(merged) or 0.0
         return 100.0 * wait / (1.0 + wait)
 
-    lines = {"part of the step": waited, "limit of 50 steps together": lambda _: 100.0 * share}
+    lines = {"part of the step": waited, "limit, of 50 steps": lambda _: 100.0 * share}
     return watched(title, steps, detector, lines=lines, y_label="% waiting")
 
 
@@ -88,7 +88,7 @@ def straggler() -> list[Panel]:
         by_turns.append(_exchange(i, rng.randrange(4), rng))
     return [
         _exchanges("rank 0 comes last from step 60 on", lasting, "straggler"),
-        _exchanges("silent: a late rank in every step, but not the same", by_turns),
+        _exchanges("silent: a late rank in each step, by turns", by_turns),
     ]
 
 

@@ -10,7 +10,7 @@ from docs.draw_detectors import drawn, images, page
 from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS
 from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
-from docs.drawn.svg import Line, Panel, draw
+from docs.drawn.svg import WIDTH, Line, Panel, draw
 from trainvitals.detect import DetectorSet, watch
 from trainvitals.detect.watch import WatchConfig, WatchSet
 
@@ -96,6 +96,12 @@ class TestExamples:
             assert {panel.title, panel.x_label} <= set(words)
             assert any(word.startswith(panel.y_label) for word in words)
             assert {line.label for line in panel.lines if line.label} <= set(words)
+
+    def test_title_and_legend_have_room_beside_each_other(self, entry):
+        for panel in drawn()[entry.name]:
+            labels = {line.label for line in panel.lines if line.label}
+            wide = 7 * len(panel.title) + sum(6 * len(label) + 36 for label in labels)
+            assert wide <= WIDTH - 84, panel.title
 
     def test_judged_and_drawn_again_it_is_the_same(self, entry):
         again = [panel.lines for panel in entry.examples()]
