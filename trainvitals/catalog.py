@@ -194,6 +194,12 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         "Rows that never came: gaps in sequence numbers.",
         labels=(),
     ),
+    _plain(
+        "collector_unmerged_rows_total",
+        "collector",
+        "Rows of ranks that came after their step was merged, or never: the watchers judged "
+        "without them.",
+    ),
     _plain("collector_rejected_batches_total", "collector", "Batches refused.", labels=("reason",)),
     _plain(
         "collector_alert_firing",

@@ -143,6 +143,11 @@ class Engine:
             self._wake.set()
         return {(run_id, COLLECTOR) for run_id in look.told}
 
+    @property
+    def num_unmerged(self) -> int:
+        """Rows of ranks that steps were merged without, since the start."""
+        return self._watching.num_unmerged
+
     def start(self) -> None:
         """Start the thread that polls."""
         self._thread = threading.Thread(target=self._run, name="vitals-engine", daemon=True)

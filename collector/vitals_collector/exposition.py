@@ -77,6 +77,8 @@ class StoreCollector(Collector):
         families["collector_commands_total"] = {
             (status,): num for status, num in commands.counts(self._store).items()
         }
+        unmerged = self._acting.engine.num_unmerged
+        families["collector_unmerged_rows_total"] = {(): float(unmerged)}
         fired, told = self._acting.inbox.fired(), self._acting.dispatcher.outcomes()
         families["collector_alerts_total"] = {key: float(num) for key, num in fired.items()}
         families["collector_notifications_total"] = {key: float(num) for key, num in told.items()}

@@ -107,6 +107,10 @@ class Followed:
     _streams: dict[Writer, _Stream] = field(default_factory=dict)
     _names: dict[str, dict[int, str]] = field(default_factory=dict)
     _saves: list[tuple[Key, int]] = field(default_factory=list)
+    _num_unmerged: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_unmerged = self.steps.num_missing
 
     # -------------------------------------------------------------------------------- reading
 
@@ -310,6 +314,11 @@ class Followed:
             told += self._idle(now_ns)
         self.has_changed = self.has_changed or bool(merged or told)
         return told
+
+    def num_unmerged(self) -> int:
+        """Return how many rows of ranks steps were merged without, since it was last asked."""
+        before, self._num_unmerged = self._num_unmerged, self.steps.num_missing
+        return self._num_unmerged - before
 
     def _host_gates(self) -> dict[str, int]:
         gates: dict[str, int] = {}

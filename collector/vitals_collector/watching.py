@@ -69,6 +69,8 @@ class Watching:
         self._is_first = True
         self.num_errors = 0
         """Runs that were set aside because watching them met an error of our own."""
+        self.num_unmerged = 0
+        """Rows of ranks that steps were merged without."""
 
     def note(self, run_id: str) -> None:
         """Remember that a run has new rows."""
@@ -127,7 +129,11 @@ class Watching:
             with self._store.read() as connection:
                 followed = self._open.get(run_id) or self._opened(connection, run_id)
                 num = followed.read(connection, budget, now_ns)
+            before = followed.steps.absent
             told = followed.advance(now_ns, is_running=is_running)
+            self.num_unmerged += followed.num_unmerged()
+            if gone := followed.steps.absent - before:
+                _LOG.warning("ranks_not_waited_for run=%s ranks=%s", run_id, sorted(gone)[:16])
             is_over = followed.is_drained and not is_running
             if told or self._is_due(followed, now_ns, is_over=is_over):
                 self._keep(followed, told, now_ns)

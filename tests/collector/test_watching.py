@@ -151,6 +151,7 @@ def test_a_rank_that_died_is_waited_for_and_then_the_others_are_judged(job: Job)
     job.place.clock.advance(20)
     job.look()
     followed = engine._watching._open[RUN]
+    assert 35 == engine.num_unmerged
     assert ((1, 39), {2}, 35) == (
         followed.steps.merged,
         followed.steps.absent,

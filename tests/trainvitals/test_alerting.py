@@ -5,17 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainvitals.alerting import (
+    ALERTED_KINDS,
     ALERTS,
     AlertState,
     AlertStatus,
     advance,
     alerts_for_decision,
+    alerts_for_finding,
     alerts_for_run_state,
     fingerprint,
     point_is_over,
 )
+from trainvitals.detect.watch import WatchSet
 from trainvitals.errors import ConfigError
-from trainvitals.records import Decision
+from trainvitals.records import Decision, Finding
 
 RUN = "01ARZ3NDEKTSV4RRFFQ69G5FAV"
 
@@ -125,6 +128,57 @@ def test_a_decision_raises_alerts_by_who_must_act(
 def test_only_a_lost_or_halted_run_pages(state: str, expected: list[tuple[str, str]]) -> None:
     raised = alerts_for_run_state(state, run_id=RUN)  # type: ignore[arg-type]
     assert expected == [(alert.severity, alert.name) for alert in raised]
+
+
+def finding(kind: str, cause: str = "", step: int = 7) -> Finding:
+    return Finding(
+        kind=kind, level="tell", step=step, detector="x", reason="it looks bad", cause=cause
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (finding("divergence", "loss_divergence"), ("notify", "LossDiverged")),
+        (finding("stalled"), ("notify", "TrainingStalled")),
+        (finding("gpu_xid", "xid_fatal"), ("notify", "GpuFault")),
+        (finding("gpu_xid", "xid"), ("log", "GpuErrors")),
+        (finding("gpu_ecc", "ecc_uncorrected"), ("notify", "GpuFault")),
+        (finding("gpu_ecc", "ecc_corrected"), ("log", "GpuErrors")),
+        (finding("gpu_throttle", "gpu_thermal"), ("notify", "GpuThrottled")),
+        (finding("gpu_throttle", "gpu_power_cap"), ("log", "GpuPowerCapped")),
+        (finding("loss_scale", "loss_scale_collapse"), ("notify", "LossScaleCollapsed")),
+        (finding("loss_scale", "overflow_rate"), ("log", "LossScaleOverflows")),
+        (finding("layer_gradient"), ("log", "LayerOutlier")),
+    ],
+    ids=lambda value: value.cause or value.kind if isinstance(value, Finding) else "",
+)
+def test_a_finding_that_no_decision_follows_raises_an_alert_of_its_own(
+    told: Finding, expected: tuple[str, str]
+) -> None:
+    (alert,) = alerts_for_finding(told, run_id=RUN)
+    assert expected == (alert.severity, alert.name)
+    assert (told.cause or told.kind, 7) == (alert.labels["cause"], alert.step)
+    assert "it looks bad" == alert.summary
+
+
+@pytest.mark.parametrize("kind", ["spike", "nonfinite", "level_shift", "what nobody knows", ""])
+def test_a_finding_that_a_decision_tells_raises_none(kind: str) -> None:
+    assert () == alerts_for_finding(finding(kind), run_id=RUN)
+    assert kind not in ALERTED_KINDS
+
+
+def test_every_kind_that_watchers_tell_raises_an_alert() -> None:
+    watchers = WatchSet().state_dict()["watchers"]
+    kinds = {"gpu_error": ("gpu_ecc", "gpu_xid")}
+    told = {kind for name in watchers for kind in kinds.get(name, (name,))}
+    assert told | {"stalled", "checkpoint_overdue"} <= ALERTED_KINDS
+
+
+def test_findings_of_one_cause_are_one_alert() -> None:
+    (first,) = alerts_for_finding(finding("straggler", step=7), run_id=RUN)
+    (second,) = alerts_for_finding(finding("straggler", step=9), run_id=RUN)
+    assert first.fingerprint == second.fingerprint
 
 
 def test_a_halt_pages_once_whether_the_decision_or_the_state_says_it() -> None:
