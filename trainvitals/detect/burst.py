@@ -99,10 +99,7 @@ class BurstDetector(Detector):
             return ()
         beyond = self._distance(norm) - self._config.allowance
         if beyond <= 0.0:
-            self._sum = max(0.0, self._sum + beyond)
-            if self._sum <= 0.0:
-                self._told, self._onset = False, -1
-            self._held.clear()
+            self._end()  # two spikes with a usual step between them are two spikes
             if is_clean(record):
                 self._push(norm)
             return ()

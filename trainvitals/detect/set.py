@@ -76,8 +76,10 @@ class DetectorSet:
                 detector.rebaseline(steps)
         if metric in ("", "grad_norm"):
             self._burst.rebaseline()
-        if metric in ("", "loss"):
+        if metric == "":
             self._level.rebaseline()
+        elif metric == "loss":
+            self._level.excuse()  # the lowest level stays: what came after it is told, no more
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON types."""

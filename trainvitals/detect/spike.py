@@ -24,6 +24,10 @@ _LARGEST_EXPONENT = 700.0
 _SIGMA_ABOVE = 0.16
 """Normal samples are above one standard deviation this often."""
 _RARE = 0.02
+_MOST_OF_RARE = 3.0
+"""The spread counts for no more than this multiple of what 2 % of the steps go beyond: six standard
+deviations of normal noise. Where one batch in five is of a second, heavier kind, the spread is the
+distance between the kinds, and eight of those would let everything pass."""
 _STEADY_RATIO = 1.3
 """What the medians of the first and the second half of a new level may differ by."""
 _AROUND_ZERO = 10.0
@@ -53,7 +57,7 @@ class SpikeConfig:
     doubt_ratio: float = 1.2
     """The same while in doubt, that is in the ``doubt_steps`` after a step above this multiple: one
     heavy batch is let through, more right after it are not. Equal to ``min_ratio``: no doubt."""
-    doubt_steps: int = 4
+    doubt_steps: int = 3
     """Steps that a doubt lasts; it must cover the two until a new limit is in force."""
     accept_after: int = 30
     """Outliers in a row, alike among themselves, after which they are the new level. Few would let
@@ -127,6 +131,7 @@ class SpikeDetector:
         self._held: list[float] = []
         self._suspended = 0
         self._doubt, self._doubt_since = 0, -1
+        self._last: float | None = None
         self._limits: tuple[float, float] | None = None
         self._stale = False
 
@@ -171,8 +176,9 @@ class SpikeDetector:
         if window.smallest > 0.0:
             middle = self._deviations.median()
             noise = middle + config.sigmas * (self._deviations.upper(_SIGMA_ABOVE) - middle)
-            tail = config.headroom * self._tail.upper(_RARE)
-            ratio = math.exp(min(max(noise, tail, 0.0), _LARGEST_EXPONENT))
+            rare = self._tail.upper(_RARE)
+            far = max(min(noise, _MOST_OF_RARE * rare), config.headroom * rare, 0.0)
+            ratio = math.exp(min(far, _LARGEST_EXPONENT))
             return (
                 min(course * max(ratio, config.doubt_ratio), _LARGEST),
                 min(course * max(ratio, config.min_ratio), _LARGEST),
@@ -191,6 +197,7 @@ class SpikeDetector:
         self._held.clear()
         self._suspended = max(self._suspended, steps)
         self._doubt, self._limits, self._stale = 0, None, False
+        self._last = None
 
     def _take_in(self, step: int, value: float) -> None:
         """Add a clean sample; a doubtful one is held back until the doubt has passed."""
@@ -208,9 +215,13 @@ class SpikeDetector:
     def _push(self, value: float) -> None:
         course = self._course.median() if len(self._course) else value
         if value > 0.0 and course > 0.0:
-            deviation = math.log(value) - math.log(course)
+            logarithm = math.log(value)
+            deviation = logarithm - math.log(course)
             self._deviations.push(deviation)
-            self._tail.push(deviation)
+            # Of two kinds of batches the course may lie on either; the jump between them does not.
+            last = self._last if self._last is not None else logarithm
+            self._tail.push(max(deviation, logarithm - last))
+            self._last = logarithm
         self._window.push(value)
         self._course.push(value)
         self._outliers.clear()
@@ -285,6 +296,7 @@ class SpikeDetector:
             "suspended": self._suspended,
             "doubt": self._doubt,
             "doubt_since": self._doubt_since,
+            "last": self._last,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -297,6 +309,7 @@ class SpikeDetector:
         self._held = [float(value) for value in state["held"]]
         self._suspended = int(state["suspended"])
         self._doubt, self._doubt_since = int(state["doubt"]), int(state["doubt_since"])
+        self._last = state["last"]
         self._limits, self._stale = None, True
 
 
