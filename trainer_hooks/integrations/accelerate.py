@@ -27,7 +27,7 @@ from trainer_hooks.integrations.framework import Options, require
 from trainer_hooks.wrap import as_list
 from trainvitals.errors import UsageError
 
-OLDEST = "1.0"
+OLDEST = "1.4"
 _ELSEWHERE = {
     "DEEPSPEED": "accelerator.prepare() makes the engine that does: call attach() after it; in "
     "Hugging Face's Trainer, trainer.add_callback(VitalsCallback(trainer)) finds it",

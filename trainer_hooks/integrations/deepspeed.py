@@ -29,7 +29,7 @@ from trainer_hooks.wrap import Made, set_up
 from trainvitals.errors import UsageError
 from trainvitals.records import OVERFLOW
 
-OLDEST = "0.16"
+OLDEST = "0.19.8"
 
 
 def attach(engine: Any, **options: Unpack[Options]) -> Attached:

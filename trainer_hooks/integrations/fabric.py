@@ -82,7 +82,7 @@ def _require(fabric: Any) -> None:
     package = type(fabric).__mro__[-2].__module__.partition(".")[0]
     named = ("lightning",) if package == "lightning" else ("lightning-fabric", "pytorch-lightning")
     present = [name for name in named if any(distributions(name=name))]
-    require((present or named)[0], "2.2", extra="lightning")
+    require((present or named)[0], "2.4", extra="lightning")
 
 
 def _refuse(fabric: Any, loss_divisor: float) -> None:

@@ -19,7 +19,7 @@ from trainer_hooks.integrations import accelerate
 from trainer_hooks.integrations.framework import Options, require
 from trainvitals.errors import UsageError
 
-require("transformers", "4.46", extra="huggingface")
+require("transformers", "5.0", extra="huggingface")
 
 from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
 

@@ -34,7 +34,7 @@ def _callback_class() -> Any:
     present = [name for name in _PACKAGES if find_spec(name) is not None]
     chosen = next((name for name in present if _PACKAGES[name] in sys.modules), None)
     package = chosen or (present[0] if present else "lightning")
-    require(package.replace("_", "-"), "2.2", extra="lightning")
+    require(package.replace("_", "-"), "2.4", extra="lightning")
     return import_module(_PACKAGES[package]).Callback
 
 
