@@ -335,15 +335,15 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
 
 
 def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
-    override = environ.get("VITALS_MODE")
+    override = environ.get("VITALS_MODE") or None  # set and empty, as launchers pass it, is unset
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
             f"VITALS_MODE is {override!r}; the environment can only say off or observe",
             hint="guard and heal are chosen in the code: watch(..., mode='heal')",
         )
-    chosen = override or mode
-    if chosen not in _MODES:
-        raise UsageError(f"mode is {chosen!r}; it must be one of {', '.join(_MODES)}")
+    if mode not in _MODES:
+        raise UsageError(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}")
+    chosen = mode if override is None else min(mode, override, key=_MODES.index)
     if chosen == "heal" and not checkpoints:
         raise UsageError(
             "mode 'heal' rolls back, and needs checkpoints to go back to",

@@ -45,13 +45,25 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     agents = [one for name, one in newest.items() if not name.startswith("rank:")]
     ended = {one.ended_state for one in ranks} & set(_FINAL)
     if head is not None and head.ended_state:
-        return next((state for state in _FINAL if state in ended), "finished")
+        said = next((state for state in _FINAL if state in ended), "finished")
+        # A launcher that loses one rank interrupts the others: theirs is not the story.
+        return "failed" if said == "interrupted" and _lost_one_first(ranks) else said
     if not ranks or all(_is_silent(one, when) for one in ranks):
         is_gone = bool(ranks) and all(one.alive == 0 or one.ended_state for one in ranks)
         if is_gone or all(_is_silent(one, when) for one in agents):
             # Where rank 0 was killed before it could speak, another rank may have said why.
             return "failed" if "failed" in ended else "lost"
     return "running"
+
+
+def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
+    """Return whether a rank was gone, without a word, before the first of the others was ended.
+
+    One that outlives the launcher's grace is killed after it: that is no fault.
+    """
+    goodbyes = [one.last_seen_unix_ns for one in ranks if one.ended_state]
+    gone = [one.last_seen_unix_ns for one in ranks if one.alive == 0 and not one.ended_state]
+    return bool(goodbyes) and bool(gone) and min(gone) < min(goodbyes)
 
 
 def health(

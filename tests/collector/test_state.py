@@ -42,6 +42,15 @@ def at(second: int, *, up_since: int = 0) -> Liveness:
         ([source(seen=100), source("rank:1", seen=100, ended="failed")], 200, "failed"),
         ([source(ended="interrupted"), source("rank:1", ended="failed")], 10, "failed"),
         ([source(ended="interrupted"), source(started=50, seen=100)], 110, "running"),
+        # Rank 1 was killed, and the launcher interrupted rank 0 for it.
+        ([source(seen=9, ended="interrupted"), source("rank:1", seen=8, alive=0)], 20, "failed"),
+        # Both were interrupted, and rank 1 wrote on until it was killed.
+        (
+            [source(seen=9, ended="interrupted"), source("rank:1", seen=12, alive=0)],
+            20,
+            "interrupted",
+        ),
+        ([source(seen=9, ended="finished"), source("rank:1", seen=8, alive=0)], 20, "finished"),
         ([source(ended="halted"), source("rank:1", ended="failed")], 10, "halted"),
         ([], 10, "lost"),
     ],

@@ -13,9 +13,14 @@ of them on two ranks and holds it to this page: a fault on rank 1 alone, 12 kind
 signals of each step against a computation without any framework.
 
 - *exact*: a faulty update is held back on all ranks and leaves no trace (parameters, moments,
-  buffers, bit for bit); the verdict says what it was and which rank; a signal is the true number.
+  buffers, bit for bit); the verdict says what it was and, where it is not finite, which rank; a
+  signal is the true number. Outliers are judged once the run is known, from about step 10 on.
 - *abstains*: out of reach there, and not guessed: the signal is missing, the rule says nothing.
 - *its own*: the framework's own skip, counted as such and not as a fault.
+
+A guarded run lies in `./vitals_runs` (elsewhere with `VITALS_DIR`): `vitals runs vitals_runs` lists it,
+`vitals show` has its curves and decisions, `vitals why vitals_runs STEP` explains one step, and
+`VITALS_MODE=observe` or `off` turns the guard down without touching the code.
 
 | framework | guide | adapter | tested with | from |
 |---|---|---|---|---|

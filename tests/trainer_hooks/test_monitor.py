@@ -266,6 +266,15 @@ def test_the_environment_can_turn_it_down_and_not_up(monkeypatch):
         Loop(mode="guard")
     monkeypatch.setenv("VITALS_MODE", "off")
     assert Loop(mode="guard").monitor.run_id == ""
+    monkeypatch.setenv("VITALS_MODE", "observe")
+    assert Loop(mode="off").monitor.run_id == ""
+
+
+def test_an_empty_variable_says_nothing(monkeypatch):
+    monkeypatch.setenv("VITALS_MODE", "")
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        assert "guard" == monitor._host.mode
 
 
 ALONE = """

@@ -316,3 +316,26 @@ def test_settings_reach_the_detectors() -> None:
     for record in series("loss 2x20; grad_norm 1x20"):
         detectors.update(record)
     assert (6.0, 5.0) == (detectors.limits().loss, detectors.limits().grad_norm)
+
+
+@pytest.mark.parametrize("first", [2, 6, 9])
+def test_a_spike_before_the_first_limit_hides_none_of_those_after_it(first: int) -> None:
+    losses = [1.2 + 0.01 * (step % 5) for step in range(120)]
+    for step in (first, 20, 42, 74):
+        losses[step] = 1.9e11
+    detectors, limit, found = SpikeDetector("loss"), None, []
+    for step, loss in enumerate(losses):
+        record = StepRecord(step=step, attempt=1, loss=loss, loss_limit=limit)
+        found += [finding.step for finding in detectors.update(record)]
+        limit = detectors.limit()
+    assert [20, 42, 74] == found
+
+
+def test_where_one_batch_in_five_is_heavier_an_outlier_beyond_both_is_still_one() -> None:
+    losses = [2.4 if step % 5 == 3 else 1.2 for step in range(200)]
+    detectors = SpikeDetector("loss")
+    for step, loss in enumerate(losses):
+        detectors.update(StepRecord(step=step, attempt=1, loss=loss, loss_limit=detectors.limit()))
+    limit = detectors.limit()
+    assert limit is not None
+    assert 2.4 * 1.1 < limit < 1.2 * 10
