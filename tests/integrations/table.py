@@ -18,8 +18,8 @@ signals of each step against a computation without any framework.
 - *abstains*: out of reach there, and not guessed: the signal is missing, the rule says nothing.
 - *its own*: the framework's own skip, counted as such and not as a fault.
 
-A guarded run lies in `./vitals_runs` (elsewhere with `VITALS_DIR`): `vitals runs vitals_runs` lists it,
-`vitals show` has its curves and decisions, `vitals why vitals_runs STEP` explains one step, and
+A guarded run lies in `./vitals_runs` (elsewhere with `VITALS_DIR`): `vitals runs vitals_runs` lists
+it, `vitals show` has its curves and decisions, `vitals why vitals_runs STEP` explains one step, and
 `VITALS_MODE=observe` or `off` turns the guard down without touching the code.
 
 | framework | guide | adapter | tested with | from |

@@ -28,9 +28,11 @@ _MOST_OF_RARE = 3.0
 """The spread counts for no more than this multiple of what 2 % of the steps go beyond: six standard
 deviations of normal noise. Where one batch in five is of a second, heavier kind, the spread is the
 distance between the kinds, and eight of those would let everything pass."""
-_SPARED = 2.5
-"""Samples at the far end, two, that never make a limit, however few there are: no limit was in force
-while the first were taken in, and one spike among them would hide all that come after."""
+_FEW = 2.5
+_ON_THE_WORD_OF_FEW = math.log(4.0)
+"""Two samples, which are 2 % of a hundred and more of fewer, widen the limit to no more than four
+times the course: no limit was in force while the first were taken in, and one spike among them
+would hide all that come after."""
 _STEADY_RATIO = 1.3
 """What the medians of the first and the second half of a new level may differ by."""
 _AROUND_ZERO = 10.0
@@ -179,7 +181,8 @@ class SpikeDetector:
         if window.smallest > 0.0:
             middle = self._deviations.median()
             noise = middle + config.sigmas * (self._deviations.upper(_SIGMA_ABOVE) - middle)
-            rare = self._tail.upper(max(_RARE, _SPARED / len(self._tail)))
+            shared = self._tail.upper(max(_RARE, _FEW / len(self._tail)))
+            rare = max(shared, min(self._tail.upper(_RARE), _ON_THE_WORD_OF_FEW))
             far = max(min(noise, _MOST_OF_RARE * rare), config.headroom * rare, 0.0)
             ratio = math.exp(min(far, _LARGEST_EXPONENT))
             return (
