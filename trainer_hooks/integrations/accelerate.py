@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import numbers
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 import trainer_hooks
 from trainer_hooks.attached import Attached
 from trainer_hooks.guard import AfterLoad
-from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.integrations.framework import Options, is_off, require
 from trainer_hooks.wrap import as_list
 from trainvitals.errors import UsageError
 
@@ -109,11 +108,6 @@ def guard(
         return attached, None
     owns_clip = max_norm is not None
     return attached, Hooks(accelerator, optimizers, attached, owns_clip=owns_clip, parts=parts)
-
-
-def is_off(options: Options) -> bool:
-    """Return whether nothing is guarded, and so nothing is to be refused."""
-    return os.environ.get("VITALS_MODE", options.get("mode")) == "off"
 
 
 def _is_deepspeed(accelerator: Any) -> bool:

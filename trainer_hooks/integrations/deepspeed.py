@@ -11,7 +11,6 @@ agree, and the answer is given for them.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Unpack, cast
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.attached import Attached, Judged
 from trainer_hooks.guard import scaled_rates
-from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.integrations.framework import Options, is_off, require
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
 from trainer_hooks.loop import not_compiled
 from trainer_hooks.off import Unattached
@@ -45,7 +44,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
     require("deepspeed", OLDEST, extra="deepspeed")
-    seat = None if _is_off(options) else _seat_of(engine)
+    seat = None if is_off(options) else _seat_of(engine)
     made = set_up(
         getattr(engine, "module", engine),
         [] if seat is None else [seat.optimizer],
@@ -63,11 +62,6 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     if made is None or seat is None:
         return cast(Attached, Unattached([], None, None))
     return DeepSpeedAttached(made, engine, seat)
-
-
-def _is_off(options: Options) -> bool:
-    """Whether this rank shall train as before; then nothing is refused. The ranks agree later."""
-    return (os.environ.get("VITALS_MODE") or options.get("mode", "guard")) == "off"
 
 
 class DeepSpeedAttached(Attached):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,14 @@ class Options(TypedDict, total=False):
     tags: Sequence[str]
     state: Mapping[str, Any] | None
     signals: SignalSettings | None
+
+
+def is_off(options: Options) -> bool:
+    """Return whether nothing is to be guarded, and so nothing to be refused.
+
+    The environment or the code says so; ``attach`` makes sure that all ranks were told the same.
+    """
+    return "off" in (os.environ.get("VITALS_MODE"), options.get("mode"))
 
 
 def require(distribution: str, oldest: str, *, extra: str) -> None:

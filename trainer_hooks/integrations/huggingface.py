@@ -16,7 +16,7 @@ import trainer_hooks
 from trainer_hooks.attached import Attached
 from trainer_hooks.goodbye import EndState
 from trainer_hooks.integrations import accelerate
-from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.integrations.framework import Options, is_off, require
 from trainvitals.errors import UsageError
 
 require("transformers", "5.0", extra="huggingface")
@@ -85,7 +85,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
     def _attach(self, model: Any, optimizer: Any, options: Options) -> Attached:
         trainer = self._trainer
         if trainer is None:
-            if not accelerate.is_off(options):
+            if not is_off(options):
                 accelerate.refuse(optimizer.accelerator_state.distributed_type, [optimizer])
             plain = accelerate.plain(optimizer)
             return trainer_hooks.attach(model, plain, scaler=optimizer.scaler, **options)

@@ -9,7 +9,6 @@ gradients are measured and judged in ``on_before_optimizer_step``, which comes b
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.attached import Attached, attach
-from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.integrations.framework import Options, is_off, require
 from trainvitals.errors import TrainingHalted, UsageError
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -90,7 +89,7 @@ class VitalsCallback(_Callback):
         Raises:
             UsageError: what is trained in this way cannot be guarded.
         """
-        if os.environ.get("VITALS_MODE", self._options.get("mode")) == "off":
+        if is_off(self._options):
             return
         _refuse_strategy(trainer.strategy)
         _refuse_unfreezing(trainer.callbacks)
