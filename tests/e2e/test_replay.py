@@ -15,7 +15,7 @@ from vitals_collector.histories import Wanted, read_history
 from vitals_collector.replay import Replay, replay
 from vitals_collector.store import open_store
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 NAN_STEP, POISON_FIRST, POISON_LAST = 70, 130, 140
 

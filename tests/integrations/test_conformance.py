@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.integrations.conftest import WORLD, every_variant
+from tests.integrations.conftest import WORLD, every_variant, is_installed
+from tests.integrations.declared import FRAMEWORKS
 from tests.integrations.script import (
     DECAY,
     LR,
@@ -32,6 +33,13 @@ VARIANTS = pytest.mark.parametrize(
     [pytest.param(f, name, id=f"{f.title}: {name}") for f, name in every_variant()],
 )
 FAULTS = pytest.mark.parametrize("fault", NAMES)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda f: f.title)
+def test_every_framework_is_trained_with(framework):
+    if not is_installed(framework):
+        pytest.skip(f"not installed: {framework.package}; `make test-integrations` has it")
+    assert any(found is framework for found, _ in every_variant())
 
 
 def expected_verdict(variant, fault):

@@ -42,6 +42,7 @@ def test_at_most_three_lines_change(framework):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @EVERY
 def test_both_sides_train_to_the_same_loss_on_two_ranks(framework, tmp_path):
     if framework.package and importlib.util.find_spec(framework.package) is None:

@@ -7,7 +7,7 @@ import pytest
 from tests.integrations.declared import FRAMEWORKS
 from tests.integrations.test_guides import GUIDES, loop, on_two_ranks, side
 
-pytestmark = [pytest.mark.integrations, pytest.mark.dist]
+pytestmark = [pytest.mark.integrations, pytest.mark.dist, pytest.mark.slow]
 (TORCHRUN,) = [framework for framework in FRAMEWORKS if framework.module == "torchrun"]
 
 

@@ -26,7 +26,7 @@ from trainer_hooks.pack import Reduced
 from trainer_hooks.reading import culprits, rank_losses
 from trainer_hooks.shards import local_tensor, shards_of
 
-KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x100": 100.0}
+KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}
 PLACES = ("loss", "element", "all")
 WARM_UP = 17
 SHARDED = ("fsdp2 nested", "hsdp", "sequence parallel", "fsdp2 x tp, sequence parallel")
@@ -220,7 +220,7 @@ def short_of_a_gradient(wrapping: Wrapping, rank: int) -> dict[str, Any]:
 def poison(loop: Loop, place: str, value: float) -> str:
     """Change this rank's own gradients after backward; return which parameter's, if one."""
     grads = loop.gradients()
-    relative = value == KINDS["x100"]
+    relative = value == KINDS["x300"]
     if place == "all":
         for grad in grads.values():
             grad.mul_(value) if relative else grad.fill_(value)

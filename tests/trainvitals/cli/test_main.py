@@ -128,6 +128,13 @@ def test_python_dash_m_is_the_same_program():
     assert f"vitals {__version__}\n" == done.stdout
 
 
+NOT_PROGRAMS = (
+    *("all", "torch", "replay"),
+    *("huggingface", "accelerate", "lightning", "deepspeed", "torchtitan"),
+)
+"""Extras that the doctor does not look for: nothing of ours is missing without them."""
+
+
 class TestDoctor:
     def test_every_check_that_is_not_well_names_a_way_out(self):
         checks = [
@@ -152,7 +159,7 @@ class TestDoctor:
         declared: dict[str, set[str]] = {}
         for line in requires("trainvitals") or []:
             match = re.match(r"([A-Za-z0-9-]+)[^;]*; extra == '(\w+)'", line)
-            if match and match[2] not in ("all", "torch"):
+            if match and match[2] not in NOT_PROGRAMS:
                 name = match[1].lower()
                 declared.setdefault(match[2], set()).add(modules.get(name, name.replace("-", "_")))
         assert {k: set(v) for k, v in doctor.PROGRAM_PACKAGES.items()} == declared
