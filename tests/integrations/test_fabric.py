@@ -291,7 +291,7 @@ def test_an_engine_of_its_own_is_refused(name):
 def test_a_fabric_that_is_too_old_is_told_what_to_install(monkeypatch):
     loop = Loop(guarded=False)
     monkeypatch.setattr(framework, "version", lambda _: "2.1.4")
-    expected = re.escape("lightning is 2.1.4; at least 2.2 is needed")
+    expected = re.escape("lightning is 2.1.4; at least 2.4 is needed")
     with pytest.raises(MissingDependencyError, match=expected):
         attach(loop.fabric, loop.model, loop.optimizer)
 
