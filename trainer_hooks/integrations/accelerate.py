@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 import trainer_hooks
 from trainer_hooks.attached import Attached
 from trainer_hooks.guard import AfterLoad
+from trainer_hooks.integrations import framework
 from trainer_hooks.integrations.framework import Options, is_off, require
 from trainer_hooks.wrap import as_list
 from trainvitals.errors import UsageError
@@ -174,23 +175,19 @@ def replace(
 
     Where somebody has wrapped ours since, that goes on to call the real one only.
     """
-    real, before = getattr(owner, name), vars(owner).get(name)
+    real = getattr(owner, name)
     ours, closed = make(real), False
 
     @functools.wraps(real)
     def call(*args: Any, **kwargs: Any) -> Any:
         return (real if closed else ours)(*args, **kwargs)
 
-    def put_back() -> None:
+    def close() -> None:
         nonlocal closed
         closed = True
-        if vars(owner).get(name) is call:
-            delattr(owner, name)
-            if before is not None:
-                setattr(owner, name, before)
 
-    setattr(owner, name, call)
-    attached.when_closed(put_back)
+    framework.replace(attached, owner, name, call)
+    attached.when_closed(close)
 
 
 class Hooks:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 import trainer_hooks
 from trainer_hooks.attached import Attached
 from trainer_hooks.guard import unscale
-from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.integrations.framework import Options, replace, require
 from trainer_hooks.wrap import as_list
 from trainvitals.errors import UsageError
 
@@ -69,7 +69,7 @@ def attach(
         **options,
     )
     if isinstance(attached, Attached):  # it is off otherwise
-        _replace(attached, fabric, _GUARDED, True)
+        replace(attached, fabric, _GUARDED, True)
         _give_losses(fabric, attached, loss_divisor)
         _judge_before_clips(fabric, attached, bare, refused=max_norm is not None)
         _unscale_once(fabric.strategy.precision, attached)
@@ -106,20 +106,6 @@ def _refuse(fabric: Any, loss_divisor: float) -> None:
         )
 
 
-def _replace(attached: Attached, owner: Any, name: str, ours: Any) -> None:
-    """Set an attribute on the object itself, until the guard closes."""
-    before = vars(owner).get(name)
-
-    def put_back() -> None:
-        if vars(owner).get(name) is ours:
-            delattr(owner, name)
-            if before is not None:
-                setattr(owner, name, before)
-
-    setattr(owner, name, ours)
-    attached.when_closed(put_back)
-
-
 def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
     real: Callable[..., None] = fabric.backward
 
@@ -128,7 +114,7 @@ def _give_losses(fabric: Any, attached: Attached, divisor: float) -> None:
         attached.loss(tensor.detach() * divisor)
         real(tensor, *args, **kwargs)
 
-    _replace(attached, fabric, "backward", backward)
+    replace(attached, fabric, "backward", backward)
 
 
 def _judge_before_clips(
@@ -159,7 +145,7 @@ def _judge_before_clips(
             kwargs["error_if_nonfinite"] = False
         return real(*args, **kwargs)
 
-    _replace(attached, fabric, "clip_gradients", clip_gradients)
+    replace(attached, fabric, "clip_gradients", clip_gradients)
 
 
 def _norm_of(given: Mapping[str, Any]) -> float | None:
@@ -179,7 +165,7 @@ def _unscale_once(precision: Any, attached: Attached) -> None:
             unscale(precision.scaler, [optimizer])
 
     if getattr(precision, "scaler", None) is not None:
-        _replace(attached, precision, "unscale_gradients", unscale_gradients)
+        replace(attached, precision, "unscale_gradients", unscale_gradients)
 
 
 def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
@@ -193,4 +179,4 @@ def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
             numbers = {n: float(v) for n, v in bare.items() if isinstance(v, int | float | Tensor)}
             attached.observe(**numbers)
 
-    _replace(attached, fabric, "log_dict", log_dict)
+    replace(attached, fabric, "log_dict", log_dict)

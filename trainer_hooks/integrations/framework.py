@@ -7,10 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from trainer_hooks.measures.settings import SignalSettings
 from trainvitals.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from trainer_hooks.attached import Attached
 
 
 class Options(TypedDict, total=False):
@@ -54,6 +57,23 @@ def require(distribution: str, oldest: str, *, extra: str) -> None:
         raise MissingDependencyError(
             f"{distribution} is {installed}; at least {oldest} is needed", hint=hint
         )
+
+
+def replace(attached: Attached, owner: Any, name: str, ours: Any) -> None:
+    """Set an attribute on the object itself, until the guard closes.
+
+    Where somebody has put another in its place since, that one stays.
+    """
+    before = vars(owner).get(name)
+
+    def put_back() -> None:
+        if vars(owner).get(name) is ours:
+            delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
+
+    setattr(owner, name, ours)
+    attached.when_closed(put_back)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

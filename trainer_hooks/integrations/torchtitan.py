@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Unpack
@@ -19,7 +19,7 @@ import torch
 
 import trainer_hooks
 from trainer_hooks.attached import Attached
-from trainer_hooks.integrations.framework import Options, require
+from trainer_hooks.integrations.framework import Options, replace, require
 from trainer_hooks.shards import local_tensor
 from trainvitals.errors import UsageError
 
@@ -101,7 +101,7 @@ def _refuse(trainer: Any) -> None:
 def _follow(trainer: Any, attached: Attached) -> None:
     """Stand in for the trainer's methods until the loop is closed."""
     steps = _Steps(trainer, attached)
-    _replace(attached, trainer, "forward_backward_step", steps.forward_backward_step)
+    replace(attached, trainer, "forward_backward_step", steps.forward_backward_step)
     train = trainer.train
 
     def guarded_train(*args: Any, **kwargs: Any) -> Any:
@@ -109,22 +109,9 @@ def _follow(trainer: Any, attached: Attached) -> None:
             return train(*args, **kwargs)
 
     assert guarded_train.__name__ == _TRAIN
-    _replace(attached, trainer, "train", guarded_train)
+    replace(attached, trainer, "train", guarded_train)
     _keep_what_is_logged(trainer.metrics_processor.logger, attached)
     _keep_state(trainer.checkpointer, attached)
-
-
-def _replace(attached: Attached, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    before = vars(owner).get(name)
-
-    def put_back() -> None:
-        if vars(owner).get(name) is ours:
-            delattr(owner, name)
-            if before is not None:
-                setattr(owner, name, before)
-
-    setattr(owner, name, ours)
-    attached.when_closed(put_back)
 
 
 class _Steps:
@@ -233,7 +220,7 @@ def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
             attached.observe(**{k: v for k, v in numbers.items() if k not in found})
             attached.evaluate(**{k.removeprefix(_VALIDATION): numbers[k] for k in found})
 
-    _replace(attached, logger, "log", log)
+    replace(attached, logger, "log", log)
 
 
 class _State:
@@ -264,7 +251,7 @@ def _keep_state(checkpointer: Any, attached: Attached) -> None:
             state_dict = {k: v for k, v in state_dict.items() if k != STATE}
         return real(state_dict, checkpoint_id, *rest, **how)
 
-    _replace(attached, checkpointer, "dcp_load", dcp_load)
+    replace(attached, checkpointer, "dcp_load", dcp_load)
     attached.when_closed(lambda: states.pop(STATE, None))
 
 
