@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.attached import Attached, Judged
 from trainer_hooks.guard import scaled_rates
-from trainer_hooks.integrations.framework import Options, is_off, require
+from trainer_hooks.integrations.framework import Options, is_off, replace, require
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
 from trainer_hooks.loop import not_compiled
 from trainer_hooks.off import Unattached
@@ -76,7 +76,6 @@ class DeepSpeedAttached(Attached):
         self.holder = seat.holder
         self._optimizer = seat.optimizer
         self._rates = ExitStack()
-        self._undo: list[Callable[[], None]] = []
         self._listen(engine)
         seat.hook(self, engine)
 
@@ -84,17 +83,7 @@ class DeepSpeedAttached(Attached):
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a method on the object itself until the end; ``make`` gets the one before."""
-        before, real = vars(owner).get(name), getattr(owner, name)
-        ours = not_compiled(make(real))
-
-        def put_back() -> None:
-            if vars(owner).get(name) is ours:
-                vars(owner).pop(name)
-                if before is not None:
-                    setattr(owner, name, before)
-
-        setattr(owner, name, ours)
-        self._undo.append(put_back)
+        replace(self, owner, name, not_compiled(make(getattr(owner, name))))
 
     def _listen(self, engine: Any) -> None:
         """Take the losses from ``backward``, and the scalars that the engine logs."""
@@ -124,11 +113,6 @@ class DeepSpeedAttached(Attached):
         self.replace(engine, "backward", backward)
         if getattr(engine, "monitor", None) is not None:
             self.replace(engine.monitor, "write_events", write_events)
-
-    def _release(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        super()._release()
 
     # ------------------------------------------------------------------------- in its step
 
