@@ -25,7 +25,7 @@ from trainvitals.policy import CheckpointRef
 from trainvitals.records import CheckpointChanged, Decision, Note
 
 if TYPE_CHECKING:
-    from trainer_hooks.checkpoints import CheckpointStore
+    from trainer_hooks.checkpoints.store import CheckpointStore
 
 _CLOSE_SECONDS = 30.0
 
@@ -93,8 +93,8 @@ class Healer:
             StorageError: the folder cannot be written; raised on all.
         """
         # Half a second of torch.distributed.checkpoint: paid by those who heal.
-        from trainer_hooks.checkpoints import CheckpointStore
         from trainer_hooks.checkpoints.agree import Agreement
+        from trainer_hooks.checkpoints.store import CheckpointStore
 
         state = TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=extra

@@ -32,6 +32,8 @@ RANK_FIELDS = (
     "norm_before_clip",  # where the loop clips by itself and gives it; shared by all ranks
     "snapshot_wrong",  # what is wrong with the snapshot that was just taken: 0 is nothing
     "digest",  # of the last verdict: a mismatch is an incident
+    "terminating",  # the rank was sent SIGTERM: all save, and stop
+    "holds_evaluated",  # the rank keeps a copy of the state that was evaluated last
 )
 ROOT_FIELDS = (
     "loss_limit",
@@ -41,6 +43,11 @@ ROOT_FIELDS = (
     "command_argument",
     "next_attempt",  # id for the branch that a rollback would open
     "expect_steps",  # an announced change: the finite rules forget, and abstain this long
+    "saved_step",  # of the newest complete checkpoint on disk, and its attempt; attempt 0: none yet
+    "saved_attempt",
+    "save_due",  # the time between two checkpoints on disk is over
+    "evaluated",  # 1 where the next number is a new value of the metric that early stopping is on
+    "evaluation",
 )
 RankField = Literal[
     "weighted_loss",
@@ -53,6 +60,8 @@ RankField = Literal[
     "norm_before_clip",
     "snapshot_wrong",
     "digest",
+    "terminating",
+    "holds_evaluated",
 ]
 
 
@@ -118,6 +127,8 @@ class Local:
     norm_before_clip: Tensor | None = None
     snapshot_wrong: Tensor | None = None
     digest: int = 0
+    terminating: bool = False
+    holds_evaluated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +142,10 @@ class Root:
     command_argument: float = 0.0
     next_attempt: int = 0
     expect_steps: int = 0
+    saved_step: int = 0
+    saved_attempt: int = 0
+    save_due: bool = False
+    evaluation: float | None = None
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
@@ -142,6 +157,11 @@ class Root:
             self.command_argument,
             float(self.next_attempt),
             float(self.expect_steps),
+            float(self.saved_step),
+            float(self.saved_attempt),
+            float(self.save_due),
+            float(self.evaluation is not None),
+            0.0 if self.evaluation is None else self.evaluation,
         ]
 
 
@@ -183,6 +203,8 @@ class Packer:
             "failed": float(local.failed),
             "num_gradients": float(local.num_gradients),
             "digest": float(local.digest),
+            "terminating": float(local.terminating),
+            "holds_evaluated": float(local.holds_evaluated),
         }
         for field, number in numbers.items():
             host[layout.mine(field) - base] = number

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.trainer_hooks.training import Training
-from trainer_hooks.checkpoints import CheckpointStore
+from trainer_hooks.checkpoints.store import CheckpointStore
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import SnapshotRing
 
@@ -39,4 +39,4 @@ def ids(store):
 
 def another_process(run):
     """Return what a relaunch of the same run has: the folder, and a new training."""
-    return Run(run.store._directory, keep=run.store._keep)
+    return Run(run.store.folder.path, keep=run.store.folder._keep)

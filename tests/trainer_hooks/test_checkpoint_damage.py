@@ -67,7 +67,7 @@ DAMAGE = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_loading_falls_back_past_a_damaged_checkpoint_and_sets_it_aside(run, what):
     sound, damaged = run.save(), run.save()
-    folder = run.store._directory
+    folder = run.store.folder.path
     file, damage = DAMAGE[what]
     damage(folder / damaged / file)
     new = another_process(run)
@@ -81,7 +81,7 @@ def test_loading_falls_back_past_a_damaged_checkpoint_and_sets_it_aside(run, wha
 
 def test_a_folder_that_is_a_link_is_refused(run, tmp_path):
     sound, moved = run.save(), run.save()
-    folder = run.store._directory
+    folder = run.store.folder.path
     (folder / moved).rename(tmp_path / moved)
     (folder / moved).symlink_to(tmp_path / moved)
     assert sound == another_process(run).store.load_newest().id
@@ -90,14 +90,14 @@ def test_a_folder_that_is_a_link_is_refused(run, tmp_path):
 
 def test_when_all_are_damaged_training_does_not_silently_begin_anew(run):
     for name in (run.save(), run.save()):
-        flip(run.store._directory / name / "__0_0.distcp")
+        flip(run.store.folder.path / name / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="all 2 checkpoints"):
         another_process(run).store.load_newest()
 
 
 def test_a_damaged_checkpoint_changes_nothing_of_the_live_state(run):
     name = run.save()
-    flip(run.store._directory / name / "__0_0.distcp")
+    flip(run.store.folder.path / name / "__0_0.distcp")
     before = run.training.bits()
     with pytest.raises(CheckpointCorruptError, match="checksum"):
         run.store.load(name)
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_changes_nothing_of_the_live_state(run):
 
 def test_a_manifest_of_a_newer_vitals_is_neither_loaded_nor_set_aside(run):
     name = run.save()
-    path = run.store._directory / name / "manifest.json"
+    path = run.store.folder.path / name / "manifest.json"
     content = msgspec.json.decode(path.read_bytes())
     path.write_bytes(msgspec.json.encode(content | {"format_version": 99}))
     with pytest.raises(NewerVersionError, match="format 99"):
@@ -133,7 +133,7 @@ def reseal(folder):
 @pytest.mark.parametrize("forged_manifest", [False, True])
 def test_code_planted_in_the_metadata_does_not_run(run, tmp_path, forged_manifest):
     name = run.save()
-    folder, witness = run.store._directory / name, tmp_path / "ran"
+    folder, witness = run.store.folder.path / name, tmp_path / "ran"
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(witness)))
     if forged_manifest:
         reseal(folder)
@@ -144,7 +144,7 @@ def test_code_planted_in_the_metadata_does_not_run(run, tmp_path, forged_manifes
 
 def test_code_planted_among_the_tensors_does_not_run(run, tmp_path):
     name = run.save()
-    folder, witness = run.store._directory / name, tmp_path / "ran"
+    folder, witness = run.store.folder.path / name, tmp_path / "ran"
     torch.save(Evil(witness), folder / "__0_0.distcp")
     reseal(folder)
     with pytest.raises((CheckpointCorruptError, CheckpointError)):
@@ -154,7 +154,7 @@ def test_code_planted_among_the_tensors_does_not_run(run, tmp_path):
 
 def test_metadata_that_points_out_of_the_folder_is_refused(run, tmp_path):
     name = run.save()
-    folder = run.store._directory / name
+    folder = run.store.folder.path / name
     metadata = payload.read_metadata(folder)
     for info in metadata.storage_data.values():
         info.relative_path = "../secret"

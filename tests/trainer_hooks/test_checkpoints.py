@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids
-from trainer_hooks.checkpoints import CheckpointStore, payload
+from trainer_hooks.checkpoints import payload
+from trainer_hooks.checkpoints.store import CheckpointStore
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import SnapshotRing
 from trainvitals.errors import (

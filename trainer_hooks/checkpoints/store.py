@@ -1,7 +1,6 @@
-"""The folder of a run's checkpoints: saved in the background, verified, rotated, loaded."""
+"""Saves snapshots to a run's folder in the background, and loads them: on all ranks together."""
 
 import logging
-import shutil
 import threading
 from collections import deque
 from pathlib import Path
@@ -12,26 +11,19 @@ from torch import Tensor
 from trainer_hooks.checkpoints import manifest as manifests
 from trainer_hooks.checkpoints import payload
 from trainer_hooks.checkpoints.agree import Agreement, caught
+from trainer_hooks.checkpoints.folder import CheckpointFolder
 from trainer_hooks.checkpoints.manifest import Manifest
 from trainer_hooks.moments import nonfinite_count
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import Restored, Snapshot
 from trainer_hooks.state import Spec, TrainingState
-from trainvitals.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    StorageError,
-    UsageError,
-    VitalsError,
-)
-from trainvitals.policy.state import CheckpointRef, CheckpointState
+from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
+from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
 
 _LOG = logging.getLogger("trainvitals")
-_PARTIAL, _DOOMED, _BAD = ".partial-", ".doomed-", "bad-"
 _SHARED = ("model.", "optim.", "group.")
 """Names that are the same on every rank of a replicated training; rank 0 writes them."""
-_MAX_CHANGES = 1000
 
 
 class CheckpointStore:
@@ -48,38 +40,24 @@ class CheckpointStore:
         self, state: TrainingState, directory: Path, *, run_id: str, ranks: Ranks, keep: int = 3
     ) -> None:
         self._state = state
-        self._directory = directory
+        self.folder = CheckpointFolder(directory, run_id=run_id, keep=keep)
         self._run_id = run_id
         self._ranks = ranks
         self._agree = Agreement(ranks)
-        self._keep = max(1, keep)
         self._replicated = ranks.world_size == 1 or state.replicated
         self._jobs: deque[Snapshot] = deque()
         self._guard = threading.Condition()
         self._worker: threading.Thread | None = None
-        self._changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
         self.num_saved = 0
         self.num_failed = 0
 
     def prepare(self) -> None:
-        """Make the folder, and clear what a killed process left half written. Rank 0 only.
+        """Make the folder ready. Rank 0 only.
 
         Raises:
             StorageError: it cannot be made or written.
         """
-        try:
-            self._directory.mkdir(parents=True, mode=0o700, exist_ok=True)
-            for path in self._directory.iterdir():
-                if path.name.startswith((_PARTIAL, _DOOMED)) and not path.is_symlink():
-                    shutil.rmtree(path)
-            probe = self._directory / f"{_PARTIAL}probe"
-            probe.mkdir()
-            probe.rmdir()
-        except OSError as error:
-            raise StorageError(
-                f"checkpoints cannot be kept in {self._directory}: {error.strerror}",
-                hint="name a folder that can be written: watch(..., checkpoints=PATH)",
-            ) from error
+        self.folder.prepare()
 
     # -------------------------------------------------------------------------------- saving
 
@@ -121,19 +99,19 @@ class CheckpointStore:
     def _save(self, snapshot: Snapshot) -> None:
         """Write, read back, seal and rename; each stage ends in one verdict for all ranks."""
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
-        if self._ranks.broadcast(self._is_root and (self._directory / name).exists()):
+        if self._ranks.broadcast(self._is_root and (self.folder.path / name).exists()):
             return
-        partial = self._directory / f"{_PARTIAL}{name}"
+        partial = self.folder.partial(name)
         own: dict[str, Tensor] = {}
         self._agree.on_all(lambda: own.update(self._share(snapshot)))
         size = sum(self._ranks.gather(sum(t.nbytes for t in own.values())))
-        self._agree.on_root(lambda: self._make_room(partial, size))
+        self._agree.on_root(lambda: self.folder.make_room(name, size))
         payload.write(partial, own, self._ranks.side)
         self._agree.on_all(lambda: self._read_back(partial, own))
-        self._agree.on_root(lambda: self._publish(partial, snapshot, size))
+        self._agree.on_root(lambda: self._publish(snapshot, size))
         self.num_saved += 1
-        self._note(name, snapshot.step, snapshot.state, num_bytes=size)
-        problem = caught(self._rotate) if self._is_root else None
+        self.folder.note(name, snapshot.state, num_bytes=size)
+        problem = caught(self.folder.rotate) if self._is_root else None
         if problem is not None:  # told, but the new checkpoint is there all the same
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
@@ -149,15 +127,6 @@ class CheckpointStore:
                 own[key] = tensor
         return own
 
-    def _make_room(self, partial: Path, size: int) -> None:
-        free, needed = shutil.disk_usage(self._directory).free, int(size * 1.05) + (1 << 20)
-        if free < needed:
-            raise CheckpointError(
-                f"the disk of {self._directory} has {free >> 20} MiB free; this checkpoint needs "
-                f"{needed >> 20} MiB"
-            )
-        partial.mkdir(mode=0o700)
-
     def _read_back(self, partial: Path, own: dict[str, Tensor]) -> None:
         for part in payload.read(partial, list(own)):
             for key, found in part.items():
@@ -166,10 +135,9 @@ class CheckpointStore:
                 if self._must_be_finite(key) and nonfinite_count([found], found.device).item():
                     raise CheckpointCorruptError(f"{key} is not finite")
 
-    def _publish(self, partial: Path, snapshot: Snapshot, size: int) -> None:
-        final = self._directory / manifests.checkpoint_id(snapshot.step, snapshot.attempt)
+    def _publish(self, snapshot: Snapshot, size: int) -> None:
         content = Manifest(
-            id=final.name,
+            id=manifests.checkpoint_id(snapshot.step, snapshot.attempt),
             run_id=self._run_id,
             step=snapshot.step,
             attempt=snapshot.attempt,
@@ -182,76 +150,28 @@ class CheckpointStore:
             ),
             files={},
         )
-        manifests.seal(partial, content)
-        partial.rename(final)
-        manifests.sync_folder(self._directory)
+        self.folder.publish(content)
 
     def _failed(self, snapshot: Snapshot, error: BaseException) -> None:
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         self.num_failed += 1
         text = error.text if isinstance(error, VitalsError) else f"{type(error).__name__}: {error}"
         _LOG.warning("vitals: checkpoint %s was not saved, training goes on: %s", name, text)
-        self._note(name, snapshot.step, "bad", detail=f"not saved: {text}")
+        self.folder.note(name, "bad", detail=f"not saved: {text}")
         if self._is_root:
-            shutil.rmtree(self._directory / f"{_PARTIAL}{name}", ignore_errors=True)
-
-    # ------------------------------------------------------------------------------- keeping
+            self.folder.discard(name)
 
     def mark_healthy(self, checkpoint_id: str) -> None:
         """Record that a verified checkpoint was proven healthy. Rank 0 only."""
-        folder = self._folder(checkpoint_id)
-        (folder / manifests.HEALTHY_MARK).touch(mode=0o600)
-        manifests.sync_folder(folder)
-        self._note(checkpoint_id, manifests.parse_id(checkpoint_id)[0], "healthy")
-
-    def _rotate(self) -> None:
-        """Remove the oldest beyond ``keep``, and never the newest healthy one."""
-        refs = self.refs()
-        newest_healthy = [ref.id for ref in refs if ref.state == "healthy"][-1:]
-        for ref in refs[: -self._keep]:
-            if ref.id not in newest_healthy:
-                doomed = self._directory / f"{_DOOMED}{ref.id}"
-                (self._directory / ref.id).rename(doomed)
-                shutil.rmtree(doomed)
-                self._note(ref.id, ref.step, "retired", detail="made room")
+        self.folder.mark_healthy(checkpoint_id)
 
     def refs(self) -> tuple[CheckpointRef, ...]:
-        """Return this run's complete checkpoints, oldest first; damaged manifests are left out."""
-        found = []
-        for name in self._names():
-            try:
-                content = manifests.read(self._directory / name)
-            except (VitalsError, OSError) as error:
-                _LOG.warning("vitals: checkpoint %s is left out: %s", name, error)
-                continue
-            if content.run_id != self._run_id:
-                continue
-            proven = content.state == "healthy" or self._marked(name)
-            state: CheckpointState = "healthy" if proven else "verified"
-            found.append(
-                CheckpointRef(
-                    id=name, step=content.step, attempt=content.attempt, state=state, where="disk"
-                )
-            )
-        return tuple(found)
+        """Return this run's complete checkpoints, oldest first."""
+        return self.folder.refs()
 
-    def _names(self) -> list[str]:
-        """Return the ids in the folder, oldest first: by step, then by attempt (a time)."""
-        if not self._directory.is_dir():
-            return []
-        names = [p.name for p in self._directory.iterdir() if manifests.is_id(p.name)]
-        return sorted(names, key=manifests.parse_id)
-
-    def _marked(self, name: str) -> bool:
-        return (self._directory / name / manifests.HEALTHY_MARK).is_file()
-
-    def _folder(self, checkpoint_id: str) -> Path:
-        """Return the folder of an id that is in the store; an id is a name, never a path."""
-        manifests.parse_id(checkpoint_id)
-        if checkpoint_id not in self._names():
-            known = ", ".join(self._names()) or "none"
-            raise UsageError(f"there is no checkpoint {checkpoint_id}", hint=f"there are: {known}")
-        return self._directory / checkpoint_id
+    def take_changes(self) -> list[CheckpointChanged]:
+        """Return what changed since the last call, for the events stream; call after each step."""
+        return self.folder.take_changes()
 
     # ------------------------------------------------------------------------------- loading
 
@@ -263,13 +183,8 @@ class CheckpointStore:
             CheckpointError: it is another run's.
             UsageError: there is no such checkpoint.
         """
-        folder = self._folder(checkpoint_id)
-        content = manifests.check(folder)
-        if content.run_id != self._run_id:
-            raise CheckpointError(
-                f"{checkpoint_id} belongs to run {content.run_id}; this is {self._run_id}",
-                hint=f"continue that run with VITALS_RUN_ID={content.run_id}",
-            )
+        content = self.folder.check(checkpoint_id)
+        folder = self.folder.folder(checkpoint_id)
         exempt = set(content.may_be_nonfinite)
         for part in payload.read(folder, list(payload.specs(folder))):
             for key, tensor in part.items():
@@ -289,7 +204,7 @@ class CheckpointStore:
             self._agree.on_root(lambda: self.verify(checkpoint_id))
         except CheckpointCorruptError as error:
             reason = error.text
-            self._agree.on_root(lambda: self._set_aside(checkpoint_id, reason))
+            self._agree.on_root(lambda: self.folder.set_aside(checkpoint_id, reason))
             raise
         restored: list[Restored] = []
         self._agree.on_all(lambda: restored.append(self._apply(checkpoint_id)))
@@ -301,7 +216,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are some, and none is sound; or it does not fit this training.
         """
-        names = self._ranks.broadcast(self._candidates() if self._is_root else [])
+        names = self._ranks.broadcast(self.folder.loadable() if self._is_root else [])
         for name in reversed(names):
             try:
                 return self.load(name)
@@ -309,25 +224,13 @@ class CheckpointStore:
                 _LOG.warning("vitals: checkpoint %s is damaged, trying an older: %s", name, error)
         if names:
             raise CheckpointError(
-                f"all {len(names)} checkpoints in {self._directory} are damaged",
+                f"all {len(names)} checkpoints in {self.folder.path} are damaged",
                 hint="they are kept as bad-*; move them away to start from the beginning",
             )
         return None
 
-    def _candidates(self) -> list[str]:
-        """Return what may be loaded: all but the sound ones of other runs in the same folder."""
-        found = []
-        for name in self._names():
-            try:
-                if manifests.read(self._directory / name).run_id != self._run_id:
-                    continue
-            except (CheckpointCorruptError, OSError) as error:
-                _LOG.info("vitals: checkpoint %s: %s", name, error)  # told and set aside by load
-            found.append(name)
-        return found
-
     def _apply(self, checkpoint_id: str) -> Restored:
-        folder = self._directory / checkpoint_id
+        folder = self.folder.path / checkpoint_id
         step, attempt = manifests.parse_id(checkpoint_id)
         known, saved_by = payload.specs(folder), manifests.read(folder).world_size
         same_world = saved_by == self._ranks.world_size
@@ -347,12 +250,6 @@ class CheckpointStore:
         self._state.load_host_state(host, rng=own_host)
         return Restored(checkpoint_id, step, attempt, meta, same_world)
 
-    def _set_aside(self, checkpoint_id: str, reason: str) -> None:
-        """Give a damaged checkpoint a name under which nothing loads it; it is not deleted."""
-        _LOG.warning("vitals: checkpoint %s is damaged and set aside: %s", checkpoint_id, reason)
-        (self._directory / checkpoint_id).rename(self._directory / f"{_BAD}{checkpoint_id}")
-        self._note(checkpoint_id, manifests.parse_id(checkpoint_id)[0], "bad", detail=reason)
-
     # --------------------------------------------------------------------------------- ranks
 
     @property
@@ -361,24 +258,6 @@ class CheckpointStore:
 
     def _must_be_finite(self, key: str) -> bool:
         return not key.endswith(".host") and self._state.must_be_finite(_plain(key))
-
-    def _note(
-        self, name: str, step: int, state: CheckpointState, *, num_bytes: int = 0, detail: str = ""
-    ) -> None:
-        self._changes.append(
-            CheckpointChanged(
-                checkpoint_id=name,
-                checkpoint_step=step,
-                state=state,
-                where="disk",
-                num_bytes=num_bytes,
-                detail=detail,
-            )
-        )
-
-    def take_changes(self) -> list[CheckpointChanged]:
-        """Return what changed since the last call, for the events stream; call after each step."""
-        return [self._changes.popleft() for _ in range(len(self._changes))]
 
 
 def _plain(key: str) -> str:
