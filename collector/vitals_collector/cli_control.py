@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
 from trainvitals.io.client import (
@@ -22,7 +23,6 @@ from trainvitals.io.client import (
 )
 from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
 from vitals_collector.cli_replay import folder_here
-from vitals_collector.output import Format, moment, write_json, write_rows
 from vitals_collector.reading import find_run, open_reader
 
 Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]

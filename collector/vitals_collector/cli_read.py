@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.policy.hindsight import tally
 from trainvitals.views import DecisionView, RunDetail, RunSummary
-from vitals_collector.output import Format, moment, write_json, write_rows
 from vitals_collector.reading import Opened, Reader, find_run, open_reader
 from vitals_collector.tail import Tail
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainvitals.cli.output import Format, printable, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import default_data_dir
-from vitals_collector.output import Format, printable, write_json, write_rows
 from vitals_collector.reading import DEFAULT_DIR, find_run
 
 if TYPE_CHECKING:

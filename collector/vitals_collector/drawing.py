@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
+from trainvitals.cli.output import printable
 from trainvitals.policy.history import JudgedStep
-from vitals_collector.output import printable
 
 COLUMNS = 940
 _LEFT, _TOP, _HEIGHT, _GAP, _RIGHT = 70, 58, 210, 44, 20

@@ -4,8 +4,8 @@ import sys
 
 import msgspec
 
+from trainvitals.cli.output import Format, write_rows
 from trainvitals.views import RunSummary
-from vitals_collector.output import Format, write_rows
 from vitals_collector.reading import Reader
 
 _METRICS = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.skipped")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from textwrap import fill
 
+from trainvitals.cli.output import printable
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -12,7 +13,6 @@ from trainvitals.records import (
     RANK_FAILED,
 )
 from trainvitals.views import DecisionView, FindingView, RunSummary, StepRow, StepView
-from vitals_collector.output import printable
 
 _VERDICT = (
     (BAD_LOSS, "the loss was not finite"),

@@ -9,11 +9,11 @@ from tests.collector.conftest import Served
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_both_ways import story, through_a_folder
 from trainvitals.cli.main import main
+from trainvitals.cli.output import Format
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, RunEnded, RunInfo, RunStarted
-from vitals_collector.output import Format
 from vitals_collector.reading import find_run, open_reader
 from vitals_collector.tail import Tail
 from vitals_collector.why import explain

@@ -59,9 +59,31 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
     Raises:
         UsageError: there is none, or it is not clear which.
     """
+    fitting = find_fitting(run, vitals_dir)
+    halted = [one for one in fitting if one.halted() is not None]
+    if len(halted) == 1 or len(fitting) == 1:
+        return (halted or fitting)[0]
+    if not halted:
+        raise UsageError(f"none of the {len(fitting)} runs that fit is halted")
+    raise UsageError(
+        f"{len(halted)} runs that fit are halted: {', '.join(one.run_id for one in halted[:3])}",
+        hint="give the id of one",
+    )
+
+
+def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
+    """Return the runs that may be meant, oldest first; at least one.
+
+    Args:
+        run: a run directory, a folder with runs, or an id, the beginning of one, or a name.
+        vitals_dir: where to look for an id or a name.
+
+    Raises:
+        UsageError: there is none.
+    """
     folder = Path(run).expanduser()
     if _is_run_id(folder.absolute().name) and run and folder.is_dir():
-        return RunDir.open(folder)
+        return [RunDir.open(folder)]
     fitting, where = (RunDir.find_all(folder) if run else []), folder
     if not fitting:
         runs, where = RunDir.find_all(vitals_dir), vitals_dir
@@ -72,15 +94,7 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
             f"there is no run {run!r} in {where}",
             hint="give the run's folder, or --dir with the folder that holds it",
         )
-    halted = [one for one in fitting if one.halted() is not None]
-    if len(halted) == 1 or len(fitting) == 1:
-        return (halted or fitting)[0]
-    if not halted:
-        raise UsageError(f"none of the {len(fitting)} runs in {where} that fit is halted")
-    raise UsageError(
-        f"{len(halted)} runs that fit are halted: {', '.join(one.run_id for one in halted[:3])}",
-        hint="give the id of one",
-    )
+    return fitting
 
 
 def _words(run_id: str, marker: HaltMarker) -> str:
