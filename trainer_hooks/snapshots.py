@@ -117,6 +117,8 @@ class Snapshot:
     trusted: bool = False
     host: HostState = field(default_factory=dict)
     failure: str = ""
+    best: tuple[str, float] | None = None
+    """The metric and its value, where this is the best state that was evaluated."""
     _slot: _Slot | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -135,6 +137,11 @@ class Snapshot:
         if self._slot is not None:
             self._slot.hold(-1)
 
+    def give_up(self) -> None:
+        """Let the copy be overwritten once nobody holds it any more."""
+        if self._slot is not None:
+            self._slot.owned = False
+
     @property
     def num_bytes(self) -> int:
         """Size of the copied tensors."""
@@ -152,7 +159,13 @@ class SnapshotRing:
     """
 
     def __init__(
-        self, state: TrainingState, *, num_slots: int, interval: int, healthy_after: int
+        self,
+        state: TrainingState,
+        *,
+        num_slots: int,
+        interval: int,
+        healthy_after: int,
+        keep_evaluated: bool = False,
     ) -> None:
         if num_slots < 2 or interval < 1 or healthy_after < 0:
             raise ConfigError(
@@ -165,6 +178,7 @@ class SnapshotRing:
         self._healthy_after = healthy_after
         self._side = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
         self._slots = [_Slot(pinned=self._side is not None) for _ in range(num_slots)]
+        self._beside = _Slot(pinned=self._side is not None) if keep_evaluated else None
         self._entries: list[Snapshot] = []
         self._changes: list[CheckpointChanged] = []
         self._pending: torch.cuda.Event | None = None
@@ -176,7 +190,7 @@ class SnapshotRing:
 
     def bytes(self) -> int:
         """Return the memory that all slots need once the moments exist."""
-        return self.num_slots * self._state.bytes_when_warm()
+        return (self.num_slots + (self._beside is not None)) * self._state.bytes_when_warm()
 
     def check_memory(self, *, ranks_on_node: int = 1, left: int | None = None) -> None:
         """Refuse a ring that would take more than half of what the job may still take.
@@ -188,11 +202,16 @@ class SnapshotRing:
         needed = self.bytes() * ranks_on_node
         if left is not None and needed > left // 2:
             raise CheckpointError(
-                f"snapshots need {_gib(needed)} on this node ({self.num_slots} slots, "
+                f"snapshots need {_gib(needed)} on this node ({self.slots_in_words()}, "
                 f"{ranks_on_node} ranks); half of the memory left to the job is {_gib(left // 2)}",
                 hint="a longer snapshot interval needs fewer slots (2 at least); or give the job "
                 "more memory; or use mode 'guard', which skips but does not roll back",
             )
+
+    def slots_in_words(self) -> str:
+        """Return what the memory is for."""
+        beside = "" if self._beside is None else " and one for the state that was evaluated"
+        return f"{self.num_slots} slots{beside}"
 
     # -------------------------------------------------------------------------------- taking
 
@@ -234,23 +253,40 @@ class SnapshotRing:
         free = [slot for slot in self._slots if slot.free]
         if not free:
             raise CheckpointError("all slots are still being written to disk")
-        entry.host = self._state.host_state()
-        live = self._state.tensors()
         wrong = self._state.nonfinite_count()
-        with torch.no_grad():
-            if self._side is None:
-                free[0].fill(live)
-            else:
-                self._pending = free[0].fill_beside(live, self._side)
-        entry._slot = free[0]
-        entry._slot.owned = True
+        self._copy(entry, free[0])
         return wrong
+
+    def _copy(self, entry: Snapshot, slot: _Slot) -> None:
+        # What is made within inference mode, as a validation may be, could not be written again.
+        with torch.inference_mode(False), torch.no_grad():
+            entry.host = self._state.host_state()
+            live = self._state.tensors()
+            if self._side is None:
+                slot.fill(live)
+            else:
+                self._pending = slot.fill_beside(live, self._side)
+        entry._slot = slot
+        slot.owned = True
 
     def before_update(self) -> None:
         """Make the coming ``optimizer.step()`` wait, on the device, for a copy in flight."""
         if self._pending is not None:
             torch.cuda.current_stream(self._state.device).wait_event(self._pending)
             self._pending = None
+
+    def take_evaluated(self, step: int, attempt: int, meta: Meta) -> Snapshot:
+        """Copy the live state into the one slot beside the ring; ``give_up`` the copy when settled.
+
+        Raises:
+            CheckpointError: the copy before it was not given up, or is still being written to disk.
+        """
+        if self._beside is None or not self._beside.free:
+            raise CheckpointError("the state that was evaluated before is still being kept")
+        name = f"evaluated-{step:08d}-{attempt}"
+        entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta)
+        self._copy(entry, self._beside)
+        return entry
 
     # ----------------------------------------------------------------------------- life cycle
 

@@ -1,0 +1,129 @@
+"""Early stopping: whether a value of a metric is a new best, and how long to wait for the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainvitals.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStopping:
+    """When a run that gets no better ends: ``watch(..., early_stopping=EarlyStopping(...))``.
+
+    It is fed by ``monitor.evaluate(loss=...)``. Rank 0's value counts, on all ranks alike.
+    """
+
+    metric: str = "loss"
+    """The name under which ``monitor.evaluate`` is given the value."""
+    patience: int = 5
+    """Evaluations in a row without improvement after which the run ends."""
+    min_delta: float = 0.0
+    """What a value must be better than the best by, to be an improvement; in the metric's unit."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher is better."""
+    keep_best: bool = True
+    """Whether the best state that was evaluated goes to disk, where the run has checkpoints."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ConfigError(
+                f"early_stopping.metric is {self.metric!r}; it must be a name",
+                hint="the one that monitor.evaluate(NAME=value) is called with",
+            )
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ConfigError(
+                f"early_stopping.patience is {self.patience!r}; it must be a whole number of "
+                "evaluations, at least 1"
+            )
+        if not isinstance(self.min_delta, int | float) or not 0.0 <= self.min_delta < math.inf:
+            raise ConfigError(
+                f"early_stopping.min_delta is {self.min_delta!r}; it must be a number, at least 0",
+                hint="the size of an improvement; mode='max' is for what shall rise",
+            )
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"early_stopping.mode is {self.mode!r}; it must be 'min' or 'max'")
+
+
+class Stopper:
+    """Takes one value after the other; equal on all ranks, as it is fed with what they share."""
+
+    def __init__(self, config: EarlyStopping) -> None:
+        self._config = config
+        self._forget()
+
+    def _forget(self) -> None:
+        self.best: float | None = None
+        """The best value so far; None before the first that is finite."""
+        self.best_step = -1
+        """The step that is trained next from the state which had it."""
+        self.num_without = 0
+        """Evaluations since then, none of which was an improvement."""
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether patience is at its end."""
+        return self.num_without >= self._config.patience
+
+    def update(self, value: float, *, step: int) -> bool:
+        """Take one value in and return whether it is a new best.
+
+        One that is not finite is no improvement, whichever way the metric goes.
+
+        Args:
+            value: the metric.
+            step: the step that is trained next from the state that was evaluated.
+        """
+        if not self._improves(value):
+            self.num_without += 1
+            return False
+        self.best, self.best_step, self.num_without = value, step, 0
+        return True
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self._config.mode == "min" else value - self.best
+        # The second test is for a delta of 0, and for one that is lost beside a large value.
+        return gain >= self._config.min_delta and gain > 0.0
+
+    def why(self, value: float, *, step: int) -> str:
+        """Return in words why the run ends with this value."""
+        config = self._config
+        best = "has had no finite value"
+        if self.best is not None:
+            by = f" by {config.min_delta:g}" if config.min_delta else ""
+            best = f"was best at step {self.best_step} ({self.best:g}) and has not improved{by}"
+        return (
+            f"{config.metric} {best} in {self.num_without} evaluations (patience "
+            f"{config.patience}, mode {config.mode}); it is {value:g} at step {step}: the run ends"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values, with what the numbers are of."""
+        return {
+            "metric": self._config.metric,
+            "mode": self._config.mode,
+            "best": self.best,
+            "best_step": self.best_step,
+            "num_without": self.num_without,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a state; from the beginning where there is none, or it is another metric's.
+
+        Patience and delta are the present ones: who raises the patience trains on.
+        """
+        self._forget()
+        ours = {"metric": self._config.metric, "mode": self._config.mode}
+        if not state or {key: state.get(key) for key in ours} != ours:
+            return
+        best = state["best"]
+        self.best = None if best is None else float(best)
+        self.best_step = int(state["best_step"])
+        self.num_without = int(state["num_without"])
