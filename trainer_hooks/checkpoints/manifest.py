@@ -5,24 +5,44 @@ nothing in a folder is opened before ``check`` has passed. sha256 rather than cr
 a GB in the background, holds for files of any size, and ``sha256sum`` can check it without us.
 """
 
+import errno
 import hashlib
 import os
 import re
+import secrets
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 
-from trainvitals.errors import CheckpointCorruptError, NewerVersionError, UsageError
+from trainvitals.errors import (
+    CheckpointCorruptError,
+    InsecurePathError,
+    NewerVersionError,
+    UsageError,
+)
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 HEALTHY_MARK = "healthy"
 """An empty file beside the manifest: the checkpoint was verified when written, proven later."""
+BEST_MARK = "best"
+"""A file beside the manifest: no checkpoint of the run was better; holds by which metric."""
+BAD_MARK = "bad"
+"""A file beside the manifest: why the checkpoint was set aside, and when."""
+
+TEMPORARY = ".tmp-"
+"""Beginning of names that hold nothing which counts; ``prepare`` removes them."""
 
 _ID = re.compile(r"step-(\d{8,12})-(\d{1,20})\Z")
 _FILE = re.compile(r"(\.metadata|__\d+_\d+\.distcp)\Z")
 _CHUNK = 1 << 20
+_MAX_SMALL = 64 << 20
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -32,8 +52,17 @@ class FileEntry(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a damaged or newer manifest says: unproven, good for words only."""
+
+    format_version: int = 0
+    run_id: str = ""
+    state: str = ""
+    num_bytes: int = 0
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Written last, so a folder that has one was complete."""
+    """Written last, so a folder that has one was complete. Fields of a newer Vitals are kept."""
 
     format_version: int = FORMAT_VERSION
     id: str
@@ -79,12 +108,9 @@ def is_id(name: str) -> bool:
 def seal(folder: Path, manifest: Manifest) -> None:
     """Checksum every file of the folder, then write the manifest; all of it is on disk after."""
     files = {path.name: _measure(path) for path in sorted(folder.iterdir())}
-    unsigned = msgspec.structs.replace(manifest, files=files, checksum="")
-    signed = msgspec.structs.replace(unsigned, checksum=_checksum(unsigned))
-    with (folder / MANIFEST).open("xb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(signed)))
-        file.flush()
-        os.fsync(file.fileno())
+    body = msgspec.to_builtins(msgspec.structs.replace(manifest, files=files, checksum=""))
+    body["checksum"] = _checksum(body)
+    write_new(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(body)))
     sync_folder(folder)
 
 
@@ -92,25 +118,64 @@ def read(folder: Path) -> Manifest:
     """Return a folder's manifest, unharmed and about this folder.
 
     Raises:
-        CheckpointCorruptError: it is missing, torn, changed, or another folder's.
+        CheckpointCorruptError: it is missing, torn, changed, another folder's, or names a file that
+            is none of a checkpoint: a path, say.
         NewerVersionError: a newer Vitals wrote it.
     """
     name = folder.name
-    if not stat.S_ISDIR(folder.lstat().st_mode):
-        raise CheckpointCorruptError(f"{name} is no folder; links are refused")
     try:
-        manifest = msgspec.json.decode(_bytes(folder / MANIFEST), type=Manifest)
-    except (OSError, msgspec.DecodeError) as error:
+        is_folder = stat.S_ISDIR(folder.lstat().st_mode)
+        raw = read_small(folder / MANIFEST) if is_folder else b""
+        body = msgspec.json.decode(raw, type=dict[str, Any]) if is_folder else {}
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: UnicodeDecodeError too
         raise CheckpointCorruptError(f"{name}: {MANIFEST} cannot be read: {error}") from error
-    if manifest.format_version > FORMAT_VERSION:
+    if not is_folder:
+        raise CheckpointCorruptError(f"{name} is no folder; links are refused")
+    found = body.get("format_version")
+    if isinstance(found, int) and found > FORMAT_VERSION:  # before its fields, which may be others
         raise NewerVersionError(
-            f"{name} has format {manifest.format_version}; this Vitals reads {FORMAT_VERSION}",
+            f"{name} has format {found}; this Vitals reads up to {FORMAT_VERSION}",
             hint="pip install -U trainvitals",
         )
-    if manifest.checksum != _checksum(msgspec.structs.replace(manifest, checksum="")):
+    if body.get("checksum") != _checksum(body):
         raise CheckpointCorruptError(f"{name}: {MANIFEST} does not match its own checksum")
+    try:
+        manifest = msgspec.convert(body, Manifest)
+    except msgspec.ValidationError as error:
+        raise CheckpointCorruptError(f"{name}: {MANIFEST} cannot be read: {error}") from error
     if manifest.id != name or parse_id(name) != (manifest.step, manifest.attempt):
         raise CheckpointCorruptError(f"{name}: {MANIFEST} is that of {manifest.id}")
+    odd = [file for file in manifest.files if not _FILE.match(file)]
+    if odd:
+        raise CheckpointCorruptError(f"{name}: {odd[0]!r} is no file of a checkpoint")
+    return manifest
+
+
+def peek(folder: Path) -> Header:
+    """Return what a manifest says, without proof; empty where it cannot be read at all."""
+    try:
+        return msgspec.json.decode(read_small(folder / MANIFEST), type=Header)
+    except (OSError, ValueError, RecursionError):
+        return Header()
+
+
+def glance(folder: Path) -> Manifest:
+    """Return the manifest once every file has its size: what can be seen without reading them.
+
+    Raises:
+        CheckpointCorruptError: as ``read``, or a file is missing or of another size.
+        NewerVersionError: as ``read``.
+    """
+    manifest = read(folder)
+    for name, entry in manifest.files.items():
+        try:
+            size = (folder / name).lstat().st_size
+        except OSError as error:
+            raise CheckpointCorruptError(f"{folder.name}/{name}: {error.strerror}") from error
+        if size != entry.size:
+            raise CheckpointCorruptError(
+                f"{folder.name}/{name}: {size} bytes; the manifest says {entry.size}"
+            )
     return manifest
 
 
@@ -119,15 +184,14 @@ def check(folder: Path) -> Manifest:
 
     Raises:
         CheckpointCorruptError: a file is missing, more, a link, truncated or changed.
+        NewerVersionError: a newer Vitals wrote it.
     """
     manifest = read(folder)
-    there = {path.name for path in folder.iterdir()} - {MANIFEST, HEALTHY_MARK}
+    there = {path.name for path in folder.iterdir()} - {MANIFEST, HEALTHY_MARK, BEST_MARK, BAD_MARK}
     if there != set(manifest.files):
         odd = ", ".join(sorted(there ^ set(manifest.files)))
         raise CheckpointCorruptError(f"{folder.name}: the manifest and the folder differ in {odd}")
     for name, entry in manifest.files.items():
-        if not _FILE.match(name):
-            raise CheckpointCorruptError(f"{folder.name}: {name} is no file of a checkpoint")
         try:
             found = _measure(folder / name)
         except OSError as error:
@@ -140,11 +204,86 @@ def check(folder: Path) -> Manifest:
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose files a folder's file system says are ours, and whether it knows modes at all.
+
+    A network file system may give root's files to nobody, and another may show every mode as 0777.
+    """
+
+    uid: int
+    writable: int = 0
+    """Bits of ``_WRITABLE`` that it shows on a folder which was made with 0700."""
+
+    @classmethod
+    def of(cls, probe: Path) -> Self:
+        """Return what the file system says of a folder that we made with mode 0700."""
+        status = probe.stat()
+        return cls(status.st_uid, status.st_mode & _WRITABLE)
+
+    def check(self, folder: Path) -> None:
+        """Refuse a checkpoint that another user made or could have changed.
+
+        Raises:
+            InsecurePathError: it or a file in it is another user's, or others may write there.
+            OSError: it cannot be looked at.
+        """
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return  # a link, which ``read`` refuses
+        for path in chain((folder,), _inside(folder)):  # its owner first: it may be closed to us
+            found = path.lstat().st_uid
+            if found not in (self.uid, os.geteuid(), 0):  # root may change anything anyway
+                raise InsecurePathError(
+                    f"{path} belongs to user {found}; it must belong to {self.uid}: weights that "
+                    "another user may change cannot be trusted",
+                    hint=f"if you trust it, make it yours: chown -R {self.uid} {folder}, or copy "
+                    "the folder",
+                )
+        mode = folder.lstat().st_mode & _WRITABLE & ~self.writable
+        if mode:
+            raise InsecurePathError(
+                f"{folder} has mode {stat.S_IMODE(folder.lstat().st_mode):04o}; others may write "
+                "there, and its weights cannot be trusted",
+                hint=f"if you trust it: chmod -R go-w {folder}",
+            )
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    yield from folder.iterdir()
+
+
+def write_new(path: Path, raw: bytes) -> None:
+    """Write a file that is not there yet; its bytes are on disk after, its name is not."""
+    with path.open("xb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put(path: Path, near: Path, raw: bytes) -> None:
+    """Write a file whole, durably: after a crash it holds the old bytes, if any, or the new.
+
+    The temporary one lies in ``near``, on the same disk: a checkpoint holds no file that it should
+    not, at any moment.
+    """
+    temporary = near / f"{TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        write_new(temporary, raw)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Write the folder's own entries to disk: a rename is durable only after this."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that knows it not
+            raise
     finally:
         os.close(fd)
 
@@ -160,9 +299,13 @@ def _measure(path: Path) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def _bytes(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
+    """Return the bytes of a regular file of bounded size; anything else is an OSError."""
     with open(_open(path), "rb") as file:
-        return file.read()
+        raw = file.read(_MAX_SMALL + 1)
+    if len(raw) > _MAX_SMALL:
+        raise OSError(errno.EFBIG, f"is larger than {_MAX_SMALL} bytes", str(path))
+    return raw
 
 
 def _open(path: Path) -> int:
@@ -174,5 +317,6 @@ def _open(path: Path) -> int:
     return fd
 
 
-def _checksum(manifest: Manifest) -> str:
-    return hashlib.sha256(msgspec.json.encode(manifest, order="deterministic")).hexdigest()
+def _checksum(body: dict[str, Any]) -> str:
+    """Return the sha256 of what was written, fields that this version does not know included."""
+    return hashlib.sha256(msgspec.json.encode(body | {"checksum": ""})).hexdigest()
