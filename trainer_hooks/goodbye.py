@@ -1,7 +1,9 @@
 """How a rank says that it ends, whichever way it comes: an exit nobody closed for, or SIGTERM.
 
 Nothing here enters a collective, nor waits for one: a peer may be gone. SIGTERM is taken on rank 0
-alone, which speaks for the run; every other rank dies of it as it did without us.
+alone, which speaks for the run; every other rank dies of it as it did without us. Where there are
+checkpoints every rank takes it: it becomes a flag in the next step's numbers, so that all ranks
+save together and stop; where they cannot meet in time, each saves its part alone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
+from trainer_hooks.grace import Grace
 from trainer_hooks.host import Host
 from trainvitals.records import RunEnded
 
@@ -41,6 +44,11 @@ class Goodbye:
         self._host = host
         self._pid = os.getpid()
         self._said = self.interrupted = False
+        healer = host.healer
+        in_main = threading.current_thread() is threading.main_thread()
+        self._grace = None
+        if healer is not None and in_main and healer.settings.grace_seconds > 0:
+            self._grace = Grace(self._alone, seconds=healer.settings.grace_seconds / 3)
 
     @property
     def is_ours(self) -> bool:
@@ -51,6 +59,32 @@ class Goodbye:
     def is_root(self) -> bool:
         """Whether this rank speaks for the run."""
         return self._host.is_root
+
+    @property
+    def saves(self) -> bool:
+        """Whether SIGTERM is to be answered with a checkpoint."""
+        return self._grace is not None
+
+    def told_to_stop(self) -> None:
+        """Let the next step tell all ranks that this one was sent SIGTERM."""
+        self._host.told_to_stop = True
+
+    def met(self) -> None:
+        """All ranks have heard it, or the loop is over: no rank saves alone any more."""
+        if self._grace is not None:
+            self._grace.met()
+
+    def _alone(self) -> None:
+        """Save this rank's part, and end: the others were not met in time. Not the main thread."""
+        host = self._host
+        try:
+            with host.faults.fail_open("save_alone"):
+                if host.healer is not None:
+                    host.healer.save_alone()
+            self.interrupted = True
+            self.say("interrupted", "SIGTERM")
+        finally:
+            os._exit(EXIT_CODE)
 
     def say(self, state: EndState, reason: str) -> None:
         """Write the last event; rank 0 for the run, another rank only of its own failure."""
@@ -65,10 +99,18 @@ class Goodbye:
             host.emitter.event(event, step=host.last_step + 1, attempt=host.attempt)
         host.emitter.close()
 
+    def close(self) -> None:
+        """Leave SIGTERM's time of grace to others."""
+        if self._grace is not None:
+            self._grace.close()
+
     def put_off(self, call: Callable[[], None]) -> bool:
         """Have ``call`` made after the write the main thread is in; False where it is in none."""
         return self._host.emitter.put_off(call)
 
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""Of a run that was told to stop: not 0, which a scheduler would take for finished."""
 
 _open: WeakSet[Open] = WeakSet()
 _previous: Handler = None
@@ -77,7 +119,7 @@ _previous: Handler = None
 def opened(monitor: Open) -> None:
     """Look after this monitor until it is closed."""
     _open.add(monitor)
-    if monitor.goodbye.is_root:
+    if monitor.goodbye.is_root or monitor.goodbye.saves:
         _listen()
 
 
@@ -85,6 +127,7 @@ def closed(monitor: Open) -> None:
     """Leave this monitor, and SIGTERM as it was found once no other needs it."""
     global _previous
     _open.discard(monitor)
+    monitor.goodbye.close()
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, _previous)
@@ -115,6 +158,11 @@ def _listen() -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
 
 
+def exits_by_itself() -> bool:
+    """Return whether the loop has a way of its own to end on SIGTERM."""
+    return callable(_previous)
+
+
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     """Say that the run was interrupted, then do what would have been done without us.
 
@@ -124,15 +172,19 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     ours = [monitor for monitor in _open if monitor.goodbye.is_ours]
     if any(m.goodbye.put_off(lambda: _on_sigterm(number, None)) for m in ours):
         return
-    dying = _previous in (None, signal.SIG_DFL)
+    default = _previous in (None, signal.SIG_DFL)
+    saving = [monitor for monitor in ours if monitor.goodbye.saves]
+    for monitor in saving:
+        monitor.goodbye.told_to_stop()
+    dying = default and not saving
     if dying:
         signal.signal(number, signal.SIG_IGN)  # a second one must not cut the goodbye short
     for monitor in ours:
-        monitor.goodbye.interrupted = True
+        monitor.goodbye.interrupted = monitor not in saving
         if dying:
             monitor.goodbye.say("interrupted", "SIGTERM")
     if dying:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    elif callable(_previous):
+    elif callable(_previous):  # the loop has its own way to end
         _previous(number, frame)

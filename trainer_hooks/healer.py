@@ -1,33 +1,41 @@
 """Keeps states to go back to, and goes back: snapshots in memory, checkpoints on disk.
 
-A rollback of a running job comes from memory: its snapshots change at the same step on all ranks.
-Checkpoints on disk are written from healthy snapshots, at each rank's own pace, for a relaunch.
+Both lists are the same on all ranks, or no rank could choose from them: snapshots change at the
+same step everywhere, and of a checkpoint that is complete on disk rank 0 tells with the numbers of
+a step. What a rank's own disk shows decides nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from trainer_hooks.device import Device
 from trainer_hooks.emit import Emitter
 from trainer_hooks.pack import Reduced
+from trainer_hooks.plan_journal import PlanJournal
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import Meta, Restored, SnapshotRing, num_slots
 from trainer_hooks.state import TrainingState
-from trainvitals.errors import CheckpointError, ConfigError
+from trainvitals.clock import Clock
+from trainvitals.errors import CheckpointCorruptError, CheckpointError, ConfigError, UsageError
 from trainvitals.policy import CheckpointRef
 from trainvitals.records import CheckpointChanged, Decision, Note
 
 if TYPE_CHECKING:
     from trainer_hooks.checkpoints.store import CheckpointStore
 
+_LOG = logging.getLogger("trainvitals")
 _CLOSE_SECONDS = 30.0
+_LOAD_SECONDS = 600.0
+"""How long a rollback from disk waits for the save that is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +51,23 @@ class CheckpointSettings:
     two slots do."""
     save_every: int = 200
     """Steps between checkpoints on disk; each is a snapshot that became healthy."""
+    save_seconds: float = 0.0
+    """Seconds, by rank 0's clock, after which one is written even so; 0 counts steps alone."""
     keep: int = 3
-    """Checkpoints kept on disk."""
+    """Newest checkpoints kept on disk; the newest healthy one and the best always are."""
+    keep_every: int = 0
+    """Steps of which one checkpoint is kept for good; 0 keeps none of them."""
+    grace_seconds: float = 25.0
+    """Seconds between SIGTERM and SIGKILL, of which a third may pass until all ranks meet at the
+    end of a step; then each writes its last snapshot alone."""
 
     def __post_init__(self) -> None:
-        least = {"healthy_after": 1, "snapshot_every": 0, "save_every": 1, "keep": 1}
+        least = {
+            "healthy_after": 1, "snapshot_every": 0, "save_every": 1, "save_seconds": 0, "keep": 1,
+            "keep_every": 0, "grace_seconds": 0,
+        }  # fmt: skip
         for name, bound in least.items():
-            if getattr(self, name) < bound:
+            if not getattr(self, name) >= bound:
                 raise ConfigError(
                     f"checkpoints.{name} is {getattr(self, name)}; it must be at least {bound}"
                 )
@@ -65,13 +83,22 @@ class Healer:
         store: CheckpointStore,
         ranks: Ranks,
         emitter: Emitter,
+        plan: PlanJournal,
+        clock: Clock,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._ring = ring
         self._store = store
-        self._saved_at = 0
         self._ranks = ranks
         self._emitter = emitter
+        self._plan = plan
+        self._clock = clock
+        self._saved_at = 0
+        self._saved_ns = clock.monotonic_ns()
+        self._time_is_up = False
+        self._newest_saved: tuple[int, int] = (0, 0)
+        """Step and attempt of the newest checkpoint that is complete; of rank 0 alone."""
+        self._on_disk: tuple[CheckpointRef, ...] = ()
         self._wrong: tuple[int, Tensor] | None = None
 
     @classmethod
@@ -83,8 +110,9 @@ class Healer:
         device: Device,
         extra: Mapping[str, Any],
         ranks: Ranks,
-        run_id: str,
+        plan: PlanJournal,
         emitter: Emitter,
+        clock: Clock,
     ) -> Self:
         """Lay out the snapshots and the folder for checkpoints. Collective.
 
@@ -106,7 +134,11 @@ class Healer:
             state, num_slots=slots, interval=interval, healthy_after=settings.healthy_after
         )
         store = CheckpointStore(
-            state, settings.directory, run_id=run_id, ranks=ranks, keep=settings.keep
+            state,
+            settings.directory,
+            run_id=plan.run_dir.run_id,
+            ranks=ranks,
+            keep=settings.keep,
         )
         agreement = Agreement(ranks)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -117,26 +149,41 @@ class Healer:
                 f"{slots} snapshots, {ring.bytes() / 2**20:.1f} MiB a rank, every {interval} steps"
             )
             emitter.event(Note(code="snapshots", text=text), step=0, attempt=0)
-        return cls(settings, ring, store, ranks, emitter)
+        return cls(settings, ring, store, ranks, emitter, plan, clock)
+
+    # ------------------------------------------------------------------------------ at the start
 
     def resume(self) -> Restored | None:
-        """Load this run's newest sound checkpoint, if there is one. Collective.
+        """Load the newest sound checkpoint of the run's present branch, if any. Collective.
 
         Raises:
             CheckpointError: there are some, and none can be loaded.
         """
-        return self._store.load_newest()
+        found = self._store.folder.loadable_refs(self._plan.plan.holds) if self._is_root else ()
+        self._on_disk = tuple(self._ranks.broadcast(found))
+        if not self._on_disk:
+            return None
+        restored = self._load_newest(self._on_disk)
+        if restored is None:
+            raise CheckpointError(
+                f"none of the checkpoints in {self.settings.directory} can be loaded",
+                hint="the damaged ones are kept there as bad-*; move them away to start from the "
+                "beginning",
+            )
+        return restored
 
     def first(self, step: int, attempt: int, meta: Meta) -> None:
-        """Take the state before the first step: healthy, so that protection starts at once.
+        """Take the state before the first step, so that protection starts at once. Collective.
 
-        It is the only one then: a loop may have loaded another state since it was first called.
+        It is healthy, but for a checkpoint which a stopped run wrote before it was proven. It is
+        the only one then: a loop may have loaded another state since it was first called.
 
         Raises:
             CheckpointError: on some rank it is not finite, or could not be copied; raised on all.
         """
         self._ring.forget("the loop has loaded a state of its own")
-        wrong = self._ring.take(step, attempt, meta, trusted=True)
+        unproven = any(ref.step == step and ref.state == "verified" for ref in self._on_disk)
+        wrong = self._ring.take(step, attempt, meta, trusted=not unproven)
         bad = [rank for rank, count in enumerate(self._ranks.gather(float(wrong))) if count]
         if bad:
             raise CheckpointError(
@@ -148,6 +195,8 @@ class Healer:
         self._ring.commit(step, ok=True)
         self._saved_at = step
         self._say()
+
+    # ------------------------------------------------------------------------------- each step
 
     def before_update(self) -> None:
         """Make the coming update wait, on the device, for a copy that is still under way."""
@@ -162,45 +211,161 @@ class Healer:
         """Return what is wrong with this rank's snapshot of ``step``; None where none is due."""
         return self._wrong[1] if self._wrong is not None and self._wrong[0] == step else None
 
+    @property
+    def newest_saved(self) -> tuple[int, int]:
+        """Step and attempt of the newest complete checkpoint, for rank 0's words; (0, 0): none."""
+        return self._newest_saved
+
+    @property
+    def save_due(self) -> bool:
+        """Whether the time between two checkpoints is over, by this rank's clock."""
+        seconds = self.settings.save_seconds
+        return 0 < seconds * 1e9 <= self._clock.monotonic_ns() - self._saved_ns
+
     def returned(self, reduced: Reduced, *, step: int) -> None:
-        """All ranks' words on the snapshot of ``step`` are in: it is verified, or dropped."""
+        """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk."""
         # A rank that could not measure the step could not speak for its copy either.
         silent = sum(reduced.by_rank("failed"))
         self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) + silent == 0.0)
+        self._time_is_up = self._time_is_up or bool(reduced.root["save_due"])
+        self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
+
+    def _saved(self, step: int, attempt: int) -> None:
+        """Put a checkpoint that is complete now among those to go back to."""
+        known = any((ref.step, ref.attempt) == (step, attempt) for ref in self._on_disk)
+        if attempt and not known and self._plan.plan.holds(step, attempt):
+            from trainer_hooks.checkpoints.manifest import checkpoint_id
+
+            name = checkpoint_id(step, attempt)
+            ref = CheckpointRef(id=name, step=step, attempt=attempt, state="healthy", where="disk")
+            self._on_disk = (*self._on_disk, ref)[-self.settings.keep :]
 
     def promote(self, step: int, last_unhealthy_step: int) -> None:
         """Let snapshots become healthy, begin to write one where that is due, say what changed."""
-        self._ring.promote(step, last_unhealthy_step)
+        for proven in self._ring.promote(step, last_unhealthy_step):
+            self._prove_on_disk(proven.step)
         newest = self._ring.newest_healthy()
-        if newest is not None and newest.step - self._saved_at >= self._settings.save_every:
-            self._saved_at = newest.step
+        if newest is not None and self._is_due(newest.step - self._saved_at):
+            self._saved_at, self._saved_ns = newest.step, self._clock.monotonic_ns()
+            self._time_is_up = False
             self._store.save(newest)
         self._say()
 
+    def _is_due(self, steps: int) -> bool:
+        return steps >= self.settings.save_every or (self._time_is_up and steps > 0)
+
+    def _prove_on_disk(self, step: int) -> None:
+        """A checkpoint that this start began from, unproven, is proven healthy by now."""
+        for ref in self._on_disk:
+            if ref.step == step and ref.state == "verified":
+                proven = replace(ref, state="healthy")
+                self._on_disk = tuple(proven if r is ref else r for r in self._on_disk)
+                if self._is_root:
+                    self._store.mark_healthy(ref.id)
+
     def refs(self) -> tuple[CheckpointRef, ...]:
         """Return what the ladder may go back to: equal on all ranks."""
-        return self._ring.refs()
+        return (*self._on_disk, *self._ring.refs())
 
     def step_of(self, checkpoint_id: str) -> int:
-        """Return the step of a snapshot by its id; -2, which no checkpoint has, if unknown."""
+        """Return the step of a checkpoint by its id; -2, which none has, if unknown."""
         return next((r.step for r in self.refs() if r.id == checkpoint_id), -2)
 
-    def roll_back(self, decision: Decision) -> Meta:
-        """Restore the decision's snapshot on this rank and return the meta it was taken with."""
+    # ------------------------------------------------------------------------------- going back
+
+    def roll_back(self, decision: Decision) -> Restored:
+        """Restore the decision's checkpoint, or the next older one where it cannot be read.
+
+        From memory it is this rank's own deed; from disk it is collective.
+
+        Raises:
+            CheckpointError: nothing could be restored.
+        """
         self._wrong = None
-        restored = self._ring.restore(decision.checkpoint_id)
+        target = next(ref for ref in self.refs() if ref.id == decision.checkpoint_id)
+        if target.where == "memory":
+            restored = self._ring.restore(target.id)
+        else:
+            restored = self._from_disk(target.step)
+        self._on_disk = tuple(ref for ref in self._on_disk if ref.step <= restored.step)
         self._saved_at = min(self._saved_at, restored.step)
         self._say()
-        return restored.meta
+        return restored
+
+    def _from_disk(self, latest: int) -> Restored:
+        if not self._store.wait(_LOAD_SECONDS):
+            raise CheckpointError(
+                f"a save has not ended for {_LOAD_SECONDS:.0f} s, so nothing can be loaded",
+                hint="look at the disk of the checkpoints",
+            )
+        healthy = [r for r in self._on_disk if r.state == "healthy" and r.step <= latest]
+        restored = self._load_newest(healthy)
+        if restored is None:
+            raise CheckpointError(
+                f"none of the {len(healthy)} healthy checkpoints on disk up to step {latest} can "
+                "be loaded",
+                hint="`vitals checkpoints list` says why",
+            )
+        self._ring.drop_newer(restored.step)
+        return restored
+
+    def _load_newest(self, refs: Sequence[CheckpointRef]) -> Restored | None:
+        """Load the newest that is sound, past those that are damaged or gone. Collective."""
+        for ref in reversed(refs):
+            try:
+                return self._store.load(ref.id)
+            except (CheckpointCorruptError, UsageError) as error:
+                _LOG.warning("vitals: checkpoint %s, trying an older: %s", ref.id, error)
+                self._on_disk = tuple(r for r in self._on_disk if r is not ref)
+        return None
+
+    # ------------------------------------------------------------------------------- the end
+
+    def save_now(self, step: int, attempt: int, meta: Meta) -> str:
+        """Write the live state and wait for it; where it is not sound, the newest healthy one.
+
+        Collective: for a run that is told to stop. Returns the id, empty where nothing newer than
+        what is on disk could be written.
+        """
+        self._store.wait(None)
+        bad = sum(self._ranks.gather(float(self._ring.take(step, attempt, meta))))
+        self._ring.commit(step, ok=not bad)
+        last = self._ring.newest_healthy() if bad else self._ring.newest_committed()
+        if last is None or any(
+            (r.step, r.attempt) == (last.step, last.attempt) for r in self._on_disk
+        ):
+            return ""
+        name = self._store.save(last)
+        self._store.wait(None)
+        self._say()
+        return name
+
+    def save_alone(self) -> None:
+        """Write this rank's part of the last snapshot that all ranks have; asks nobody.
+
+        For a rank that is about to be killed while the others cannot be met. Any thread may.
+        """
+        last = self._ring.newest_committed()
+        if last is not None:
+            self._store.write_alone(last)
 
     def close(self) -> None:
         """Wait, for a bounded time, for what is being written."""
         self._store.wait(_CLOSE_SECONDS)
         self._say()
 
+    @property
+    def _is_root(self) -> bool:
+        return self._ranks.rank == 0
+
     def _say(self) -> None:
-        for change in self._ring.take_changes() + self._store.take_changes():
-            if self._ranks.rank == 0:
+        stored = self._store.take_changes()
+        for change in stored:
+            if change.state in ("verified", "healthy"):
+                attempt = int(change.checkpoint_id.rpartition("-")[2])
+                self._newest_saved = change.checkpoint_step, attempt
+        for change in self._ring.take_changes() + stored:
+            if self._is_root:
                 announce(self._emitter, change)
 
 

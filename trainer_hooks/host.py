@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
-import msgspec
 from msgspec.structs import replace
 
+from trainer_hooks.batches import DataState
 from trainer_hooks.columns import RootColumns
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
@@ -21,16 +21,18 @@ from trainer_hooks.inbox import Inbox
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.norms import no_gradients
 from trainer_hooks.pack import PackLayout, Reduced, Root
+from trainer_hooks.plan_journal import PlanJournal
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import NUM_FIGURES, Derived, agreed, rank_losses, step_record
 from trainer_hooks.signals import HostStep
-from trainer_hooks.snapshots import Meta
+from trainer_hooks.snapshots import Meta, Restored
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.identity import new_attempt_id
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
+from trainvitals.policy.plan import Branch, Window
 from trainvitals.records import (
     COMMAND_CODES,
     AttemptStarted,
@@ -47,9 +49,6 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Value
 
-_DEEDS = ("rollback", "halt")
-"""Decisions that the host carries out; a skip was carried out on the device."""
-
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
 
@@ -65,6 +64,7 @@ class Host:
     emitter: Emitter
     inbox: Inbox | None
     run_dir: RunDir
+    plan: PlanJournal
     faults: FaultCounter
     clock: Clock
     sampler: Sampler
@@ -80,6 +80,10 @@ class Host:
     """Steps of an announced change that the packs have not brought back yet; on rank 0."""
     first_step: int = -1
     """The step this start begins with, until it was judged: it must bring gradients."""
+    told_to_stop: bool = False
+    """Whether this rank was sent SIGTERM; it tells all ranks with the next step."""
+    stopping: bool = False
+    """Whether some rank was: known on all ranks at the same step."""
     last_step: int = -1
     """The newest step that was judged."""
     owns_clip: bool = True
@@ -113,6 +117,8 @@ class Host:
             if command.checkpoint_id and self.healer is not None:
                 target = float(self.healer.step_of(command.checkpoint_id))
         limits = self.judge.limits() if not self.expecting else Limits()
+        healer = self.healer
+        saved_step, saved_attempt = (0, 0) if healer is None else healer.newest_saved
         return Root(
             loss_limit=limits.loss,
             grad_norm_limit=limits.grad_norm,
@@ -122,6 +128,9 @@ class Host:
             # A clock may go backwards; a branch is newer than the one it leaves all the same.
             next_attempt=max(new_attempt_id(self.clock.time_ns()), self.attempt + 1),
             expect_steps=self.expecting,
+            saved_step=saved_step,
+            saved_attempt=saved_attempt,
+            save_due=healer is not None and healer.save_due,
         )
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
@@ -163,6 +172,7 @@ class Host:
         self.first_step = -1
         if self.healer is not None:
             self.healer.returned(reduced, step=host.step)
+            self.stopping = bool(reduced.ranks_where("terminating"))
         self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
@@ -254,29 +264,40 @@ class Host:
 
     # ------------------------------------------------------------------------------ acting
 
-    def carry_out(self, judgement: Judgement, *, now_step: int) -> int:
-        """Do what was judged, and return the step that comes next.
+    def carry_out(
+        self, judgement: Judgement, *, now_step: int, window: Window | None = None
+    ) -> Restored | None:
+        """Do what was judged; return what was restored, if it was a rollback.
 
         The plan journal is written before the deed, so that a relaunch finds what was meant and no
-        command is taken twice; a command is answered after it.
+        command is taken twice; a command is answered after it. A skip alone is not written: it must
+        not wait for a disk, and a relaunch is a new attempt, so entries of the ledger stay apart.
+
+        Args:
+            judgement: of one step.
+            now_step: the step in whose call this happens.
+            window: the data that a rollback passes over.
 
         Raises:
             TrainingHalted: the decision is to stop.
         """
         decision, ack = judgement.decision, judgement.ack
-        acts = decision is not None and decision.acted and decision.action in _DEEDS
-        if acts or ack is not None:
-            self._write_plan()
-        next_step = now_step + 1
+        deed = decision.action if decision is not None and decision.acted else ""
+        restored = None
+        if deed == "rollback" and decision is not None:
+            branch = _branch_of(decision, decision.rollback_to_step)
+            self.plan.add(self.judge.facts, branch=branch, window=window)
+        elif deed == "halt" or ack is not None:
+            self.plan.add(self.judge.facts)
         if decision is not None:
             self._enter(decision)
-            if acts and decision.action == "rollback":
-                next_step = self._go_back(decision)
+            if deed == "rollback":
+                restored = self._go_back(decision)
         if ack is not None:
             self.acknowledge(ack, step=now_step)
-        if acts and decision is not None and decision.action == "halt":
+        if deed == "halt" and decision is not None:
             self._halt(decision)
-        return next_step
+        return restored
 
     def carry_out_at_end(self, judgement: Judgement) -> None:
         """Record what was judged after the loop's last step; a halt still leaves its marker.
@@ -305,36 +326,30 @@ class Host:
             event = DecisionMade(decision=decision)
             self.emitter.event(event, step=decision.step, attempt=decision.attempt)
 
-    def _go_back(self, decision: Decision) -> int:
-        """Restore the decision's snapshot and open its branch; return the step it goes on from."""
+    def _go_back(self, decision: Decision) -> Restored:
+        """Restore the decision's checkpoint and open its branch."""
         assert self.healer is not None, "only a run with checkpoints rolls back"
         try:
-            meta = self.healer.roll_back(decision)
+            restored = self.healer.roll_back(decision)
         except CheckpointError as error:
             # On this rank alone, perhaps: it cannot go on, and the marker keeps all from doing so.
             reason = f"{decision.reason}; the restore failed: {error.text}"
             self._halt(replace(decision, action="halt", rule="rollback_failed", reason=reason))
-        self.take_meta(meta)
+        if restored.step != decision.rollback_to_step:
+            text = f"{decision.checkpoint_id} could not be read: back to {restored.id} instead"
+            self._note("older_checkpoint", text, decision.step, "warning")
+            self.plan.add(self.judge.facts, branch=_branch_of(decision, restored.step))
+        self.take_meta(restored.meta)
         attempt = AttemptStarted(
             id=decision.new_attempt,
             parent=decision.attempt,
-            fork_step=decision.rollback_to_step,
+            fork_step=restored.step,
             reason=decision.reason,
         )
-        self.begin_attempt(attempt, meta["judge"])
+        self.begin_attempt(attempt, restored.meta["judge"])
         if self.is_root:
             self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
-        return decision.rollback_to_step
-
-    def _write_plan(self) -> None:
-        """Make durable what no restart may forget; not for a skip, which must not wait for a disk.
-
-        A relaunch is a new attempt: ledger entries stay apart even where a count is lost.
-        """
-        if self.is_root:
-            # A full disk must not part rank 0 from the others, which go on with the deed.
-            with self.faults.fail_open("plan"):
-                self.run_dir.append_plan({"facts": msgspec.to_builtins(self.judge.facts)})
+        return restored
 
     def _halt(self, decision: Decision) -> NoReturn:
         """Leave the durable marker first: torchrun starts a rank again whatever its exit code."""
@@ -363,6 +378,12 @@ class Host:
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
         self.probe_parameters, self.digest, self._was_announced = False, 0, False
 
+    def start_branch(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
+        """Begin a branch at the start of the loop, and write it down."""
+        branch = Branch(attempt.id, attempt.parent, attempt.fork_step)
+        self.begin_attempt(attempt, detectors)
+        self.plan.add(self.judge.facts, branch=branch)
+
     def resume(
         self,
         attempt: AttemptStarted,
@@ -375,19 +396,19 @@ class Host:
         Where there are snapshots, the first is taken anew, of this branch.
         """
         self.tokens_seen, self.tokens_trained = tokens_seen, tokens_trained
-        self.begin_attempt(attempt, detectors)
+        self.start_branch(attempt, detectors)
         if self.is_root:
             self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
         if self.healer is not None:  # it is of this branch, and of what the loop has loaded
             self.healer.first(attempt.fork_step, attempt.id, self.snapshot_meta(None))
 
-    def snapshot_meta(self, position: tuple[int, int] | None) -> Meta:
+    def snapshot_meta(self, data: DataState | None) -> Meta:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
         return {
             "judge": self.judge.detector_state(),
             "tokens_seen": self.tokens_seen,
             "tokens_trained": self.tokens_trained,
-            "position": None if position is None else list(position),
+            "data": data,
         }
 
     def take_meta(self, meta: Meta) -> None:
@@ -406,6 +427,10 @@ class Host:
 def _tokens(host: HostStep, reduced: Reduced) -> int | None:
     total = sum(reduced.by_rank("weight"))
     return int(total) if host.weighted and math.isfinite(total) else None
+
+
+def _branch_of(decision: Decision, fork_step: int) -> Branch:
+    return Branch(decision.new_attempt, decision.attempt, fork_step)
 
 
 def _proposal(reduced: Reduced) -> Proposal | None:

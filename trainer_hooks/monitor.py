@@ -7,8 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer_hooks.batches import Batches, Position
+from trainer_hooks.batches import Position
+from trainer_hooks.data_ledger import SampleIds
 from trainer_hooks.device import Device
+from trainer_hooks.feed import AfterRollback, Feed
+from trainer_hooks.goodbye import EXIT_CODE, exits_by_itself
 from trainer_hooks.guard import update_scaler
 from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop, not_compiled
@@ -20,7 +23,7 @@ from trainer_hooks.signals import HostStep
 from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict
 from trainvitals.errors import UsageError
-from trainvitals.records import DataWindowSkipped, Decision
+from trainvitals.records import Decision
 
 
 class Monitor(Loop):
@@ -36,41 +39,55 @@ class Monitor(Loop):
     ) -> None:
         first_step = 0 if restored is None else restored.step
         super().__init__(device, host, tokens_per_step=tokens_per_step, first_step=first_step)
-        position = None if restored is None else restored.meta["position"]
-        self._start_at = Position(0, 0) if position is None else Position(position[0], position[1])
-        self._batches: Batches | None = None
-        self._positions: dict[int, Position] = {}
+        waited, lag = self._parts.clock.waited_for_data, device.readback.lag
+        self._feed = Feed(host, waited, lag=lag, restored=restored)
         self._own_steps = OwnSteps(device.optimizers, host.faults)
 
     @property
     def batch_position(self) -> Position | None:
         """Epoch and index of the batch that ``batches`` handed out last."""
-        return None if self._batches is None else self._batches.position
+        return self._feed.position
 
     # ------------------------------------------------------------------------- the loop's calls
 
-    def batches(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Any]:
-        """Yield batches of ``loader``, timing the wait; goes on past a poisoned window.
+    def batches(
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int = 1,
+        after_rollback: AfterRollback = "move_on",
+        sample_ids: SampleIds | bool | None = None,
+        keep_batches: bool = False,
+    ) -> Iterator[Any]:
+        """Yield batches of ``loader``, timing the wait; never those of a poisoned window again.
 
-        Owns the epochs and calls ``sampler.set_epoch``. After a rollback it moves on: the window is
-        passed over by index and never loaded.
+        Owns the epochs and calls ``sampler.set_epoch``. A relaunch goes on with the next batch, in
+        the order that the epoch had. Over a map-style ``DataLoader`` what is passed over is never
+        loaded; a loader with ``state_dict`` and ``load_state_dict`` goes back by those; where
+        neither can be exact, the run's events say ``data: moved on``. What workers draw at random
+        for themselves is not part of that.
+
+        Args:
+            loader: any iterable of batches.
+            epochs: how often it is iterated.
+            after_rollback: ``move_on`` goes on ahead of the poisoned window; ``replay`` hands out
+                again what followed the checkpoint, in the same order, without the window.
+            sample_ids: gives the ids (numbers or words) of a batch's samples, to be kept of every
+                step in the run directory; True keeps their indices in the dataset. Without it the
+                indices are told of bad steps, where the loader's sampler knows them.
+            keep_batches: whether the batches of bad steps are kept in the run directory.
+
+        Raises:
+            UsageError: an argument is none that can be.
         """
-        waited = self._parts.clock.waited_for_data
-        clock, start = self._host.clock, self._start_at
-        stream = Batches(loader, epochs=epochs, clock=clock, waited=waited, start=start)
-        self._start_at = Position(0, 0)
-        outer, self._batches = self._batches, stream
-        if outer is None or outer.ended:
-            outer = None
-            self._positions.clear()  # they count the batches of a loop that is over
-        return self._handed_out(stream, outer)
-
-    def _handed_out(self, stream: Batches, outer: Batches | None) -> Iterator[Any]:
-        try:
-            yield from stream
-        finally:
-            if outer is not None and self._batches is stream:
-                self._batches = outer  # a loop within the loop, such as a validation
+        return self._feed.batches(
+            loader,
+            epochs=epochs,
+            after_rollback=after_rollback,
+            sample_ids=sample_ids,
+            keep_batches=keep_batches,
+            step=self._step,
+        )
 
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Add one micro-batch's loss to the step; call once per backward when accumulating.
@@ -120,27 +137,45 @@ class Monitor(Loop):
         prepared = parts.prepare(attempted, loss, weight, first=first)
         verdict = parts.exchange()
         self._update(verdict, prepared, max_norm)
-        position = self._noted_position()
+        position = self._feed.take(attempted, self.attempt)
         ready = parts.report(
             verdict,
             prepared,
             step=attempted,
             max_norm=max_norm,
             position=position,
-            samples=None if self._batches is None else self._batches.take_samples(),
+            samples=self._feed.take_samples(),
         )
         self._step += 1
-        decision = self._host_side(ready, attempted)
+        decision, restored = self._host_side(ready, attempted)
         self._device.sampler.begin(self._step)
+        if self._host.stopping:
+            self._save_and_stop()
         if self._host.healer is not None:
             # After the judgement: what it proves healthy must not be evicted just before it.
             self._host.healer.after_step(self._step, self.attempt, self._meta)
-        return StepOutcome(step=attempted, next_step=self._step, decision=decision)
+        back = None if restored is None else restored.step
+        return StepOutcome(
+            step=attempted, next_step=self._step, decision=decision, rolled_back_to=back
+        )
+
+    def _save_and_stop(self) -> None:
+        """Save on all ranks together, as one of them was sent SIGTERM, and end the process.
+
+        A loop with a handler of its own is saved and goes on: it knows how it ends.
+        """
+        host = self._host
+        host.stopping = host.told_to_stop = False
+        self.goodbye.met()
+        assert host.healer is not None, "only a run with checkpoints is told to stop by its ranks"
+        name = host.healer.save_now(self._step, self.attempt, self._meta())
+        if not exits_by_itself():
+            self.end("interrupted", f"SIGTERM; saved {name}" if name else "SIGTERM")
+            raise SystemExit(EXIT_CODE)
 
     def _meta(self) -> Meta:
         """Return what a snapshot keeps besides tensors: the data goes on after the last batch."""
-        last = self.batch_position
-        return self._host.snapshot_meta(None if last is None else (last.epoch, last.batch + 1))
+        return self._host.snapshot_meta(self._feed.state())
 
     # ---------------------------------------------------------------------------- one step
 
@@ -160,30 +195,28 @@ class Monitor(Loop):
 
     def _release(self) -> None:
         self._own_steps.close()
+        self._feed.close()
         super()._release()
-
-    def _noted_position(self) -> Position | None:
-        """Return the step's place in the data, and remember it for a rollback to come."""
-        position = self.batch_position
-        if position is not None:
-            self._positions[self._step] = position
-            self._positions.pop(self._step - 4096, None)
-        return position
 
     def _host_side(
         self, ready: tuple[list[float], HostStep] | None, attempted: int
-    ) -> Decision | None:
+    ) -> tuple[Decision | None, Restored | None]:
         if ready is None:
-            return None
+            return None, None
         judgement = self._host.handle(*ready, now_step=attempted)
-        self._step = self._host.carry_out(judgement, now_step=attempted)
+        self._feed.judged(ready[1].step, judgement)
         decision = judgement.decision
-        if decision is not None and decision.acted and decision.action == "rollback":
-            self._after_rollback(decision)
-        return decision
+        window = self._feed.window_of(decision)
+        restored = self._host.carry_out(judgement, now_step=attempted, window=window)
+        if restored is not None and decision is not None:
+            self._step = restored.step
+            self._after_rollback()
+            data = restored.meta.get("data")
+            self._feed.rolled_back(decision, data, window, step=self._step)
+        return decision, restored
 
-    def _after_rollback(self, decision: Decision) -> None:
-        """Write down what was in flight and move the data on past the poisoned window."""
+    def _after_rollback(self) -> None:
+        """Write down what was in flight, and forget it."""
         while (left := self._device.readback.pop()) is not None:
             self._host.handle(*left, now_step=self._step)
         self._device.shadow.keep()
@@ -192,20 +225,3 @@ class Monitor(Loop):
         self._parts.clock.restart()
         for optimizer in self._device.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        stream = self._batches
-        if stream is None or stream.position is None or not decision.skip_batches:
-            return
-        here = stream.position
-        onset_step = self._host.judge.facts.skipped_windows[-1].onset_step
-        onset = self._positions.get(onset_step, here)
-        first = Position(here.epoch, here.batch + 1)
-        past = Position(onset.epoch, onset.batch + decision.skip_batches)
-        target = stream.move_to(max(first, past))
-        if self._host.is_root:
-            event = DataWindowSkipped(
-                epoch=onset.epoch,
-                first_batch=onset.batch,
-                last_batch=target.batch,
-                reason=decision.reason,
-            )
-            self._host.emitter.event(event, step=self._step, attempt=self.attempt)

@@ -20,11 +20,5 @@ class StepOutcome:
     """Index of the update that comes next; smaller than ``step`` after a rollback."""
     decision: Decision | None = None
     """The ladder's decision that this call carried out or recorded, if there was one."""
-
-    @property
-    def rolled_back_to(self) -> int | None:
-        """The step the run went back to in this call, None if it did not."""
-        decision = self.decision
-        if decision is None or decision.action != "rollback" or not decision.acted:
-            return None
-        return decision.rollback_to_step
+    rolled_back_to: int | None = None
+    """The step the run went back to in this call, None if it did not."""

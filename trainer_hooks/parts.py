@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer_hooks.batches import Position
+from trainer_hooks.batches import Fed
 from trainer_hooks.device import Device
 from trainer_hooks.guard import OptimizerGuard
 from trainer_hooks.host import Host
@@ -138,8 +138,12 @@ class StepParts:
         """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more.
 
         A loss that is no number is counted and left out: the gradients are judged all the same.
+
+        Raises:
+            UsageError: an EMA's averages are in the weights' place.
         """
         device, host = self._device, self._host
+        device.averages.refuse_swapped()
         self._look_at_groups()
         root = host.root_words(step)
         device.norms.align()
@@ -159,7 +163,14 @@ class StepParts:
             failed = False
         if failed:
             # Short of its numbers, this rank still unscales, clips and steps as the others do.
-            local = Local(loss=None, weight=0.0, overflow=overflow, failed=True, digest=host.digest)
+            local = Local(
+                loss=None,
+                weight=0.0,
+                overflow=overflow,
+                failed=True,
+                digest=host.digest,
+                terminating=host.told_to_stop,
+            )
             device.packer.clear()
             device.packer.fill(local, root)
         elif not grads and first and host.ranks.world_size == 1:
@@ -197,6 +208,7 @@ class StepParts:
             norm_before_clip=norm,
             snapshot_wrong=None if host.healer is None else host.healer.flag(step),
             digest=host.digest,
+            terminating=host.told_to_stop,
         )
 
     # ----------------------------------------------------------------------- from the exchange on
@@ -225,7 +237,8 @@ class StepParts:
         if self._host.healer is not None:
             self._host.healer.before_update()
         device.sampler.before_update(step)
-        device.averages.judged(bad)
+        with self._host.faults.fail_open("averages"):
+            device.averages.judged(bad)
         return Orders(bad, skip_on_host, divisor, self._host.judge.lr_factor_at(step))
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
@@ -238,6 +251,9 @@ class StepParts:
                     lr_factor=orders.lr_factor,
                     divisor=orders.divisor,
                 )
+        for guard in guards:
+            with self._host.faults.fail_open("ema"):
+                self._device.averages.stepped(guard.optimizer)
 
     def usable(self, max_norm: float | None, *, first: bool) -> float | None:
         """Return what to clip to; what cannot be clipped to is counted, and nothing is clipped.
@@ -283,7 +299,7 @@ class StepParts:
         *,
         step: int,
         max_norm: float | None,
-        position: Position | None,
+        position: Fed | None,
         samples: int | None = None,
         before_clip: bool = False,
     ) -> tuple[list[float], HostStep] | None:
@@ -310,7 +326,7 @@ class StepParts:
         step: int,
         max_norm: float | None,
         weighted: bool,
-        position: Position | None,
+        position: Fed | None,
         samples: int | None,
     ) -> HostStep:
         """Return what this rank measured on the host; the next step's times begin."""
@@ -347,4 +363,5 @@ class StepParts:
             memory_estimate_bytes=estimate,
             epoch=None if position is None else position.epoch,
             batch_index=None if position is None else position.batch,
+            num_batches=None if position is None else position.num_batches,
         )

@@ -27,8 +27,10 @@ from trainvitals.identity import (
 from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
 from trainvitals.io.mailbox import Mailbox
 from trainvitals.io.private import private_base
+from trainvitals.io.relaunch import earlier_run, remember_run
 from trainvitals.io.rundir import RunDir
-from trainvitals.policy import Facts, JudgeConfig, load_judge_config
+from trainvitals.policy import JudgeConfig, load_judge_config
+from trainvitals.policy.plan import Plan, read_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class Place:
     folder: Path
     attempt: int
     node: str
-    facts: Facts
-    """What earlier starts of the run have spent, as rank 0 read it."""
+    plan: Plan
+    """What earlier starts of the run have spent, begun and passed over, as rank 0 read it."""
     judge: JudgeConfig
     """Settings of the detectors and the ladder, as rank 0 read them."""
 
@@ -53,21 +55,22 @@ def open_run(
         ranks, lambda: _open_on_root(environ, directory, clock) if ranks.rank == 0 else None
     )[0]
     assert at_root is not None
-    run_id, path, attempt, facts, judge = at_root
+    run_id, path, attempt, plan, judge = at_root
     folders: list[Path] = []
     on_every_rank(
         ranks, lambda: folders.append(announce_run(private_base(environ), run_id, Path(path)))
     )
     node = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
-    return Place(RunDir(Path(path)), folders[0], attempt, node, facts, judge)
+    return Place(RunDir(Path(path)), folders[0], attempt, node, plan, judge)
 
 
 def _open_on_root(
     environ: Mapping[str, str], directory: str | Path | None, clock: Clock
-) -> tuple[str, str, int, Facts, JudgeConfig]:
+) -> tuple[str, str, int, Plan, JudgeConfig]:
     judge = load_judge_config(environ)
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
-    run_id = environ.get("VITALS_RUN_ID") or new_run_id(clock.time_ns())
+    run_id = environ.get("VITALS_RUN_ID") or earlier_run(base, environ)
+    run_id = run_id or new_run_id(clock.time_ns())
     run_dir = RunDir.create(base, run_id)
     marker = run_dir.halted()
     if marker is not None:
@@ -77,22 +80,22 @@ def _open_on_root(
         )
     try:
         run_dir.command_key(create=True)
+        remember_run(base, environ, run_id)
     except OSError as error:
         raise StorageError(
-            f"{run_dir.path}: the command key cannot be made: {error.strerror}",
+            f"{run_dir.path}: the run's own files cannot be written: {error.strerror}",
             hint="set VITALS_DIR to a folder that can be written",
         ) from error
-    facts = _facts(run_dir)
+    plan = _plan(run_dir)
     # A clock may have gone back since; a relaunch is newer than what it follows all the same.
-    attempt = max(new_attempt_id(clock.time_ns()), facts.attempt + 1)
-    return run_id, str(run_dir.path), attempt, facts, judge
+    attempt = max(new_attempt_id(clock.time_ns()), plan.newest_attempt + 1)
+    return run_id, str(run_dir.path), attempt, plan, judge
 
 
-def _facts(run_dir: RunDir) -> Facts:
+def _plan(run_dir: RunDir) -> Plan:
     """Return what earlier starts of the run have spent; what cannot be read is never guessed."""
-    spent = [entry["facts"] for entry in run_dir.read_plan() if "facts" in entry]
     try:
-        return msgspec.convert(spent[-1], Facts) if spent else Facts()
+        return read_plan(run_dir.read_plan())
     except msgspec.ValidationError as error:
         raise FormatError(
             f"{run_dir.path / 'plan.jsonl'}: what the run has spent is damaged: {error}",
@@ -138,7 +141,7 @@ def open_inbox(place: Place, ranks: Ranks, clock: Clock) -> Inbox | None:
                 key=place.run_dir.command_key(),
                 run_id=place.run_dir.run_id,
                 clock=clock,
-                last_number=place.facts.last_command,
+                last_number=place.plan.facts.last_command,
             )
             opened.append(inbox)
 

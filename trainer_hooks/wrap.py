@@ -30,6 +30,7 @@ from trainer_hooks.layers import Layers
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.place import Place, open_inbox, open_journal, open_run
+from trainer_hooks.plan_journal import PlanJournal
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.signals import Utilization
 from trainer_hooks.snapshots import Restored
@@ -82,9 +83,10 @@ def watch(
         config: hyperparameters to keep with the run.
         tags: words to find the run by.
         state: further objects with ``state_dict``/``load_state_dict`` that a rollback restores.
-            Two kinds are guarded in each step as well, so that a skip leaves no trace in them: an
-            ``AveragedModel`` (call its ``update_parameters`` after ``monitor.step``), and the state
-            of a communication hook (``PowerSGDState``; it needs no ``state_dict``).
+            Three kinds are guarded in each step as well, so that a skip leaves no trace in them: an
+            ``EMA``, which the step updates itself, an ``AveragedModel`` (call its
+            ``update_parameters`` after ``monitor.step``), and the state of a communication hook
+            (``PowerSGDState``; it needs no ``state_dict``).
         signals: what to measure beside what costs nothing, and how often.
 
     Raises:
@@ -110,7 +112,7 @@ def watch(
         from trainer_hooks.off import Unwatched
 
         everything = tuple(as_list(optimizers)), tuple(as_list(schedulers))
-        return cast(Monitor, Unwatched(*everything, scaler))
+        return cast(Monitor, Unwatched(*everything, scaler, state))
     return Monitor(
         made.device, made.host, tokens_per_step=made.tokens_per_step, restored=made.restored
     )
@@ -161,7 +163,8 @@ def set_up(
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, dir, clock)
         emitter = _emitter(ranks, device, place, faults, clock)
-        healer = None
+        healer, root = None, ranks.rank == 0
+        plan = PlanJournal(plan=place.plan, run_dir=place.run_dir, is_root=root, faults=faults)
         if checkpoints:
             healer = Healer.make(
                 _settings(checkpoints, place.run_dir),
@@ -169,10 +172,11 @@ def set_up(
                 device=device,
                 extra=device.extra,
                 ranks=ranks,
-                run_id=place.run_dir.run_id,
+                plan=plan,
                 emitter=emitter,
+                clock=clock,
             )
-        host = _host(chosen, ranks, device, place, healer, emitter, faults, clock)
+        host = _host(chosen, ranks, device, place, healer, plan, emitter, faults, clock)
         info = run_info(
             name=run or "",
             environ=environ,
@@ -214,13 +218,14 @@ def _host(
     device: Device,
     place: Place,
     healer: Healer | None,
+    plan: PlanJournal,
     emitter: Emitter,
     faults: FaultCounter,
     clock: Clock,
 ) -> Host:
     """Put the host's part together, with what earlier starts of the run have spent."""
     assert mode != "off", "an unwatched run has no host part"
-    judge = Judge(place.judge, mode, facts=msgspec.structs.replace(place.facts, halted=""))
+    judge = Judge(place.judge, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, world_size, sampler = device.norms, ranks.world_size, device.sampler
     flops_per_token = sampler.settings.flops_per_token
     utilization = Utilization(norms.num_parameters, world_size, norms.device, flops_per_token)
@@ -233,6 +238,7 @@ def _host(
         emitter=emitter,
         inbox=open_inbox(place, ranks, clock),
         run_dir=place.run_dir,
+        plan=plan,
         faults=faults,
         clock=clock,
         sampler=sampler,
@@ -253,7 +259,7 @@ def _begin(host: Host, place: Place, info: RunInfo) -> Restored | None:
             id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
         )
     host.first_step = attempt.fork_step
-    host.begin_attempt(attempt, None if restored is None else restored.meta["judge"])
+    host.start_branch(attempt, None if restored is None else restored.meta["judge"])
     _say_hello(host, place, info, attempt)
     if healer is not None:
         meta = restored.meta if restored is not None else host.snapshot_meta(None)

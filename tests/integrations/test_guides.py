@@ -84,4 +84,4 @@ def on_two_ranks(folder, program):
     assert 0 == done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
     loss = float(re.findall(r"^loss (\S+)$", done.stdout, re.M)[-1])
     runs = folder / "vitals_runs"
-    return Trained(loss, sorted(path.name for path in runs.iterdir()) if runs.exists() else [])
+    return Trained(loss, sorted(p.name for p in runs.glob("[0-9A-Z]*")) if runs.exists() else [])

@@ -101,5 +101,5 @@ def reader_of(trained: Trained):
 
 def run_id_of(trained: Trained) -> str:
     """Return the one run's id."""
-    (folder,) = trained.runs.iterdir()
+    (folder,) = trained.runs.glob("[0-9A-Z]*")
     return folder.name

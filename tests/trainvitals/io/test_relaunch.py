@@ -1,0 +1,53 @@
+"""A restart of a launcher finds the run of its first start, and of no other launch."""
+
+import pytest
+
+from trainvitals.identity import new_run_id
+from trainvitals.io import relaunch
+from trainvitals.io.relaunch import earlier_run, remember_run
+
+RUN = new_run_id(1_763_000_000_000_000_000)
+FIRST = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+AGAIN = {**FIRST, "TORCHELASTIC_RESTART_COUNT": "1"}
+JOB = {"SLURM_JOB_ID": "31", "SLURM_STEP_ID": "0"}
+REQUEUED = {**JOB, "SLURM_RESTART_COUNT": "1"}
+
+
+@pytest.fixture
+def launched(tmp_path):
+    remember_run(tmp_path, {**FIRST, **JOB}, RUN)
+    return tmp_path
+
+
+def test_a_restart_of_torchrun_goes_on_with_the_run(launched):
+    assert RUN == earlier_run(launched, AGAIN)
+
+
+def test_a_requeued_job_goes_on_with_the_run_although_torchrun_begins_anew(launched):
+    assert RUN == earlier_run(launched, {**FIRST, **REQUEUED})
+
+
+@pytest.mark.parametrize("environ", [FIRST, JOB, {}, {**AGAIN, "TORCHELASTIC_RUN_ID": "other"}])
+def test_a_first_start_and_another_launch_begin_a_run_of_their_own(launched, environ):
+    assert earlier_run(launched, environ) is None
+
+
+def test_another_command_in_the_same_job_is_another_run(launched, monkeypatch):
+    monkeypatch.setattr(relaunch.sys, "argv", ["evaluate.py"])
+    assert earlier_run(launched, REQUEUED) is None
+
+
+def test_a_second_launch_with_the_same_name_is_not_taken_for_a_restart(launched, monkeypatch):
+    monkeypatch.setattr(relaunch, "_started", lambda pid: "another process of that id")
+    assert earlier_run(launched, AGAIN) is None
+
+
+def test_a_damaged_file_is_no_run(launched):
+    for path in (launched / ".launches").iterdir():
+        path.write_text("../elsewhere")
+    assert earlier_run(launched, AGAIN) is None
+
+
+def test_nothing_is_left_behind_without_a_launcher(tmp_path):
+    remember_run(tmp_path, {}, RUN)
+    assert [] == list(tmp_path.iterdir())

@@ -1,0 +1,83 @@
+"""What a plan journal says of a run's branches."""
+
+import json
+
+import msgspec
+import pytest
+
+from trainvitals.policy.plan import Branch, Plan, Window, extend, plan_line, read_plan
+from trainvitals.policy.state import Facts
+
+
+def plan(*branches):
+    return Plan(branches=tuple(Branch(*b) for b in branches))
+
+
+def test_a_run_without_branches_holds_every_state():
+    assert Plan().holds(10, 7)
+
+
+def test_a_state_of_the_present_branch_is_held_whatever_its_step():
+    assert plan((1, None, 0)).holds(10**6, 1)
+
+
+def test_a_state_of_the_branch_that_was_left_is_held_up_to_the_fork():
+    forked = plan((1, None, 0), (2, 1, 50))
+    assert (True, True, False) == (forked.holds(20, 1), forked.holds(50, 1), forked.holds(51, 1))
+
+
+def test_what_was_rolled_back_away_stays_away_after_a_later_branch():
+    twice = plan((1, None, 0), (2, 1, 50), (3, 2, 80))
+    assert (True, False, True, False) == (
+        twice.holds(50, 1), twice.holds(60, 1), twice.holds(80, 2), twice.holds(90, 2)
+    )  # fmt: skip
+
+
+def test_a_deeper_rollback_takes_away_all_that_lay_above_it():
+    deeper = plan((1, None, 0), (2, 1, 50), (3, 1, 20))
+    assert (True, False, False) == (
+        deeper.holds(20, 1), deeper.holds(30, 1), deeper.holds(50, 2)
+    )  # fmt: skip
+
+
+def test_a_branch_through_a_grandparent_is_cut_at_the_lowest_fork():
+    low = plan((1, None, 0), (2, 1, 50), (3, 2, 20))
+    assert (True, False) == (low.holds(20, 1), low.holds(40, 1))
+
+
+def test_a_relaunch_after_a_decided_rollback_does_not_load_what_it_rolled_back():
+    before = plan((1, None, 0))
+    decided = extend(before, facts=Facts(num_rollbacks=1), branch=Branch(2, 1, 40))
+    assert (True, False) == (decided.holds(40, 1), decided.holds(60, 1))
+    assert 1 == decided.facts.num_rollbacks
+
+
+def test_a_branch_that_is_told_again_is_the_newer_word():
+    told = extend(plan((1, None, 0), (2, 1, 40)), facts=Facts(), branch=Branch(2, 1, 20))
+    assert (True, False) == (told.holds(20, 1), told.holds(40, 1))
+
+
+def test_a_parent_of_another_journal_is_known_by_its_id_alone():
+    moved = plan((9, 5, 30))
+    assert (True, False, False) == (moved.holds(30, 5), moved.holds(31, 5), moved.holds(1, 4))
+
+
+def test_the_newest_attempt_is_known_though_its_branch_never_began():
+    assert 4 == extend(Plan(), facts=Facts(attempt=3), branch=Branch(4, 3, 10)).newest_attempt
+
+
+def test_what_was_written_is_read_again():
+    lines = [
+        plan_line(Facts(attempt=1), branch=Branch(1, None, 0)),
+        plan_line(Facts(num_rollbacks=1), branch=Branch(2, 1, 40), window=Window(0, 7, 50)),
+        plan_line(Facts(attempt=2, num_rollbacks=1, last_command=9)),
+    ]  # fmt: skip
+    read = read_plan(json.loads(json.dumps(lines)))
+    assert Facts(attempt=2, num_rollbacks=1, last_command=9) == read.facts
+    assert (Branch(1, None, 0), Branch(2, 1, 40)) == read.branches
+    assert (Window(0, 7, 50),) == read.windows
+
+
+def test_a_damaged_line_is_an_error_and_never_a_guess():
+    with pytest.raises(msgspec.ValidationError):
+        read_plan([{"facts": 5}])

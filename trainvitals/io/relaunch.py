@@ -1,0 +1,76 @@
+"""How a training that a launcher started again finds its run.
+
+torchrun starts its ranks again (``--max-restarts``), Slurm requeues a job: neither passes on what
+the first start made up. So rank 0 leaves the run's id under a key that a restart has in common with
+the first start, and nothing else has: the launcher itself, and the command line.
+
+    VITALS_DIR/.launches/<sha256 of the key>     holds the run id
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainvitals.errors import UsageError
+from trainvitals.identity import check_run_id
+from trainvitals.io.rundir import replace_file
+
+_FOLDER = ".launches"
+
+
+def earlier_run(base: Path, environ: Mapping[str, str]) -> str | None:
+    """Return the run of this launch's first start; None where this is the first."""
+    for key, is_restart in _launches(environ, sys.argv):
+        path = _path(base, key)
+        if is_restart and path.is_file():
+            try:
+                return check_run_id(path.read_text().strip())
+            except (OSError, UsageError):
+                return None
+    return None
+
+
+def remember_run(base: Path, environ: Mapping[str, str], run_id: str) -> None:
+    """Leave the run's id for the restarts of this launch.
+
+    Raises:
+        OSError: it cannot be written; a restart would then begin a new run.
+    """
+    for key, _ in _launches(environ, sys.argv):
+        path = _path(base, key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, run_id.encode() + b"\n")
+
+
+def _launches(environ: Mapping[str, str], argv: Sequence[str]) -> list[tuple[str, bool]]:
+    """Return (key, whether it says that this is a restart) of each launcher above this process."""
+    command = "\0".join(argv)
+    found = []
+    torchrun, again = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
+    if torchrun is not None and again is not None:
+        # The agent outlives its ranks; its process keeps apart two launches of one --rdzv-id.
+        agent = f"{socket.gethostname()}:{os.getppid()}:{_started(os.getppid())}"
+        found.append((f"torchrun\0{torchrun}\0{agent}\0{command}", again != "0"))
+    job = environ.get("SLURM_JOB_ID")
+    if job is not None:
+        cluster, step = environ.get("SLURM_CLUSTER_NAME", ""), environ.get("SLURM_STEP_ID", "")
+        requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        found.append((f"slurm\0{cluster}\0{job}\0{step}\0{command}", requeued))
+    return found
+
+
+def _path(base: Path, key: str) -> Path:
+    return base / _FOLDER / hashlib.sha256(key.encode()).hexdigest()
+
+
+def _started(pid: int) -> str:
+    """Return when a process began, in ticks since the boot: process ids are used again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
