@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_hooks.attached import Attached, attach
+    from trainer_hooks.ema import EMA
     from trainer_hooks.healer import CheckpointSettings
     from trainer_hooks.measures.settings import SignalSettings
     from trainer_hooks.monitor import Monitor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trainer_hooks.wrap import watch
 
 __all__ = [
+    "EMA",
     "Attached",
     "CheckpointSettings",
     "Monitor",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "EMA": "trainer_hooks.ema",
     "Attached": "trainer_hooks.attached",
     "CheckpointSettings": "trainer_hooks.healer",
     "Monitor": "trainer_hooks.monitor",

@@ -69,8 +69,8 @@ def attach(
         tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
         config: hyperparameters to keep with the run.
         tags: words to find the run by.
-        state: an ``AveragedModel`` or a communication hook's state that a skip must leave as it
-            was, by a name.
+        state: an ``EMA`` (each step updates it), an ``AveragedModel`` or a communication hook's
+            state that a skip must leave as it was, by a name.
         signals: what to measure beside what costs nothing, and how often. The noise scale needs the
             norm as it was before the clip, as the outliers' rule does.
 
@@ -101,7 +101,7 @@ def attach(
     if made is None:
         from trainer_hooks.off import Unattached
 
-        return cast(Attached, Unattached(as_list(optimizers), scaler, max_norm))
+        return cast(Attached, Unattached(as_list(optimizers), scaler, max_norm, state))
     return Attached(made.device, made.host, tokens_per_step=made.tokens_per_step, max_norm=max_norm)
 
 

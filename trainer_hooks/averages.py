@@ -1,44 +1,105 @@
-"""Averages of the weights (``AveragedModel``: EMA, SWA): a skipped step leaves no trace in them."""
+"""Averages of the weights under the verdict: a skipped step leaves no trace in them.
+
+``EMA`` is updated with each step; torch's ``AveragedModel`` by the loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from trainer_hooks.ema import EMA
 from trainer_hooks.moments import true_elements
 from trainer_hooks.readback import Readback
+from trainvitals.errors import UsageError
 
 
 class Averages:
-    """The registered averages; ``update_parameters`` of each follows the last step's verdict.
+    """The registered averages: each follows the verdict of the step.
 
-    It costs one more copy of the average while it is updated, and one pass over it.
+    An ``AveragedModel`` costs one more copy of the average while it is updated, and one pass over
+    it; an ``EMA`` nothing.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        self._emas = emas_in(state)
+        self._names = {
+            id(optimizer): [ema.names_of(_held_by([optimizer])) for ema in self._emas]
+            for optimizer in optimizers
+        }
         self._updates = [
             _GuardedUpdate(one) for one in state.values() if isinstance(one, AveragedModel)
         ]
+        for ema in self._emas:
+            ema.is_watched = True
+
+    def refuse_swapped(self) -> None:
+        """Refuse a step while averages are in the weights' place.
+
+        Raises:
+            UsageError: they are.
+        """
+        for ema in self._emas:
+            ema.refuse_swapped()
 
     def judged(self, bad: Tensor) -> None:
         """Take a step's verdict, 0.0 or 1.0 on the device; call before its update."""
         for update in self._updates:
             update.judged(bad)
+        for ema in self._emas:
+            ema.begin(bad)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Average in what an optimizer holds; call right after its step, applied or held back."""
+        for ema, names in zip(self._emas, self._names[id(optimizer)], strict=True):
+            if names:
+                ema.follow(names)
 
     def rolled_back(self) -> None:
         """The averages are the checkpoint's: what the loop adds before the next step is void."""
         for update in self._updates:
             update.rolled_back()
+        for ema in self._emas:
+            ema.forget()
 
     def release(self) -> None:
         """Leave the averages as they were found."""
         for update in self._updates:
             update.release()
+        for ema in self._emas:
+            ema.is_watched = False
+
+
+def refuse_averages(
+    state: Mapping[str, Any], optimizers: Sequence[Optimizer], *, has_engine: bool
+) -> None:
+    """Refuse an ``EMA`` that the steps to come would not move, or would move twice.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for ema in emas_in(state):
+        if has_engine:
+            raise UsageError(
+                "an EMA is registered, and a framework's engine makes the steps: it would not move",
+                hint="leave it out of state, and call ema.update() after each step of the engine",
+            )
+        ema.refuse_watch(_held_by(optimizers))
+
+
+def emas_in(state: Mapping[str, Any]) -> list[EMA]:
+    """Return each of them once, under however many names it was registered."""
+    return [*{id(one): one for one in state.values() if isinstance(one, EMA)}.values()]
+
+
+def _held_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 class _GuardedUpdate:

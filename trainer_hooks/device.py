@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_hooks.agree import check_same, on_every_rank
-from trainer_hooks.averages import Averages
+from trainer_hooks.averages import Averages, refuse_averages
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard import AfterLoad, BufferShadow, OptimizerGuard, Shadows, overflow_flag
 from trainer_hooks.hook_memory import registered, unregistered
@@ -114,6 +114,7 @@ def lay_out(
 
     def local() -> list[str]:
         refuse_unguardable(model, optimizers, schedulers, state)
+        refuse_averages(state, optimizers, has_engine=engine is not None)
         _refuse_guarded(optimizers)
         _refuse_signals(signals)
         if engine is not None:
@@ -146,7 +147,7 @@ def lay_out(
         engine=engine,
         shadow=shadow,
         after_load=AfterLoad(model, shadow),
-        averages=Averages(state),
+        averages=Averages(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
         warnings=unregistered(model, state),

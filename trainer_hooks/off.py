@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.averages import emas_in
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard import unscale
 from trainer_hooks.outcome import StepOutcome
@@ -29,15 +30,17 @@ class Unwatched:
         optimizers: tuple[Optimizer, ...],
         schedulers: tuple[Any, ...],
         scaler: torch.amp.GradScaler | None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self._optimizers = optimizers
+        self._emas = emas_in(state or {})
         self._schedulers = schedulers
         self._scaler = scaler
         self.step_index = 0
         self.swallowed_errors: dict[str, int] = {}
         self._state: dict[str, Any] = {}
 
-    def batches(self, loader: Iterable[Any], *, epochs: int = 1) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any], *, epochs: int = 1, **_: object) -> Iterator[Any]:
         """Yield the loader's batches, epoch after epoch."""
         for epoch in range(epochs):
             set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
@@ -91,6 +94,8 @@ class Unwatched:
             optimizer.zero_grad(set_to_none=True)
         if scaler is not None:
             scaler.update()
+        for ema in self._emas:
+            ema.update()
         for scheduler in self._schedulers:
             scheduler.step()
         self.step_index += 1
@@ -107,15 +112,24 @@ class Unwatched:
 
 
 class Unattached(Unwatched):
-    """Has the methods of ``Attached``; only clips, where the loop left that to ``attach``."""
+    """Has the methods of ``Attached``; only clips, where the loop left that to ``attach``.
+
+    A registered EMA is updated after the last optimizer's step.
+    """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
         max_norm: float | None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(tuple(optimizers), (), scaler)
+        super().__init__(tuple(optimizers), (), scaler, state)
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_, ema=ema: ema.update())
+            for optimizer in optimizers[-1:]
+            for ema in self._emas
+        ]
         self._max_norm = max_norm
         self._route: Route | None = None
         if max_norm is not None and math.isfinite(max_norm):
@@ -144,6 +158,8 @@ class Unattached(Unwatched):
 
     def close(self) -> None:
         """Put ``optimizer.step`` back."""
+        for hook in self._hooks:
+            hook.remove()
         if self._route is not None:
             self._route.close()
 

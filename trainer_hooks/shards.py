@@ -46,10 +46,23 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 drop the parameters it gathered: after a forward without backward it holds them."""
+    """Let FSDP drop the parameters it gathered: after a forward without backward it holds them.
+
+    What is written to the shards would not be seen by the next forward.
+    """
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
+        handle: Any = getattr(module, "_handle", None)
+        # FSDP1 makes the place to gather into at its first forward.
+        if hasattr(getattr(handle, "flat_param", None), "_full_param_padded"):
+            _drop_gathered(handle)
+
+
+def _drop_gathered(handle: Any) -> None:
+    if handle.uses_sharded_strategy and not handle.needs_unshard():
+        handle.reshard(True)
+        handle._prefetched = False
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from vitals_bench.guard.averages import measure_averages
 from vitals_bench.guard.loop import measure_loop
 from vitals_bench.guard.norms import measure_norms
 from vitals_bench.guard.reads import measure_reads
@@ -19,6 +20,7 @@ PARTS: Mapping[str, Part] = {
     "norms": measure_norms,
     "sharded": measure_sharded,
     "steps": measure_steps,
+    "averages": measure_averages,
     "rules": measure_rules,
     "saying": measure_saying,
     "loop": measure_loop,
