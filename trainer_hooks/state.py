@@ -12,13 +12,16 @@ Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_hooks import moments
+from trainer_hooks.checkpoints.boxes import Held, held_in
 from trainer_hooks.rng import capture_rng, restore_rng
 from trainer_hooks.shards import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
@@ -84,12 +87,54 @@ class TrainingState:
         self._names = {id(p): n for n, p in self._params.items()}
         self._finite_at_start = frozenset(self.tensors()) - frozenset(self.nonfinite())
 
+    # ------------------------------------------------------------------------------- its place
+
+    def held(self, *, rank: int, world_size: int) -> dict[str, Held]:
+        """Return where this rank's parameters have their place in whole ones, by their names.
+
+        Of registered modules as well. What is left out has no place: it is this rank's alone.
+        """
+        place = partial(held_in, rank=rank, world_size=world_size)
+        alike = self._alike_on_all_ranks(world_size)
+        found = place(self._model, "model.", self._params, alike=alike)
+        for name, stateful in self._extra.items():
+            if isinstance(stateful, nn.Module):
+                found |= place(stateful, f"extra.{name}.", dict(_tensors_of(stateful)), alike=())
+        return found
+
     @property
-    def replicated(self) -> bool:
-        """Whether parameters and moments are known to be the same on every rank: plain DDP."""
-        sharded = any(hasattr(p, "to_local") for p in self._params.values())
-        wrapped = any(_held_by(optimizer) for optimizer in self._optimizers)
-        return self._is_ddp and not sharded and not wrapped
+    def split_optimizers(self) -> frozenset[int]:
+        """Which optimizers may hold the state of some parameters only, and others on other ranks.
+
+        Wrappers do, such as ZeroRedundancyOptimizer, and what they hold.
+        """
+        inner = {id(one): o for o in self._optimizers for one in _held_by(o)}
+        own = {key for key, o in inner.items() if any(id(one) == key for one in self._optimizers)}
+        around = {id(inner[key]) for key in own}
+        return frozenset(i for i, o in enumerate(self._optimizers) if id(o) in own | around)
+
+    def _alike_on_all_ranks(self, world_size: int) -> frozenset[str]:
+        """Return the plain parameters that every rank updates alike."""
+        plain = frozenset(n for n, p in self._params.items() if not hasattr(p, "to_local"))
+        if world_size == 1:
+            return plain
+        ddp = next(
+            (m for m in self._wrapped.modules() if isinstance(m, DistributedDataParallel)), None
+        )
+        if ddp is not None:
+            synced = {clean_name(n) for n, _ in ddp.module.named_parameters()}
+            synced -= {clean_name(n) for n in ddp.parameters_to_ignore}
+            spans = self._is_ddp and ddp.process_group.size() == world_size
+            return plain & synced if spans else frozenset()
+        parallel = len(plain) < len(self._params)
+        fsdp = any(
+            base.__name__ in ("FSDPModule", "FullyShardedDataParallel")
+            for module in self._model.modules()
+            for base in type(module).__mro__
+        )
+        # With tensor parallelism alone, ranks compute the same wherever they hold the same. What
+        # FSDP was told to leave out is each rank's own.
+        return plain if parallel and not fsdp else frozenset()
 
     # ------------------------------------------------------------------------------- reading
 

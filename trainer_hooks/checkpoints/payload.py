@@ -5,26 +5,28 @@ runs what is in it; it knows no checksum (see ``manifest``).
 """
 
 import io
+import os
 import pickle
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_into
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from trainer_hooks.checkpoints.planner import Box, BoxReader, BoxScanner, BoxWriter, tensors
 from trainer_hooks.state import HostState, Spec
-from trainvitals.errors import CheckpointCorruptError, CheckpointError
+from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
 
-_PART_BYTES = 64 << 20
-"""Read at most about this much at a time: a restore must not need the state a second time."""
+BOX_BYTES = 16 << 20
+"""What is larger is stored in several boxes: a box is read as one, and a restore must not need the
+state a second time."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -56,12 +58,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+class _Writer(FileSystemWriter):
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is made by ``make_room``, and never one that is there
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -83,49 +82,120 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's tensors; fsynced. Collective on ``group``, alone without one.
+class Written(NamedTuple):
+    """What became of a save."""
+
+    boxes: list[Box]
+    """Those that this rank wrote."""
+    num_bytes: int
+    """By all ranks; known to rank 0, elsewhere 0."""
+
+
+def write(
+    folder: Path,
+    boxes: Sequence[Box],
+    group: dist.ProcessGroup | None,
+    *,
+    make_room: Callable[[int], None],
+    alone: bool = False,
+) -> Written:
+    """Write what this rank holds, each box once; fsynced. Collective on ``group``.
+
+    Args:
+        folder: where to; ``make_room`` makes it.
+        boxes: what this rank holds.
+        group: the ranks that write together; None for one that is by itself.
+        make_room: called on rank 0 before anything is written, with the bytes of all.
+        alone: write a part of a checkpoint, to be merged with others: no collective.
 
     Raises:
         CheckpointError: on every rank, if one of them could not.
     """
-    _expect_no_dist_warning()
-    writer = FileSystemWriter(folder, sync_files=True)
+    planner = BoxWriter(boxes, make_room=make_room, alone=alone)
+    writer = _Writer(folder, sync_files=True)
     try:
-        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        if alone or group is None:
+            _write_by_itself(writer, planner)
+        else:
+            save({}, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         causes = {f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items()}
         raise CheckpointError("; ".join(sorted(causes))) from error
+    return Written(planner.written(), planner.num_bytes)
+
+
+def _write_by_itself(writer: _Writer, planner: BoxWriter) -> None:
+    """Take the steps that ``save`` takes, whatever other ranks there are."""
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    results = writer.write_data(plan, planner)
+    results.wait()
+    writer.finish(metadata, [results.value()])
 
 
 def specs(folder: Path) -> dict[str, Spec]:
-    """Return shape and type of every tensor by name."""
-    known = read_metadata(folder).state_dict_metadata
-    if not all(isinstance(entry, TensorStorageMetadata) for entry in known.values()):
-        raise CheckpointCorruptError(f"{folder.name}: the metadata holds more than tensors")
-    return {key: Spec(tuple(entry.size), entry.properties.dtype) for key, entry in known.items()}  # type: ignore[union-attr]
-
-
-def read(folder: Path, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors by name, some megabytes at a time; not collective.
+    """Return shape and type of every stored tensor by name.
 
     Raises:
-        CheckpointCorruptError: one is missing or cannot be read.
+        CheckpointCorruptError: the metadata cannot be read, or holds more than tensors.
     """
-    _expect_no_dist_warning()
-    known = specs(folder)
-    part: dict[str, Tensor] = {}
-    for i, key in enumerate(keys):
-        if key not in known:
-            raise CheckpointCorruptError(f"{folder.name} holds no tensor {key}")
-        part[key] = torch.empty(known[key].shape, dtype=known[key].dtype)
-        if i == len(keys) - 1 or sum(t.nbytes for t in part.values()) >= _PART_BYTES:
-            try:
-                load_into(part, storage_reader=_Reader(folder), no_dist=True)
-            except CheckpointException as error:
-                raise CheckpointCorruptError(f"{folder.name}: {error}") from error
-            yield part
-            part = {}
+    known = tensors(read_metadata(folder))
+    return {key: Spec(tuple(one.size), one.properties.dtype) for key, one in known.items()}
+
+
+def read(folder: Path, boxes: Sequence[Box]) -> None:
+    """Fill these boxes from whatever boxes were stored; not collective.
+
+    Raises:
+        CheckpointCorruptError: the data does not fit the metadata.
+    """
+    _read(folder, BoxReader(boxes))
+
+
+def scan(
+    folder: Path,
+    show: Callable[[MetadataIndex, Tensor], None],
+    only: Sequence[MetadataIndex] | None = None,
+) -> None:
+    """Read the stored boxes, or some of them, one after another, and show each.
+
+    Raises:
+        CheckpointCorruptError: the data does not fit the metadata.
+        VitalsError: what ``show`` raised.
+    """
+    _read(folder, BoxScanner(show, only))
+
+
+def _read(folder: Path, planner: LoadPlanner) -> None:
+    """Take the steps that ``load`` takes, whatever other ranks there are."""
+    metadata = read_metadata(folder)
+    reader = FileSystemReader(folder)
+    try:
+        planner.set_up_planner({}, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = planner.finish_plan(planner.create_local_plan())
+        reader.read_data(plan, planner).wait()
+    except VitalsError:
+        raise
+    except Exception as error:  # whatever torch says of bytes that are not what was written
+        raise CheckpointCorruptError(f"{folder.name}: {type(error).__name__}: {error}") from error
+
+
+def read_host(folder: Path, key: str, spec: Spec) -> tuple[HostState, dict[str, Any]]:
+    """Return (host state, meta) that ``pack_host`` made, from the tensor of that name."""
+    packed = torch.empty(spec.shape, dtype=torch.uint8)
+    read(folder, [Box.all_of(key, packed)])
+    return unpack_host(packed)
+
+
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Write what lies where; its bytes are on disk after."""
+    with (folder / ".metadata").open("xb") as file:
+        pickle.dump(metadata, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
@@ -168,8 +238,3 @@ def _saved(value: Any) -> bytes:
 
 def _loaded(raw: bytes) -> Any:
     return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-
-
-def _expect_no_dist_warning() -> None:
-    # Said at each save and load of a single process. ``catch_warnings`` is not thread-safe.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")

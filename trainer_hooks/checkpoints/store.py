@@ -1,29 +1,34 @@
 """Saves snapshots to a run's folder in the background, and loads them: on all ranks together."""
 
 import logging
+import re
 import threading
 from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from trainer_hooks.checkpoints import alone, payload
 from trainer_hooks.checkpoints import manifest as manifests
-from trainer_hooks.checkpoints import payload
 from trainer_hooks.checkpoints.agree import Agreement, caught
+from trainer_hooks.checkpoints.boxes import Held, cut
 from trainer_hooks.checkpoints.folder import CheckpointFolder
+from trainer_hooks.checkpoints.layout import Layout
 from trainer_hooks.checkpoints.manifest import Manifest
+from trainer_hooks.checkpoints.planner import Box
 from trainer_hooks.moments import nonfinite_count
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.snapshots import Restored, Snapshot
-from trainer_hooks.state import Spec, TrainingState
+from trainer_hooks.snapshots import Meta, Restored, Snapshot
+from trainer_hooks.state import HostState, Spec, TrainingState
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
 
 _LOG = logging.getLogger("trainvitals")
-_SHARED = ("model.", "optim.", "group.")
-"""Names that are the same on every rank of a replicated training; rank 0 writes them."""
+_PARTS_OF_THE_MODEL = re.compile(r"rank\.\d+\.((model|optim)\..*)")
 
 
 class CheckpointStore:
@@ -44,7 +49,8 @@ class CheckpointStore:
         self._run_id = run_id
         self._ranks = ranks
         self._agree = Agreement(ranks)
-        self._replicated = ranks.world_size == 1 or state.replicated
+        held = state.held(rank=ranks.rank, world_size=ranks.world_size)
+        self._layout = Layout(held, state.split_optimizers)
         self._jobs: deque[Snapshot] = deque()
         self._guard = threading.Condition()
         self._worker: threading.Thread | None = None
@@ -52,12 +58,20 @@ class CheckpointStore:
         self.num_failed = 0
 
     def prepare(self) -> None:
-        """Make the folder ready. Rank 0 only.
+        """Make the folder ready, and checkpoints of what ranks wrote alone. Rank 0 only.
 
         Raises:
             StorageError: it cannot be made or written.
         """
         self.folder.prepare()
+        self.adopt_alone()
+
+    def adopt_alone(self) -> list[str]:
+        """Make checkpoints of the parts that ``write_alone`` left; return their ids. Rank 0 only.
+
+        Call before anything is loaded, when no rank of an earlier start writes any more.
+        """
+        return alone.adopt(self.folder, self._run_id)
 
     # -------------------------------------------------------------------------------- saving
 
@@ -102,12 +116,16 @@ class CheckpointStore:
         if self._ranks.broadcast(self._is_root and (self.folder.path / name).exists()):
             return
         partial = self.folder.partial(name)
-        own: dict[str, Tensor] = {}
-        self._agree.on_all(lambda: own.update(self._share(snapshot)))
-        size = sum(self._ranks.gather(sum(t.nbytes for t in own.values())))
-        self._agree.on_root(lambda: self.folder.make_room(name, size))
-        payload.write(partial, own, self._ranks.side)
-        self._agree.on_all(lambda: self._read_back(partial, own))
+        boxes: list[Box] = []
+        self._agree.on_all(lambda: boxes.extend(self._boxes(snapshot)))
+        written = payload.write(
+            partial,
+            boxes,
+            self._ranks.side,
+            make_room=lambda size: self.folder.make_room(name, size),
+        )
+        self._agree.on_all(lambda: self._read_back(partial, written.boxes))
+        size = self._ranks.broadcast(written.num_bytes)
         self._agree.on_root(lambda: self._publish(snapshot, size))
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
@@ -116,27 +134,40 @@ class CheckpointStore:
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
 
-    def _share(self, snapshot: Snapshot) -> dict[str, Tensor]:
-        """Return what this rank writes: under its own prefix what is, or may be, its own alone."""
-        mine = f"rank.{self._ranks.rank}."
-        own = {f"{mine}host": payload.pack_host(snapshot.host, snapshot.meta)}
-        for key, tensor in snapshot.tensors().items():
-            if not (self._replicated and key.startswith(_SHARED)):
-                own[mine + key] = tensor
-            elif self._is_root:
-                own[key] = tensor
-        return own
+    def _boxes(self, snapshot: Snapshot, *, alone: bool = False) -> Iterator[Box]:
+        """Yield what this rank holds, from the snapshot's copies.
 
-    def _read_back(self, partial: Path, own: dict[str, Tensor]) -> None:
-        for part in payload.read(partial, list(own)):
-            for key, found in part.items():
-                if not _same_bits(found, own[key]):
-                    raise CheckpointCorruptError(f"{key} reads back otherwise than written")
-                if self._must_be_finite(key) and nonfinite_count([found], found.device).item():
-                    raise CheckpointCorruptError(f"{key} is not finite")
+        ``alone`` leaves out what this rank need not write where it can ask no other.
+        """
+        mine = f"rank.{self._ranks.rank}."
+        host = {**snapshot.host, "moments": self._layout.spread(snapshot.host["moments"])}
+        yield Box.all_of(f"{mine}host", payload.pack_host(host, snapshot.meta))
+        for key, tensor in snapshot.tensors().items():
+            held = self._layout.kept(key, tuple(tensor.shape))
+            for box in [Box.all_of(mine + key, tensor)] if held is None else _pieces(held, tensor):
+                for part in _small(box):
+                    if not alone or held is None or held.writes(part.name, part.offsets):
+                        yield part
+
+    def _read_back(self, partial: Path, written: list[Box]) -> None:
+        expected = {box.key: box.tensor for box in written}
+
+        def check(index: MetadataIndex, found: Tensor) -> None:
+            if not _same_bits(found, expected[index]):
+                raise CheckpointCorruptError(f"{index.fqn} reads back otherwise than written")
+            self._check_finite(index.fqn, found)
+
+        payload.scan(partial, check, list(expected))
+
+    def _check_finite(self, key: str, tensor: Tensor) -> None:
+        if self._must_be_finite(key) and nonfinite_count([tensor], tensor.device).item():
+            raise CheckpointCorruptError(f"{key} is not finite")
 
     def _publish(self, snapshot: Snapshot, size: int) -> None:
-        content = Manifest(
+        self.folder.publish(self._manifest(snapshot, size))
+
+    def _manifest(self, snapshot: Snapshot, size: int = 0) -> Manifest:
+        return Manifest(
             id=manifests.checkpoint_id(snapshot.step, snapshot.attempt),
             run_id=self._run_id,
             step=snapshot.step,
@@ -150,16 +181,38 @@ class CheckpointStore:
             ),
             files={},
         )
-        self.folder.publish(content)
 
     def _failed(self, snapshot: Snapshot, error: BaseException) -> None:
+        self._tell_failure(snapshot, error)
+        if self._is_root:
+            self.folder.discard(manifests.checkpoint_id(snapshot.step, snapshot.attempt))
+
+    def _tell_failure(self, snapshot: Snapshot, error: BaseException) -> None:
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         self.num_failed += 1
         text = error.text if isinstance(error, VitalsError) else f"{type(error).__name__}: {error}"
         _LOG.warning("vitals: checkpoint %s was not saved, training goes on: %s", name, text)
         self.folder.note(name, "bad", detail=f"not saved: {text}")
-        if self._is_root:
-            self.folder.discard(name)
+
+    def write_alone(self, snapshot: Snapshot) -> bool:
+        """Write this rank's part of a snapshot, without any collective; return whether it is there.
+
+        For an end that leaves no time to meet: ``adopt_alone`` makes a checkpoint of it where all
+        ranks have written theirs. Waits for the disk; a failure is logged, counted and told.
+        """
+        snapshot.hold()
+        try:
+            boxes = list(self._boxes(snapshot, alone=True))
+            for box in boxes:
+                self._check_finite(box.name, box.tensor)
+            content = self._manifest(snapshot)
+            alone.write_part(self.folder.path, content, self._ranks.rank, boxes)
+        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+            self._tell_failure(snapshot, error)
+            return False
+        finally:
+            snapshot.release()
+        return True
 
     def mark_healthy(self, checkpoint_id: str) -> None:
         """Record that a verified checkpoint was proven healthy. Rank 0 only."""
@@ -186,10 +239,12 @@ class CheckpointStore:
         content = self.folder.check(checkpoint_id)
         folder = self.folder.folder(checkpoint_id)
         exempt = set(content.may_be_nonfinite)
-        for part in payload.read(folder, list(payload.specs(folder))):
-            for key, tensor in part.items():
-                if _plain(key) not in exempt and nonfinite_count([tensor], tensor.device).item():
-                    raise CheckpointCorruptError(f"{checkpoint_id}: {key} is not finite")
+
+        def check(index: MetadataIndex, found: Tensor) -> None:
+            if _plain(index.fqn) not in exempt and nonfinite_count([found], found.device).item():
+                raise CheckpointCorruptError(f"{checkpoint_id}: {index.fqn} is not finite")
+
+        payload.scan(folder, check)
         return content
 
     def load(self, checkpoint_id: str) -> Restored:
@@ -234,21 +289,71 @@ class CheckpointStore:
         step, attempt = manifests.parse_id(checkpoint_id)
         known, saved_by = payload.specs(folder), manifests.read(folder).world_size
         same_world = saved_by == self._ranks.world_size
-        if not same_world and any(k.startswith("rank.0.model.") for k in known):
-            raise CheckpointError(
-                f"{checkpoint_id} holds a part of the model for each of {saved_by} ranks",
-                hint=f"resume with {saved_by} ranks",
-            )
+        if not same_world:
+            _refuse_parts(known, saved_by)
+        mine = f"rank.{self._ranks.rank if same_world else 0}."
+        names = {_plain(k): k for k in known if k.startswith(mine) or not k.startswith("rank.")}
+        own = {plain for plain, name in names.items() if plain != name}
+        del names["host"]
+        host, meta = self._host(folder, known, saved_by)
+        specs = self._layout.local_specs({k: known[name] for k, name in names.items()}, own)
+        self._check_alike(folder, specs, names)
+        self._state.conform(specs, host)
+        payload.read(folder, list(self._targets(specs, names, known)))
         own_host = f"rank.{self._ranks.rank}.host" in known
-        mine = f"rank.{self._ranks.rank if own_host else 0}."
-        keys = {_plain(k): k for k in known if k.startswith(mine) or not k.startswith("rank.")}
-        host_key = keys.pop("host")
-        host, meta = payload.unpack_host(next(payload.read(folder, [host_key]))[host_key])
-        self._state.conform({key: known[name] for key, name in keys.items()}, host)
-        for part in payload.read(folder, list(keys.values())):
-            self._state.write({_plain(name): tensor for name, tensor in part.items()})
         self._state.load_host_state(host, rng=own_host)
         return Restored(checkpoint_id, step, attempt, meta, same_world)
+
+    def _host(
+        self, folder: Path, known: Mapping[str, Spec], saved_by: int
+    ) -> tuple[HostState, Meta]:
+        """Return this rank's host state, or rank 0's; state of parameters from all ranks' ones."""
+        rank = self._ranks.rank if f"rank.{self._ranks.rank}.host" in known else 0
+        host, meta = payload.read_host(folder, key := f"rank.{rank}.host", known[key])
+        if saved_by != self._ranks.world_size or self._layout.lacks(host["moments"]):
+            for other in range(saved_by):
+                theirs, _ = payload.read_host(folder, key := f"rank.{other}.host", known[key])
+                for ours, more in zip(host["moments"], theirs["moments"], strict=True):
+                    ours |= {param: values for param, values in more.items() if param not in ours}
+        host["moments"] = self._layout.collect(host["moments"])
+        return host, meta
+
+    def _check_alike(
+        self, folder: Path, specs: Mapping[str, Spec], names: Mapping[str, str]
+    ) -> None:
+        """Refuse step counts that differ where here one counter stands for several parameters."""
+        groups: list[list[Box]] = []
+        for key, spec in specs.items():
+            held = self._layout.held(key, spec.shape)
+            found = [p.name for p in held.pieces if p.start is None] if held is not None else []
+            if len(found) > 1:
+                there = [names[name] for name in found if name in names]
+                groups.append(
+                    [Box.all_of(n, torch.empty(spec.shape, dtype=spec.dtype)) for n in there]
+                )
+        if groups:
+            payload.read(folder, [box for group in groups for box in group])
+        for group in groups:
+            for box in group[1:]:
+                if not _same_bits(box.tensor, group[0].tensor):
+                    raise CheckpointError(
+                        f"{box.name} and {group[0].name} differ; here they are one",
+                        hint="use FullyShardedDataParallel(..., use_orig_params=True)",
+                    )
+
+    def _targets(
+        self, specs: Mapping[str, Spec], names: Mapping[str, str], known: Mapping[str, Spec]
+    ) -> Iterator[Box]:
+        """Yield the memory of the live tensors; what the checkpoint has nothing for is zeroed."""
+        live = self._state.tensors()
+        for key, spec in specs.items():
+            held = self._layout.held(key, spec.shape)
+            whole = [Box.all_of(key, live[key])]
+            boxes = whole if held is None else list(_pieces(held, live[key]))
+            boxes = [box._replace(name=names[box.name]) for box in boxes if box.name in names]
+            if sum(box.tensor.numel() for box in boxes) < live[key].numel():
+                live[key].zero_()
+            yield from boxes
 
     # --------------------------------------------------------------------------------- ranks
 
@@ -258,6 +363,34 @@ class CheckpointStore:
 
     def _must_be_finite(self, key: str) -> bool:
         return not key.endswith(".host") and self._state.must_be_finite(_plain(key))
+
+
+def _pieces(held: Held, tensor: Tensor) -> Iterator[Box]:
+    for piece in held.pieces:
+        yield Box(piece.name, piece.shape, piece.offsets, piece.of(tensor))
+
+
+def _small(box: Box) -> Iterator[Box]:
+    """Yield a box as parts of some megabytes, cut alike on every rank that holds it."""
+    most = max(1, payload.BOX_BYTES // box.tensor.element_size())
+    for offsets, sizes in cut(tuple(box.tensor.shape), most):
+        part = box.tensor
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        place = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
+        yield Box(box.name, box.shape, place, part)
+
+
+def _refuse_parts(known: Mapping[str, Spec], saved_by: int) -> None:
+    """Refuse, for another number of ranks, what each of them had for itself."""
+    found = next((match for k in known if (match := _PARTS_OF_THE_MODEL.match(k))), None)
+    if found is not None:
+        raise CheckpointError(
+            f"{found[1]} was saved by each of {saved_by} ranks for itself, and cannot be shared "
+            "out among another number",
+            hint=f"resume with {saved_by} ranks; DistributedDataParallel, FullyShardedDataParallel "
+            "and fully_shard can be resumed with any number, ZeroRedundancyOptimizer cannot",
+        )
 
 
 def _plain(key: str) -> str:

@@ -1,0 +1,220 @@
+"""Writes and reads boxes of tensors: what torch.distributed.checkpoint asks of its planners."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from trainvitals.errors import CheckpointCorruptError
+
+
+class Box(NamedTuple):
+    """A box of a stored tensor, and the memory that it comes from or goes to."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole stored tensor."""
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    @classmethod
+    def all_of(cls, name: str, tensor: Tensor) -> "Box":
+        """Return a tensor that is stored as it is."""
+        return cls(name, tuple(tensor.shape), tuple(0 for _ in tensor.shape), tensor)
+
+    @property
+    def key(self) -> MetadataIndex:
+        """What the metadata knows it by."""
+        return MetadataIndex(self.name, self.offsets)
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Its place as the metadata has it."""
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
+
+
+class BoxWriter(DefaultSavePlanner):
+    """Writes boxes: of those that several ranks hold, each by the one that has least to write."""
+
+    def __init__(
+        self, boxes: Sequence[Box], *, make_room: Callable[[int], None], alone: bool
+    ) -> None:
+        """Take this rank's boxes.
+
+        Args:
+            boxes: what this rank holds.
+            make_room: called on the coordinating rank with the bytes to be written by all.
+            alone: whether these are a part, which need not make up whole tensors.
+        """
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = {box.key: box for box in boxes}
+        self._make_room = make_room
+        self._alone = alone
+        self.num_bytes = 0
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank could write."""
+        self.plan = SavePlan([_write_item(box) for box in self._boxes.values()])
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return who writes what; refuse wholes that have holes."""
+        if self._alone:
+            plans, metadata = create_default_global_save_plan(all_plans)
+        else:
+            plans, metadata = super().create_global_plan(all_plans)
+        self.num_bytes = num_bytes(metadata)
+        self._make_room(self.num_bytes)
+        return plans, metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the memory of a box."""
+        return self._boxes[write_item.index].tensor
+
+    def written(self) -> list[Box]:
+        """Return what this rank wrote."""
+        return [self._boxes[item.index] for item in self.plan.items]
+
+
+class BoxReader(DefaultLoadPlanner):
+    """Reads boxes into memory of their own, from whatever boxes were stored."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        super().__init__()
+        self._boxes = {box.key: box for box in boxes if box.tensor.numel()}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the stored boxes that overlap with the wanted ones."""
+        by_name: dict[str, list[Box]] = defaultdict(list)
+        for box in self._boxes.values():
+            by_name[box.name].append(box)
+        return LoadPlan([item for name in by_name for item in self._reads(name, by_name[name])])
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the memory that a stored box, or some of it, is copied to."""
+        target = self._boxes[read_item.dest_index].tensor
+        for dim, (start, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            target = target.narrow(dim, start, size)
+        return target
+
+    def _reads(self, name: str, boxes: list[Box]) -> list[ReadItem]:
+        assert self.metadata is not None
+        stored: Any = self.metadata.state_dict_metadata[name]
+        found = create_read_items_for_chunk_list(name, stored, [box.chunk for box in boxes])
+        if sum(math.prod(i.lengths) for i in found) != sum(box.tensor.numel() for box in boxes):
+            raise CheckpointCorruptError(f"{name} is not there in full")
+        return found
+
+
+class BoxScanner(DefaultLoadPlanner):
+    """Reads stored boxes one after another and shows each."""
+
+    def __init__(
+        self, show: Callable[[MetadataIndex, Tensor], None], only: Sequence[MetadataIndex] | None
+    ) -> None:
+        super().__init__()
+        self._show = show
+        self._only = only
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return every stored box, or those that were asked for."""
+        assert self.metadata is not None
+        only = None if self._only is None else set(self._only)
+        return LoadPlan(
+            [
+                _read_item(index, chunk.sizes)
+                for index, chunk in chunks(self.metadata)
+                if only is None or index in only
+            ]
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return memory for one box."""
+        assert self.metadata is not None
+        stored: Any = self.metadata.state_dict_metadata[read_item.storage_index.fqn]
+        return torch.empty(read_item.lengths, dtype=stored.properties.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Show what was read."""
+        self._show(read_item.storage_index, tensor)
+
+
+def tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the stored tensors by name.
+
+    Raises:
+        CheckpointCorruptError: there is more than tensors.
+    """
+    found = {}
+    for name, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointCorruptError("the metadata holds more than tensors")
+        found[name] = stored
+    return found
+
+
+def chunks(metadata: Metadata) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
+    """Yield each stored box and its key."""
+    for name, stored in tensors(metadata).items():
+        for chunk in stored.chunks:
+            yield MetadataIndex(name, chunk.offsets), chunk
+
+
+def num_bytes(metadata: Metadata) -> int:
+    """Return the size of all stored boxes."""
+    return sum(
+        math.prod(chunk.sizes) * stored.properties.dtype.itemsize
+        for stored in tensors(metadata).values()
+        for chunk in stored.chunks
+    )
+
+
+def _write_item(box: Box) -> WriteItem:
+    return WriteItem(
+        index=box.key,
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=box.chunk,
+            properties=TensorProperties(dtype=box.tensor.dtype),
+            size=torch.Size(box.shape),
+        ),
+    )
+
+
+def _read_item(index: MetadataIndex, sizes: torch.Size) -> ReadItem:
+    zeros = torch.Size([0] * len(sizes))
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=zeros,
+        storage_index=index,
+        storage_offsets=zeros,
+        lengths=sizes,
+    )
