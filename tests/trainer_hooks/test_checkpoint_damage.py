@@ -15,6 +15,7 @@ from trainer_hooks.checkpoints import payload
 from trainvitals.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    InsecurePathError,
     NewerVersionError,
     UsageError,
 )
@@ -114,6 +115,38 @@ def test_a_manifest_of_a_newer_vitals_is_neither_loaded_nor_set_aside(run):
     assert path.is_file()
 
 
+def test_a_newer_vitals_checkpoint_is_never_passed_over_in_silence(run):
+    run.save()
+    name = run.save()
+    path = run.store.folder.path / name / "manifest.json"
+    content = msgspec.json.decode(path.read_bytes())
+    newer = {"format_version": 99, "step": {"of": "another shape"}, "files": []}
+    path.write_bytes(msgspec.json.encode(content | newer))
+    new = another_process(run)
+    with pytest.raises(NewerVersionError, match="pip install -U trainvitals"):
+        new.store.load_newest()
+    assert path.is_file()
+
+
+def test_weights_that_are_not_finite_are_not_loaded_though_every_checksum_holds(run):
+    sound, spoiled = run.save(), run.save()
+    spoil(run.store.folder.path / spoiled)
+    new = another_process(run)
+    assert sound == new.store.load_newest().id
+    assert "is not finite" in new.store.take_changes()[0].detail
+
+
+def test_a_checkpoint_that_others_may_change_is_refused_and_left_where_it_is(run):
+    name = run.save()
+    folder = run.store.folder.path / name
+    folder.chmod(0o770)
+    with pytest.raises(InsecurePathError, match="others may write") as caught:
+        another_process(run).store.load_newest()
+    assert f"chmod -R go-w {folder}" in caught.value.hint
+    folder.chmod(0o700)
+    assert name == another_process(run).store.load_newest().id
+
+
 class Evil:
     def __init__(self, witness):
         self.witness = witness
@@ -128,6 +161,27 @@ def reseal(folder):
     content = msgspec.json.decode(path.read_bytes(), type=manifests.Manifest)
     path.unlink()
     manifests.seal(folder, content)
+
+
+def spoil(folder):
+    """Put NaN where a weight lies in the file, and seal the folder again."""
+    file = next(iter(sorted(folder.glob("*.distcp"))))
+    key, value = next(
+        (index.fqn, tensor)
+        for index, tensor in all_of(folder)
+        if index.fqn.startswith("model.") and tensor.numel() > 4
+    )
+    raw, wanted = file.read_bytes(), value.contiguous().numpy().tobytes()
+    assert 1 <= raw.count(wanted), key
+    nan = torch.full_like(value, float("nan")).numpy().tobytes()
+    file.write_bytes(raw.replace(wanted, nan))
+    reseal(folder)
+
+
+def all_of(folder):
+    found = []
+    payload.scan(folder, lambda index, tensor: found.append((index, tensor.clone())))
+    return found
 
 
 @pytest.mark.parametrize("forged_manifest", [False, True])

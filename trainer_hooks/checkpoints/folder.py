@@ -166,10 +166,17 @@ class CheckpointFolder:
         """Mark a checkpoint healthy on a person's word, once every byte of it matches.
 
         Raises:
-            CheckpointCorruptError, CheckpointError, UsageError: as ``check``.
+            CheckpointCorruptError, CheckpointError, InsecurePathError, UsageError: as ``check``.
+            StorageError: it cannot be marked.
         """
         self.check(checkpoint_id)
-        self.mark_healthy(checkpoint_id)
+        try:
+            self.mark_healthy(checkpoint_id)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path / checkpoint_id} cannot be marked: {error.strerror}",
+                hint="only who may write the folder can promote a checkpoint",
+            ) from error
 
     def mark_best(self, checkpoint_id: str, metric: str, value: float) -> None:
         """Record that none is better by this metric; rotation keeps it. Waits for the disk.
@@ -336,17 +343,32 @@ class CheckpointFolder:
         """
         folder = self.folder(checkpoint_id)
         try:
-            self._owner = self._owner or self._probe()
-        except OSError:  # read only: then what the system says of this process holds
-            self._owner = Owner(os.geteuid())
-        self._owner.check(folder)
-        content = manifests.check(folder)
+            self.check_owner(checkpoint_id)
+            content = manifests.check(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} cannot be read: {error.strerror}",
+                hint="look at who may read it: ls -la, and at the disk",
+            ) from error
         if content.run_id != self._run_id:
             raise CheckpointError(
                 f"{checkpoint_id} belongs to run {content.run_id}; this is {self._run_id}",
                 hint=f"continue that run with VITALS_RUN_ID={content.run_id}",
             )
         return content
+
+    def check_owner(self, checkpoint_id: str) -> None:
+        """Refuse a checkpoint that another user made or could have changed.
+
+        Raises:
+            InsecurePathError: it is so.
+            OSError: it cannot be looked at.
+        """
+        try:
+            self._owner = self._owner or self._probe()
+        except OSError:  # read only: then what the system says of this process holds
+            self._owner = Owner(os.geteuid())
+        self._owner.check(self.path / checkpoint_id)
 
     def _sound(self, read: Callable[[Path], Manifest]) -> dict[str, Manifest]:
         """Return this run's manifests by id, oldest first; what cannot be read is told once."""

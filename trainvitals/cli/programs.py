@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "agent": ("agent",),
     "collector": ("collector", "runs", "show", "why", "tail", "replay", "alerts", "command"),
     "dashboard": ("dashboard",),
+    "checkpoints": ("checkpoints",),
     "deploy": ("deploy",),
     "bench": ("bench",),
 }
@@ -33,7 +34,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 OWN = ("demo", "up", "doctor", "resume")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
-EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "bench": "all"}
+EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "bench": "all", "checkpoints": "torch"}
 """The extra a program needs, where it is not called as the program."""
 
 HOUSE = frozenset(
