@@ -212,12 +212,14 @@ def test_one_of_a_newer_vitals_is_not_called_damaged(path, capsys):
     assert "pip install -U trainvitals" in found[NEW]["note"]
 
 
-def test_one_that_others_may_change_is_sound_but_refused(path, capsys):
-    (path / NEW).chmod(0o777)
-    code, found = verified(capsys, path, NEW)
-    assert (0, "ok") == (code, found[NEW]["checksums"])
-    code, _, err = vitals(capsys, "promote", path, NEW)
-    assert (1, True) == (code, f"chmod -R go-w {path / NEW}" in err)
+def test_one_that_others_may_change_is_proven_but_refused(tmp_path, capsys):
+    name = Run(tmp_path).save(healthy=False)
+    (tmp_path / name).chmod(0o777)
+    code, found = verified(capsys, tmp_path)
+    assert (0, "ok", "ok") == (code, found[name]["checksums"], found[name]["finite"])
+    assert "others may write there" in found[name]["note"]
+    code, _, err = vitals(capsys, "promote", tmp_path, name)
+    assert (1, True) == (code, f"chmod -R go-w {tmp_path / name}" in err)
 
 
 # -------------------------------------------------------------------------- promote, quarantine

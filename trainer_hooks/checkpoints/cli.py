@@ -242,7 +242,7 @@ class _Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _verified(path: Path, name: str) -> _Result:
-    note = _refused(path, name)
+    notes = [_refused(path, name)]
     try:
         content = manifests.check(path / name)
     except CheckpointCorruptError as error:
@@ -253,13 +253,20 @@ def _verified(path: Path, name: str) -> _Result:
     try:
         wrong = _nonfinite(path / name, content)
         if wrong:
-            finite, note = "wrong", f"not finite: {_some(wrong)}"
+            finite = "wrong"
+            notes.append(f"not finite: {_some(wrong)}")
     except ModuleNotFoundError as error:
-        finite, note = "unknown", f"tensors were not looked at: there is no {error.name} here"
+        finite = "unknown"
+        notes.append(f"tensors were not looked at: there is no {error.name} here")
     except VitalsError as error:
-        finite, note = "wrong", error.text
+        finite = "wrong"
+        notes.append(error.text)
     return _Result(
-        checkpoint=name, checksums="ok", finite=finite, num_bytes=content.num_bytes, note=note
+        checkpoint=name,
+        checksums="ok",
+        finite=finite,
+        num_bytes=content.num_bytes,
+        note="; ".join(filter(None, notes)),
     )
 
 
