@@ -37,7 +37,7 @@ class Averages:
             _GuardedUpdate(one) for one in state.values() if isinstance(one, AveragedModel)
         ]
         for ema in self._emas:
-            ema.is_watched = True
+            ema.watch()
 
     def refuse_swapped(self) -> None:
         """Refuse a step while averages are in the weights' place.

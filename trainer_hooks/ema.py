@@ -37,7 +37,7 @@ class EMA(nn.Module):
     optimizers, and restored by a rollback; elsewhere call ``update`` after each optimizer step.
 
     Buffers are not averaged: the model's own are used, and ``copy_to`` copies them. Parameters that
-    no watched optimizer holds stay in it as they were when it was made.
+    no watched optimizer holds stay in it as they were at ``watch()``.
 
     It is a module so that its tensors are saved and restored in place; it has no forward, and
     ``to()`` does not move it.
@@ -326,6 +326,17 @@ class EMA(nn.Module):
                 hint="make the EMA after wrapping (fully_shard replaces the parameters), of the "
                 "model that the optimizers train",
             )
+
+    @torch.no_grad()
+    def watch(self) -> None:
+        """Be updated by a monitor from now on; before any update, start at the weights anew.
+
+        They may have been loaded since, those that are not trained included.
+        """
+        self._settle()
+        self.is_watched = True
+        if int(self._steps) == 0:
+            _copy([(weight, average) for average, weight in self._parts()])
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """Return the names of those of its parameters that are among these."""

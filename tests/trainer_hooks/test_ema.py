@@ -1,5 +1,7 @@
 """The average of the weights: right, exact under skips and rollbacks, and put in and out again."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -193,22 +195,20 @@ def test_a_skip_leaves_no_trace_in_it(monkeypatch, name, every, far):
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_a_watched_step_with_it_reads_nothing_of_the_present_step(monkeypatch, far):
-    loop = Loop()
-    ema = EMA(loop.model)
-    with trainer_hooks.watch(
-        loop.model, loop.optimizer, loop.scheduler, state={"ema": ema}
-    ) as monitor:
-        for step in range(5):
-            loss = loop.forward(NAN if step == 2 else 1.0)
-            with Reads() as reads, monkeypatch.context() as patched:
-                patched.setattr(EMA, "_is_far", lambda *_: far)
-                for name in ("__bool__", "__float__", "item", "cpu", "numpy"):
-                    patched.setattr(torch.Tensor, name, lambda *_, n=name: pytest.fail(n))
-                monitor.step(loss)
-            # Its own counter, in host memory, which no step of a device writes.
-            assert reads.seen == (["_local_scalar_dense"] if far else [])
-        assert {} == monitor.swallowed_errors
+def test_its_update_reads_nothing_of_the_present_step(monkeypatch, far):
+    monkeypatch.setattr(EMA, "_is_far", lambda *_: far)
+    model = small()
+    ema = EMA(model)
+    for step in range(5):
+        bad = torch.tensor(float(step == 2))
+        moved(model, step)
+        with Reads() as reads, monkeypatch.context() as patched:
+            for name in ("__bool__", "__float__", "item", "tolist", "cpu", "numpy"):
+                patched.setattr(torch.Tensor, name, lambda *_, n=name: pytest.fail(n))
+            ema.begin(bad)
+            ema.follow(["0.weight", "2.bias"])
+        # Its own counter, in host memory, which no step of a device writes.
+        assert reads.seen == (["_local_scalar_dense"] if far else [])
     assert bits(ema)["num_steps"].item() == 4
 
 
@@ -299,6 +299,27 @@ def test_what_would_not_move_or_move_twice_is_refused_and_leaves_the_optimizer_f
             ema.update()
     ema.update()
     assert bits(ema)["num_steps"].item() == 1
+
+
+def test_weights_that_were_loaded_after_it_was_made_are_where_it_starts():
+    model = small()
+    model[0].weight.requires_grad_(False)
+    ema = EMA(model, 0.9)
+    moved(model, 1)
+    loaded = copy.deepcopy(model.state_dict())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, fused=True)
+    with trainer_hooks.watch(model, optimizer, state={"ema": ema}) as monitor:
+        assert torch.equal(loaded["2.bias"], ema.state_dict()["2.bias"])
+        for step in range(2):
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            monitor.step(loss)
+    found = bits(ema)
+    with trainer_hooks.watch(model, optimizer, state={"ema": ema}):
+        assert_same_bits(found, bits(ema))  # it goes on
+    assert torch.equal(loaded["0.weight"], found["0.weight"])
+    assert not torch.equal(loaded["2.bias"], found["2.bias"])
 
 
 @pytest.mark.parametrize("far", [False, True])
