@@ -7,13 +7,14 @@ one rank alone becomes a number that travels in the pack, and ``commit`` gets th
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer_hooks.copying import Pair, copy_and_count
 from trainer_hooks.memory import host_memory_left
 from trainer_hooks.state import HostState, Spec, TrainingState
 from trainvitals.errors import CheckpointError, ConfigError
@@ -74,25 +75,34 @@ class _Slot:
         with self._lock:
             self._holders += change
 
-    def fill(self, live: Mapping[str, Tensor]) -> None:
+    def fill(self, live: Mapping[str, Tensor], must_be_finite: Callable[[str], bool]) -> int:
+        """Copy, and return how many of those that must be finite hold a NaN or Inf."""
         self._filled = list(live)
-        for key, tensor in live.items():
-            kept = self._buffers.get(key)
-            if kept is None or Spec.of(kept) != Spec.of(tensor):
-                kept = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
-                self._buffers[key] = kept
-            kept.copy_(tensor, non_blocking=True)
+        return copy_and_count(
+            [Pair(self._buffer(k, t), t, checked=must_be_finite(k)) for k, t in live.items()]
+        )
 
     def fill_beside(self, live: Mapping[str, Tensor], side: torch.cuda.Stream) -> torch.cuda.Event:
         """Copy on the side stream; what the next forward writes is copied on the main one first."""
         main = torch.cuda.current_stream(side.device)
-        self.fill({k: t for k, t in live.items() if k.startswith("buffer.")})
+        self._begin({k: t for k, t in live.items() if k.startswith("buffer.")})
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            self.fill({k: t for k, t in live.items() if not k.startswith("buffer.")})
+            self._begin({k: t for k, t in live.items() if not k.startswith("buffer.")})
             self._copied = side.record_event()
         self._filled = list(live)
         return self._copied
+
+    def _begin(self, live: Mapping[str, Tensor]) -> None:
+        for key, tensor in live.items():
+            self._buffer(key, tensor).copy_(tensor, non_blocking=True)
+
+    def _buffer(self, key: str, tensor: Tensor) -> Tensor:
+        kept = self._buffers.get(key)
+        if kept is None or Spec.of(kept) != Spec.of(tensor):
+            kept = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned)
+            self._buffers[key] = kept
+        return kept
 
     @property
     def num_bytes(self) -> int:
@@ -253,21 +263,22 @@ class SnapshotRing:
         free = [slot for slot in self._slots if slot.free]
         if not free:
             raise CheckpointError("all slots are still being written to disk")
-        wrong = self._state.nonfinite_count()
-        self._copy(entry, free[0])
-        return wrong
+        return self._copy(entry, free[0])
 
-    def _copy(self, entry: Snapshot, slot: _Slot) -> None:
+    def _copy(self, entry: Snapshot, slot: _Slot) -> Tensor:
         # What is made within inference mode, as a validation may be, could not be written again.
         with torch.inference_mode(False), torch.no_grad():
             entry.host = self._state.host_state()
             live = self._state.tensors()
             if self._side is None:
-                slot.fill(live)
+                count = slot.fill(live, self._state.must_be_finite)
+                wrong = torch.tensor(float(count), device=self._state.device)
             else:
+                wrong = self._state.nonfinite_count()
                 self._pending = slot.fill_beside(live, self._side)
         entry._slot = slot
         slot.owned = True
+        return wrong
 
     def before_update(self) -> None:
         """Make the coming ``optimizer.step()`` wait, on the device, for a copy in flight."""
