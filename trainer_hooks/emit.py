@@ -43,6 +43,7 @@ _FROM_HOST = {
     "memory_estimate_bytes": "memory_estimate_bytes",
     "epoch": "epoch",
     "batch_index": "batch_index",
+    "num_batches": "num_batches",
 }
 """Each rank's own columns, and the fields of ``HostStep`` that they come from."""
 _FROM_RECORD = (
@@ -149,6 +150,11 @@ class Emitter:
         self._put_off: Callable[[], None] | None = None
         self._dropped = 0
         self._told: OSError | None = None
+
+    @property
+    def incarnation(self) -> str:
+        """The journal's; empty without one."""
+        return "" if self._journal is None else self._journal.identity.incarnation
 
     def put_off(self, call: Callable[[], None]) -> bool:
         """Make ``call`` after the write the main thread is in; False where it is in none."""

@@ -51,6 +51,7 @@ class HostStep:
     memory_estimate_bytes: int | None
     epoch: int | None
     batch_index: int | None
+    num_batches: int | None
     norm_after_clip: float | None = None
     """Where the loop clips by itself: what was measured after that."""
     before_clip: bool = False

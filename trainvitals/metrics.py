@@ -140,7 +140,14 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "batch_index",
         "",
-        "Index of the batch in its epoch: which data fed this step.",
+        "Index of the batch in its epoch: which data fed this step. The last one, of several.",
+        scope="rank",
+        dtype="i8",
+    ),
+    _step(
+        "num_batches",
+        "",
+        "Batches of this rank that fed the step, up to `batch_index`.",
         scope="rank",
         dtype="i8",
     ),

@@ -223,6 +223,20 @@ class DataWindowSkipped(_Event, frozen=True, kw_only=True):
     reason: str
 
 
+class BatchNoted(_Event, frozen=True, kw_only=True):
+    """What fed a bad step on one rank: the batches from the first one on, and their samples."""
+
+    epoch: int
+    first_batch: int
+    num_batches: int
+    sample_ids: tuple[int | str, ...] = ()
+    """Indices in the dataset, or what ``sample_ids`` gave: the first of them, if they are many."""
+    num_samples: int = -1
+    """All of them; -1 where they are not known."""
+    file: str = ""
+    """Where the batches themselves are kept, in the run directory."""
+
+
 class ChangeExpected(_Event, frozen=True, kw_only=True):
     """The user announced a planned change: finite rules take a new baseline."""
 
@@ -255,6 +269,7 @@ Event = (
     | CommandAcknowledged
     | CheckpointChanged
     | DataWindowSkipped
+    | BatchNoted
     | ChangeExpected
     | Note
     | RunEnded

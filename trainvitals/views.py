@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from trainvitals.records import Command, CommandAction, Decision, Finding, RunInfo
+from trainvitals.records import BatchNoted, Command, CommandAction, Decision, Finding, RunInfo
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
@@ -134,6 +134,14 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     """Of one that was not carried out: ``needed``, ``unneeded``, or ``open`` so far."""
 
 
+class StepData(msgspec.Struct, frozen=True, kw_only=True):
+    """Which samples fed a step on one rank."""
+
+    source: str
+    attempt: int
+    batch: BatchNoted
+
+
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one step: every rank's row, what was found, what was decided."""
 
@@ -142,6 +150,8 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[StepRow, ...]
     findings: tuple[FindingView, ...]
     decisions: tuple[DecisionView, ...]
+    data: tuple[StepData, ...] = ()
+    """Of a bad step; of any other where the run directory keeps it, and is at hand."""
 
 
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):

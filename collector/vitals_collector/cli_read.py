@@ -102,11 +102,13 @@ def why(
     form: Annotated[Format, typer.Option("--format", help="table is a paragraph.")] = Format.TABLE,
 ) -> None:
     """Say what happened at a step: numbers, limits, findings, the decision and its reason."""
-    from vitals_collector.why import explain
+    from vitals_collector.why import explain, with_kept_samples
 
     with _open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.step(summary.run_id, step)
         ledger = opened.reader.decisions(summary.run_id)
+        info = opened.reader.run(summary.run_id).info
+    view = with_kept_samples(view, (folder or Path(run)) / summary.run_id, Path(run), info.run_dir)
     if not (view.rows or view.findings or view.decisions):
         raise UsageError(
             f"nothing is stored of step {step}; the last step of {summary.run_id} is "

@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Table, case, update
 from trainvitals.identity import Identity
 from trainvitals.records import (
     AttemptStarted,
+    BatchNoted,
     ChangeExpected,
     CheckpointChanged,
     CommandAcknowledged,
@@ -45,6 +46,9 @@ from vitals_collector.schema import (
 from vitals_collector.store import insert
 
 _encode = msgspec.msgpack.encode
+
+MAX_SAMPLES = 64
+"""Ids of samples that a line for people names."""
 
 
 def clean(text: str) -> str:
@@ -115,12 +119,24 @@ def describe(event: Event | None) -> str:
         case DataWindowSkipped():
             window = f"{event.first_batch} to {event.last_batch}"
             return f"batches {window} of epoch {event.epoch} skipped: {event.reason}"
+        case BatchNoted():
+            first = f"{event.num_batches} from batch {event.first_batch} of epoch {event.epoch} on"
+            return f"fed by {first}: {samples(event)}"
         case ChangeExpected():
             return f"a change is expected for {event.steps} steps: {event.reason}"
         case Note():
             return f"{event.text} [{event.code}]"
         case RunEnded():
             return f"{event.state}: {event.reason}" if event.reason else event.state
+
+
+def samples(batch: BatchNoted) -> str:
+    """Return which samples those were, in words; the first of them, if they are many."""
+    if not batch.sample_ids:
+        return "samples not known"
+    shown = ", ".join(str(one) for one in batch.sample_ids[:MAX_SAMPLES])
+    num = max(batch.num_samples, len(batch.sample_ids))
+    return f"samples {shown}" + (f" and {num - MAX_SAMPLES} more" if num > MAX_SAMPLES else "")
 
 
 def _run_started(
@@ -296,4 +312,4 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     RunEnded: _run_ended,
 }
 
-__all__ = ["apply", "clean", "describe", "note_processes"]
+__all__ = ["apply", "clean", "describe", "note_processes", "samples"]

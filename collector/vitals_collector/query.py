@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, func, select
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
-from trainvitals.records import Decision, Finding
+from trainvitals.records import BatchNoted, Decision, Finding
 from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.views import (
     AttemptView,
@@ -29,6 +29,7 @@ from trainvitals.views import (
     RunSummary,
     SeriesReply,
     SourceView,
+    StepData,
     StepRow,
     StepView,
 )
@@ -51,10 +52,13 @@ from vitals_collector.store import Store
 
 MAX_POINTS = 20_000
 MAX_EVENTS = 10_000
-_SHOWN_ELSEWHERE = ("FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined")
+_SHOWN_ELSEWHERE = (
+    "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
+)  # fmt: skip
 
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
+_batch = msgspec.msgpack.Decoder(BatchNoted).decode
 
 
 class Query:
@@ -159,6 +163,7 @@ class Query:
                 rows=_step_rows(connection, run_id, step),
                 findings=_findings(connection, run_id, step),
                 decisions=with_hindsight(connection, run_id, _decisions(connection, run_id, step)),
+                data=_data(connection, run_id, step),
             )
 
     def decisions(self, run_id: str) -> tuple[DecisionView, ...]:
@@ -329,6 +334,19 @@ def _findings(
     rows = connection.execute(query.order_by(table.step, table.time_unix_ns, table.seq))
     return tuple(
         FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body)) for time, body in rows
+    )
+
+
+def _data(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...]:
+    table = events.c
+    query = (
+        select(table.source, table.attempt, table.body)
+        .where(table.run_id == run_id, table.kind == "BatchNoted", table.step == step)
+        .order_by(table.attempt, table.source)
+    )
+    return tuple(
+        StepData(source=source, attempt=attempt, batch=_batch(body))
+        for source, attempt, body in connection.execute(query)
     )
 
 

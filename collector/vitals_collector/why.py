@@ -1,9 +1,13 @@
 """Says in a paragraph what happened at a step: its numbers, its limits, findings and decisions."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import fill
 
+from msgspec.structs import replace
+
 from trainvitals.cli.output import printable
+from trainvitals.io.sample_ids import samples_of
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -11,8 +15,17 @@ from trainvitals.records import (
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    BatchNoted,
 )
-from trainvitals.views import DecisionView, FindingView, RunSummary, StepRow, StepView
+from trainvitals.views import (
+    DecisionView,
+    FindingView,
+    RunSummary,
+    StepData,
+    StepRow,
+    StepView,
+)
+from vitals_collector.facts import samples
 
 _VERDICT = (
     (BAD_LOSS, "the loss was not finite"),
@@ -34,12 +47,35 @@ def explain(run: RunSummary, view: StepView, ledger: Sequence[DecisionView]) -> 
         parts.append(name + _of_attempt(view, attempt))
     if not attempts:
         parts.append("No row of it is stored.")
+    parts += [_fed(one, len(attempts) > 1) for one in view.data]
     parts += [_found(one) for one in view.findings]
     parts += [_decided(one) for one in view.decisions]
     if attempts and not view.findings and not view.decisions:
         parts.append("No detector raised anything about it and nothing was decided.")
     parts += _rolled_back(view.step, ledger)
     return fill(printable(" ".join(parts)), width=96, break_long_words=False)
+
+
+def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
+    """Add what the run directory keeps of every step; the first folder of that run is read."""
+    paths = (Path(path) for path in run_dirs)
+    found = next((p for p in paths if p.name == view.run_id and p.is_dir()), None)
+    if found is None:
+        return view
+    data = {(one.source, one.attempt): one for one in view.data}
+    for line in samples_of(found, view.step):
+        key = (f"rank:{line.rank}", line.attempt)
+        told = data.get(key)
+        batch = BatchNoted(
+            epoch=line.epoch,
+            first_batch=line.first_batch,
+            num_batches=line.num_batches,
+            sample_ids=line.sample_ids,
+            num_samples=len(line.sample_ids),
+            file="" if told is None else told.batch.file,
+        )
+        data[key] = StepData(source=key[0], attempt=key[1], batch=batch)
+    return replace(view, data=tuple(data[key] for key in sorted(data)))
 
 
 def _of_attempt(view: StepView, attempt: int) -> str:
@@ -71,6 +107,14 @@ def _culprit(rows: Sequence[StepRow], rank: int) -> str:
     if row.values.get("batch_index") is not None:
         said += f", fed by batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
     return said + ")"
+
+
+def _fed(one: StepData, tells_attempt: bool) -> str:
+    batch = one.batch
+    said = one.source.replace(":", " ") + (f" in attempt {one.attempt}" if tells_attempt else "")
+    num = "batch" if batch.num_batches == 1 else f"{batch.num_batches} batches from"
+    said += f" was fed by {num} {batch.first_batch} of epoch {batch.epoch}: {samples(batch)}"
+    return said + (f"; kept in {batch.file}." if batch.file else ".")
 
 
 def _number(row: StepRow, name: str) -> str:

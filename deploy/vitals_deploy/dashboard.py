@@ -46,6 +46,7 @@ NOT_DRAWN = frozenset(
         "train_loss_max_rank",
         "train_culprit_rank",
         "train_batch_index",
+        "train_num_batches",
         "agent_up_timestamp_seconds",
     }
 )

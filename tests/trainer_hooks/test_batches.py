@@ -1,11 +1,30 @@
-"""Batches keep their order and their position, and a move costs no loading."""
+"""Batches keep their order and position; what is passed over is not loaded; replays are exact."""
 
+import io
+import random
+
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer_hooks.batches import Batches, Position
 from trainvitals.clock import SystemClock
+from trainvitals.policy.plan import Window
+
+# torchdata still calls what torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 class Numbers(Dataset):
@@ -20,20 +39,183 @@ class Numbers(Dataset):
         return index
 
 
-def stream(loader, epochs=1):
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class Resuming:
+    """A sampler with state: how much it has given of an order that a word in its state decides."""
+
+    def __init__(self, size):
+        self.size, self.given, self.seed, self.loaded = size, 0, 0, False
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        if not self.loaded:
+            self.given, self.seed = 0, self.seed + 1
+        self.loaded = False
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed))
+        for index in order.tolist()[self.given :]:
+            self.given += 1
+            yield index
+
+    def state_dict(self):
+        return {"given": self.given, "seed": self.seed}
+
+    def load_state_dict(self, state):
+        self.given, self.seed, self.loaded = state["given"], state["seed"], True
+
+
+def stream(loader, epochs=1, **keywords):
     waits = []
-    return Batches(
-        loader, epochs=epochs, clock=SystemClock(), waited=waits.append, start=Position(0, 0)
-    ), waits
+    made = Batches(loader, epochs=epochs, clock=SystemClock(), waited=waits.append, **keywords)
+    return made, waits
 
 
-def test_the_order_is_the_loader_s_own():
-    torch.manual_seed(3)
-    plain = [b.tolist() for _ in range(2) for b in DataLoader(Numbers(), 4, shuffle=True)]
-    torch.manual_seed(3)
-    batches, waits = stream(DataLoader(Numbers(), 4, shuffle=True), epochs=2)
-    assert plain == [b.tolist() for b in batches]
-    assert len(waits) == 12
+def plain(batch):
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def saved(state):
+    """Return the state as a checkpoint gives it back: read without running any code."""
+    raw = io.BytesIO()
+    torch.save(state, raw)
+    raw.seek(0)
+    return torch.load(raw, weights_only=True)
+
+
+def seed(number=7):
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def noise():
+    """Draw from all of the process's generators, as a training does between two batches."""
+    return torch.rand(3).tolist(), random.random(), float(np.random.rand())
+
+
+def own_generator(**keywords):
+    generator = torch.Generator().manual_seed(11)
+    return DataLoader(Numbers(), 4, shuffle=True, generator=generator, **keywords)
+
+
+LOADERS = {
+    "shuffle": lambda: DataLoader(Numbers(), 4, shuffle=True),
+    "in order": lambda: DataLoader(Numbers(23), 4),
+    "distributed": lambda: DataLoader(
+        Numbers(48), 4, sampler=DistributedSampler(Numbers(48), num_replicas=2, rank=1)
+    ),
+    "own generator": own_generator,
+    "drawn as it goes": lambda: DataLoader(
+        Numbers(),
+        4,
+        sampler=RandomSampler(range(100), True, 60, generator=torch.Generator().manual_seed(3)),
+    ),
+    "unbatched": lambda: DataLoader(Numbers(10), None, shuffle=True),
+    "sampler of batches": lambda: DataLoader(
+        Numbers(), batch_sampler=BatchSampler(SequentialSampler(range(24)), 5, False)
+    ),
+    "sampler with state": lambda: DataLoader(Numbers(), 4, sampler=Resuming(24)),
+    "list": lambda: [[i] for i in range(6)],
+    "stateful": lambda: StatefulDataLoader(Numbers(), 4, shuffle=True),
+    "stateful, own generator": lambda: StatefulDataLoader(
+        Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+}
+WORKERS = {
+    "workers": lambda: DataLoader(Numbers(), 4, shuffle=True, num_workers=2),
+    "persistent workers": lambda: DataLoader(
+        Numbers(), 4, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "own generator, workers": lambda: own_generator(num_workers=2),
+    "sampler with state, workers": lambda: DataLoader(
+        Numbers(), 4, sampler=Resuming(24), num_workers=2
+    ),
+    "stateful, workers": lambda: StatefulDataLoader(Numbers(), 4, shuffle=True, num_workers=2),
+}
+ALL = LOADERS | WORKERS
+
+
+def uninterrupted(make, epochs, noise=noise):
+    """Return every batch with what the process's generators give after it."""
+    seed()
+    seen, loader = [], make()
+    for epoch in range(epochs):
+        sampler = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        seen += [(plain(batch), noise()) for batch in loader]
+    return seen
+
+
+def rng():
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def restore(kept):
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_relaunch_in_the_middle_goes_on_with_the_same_batches_and_the_same_random_state(name):
+    whole = uninterrupted(ALL[name], 3)
+    num = len(whole) // 3
+    for stop in (num + num // 2, 2 * num) if name in WORKERS else range(1, 3 * num):
+        seed()
+        batches, _ = stream(ALL[name](), epochs=3)
+        for count, _ in enumerate(batches, 1):
+            noise()
+            if count == stop:
+                break
+        state, kept = saved(batches.state_dict()), rng()
+        seed(stop)  # another process
+        again, _ = stream(ALL[name](), epochs=3, state=state)
+        assert again.why_not_exact(state) == ""
+        restore(kept)
+        assert whole[stop:] == [(plain(batch), noise()) for batch in again], stop
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_replay_hands_out_the_same_batches_with_the_same_random_state(name):
+    whole = uninterrupted(ALL[name], 3)
+    num = len(whole) // 3
+    there, back = num + num // 2, [num // 2, num // 2 + 1]
+    seed()
+    loader = ALL[name]()
+    batches, _ = stream(loader, epochs=3, goes_back=True)
+    seen, state, kept = [], None, None
+    for batch in batches:
+        seen.append((plain(batch), noise()))
+        if len(seen) == back[0] and state is None:
+            state, kept = batches.state_dict(), rng()
+        if len(seen) == there:  # once, and once more after another step
+            there += there - back[0] + 1 if there == num + num // 2 else 10**9
+            torch.rand(9)
+            restore(kept)
+            assert batches.go_back(state) == ""
+    first = whole[: num + num // 2]
+    second = whole[back[0] : num + num // 2 + 1]
+    assert seen == first + second + whole[back[0] :]
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if "with state" not in name])
+def test_a_replay_from_the_beginning_is_the_loop_once_more(name):
+    whole = uninterrupted(ALL[name], 2)
+    seed()
+    batches, _ = stream(ALL[name](), epochs=2, goes_back=True)
+    seen, gone_back = [], False
+    for batch in batches:
+        seen.append((plain(batch), noise()))
+        if len(seen) == 4 and not gone_back:
+            gone_back = True
+            assert batches.go_back(None) == ""
+    assert seen == whole[:4] + whole
 
 
 def test_moving_on_passes_over_the_window_without_loading_it():
@@ -62,27 +244,42 @@ def test_a_move_past_the_end_goes_on_in_the_next_epoch():
     assert positions == [Position(0, 0), Position(0, 1), Position(1, 2), Position(1, 3)]
 
 
-def test_going_back_replays_the_same_batches():
-    torch.manual_seed(5)
-    batches, _ = stream(DataLoader(Numbers(), 4, shuffle=True))
-    seen, back = [], False
-    for batch in batches:
-        seen.append(batch.tolist())
-        if batches.position == Position(0, 3) and not back:
-            back = True
-            batches.move_to(Position(0, 2))
-    assert seen[4:6] == seen[2:4]
-    assert len(seen) == 8
+def test_a_window_over_the_end_of_an_epoch_is_passed_over_on_both_sides():
+    for loader in (DataLoader(Numbers(8), 2), [0, 1, 2, 3], DataLoader(Stream(), 3)):
+        batches, _ = stream(loader, epochs=2, windows=[Window(0, 3, 3)])
+        positions = []
+        for _ in batches:
+            positions.append(tuple(batches.position))
+        assert positions == [(0, 0), (0, 1), (0, 2), (1, 2), (1, 3)]
+        assert [tuple(w)[:3] for w in map(vars_of, batches.windows)] == [(0, 3, 1), (1, 0, 2)]
+
+
+def vars_of(window):
+    return window.epoch, window.first_batch, window.num_batches
+
+
+def test_windows_hold_in_every_replay_and_after_a_relaunch():
+    batches, _ = stream(DataLoader(Numbers(24), 2), goes_back=True)
+    seen, states = [], {}
+    for _ in batches:
+        seen.append(batches.position.batch)
+        states.setdefault(seen[-1], batches.state_dict())
+        if len(seen) == 6:
+            batches.pass_over(Window(0, 4, 3))
+            assert batches.go_back(states[1]) == ""
+        elif len(seen) == 10:
+            batches.pass_over(Window(0, 8, 2))
+            assert batches.go_back(states[2]) == ""
+    assert seen == [0, 1, 2, 3, 4, 5, 2, 3, 7, 8, 3, 7, 10, 11]
+    again, _ = stream(DataLoader(Numbers(24), 2), state=saved(batches.state_dict()))
+    assert again.windows == batches.windows
+    fresh, _ = stream(DataLoader(Numbers(24), 2), state=states[1], windows=batches.windows)
+    assert [fresh.position.batch for _ in fresh] == [2, 3, 7, 10, 11]
 
 
 def test_any_iterable_will_do():
     batches, _ = stream(range(5), epochs=2)
     assert list(batches) == [*range(5), *range(5)]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -92,8 +289,8 @@ def test_persistent_workers_keep_their_order_after_a_move_in_a_later_epoch(worke
         keywords = {"num_workers": workers, "persistent_workers": workers > 0}
         return DataLoader(Numbers(), 4, shuffle=True, **keywords)
 
-    plain = loader()
-    order = [[b.tolist() for b in plain] for _ in range(2)]
+    plain_one = loader()
+    order = [[b.tolist() for b in plain_one] for _ in range(2)]
     batches, _ = stream(loader(), epochs=2)
     seen = []
     for batch in batches:
@@ -113,15 +310,88 @@ def test_persistent_workers_keep_their_order_after_a_move_in_a_later_epoch(worke
     ],
     ids=["iterable", "iterable unbatched", "unbatched", "list"],
 )
-def test_loaders_that_cannot_seek_draw_and_drop(loader):
-    plain = [str(b) for b in loader]
+def test_other_loaders_move_on_as_well(loader):
+    order = [str(b) for b in loader]
     batches, _ = stream(loader, epochs=2)
     seen = []
     for batch in batches:
         seen.append(str(batch))
         if batches.position == Position(0, 0):
             batches.move_to(Position(0, 3))
-    assert seen == [plain[0], *plain[3:], *plain]
+    assert seen == [order[0], *order[3:], *order]
+
+
+def test_a_source_that_can_be_read_once_moves_on_from_where_it_is():
+    batches, _ = stream(iter(range(10)))
+    seen = []
+    for number in batches:
+        seen.append(number)
+        if number == 2:
+            batches.move_to(Position(0, 6))
+    assert seen == [0, 1, 2, 6, 7, 8, 9]
+
+
+def test_what_has_no_state_does_not_go_back_and_says_why():
+    batches, _ = stream(DataLoader(Stream(), 2), goes_back=True)
+    seen, state = [], None
+    for batch in batches:
+        seen.append(batch.tolist())
+        state = state or batches.state_dict()
+        if len(seen) == 3:
+            assert batches.go_back(state) == "the loader has no state_dict"
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    again, _ = stream(DataLoader(Stream(), 2), state=saved(state))
+    assert again.why_not_exact(state) == "the loader has no state_dict"
+    assert [b.tolist() for b in again] == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_another_number_of_ranks_goes_on_behind_what_all_of_them_had_seen():
+    batches, _ = stream(DataLoader(Numbers(24), 2), num_ranks=2)
+    for _ in batches:
+        if batches.position.batch == 2:
+            break
+    state = saved(batches.state_dict())
+    again, _ = stream(DataLoader(Numbers(48), 2), num_ranks=1, state=state)
+    assert again.why_not_exact(state) == "2 ranks shared the data, now 1 do"
+    assert next(iter(again)).tolist() == [12, 13]
+
+
+def test_a_state_that_is_no_plain_values_is_left_out_and_said():
+    class Odd:
+        def __iter__(self):
+            return iter(range(4))
+
+        def state_dict(self):
+            return {"me": self}
+
+        def load_state_dict(self, state):
+            raise AssertionError(state)
+
+    batches, _ = stream(Odd())
+    next(iter(batches))
+    state = saved(batches.state_dict())
+    assert "plain values" in batches.why_not_exact(state)
+    again, _ = stream(Odd(), state=state)
+    assert list(again) == [1, 2, 3]
+
+
+def test_a_loader_whose_state_cannot_be_had_or_taken_trains_on():
+    class Broken:
+        def __iter__(self):
+            return iter(range(4))
+
+        def state_dict(self):
+            raise RuntimeError("not now")
+
+        load_state_dict = state_dict
+
+    batches, _ = stream(Broken())
+    next(iter(batches))
+    assert saved(batches.state_dict())["loader"] is None
+    again, _ = stream(Broken(), state=batches.state_dict() | {"loader": {"position": 1}})
+    with pytest.raises(TypeError):
+        Broken.state_dict()
+    assert list(again) == [1, 2, 3]
 
 
 def test_a_loader_of_another_class_stays_what_it_is():
@@ -136,6 +406,16 @@ def test_a_loader_of_another_class_stays_what_it_is():
         if batches.position == Position(0, 0):
             batches.move_to(Position(0, 2))
     assert seen == [[0, -1], [-4, -5], [-6, -7]]
+
+
+def test_the_loader_is_left_as_it_was():
+    loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+    before = dict(loader.__dict__)
+    batches, _ = stream(loader, epochs=2)
+    assert len(list(batches)) == 12
+    assert before | {"_iterator": loader._iterator} == loader.__dict__
+    assert loader._iterator._index_sampler is loader.batch_sampler
+    assert len(list(loader)) == 6
 
 
 def test_a_window_longer_than_the_loader_and_than_all_epochs_ends_the_loop():
@@ -154,3 +434,94 @@ def test_a_source_longer_than_it_knows_of_is_not_waited_for_after_its_end():
     batches, waits = stream(iter(()))
     assert list(batches) == []
     assert waits == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_samples_of_each_batch_are_known_without_loading(workers):
+    seed()
+    batches, _ = stream(DataLoader(Numbers(10), 4, shuffle=True, num_workers=workers), epochs=2)
+    for batch in batches:
+        (told,) = batches.take_batches()
+        assert (tuple(batch.tolist()), batches.position) == (told.indices, told.position)
+        assert len(batch) == batches.take_samples()
+
+
+def test_workers_that_hand_out_in_any_order_tell_no_samples_and_are_not_exact():
+    batches, _ = stream(DataLoader(Numbers(10), 2, num_workers=2, in_order=False))
+    for _ in batches:
+        assert [None] == [batch.indices for batch in batches.take_batches()]
+    assert "in_order" in batches.why_not_exact(batches.state_dict())
+
+
+# ------------------------------------------------------------------------- against a simple model
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.integers(1, 9),  # batches until it happens
+        st.sampled_from(["replay", "relaunch", "move on", "first"]),
+        st.integers(0, 30),  # which state
+        st.integers(0, 7),  # how many batches the window has
+    ),
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "own generator", "sampler with state", "list"])
+@settings(max_examples=15, deadline=None)
+@given(actions=ACTIONS, length=st.integers(1, 7))
+def test_it_is_a_list_with_a_pointer_and_a_set_of_what_is_passed_over(name, actions, length):
+    make = {
+        "shuffle": lambda: DataLoader(Numbers(4 * length), 4, shuffle=True),
+        "own generator": lambda: DataLoader(
+            Numbers(4 * length), 4, shuffle=True, generator=torch.Generator().manual_seed(4)
+        ),
+        "sampler with state": lambda: DataLoader(
+            Numbers(4 * length), 4, sampler=Resuming(4 * length)
+        ),
+        "list": lambda: [[i] for i in range(length)],
+    }[name]
+    whole = [batch for batch, _ in uninterrupted(make, 3, noise=lambda: None)]
+    seed()
+    batches, _ = stream(make(), epochs=3, goes_back=True)
+    source = iter(batches)
+    pointer, passed, states, begin = 0, set(), [], (0, rng())
+    for wait, action, which, size in [*actions, (10**6, "", 0, 0)]:
+        for _ in range(wait):
+            while pointer in passed:
+                pointer += 1
+            batch = next(source, None)
+            if batch is None:
+                assert pointer >= len(whole)
+                return
+            assert whole[pointer] == plain(batch)
+            pointer += 1
+            states.append((pointer, batches.state_dict(), rng()))
+        there, state, kept = states[which % len(states)]
+        state = saved(state)
+        onset = max(0, pointer - 1 - size // 2)
+        window = Window(*divmod(onset, length), size)
+        if size:
+            passed |= set(range(onset, onset + size))
+            batches.pass_over(window)
+        if action == "replay":
+            restore(kept)
+            assert batches.go_back(state) == ""
+            pointer = there
+        elif action == "first":
+            restore(begin[1])
+            if batches.go_back(None) == "":
+                pointer = begin[0]
+            else:
+                assert name == "sampler with state"
+        elif action == "move on" and size:
+            batches.move_to(Position(*divmod(onset + size, length)))
+            pointer = max(pointer, onset + size)
+        elif action == "relaunch":
+            seed(which)
+            batches, _ = stream(
+                make(), epochs=3, goes_back=True, state=state, windows=batches.windows
+            )
+            source = iter(batches)
+            restore(kept)
+            pointer, begin = there, (there, kept)
+            states = [(there, state, kept)]

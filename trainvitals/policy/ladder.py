@@ -248,7 +248,9 @@ def _rollback(state: LadderState, bad: Finding, reason: str, rule: str, case: Ca
     )
     num_batches = min(config.skip_batches << min(treated.tries - 1, 20), config.max_skip_batches)
     facts = _spend(facts, treated, num_batches, case, new_cause=cause is None)
-    reason = f"{reason}; {note}, and on past {num_batches} batches from step {onset}"
+    reason = f"{reason}; {note}"
+    if num_batches:
+        reason += f", and on past {num_batches} batches from step {onset}"
     if treated.tries > 1:
         reason += f", learning rate x {facts.lr_factor:.4g}"
     return go_back(
@@ -258,12 +260,11 @@ def _rollback(state: LadderState, bad: Finding, reason: str, rule: str, case: Ca
 
 def _spend(facts: Facts, cause: Cause, num_batches: int, case: Case, *, new_cause: bool) -> Facts:
     config = case.config
-    window = SkippedWindow(cause.onset_step, num_batches)
+    windows = facts.skipped_windows
+    if num_batches:
+        windows = (*windows, SkippedWindow(cause.onset_step, num_batches))[-MAX_SKIPPED_WINDOWS:]
     facts = replace(
-        facts,
-        num_causes=facts.num_causes + new_cause,
-        cause=cause,
-        skipped_windows=(*facts.skipped_windows, window)[-MAX_SKIPPED_WINDOWS:],
+        facts, num_causes=facts.num_causes + new_cause, cause=cause, skipped_windows=windows
     )
     if cause.tries < 2:
         return facts

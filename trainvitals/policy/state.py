@@ -37,7 +37,8 @@ class LadderConfig:
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
     spike began earlier. The state before the first step is exempt: nothing is older."""
     skip_batches: int = 50
-    """Batches the data moves on by, from the onset; doubled each time the storm recurs."""
+    """Batches that are passed over, from the onset on; doubled each time the storm recurs. 0 passes
+    over none: they are fed again where the loop replays."""
     max_skip_batches: int = 1000
     """Bound of that doubling."""
     max_tries: int = 3
@@ -60,13 +61,13 @@ class LadderConfig:
 
     def __post_init__(self) -> None:
         positive = (
-            "storm_skips", "storm_window", "skip_batches", "max_skip_batches", "max_tries",
-            "max_causes", "progress_steps", "lr_rewarm_steps", "max_skips_in_a_row",
+            "storm_skips", "storm_window", "max_skip_batches", "max_tries", "max_causes",
+            "progress_steps", "lr_rewarm_steps", "max_skips_in_a_row",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("margin", "cooldown_steps"):
+        for name in ("margin", "cooldown_steps", "skip_batches"):
             if getattr(self, name) < 0:
                 raise ConfigError(
                     f"ladder.{name} is {getattr(self, name)}; it must not be negative"

@@ -1,0 +1,119 @@
+"""Writes samples' ids and bad batches into the run directory, beside the loop: it never waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer_hooks.failopen import FaultCounter
+from trainvitals.errors import StorageError
+from trainvitals.io.private import ensure_private_dir, open_private
+from trainvitals.io.sample_ids import SampleFile, StepSamples, make_room
+
+SAMPLE_BYTES = 64 << 20
+BATCH_BYTES = 256 << 20
+_MOST_LINES = 1024
+_MOST_BATCHES = 4
+"""Bad batches that wait to be written: their memory is the training's."""
+_CLOSE_SECONDS = 2.0
+
+
+class BadBatch(NamedTuple):
+    """A bad step's data, to be kept for a person."""
+
+    file: str
+    """Its name in the run directory."""
+    content: dict[str, Any]
+
+
+class DataWriter:
+    """A bounded queue, and one thread that starts with the first thing to write.
+
+    What does not fit into the queue is dropped; that, and what could not be written, is counted
+    among the loop's faults.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int,
+        incarnation: str,
+        faults: FaultCounter,
+        sample_bytes: int = SAMPLE_BYTES,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        self._run_dir = run_dir
+        self._rank = rank
+        self._faults = faults
+        self._batch_bytes = batch_bytes
+        self._samples = SampleFile(
+            run_dir, rank=rank, incarnation=incarnation, max_bytes=sample_bytes
+        )
+        self._waiting: deque[StepSamples | BadBatch] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def put(self, what: StepSamples | BadBatch) -> bool:
+        """Queue something to be written; False where there is no room for it."""
+        most = _MOST_BATCHES if isinstance(what, BadBatch) else _MOST_LINES
+        if self._closing or os.getpid() != self._pid:  # a forked child has no such thread
+            return False
+        with self._changed:
+            if sum(type(w) is type(what) for w in self._waiting) >= most:
+                self._faults.count("data.full", StorageError(f"{most} wait to be written already"))
+                return False
+            self._waiting.append(what)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="vitals-data", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """Wait, for a bounded time, until all is written."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None and os.getpid() == self._pid:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    break
+                what = self._waiting.popleft()
+            with self._faults.fail_open("data.write"):
+                if isinstance(what, BadBatch):
+                    self._save(what)
+                else:
+                    self._samples.append(what)
+        self._samples.close()
+
+    def _save(self, bad: BadBatch) -> None:
+        """Write a batch whole or not at all; the oldest make room for it."""
+        path = self._run_dir / bad.file
+        ensure_private_dir(path.parent)
+        unfinished = path.with_suffix(".tmp")
+        try:
+            with os.fdopen(open_private(unfinished, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                file.truncate()
+                torch.save(bad.content, file)
+            size = unfinished.stat().st_size
+            if size > self._batch_bytes:
+                raise StorageError(
+                    f"{bad.file} has {size} bytes; all of a rank's may have {self._batch_bytes}"
+                )
+            make_room(path.parent, f"step-*-rank-{self._rank}.pt", self._batch_bytes - size)
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)

@@ -1,0 +1,111 @@
+"""The samples that fed each step, as lines of files in the run directory; 0600, one set a rank.
+
+RUN_DIR/data/rank-N.<incarnation>.jsonl             being written
+RUN_DIR/data/rank-N.<incarnation>.<number>.jsonl    full
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from trainvitals.io.private import ensure_private_dir, open_private
+
+FOLDER = "data"
+_NAME = re.compile(r"rank-(\d+)\.[^/]+\.jsonl\Z")
+_PARTS = 4
+"""Files that the bytes allowed are divided into: the oldest goes when they are full."""
+
+
+class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """What fed one step on one rank."""
+
+    step: int
+    attempt: int
+    epoch: int
+    first_batch: int
+    num_batches: int
+    sample_ids: tuple[int | str, ...]
+    rank: int = -1
+    """Of the file's name."""
+
+
+class SampleFile:
+    """Appends one rank's lines. Files of earlier starts count among the bytes that are allowed."""
+
+    def __init__(self, run_dir: Path, *, rank: int, incarnation: str, max_bytes: int) -> None:
+        self._folder = run_dir / FOLDER
+        self._rank = rank
+        self._name = f"rank-{rank}.{incarnation}"
+        self._max_bytes = max_bytes
+        self._fd = -1
+        self._size = 0
+        self._number = 0
+
+    def append(self, line: StepSamples) -> None:
+        """Write a line; the oldest files make room for it.
+
+        Raises:
+            OSError: the disk takes no more.
+            InsecurePathError: others may reach the folder.
+        """
+        if self._fd < 0:
+            ensure_private_dir(self._folder)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._fd = open_private(self._folder / f"{self._name}.jsonl", flags)
+            self._size = os.fstat(self._fd).st_size
+        raw = msgspec.json.encode(line) + b"\n"
+        if self._size and self._size + len(raw) > self._max_bytes // _PARTS:
+            self._begin_another()
+            self.append(line)
+            return
+        make_room(self._folder, f"rank-{self._rank}.*.jsonl", self._max_bytes - len(raw))
+        while raw:
+            written = os.write(self._fd, raw)
+            raw, self._size = raw[written:], self._size + written
+
+    def _begin_another(self) -> None:
+        self.close()
+        now = self._folder / f"{self._name}.jsonl"
+        now.rename(self._folder / f"{self._name}.{self._number:06d}.jsonl")
+        self._number += 1
+
+    def close(self) -> None:
+        """Close the file; it stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._size = -1, 0
+
+
+def make_room(folder: Path, pattern: str, max_bytes: int) -> None:
+    """Remove the oldest of the files that fit ``pattern`` until they are within ``max_bytes``."""
+    found = [(path.stat(), path) for path in folder.glob(pattern)]
+    found.sort(key=lambda pair: (pair[0].st_mtime_ns, pair[1].name))
+    total = sum(status.st_size for status, _ in found)
+    for status, path in found:
+        if total <= max_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= status.st_size
+
+
+def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
+    """Yield what fed ``step`` on each rank and in each attempt, as far as it was kept.
+
+    A line that is torn or damaged is passed over.
+    """
+    for path in sorted((run_dir / FOLDER).glob("rank-*.jsonl")):
+        match = _NAME.match(path.name)
+        if match is None:
+            continue
+        with path.open("rb") as file:
+            for raw in file:
+                if not raw.startswith(b'{"step":%d,' % step):
+                    continue
+                try:
+                    line = msgspec.json.decode(raw, type=StepSamples)
+                except msgspec.DecodeError:
+                    continue
+                yield msgspec.structs.replace(line, rank=int(match[1]))
