@@ -261,6 +261,17 @@ def test_the_index_holds_what_is_there_and_what_is_gone(tmp_path):
     assert "flipped" == index[identify(30)]["reason"]
 
 
+def test_the_index_remembers_what_a_bad_one_cannot_say_itself(tmp_path):
+    folder = relaunch(tmp_path)
+    name = save(folder, 10)
+    folder.quarantine(name, "bad data")
+    (tmp_path / f"bad-{name}" / "manifest.json").write_text("{")
+    (tmp_path / f"bad-{name}" / "bad").unlink()
+    relaunch(tmp_path)
+    entry = written(tmp_path)[name]
+    assert ("bad data", "run", 128) == (entry["reason"], entry["run_id"], entry["num_bytes"])
+
+
 DAMAGED_INDEX = {
     "missing": lambda raw: None,
     "torn": lambda raw: raw[: len(raw) // 2],
