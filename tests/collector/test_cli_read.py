@@ -12,8 +12,9 @@ from trainvitals.cli.main import main
 from trainvitals.cli.output import Format
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir
+from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
-from trainvitals.records import AttemptStarted, RunEnded, RunInfo, RunStarted
+from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
 from vitals_collector.reading import find_run, open_reader
 from vitals_collector.tail import Tail
 from vitals_collector.why import explain
@@ -227,6 +228,34 @@ def test_a_beginning_that_fits_two_runs_asks_for_more(tmp_path: Path):
             find_run(opened.reader, RUN[:10])
         with pytest.raises(UsageError, match="there is no run 'nope'"):
             find_run(opened.reader, "nope")
+
+
+def test_why_names_the_samples_that_fed_a_step_on_each_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_dir = RunDir.create(tmp_path, RUN)
+    spool = Spool(run_dir.agent_dir("a") / "spool", max_bytes=1 << 20, keep=True)
+    writer = Writer("rank:1")
+    spool.append(writer.steps([0, 1]))
+    known = {"epoch": 2, "first_batch": 7, "num_batches": 2, "file": "batches/step-1.pt"}
+    noted = BatchNoted(sample_ids=(5, 9, "x\x1b"), num_samples=3, **known)
+    spool.append(writer.events(noted, step=1))
+    spool.close()
+    assert 0 == vitals("why", run_dir.path, 1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rank 1 was fed by 2 batches from 7 of epoch 2: samples 5, 9, x" in said
+    assert "kept in batches/step-1.pt." in said
+    assert "\x1b" not in said
+    kept = SampleFile(run_dir.path, rank=3, incarnation="i", max_bytes=10_000)
+    many = tuple(range(100, 200))
+    kept.append(
+        StepSamples(step=0, attempt=1, epoch=0, first_batch=4, num_batches=1, sample_ids=many)
+    )
+    kept.close()
+    assert 0 == vitals("why", run_dir.path, 0)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rank 3 was fed by batch 4 of epoch 0: samples 100, 101," in said
+    assert "163 and 36 more." in said
 
 
 def test_a_hostile_run_name_cannot_steer_the_terminal(

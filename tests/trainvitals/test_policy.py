@@ -174,6 +174,16 @@ def test_skipped_batches_double_up_to_the_bound() -> None:
     assert [50, 100, 200, 400, 800, 1000, 1000] == skips
 
 
+def test_no_batches_to_skip_leave_no_window_however_often_the_storm_recurs() -> None:
+    run = Run(cooldown_steps=0, skip_batches=0)
+    for _ in range(2):
+        decision = run.feed(*STORM)[-1]
+        assert ("rollback", 0) == (decision.action, decision.skip_batches)
+        assert "batches" not in decision.reason
+        run.restored(150)
+    assert () == run.state.facts.skipped_windows
+
+
 def test_trouble_after_progress_is_a_new_cause_and_spends_the_overall_budget() -> None:
     run = Run(max_causes=2)
     for budget_left in (1, 0):
