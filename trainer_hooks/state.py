@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks import moments
 from trainer_hooks.checkpoints.boxes import Held, held_in
+from trainer_hooks.ema import EMA
 from trainer_hooks.rng import capture_rng, restore_rng
 from trainer_hooks.shards import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
@@ -99,7 +101,10 @@ class TrainingState:
         found = place(self._model, "model.", self._params, alike=alike)
         for name, stateful in self._extra.items():
             if isinstance(stateful, nn.Module):
-                found |= place(stateful, f"extra.{name}.", dict(_tensors_of(stateful)), alike=())
+                prefix, tensors = f"extra.{name}.", dict(_tensors_of(stateful))
+                found |= place(stateful, prefix, tensors, alike=())
+                if isinstance(stateful, EMA | AveragedModel):
+                    found |= _held_as_weights(prefix, tensors, found)
         return found
 
     @property
@@ -368,6 +373,21 @@ class TrainingState:
         ours = {n for n, s in self._extra.items() if not isinstance(s, nn.Module)}
         if set(host["extra"]) != ours:
             _refuse(f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}")
+
+
+def _held_as_weights(
+    prefix: str, averages: Mapping[str, Tensor], held: Mapping[str, Held]
+) -> dict[str, Held]:
+    """Return the places of averages, which are cut and the same on the ranks as their weights."""
+    found = {}
+    for key, average in averages.items():
+        name = clean_name(key)
+        while f"model.{name}" not in held and name.startswith("module."):
+            name = name.removeprefix("module.")
+        weight = held.get(f"model.{name}")
+        if weight is not None and weight.shape == tuple(_local(key, average).shape):
+            found[prefix + key] = weight.renamed("model.", prefix)
+    return found
 
 
 def _refuse(text: str) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TORCH, TWO_RANKS, Net, Wrapping
 from trainer_hooks.checkpoints.store import CheckpointStore
+from trainer_hooks.ema import EMA
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import SnapshotRing
 from trainer_hooks.state import TrainingState
@@ -26,7 +26,7 @@ OF_FOUR = {
     "ddp": "fsdp2 nested",
     "fsdp1 flat": "ddp",
     "fsdp1 hybrid": "sequence parallel",
-    "fsdp1 hybrid flat": "fsdp1",
+    "fsdp1 hybrid flat": "fsdp2 nested",
     "fsdp2 nested": "fsdp1 flat",
     "hsdp": "fsdp1 not cut",
     "fsdp2 x tp": "ddp",
@@ -42,7 +42,7 @@ def known(names, wrappings):
 class Trainee:
     """One wrapped network with its optimizer, and a store for every folder."""
 
-    def __init__(self, wrapping: Wrapping, ranks: Ranks, optimizer=None) -> None:
+    def __init__(self, wrapping: Wrapping, ranks: Ranks, optimizer=None, average=None) -> None:
         self.ranks = ranks
         torch.manual_seed(7)
         net = Net(batch_norm=False)
@@ -52,7 +52,9 @@ class Trainee:
         self.model = wrapping.wrap(net)
         make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-3))
         self.optimizer = make(self.model.parameters())
-        self.state = TrainingState(self.model, [self.optimizer])
+        self.average = average(self.model) if average else None
+        extra = {"average": self.average} if average else {}
+        self.state = TrainingState(self.model, [self.optimizer], extra=extra)
         self.step = 0
 
     def train(self, steps):
@@ -66,6 +68,8 @@ class Trainee:
             loss = (self.model(inputs).float() - targets).square().mean()
             loss.backward()
             self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
             self.step += 1
             losses.append(loss.item())
         return losses
@@ -98,10 +102,15 @@ class Trainee:
         return restored
 
 
-def twin(wrapping=None):
+def twin(wrapping=None, *, wrap=lambda net: net, average=None):
     """Return a training in one process, without any wrapper."""
-    wrapping = Wrapping(wrap=lambda net: net, mixed=wrapping is not None and wrapping.mixed)
-    return Trainee(wrapping, Ranks(0, 1, 0, None))
+    wrapping = Wrapping(wrap=wrap, mixed=wrapping is not None and wrapping.mixed)
+    return Trainee(wrapping, Ranks(0, 1, 0, None), average=average)
+
+
+def ema(model):
+    """Return an average of the kind that is tried here."""
+    return EMA(model, decay=0.5, warmup=False)
 
 
 def full(trainee):
@@ -171,8 +180,23 @@ def two(rank, folder):
             )
             found["chained"]["of"] = str(before)
             before = Path(folder) / "trained" / name
+    results["averages"] = averages(ranks, Path(folder) / "averages")
     results["refused"] = refusals(ranks, home, Path(folder))
     _leave(rank, folder, results)
+
+
+def averages(ranks, folder):
+    """Save with an average in one wrapping, take it up in the next; return where each saved."""
+    saved = []
+    for name in ("ddp", "fsdp1 flat", "fsdp2 nested", "fsdp1"):
+        trainee = Trainee(TWO_RANKS[name], ranks, average=ema)
+        if saved:
+            trainee.load(saved[-1])
+        else:
+            trainee.train(STEPS)
+        saved.append(str(folder / name))
+        trainee.save(saved[-1])
+    return saved
 
 
 def refusals(ranks, home, folder):
@@ -184,17 +208,16 @@ def refusals(ranks, home, folder):
     def zero(params):
         return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)
 
-    plain = Wrapping(wrap=DistributedDataParallel)
-    split = Trainee(Wrapping(wrap=TWO_RANKS["ddp"].wrap), ranks, optimizer=zero)
+    split = Trainee(TWO_RANKS["ddp"], ranks, optimizer=zero)
     split.train(2)
     split.save(folder / "zero")
     losses = split.train(1)
-    again = Trainee(Wrapping(wrap=TWO_RANKS["ddp"].wrap), ranks, optimizer=zero)
+    again = Trainee(TWO_RANKS["ddp"], ranks, optimizer=zero)
     again.load(folder / "zero")
     by_hand = Trainee(Wrapping(wrap=lambda net: net), ranks)
     by_hand.train(1)
     by_hand.save(folder / "by hand")
-    synced = Trainee(plain, ranks)
+    synced = Trainee(Wrapping(wrap=DistributedDataParallel), ranks)
     return {
         "uneven": uneven,
         "unchanged": unchanged,
@@ -232,6 +255,3 @@ def _leave(rank, folder, results):
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     os._exit(0)  # gloo aborts a process at its exit now and then; what was found is written
-
-
-__all__ = ["Trainee", "four", "full", "nn", "twin", "two"]

@@ -55,6 +55,12 @@ class Held:
     uncut: bool = False
     """Whether every rank holds all of it."""
 
+    def renamed(self, old: str, new: str) -> "Held":
+        """Return the same place in other whole tensors: those with another prefix."""
+        pieces = [p._replace(name=new + p.name.removeprefix(old)) for p in self.pieces]
+        wholes = {new + name.removeprefix(old): shape for name, shape in self.wholes.items()}
+        return replace(self, wholes=wholes, pieces=tuple(pieces))
+
     def writes(self, name: str, offsets: Shape) -> bool:
         """Return whether, of those that hold the same box, it is this rank that writes it alone."""
         return zlib.crc32(repr((name, tuple(offsets))).encode()) % self.copies == self.copy

@@ -114,6 +114,7 @@ class CheckpointStore:
         """Write, read back, seal and rename; each stage ends in one verdict for all ranks."""
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         if self._ranks.broadcast(self._is_root and (self.folder.path / name).exists()):
+            self._mark(name, snapshot)
             return
         partial = self.folder.partial(name)
         boxes: list[Box] = []
@@ -127,12 +128,28 @@ class CheckpointStore:
         self._agree.on_all(lambda: self._read_back(partial, written.boxes))
         size = self._ranks.broadcast(written.num_bytes)
         self._agree.on_root(lambda: self._publish(snapshot, size))
+        self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
         problem = caught(self.folder.rotate) if self._is_root else None
         if problem is not None:  # told, but the new checkpoint is there all the same
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
+
+    def _mark(self, name: str, snapshot: Snapshot) -> None:
+        """Say what a checkpoint that is there is worth; what fails leaves it as it is."""
+        problem = caught(lambda: self._write_marks(name, snapshot)) if self._is_root else None
+        if problem is not None:
+            self.num_failed += 1
+            _LOG.warning("vitals: checkpoint %s was not marked: %s", name, problem.text)
+
+    def _write_marks(self, name: str, snapshot: Snapshot) -> None:
+        """The same state may be saved twice: as the best, and later as healthy."""
+        if snapshot.best is not None:
+            self.folder.mark_best(name, *snapshot.best)
+        unproven = [ref.id for ref in self.folder.refs() if ref.state == "verified"]
+        if snapshot.state == "healthy" and name in unproven:
+            self.folder.mark_healthy(name)
 
     def _boxes(self, snapshot: Snapshot, *, alone: bool = False) -> Iterator[Box]:
         """Yield what this rank holds, from the snapshot's copies.
