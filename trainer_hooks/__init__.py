@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_hooks.attached import Attached, attach
+    from trainer_hooks.early_stopping import RestoredBest
     from trainer_hooks.ema import EMA
     from trainer_hooks.healer import CheckpointSettings
     from trainer_hooks.measures.settings import SignalSettings
     from trainer_hooks.monitor import Monitor
     from trainer_hooks.outcome import StepOutcome
     from trainer_hooks.wrap import watch
+    from trainvitals.policy.stopping import EarlyStopping
 
 __all__ = [
     "EMA",
     "Attached",
     "CheckpointSettings",
+    "EarlyStopping",
     "Monitor",
+    "RestoredBest",
     "SignalSettings",
     "StepOutcome",
     "attach",
@@ -35,7 +39,9 @@ _HOMES = {
     "EMA": "trainer_hooks.ema",
     "Attached": "trainer_hooks.attached",
     "CheckpointSettings": "trainer_hooks.healer",
+    "EarlyStopping": "trainvitals.policy.stopping",
     "Monitor": "trainer_hooks.monitor",
+    "RestoredBest": "trainer_hooks.early_stopping",
     "SignalSettings": "trainer_hooks.measures.settings",
     "StepOutcome": "trainer_hooks.outcome",
     "attach": "trainer_hooks.attached",

@@ -16,11 +16,12 @@ from trainer_hooks.emit import Emitter
 from trainer_hooks.pack import Reduced
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import Meta, Snapshot, SnapshotRing
-from trainvitals.errors import UsageError
+from trainvitals.errors import UsageError, VitalsError
 from trainvitals.policy.stopping import EarlyStopping, Stopper
 from trainvitals.records import Note
 
 if TYPE_CHECKING:
+    from trainer_hooks.checkpoints.index import BestMark
     from trainer_hooks.checkpoints.store import CheckpointStore
 
 
@@ -43,7 +44,44 @@ class Given(NamedTuple):
     value: float
 
 
-class Evaluations:
+class Unevaluated:
+    """Has the methods of ``Evaluations``, for a run without early stopping; they do nothing."""
+
+    should_stop = False
+
+    def evaluated(
+        self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
+    ) -> None:
+        """Do nothing."""
+
+    def root_value(self, step: int, attempt: int) -> float | None:
+        """Return that there is none."""
+        return None
+
+    def holds(self, step: int, attempt: int) -> bool:
+        """Return that there is no copy."""
+        return False
+
+    def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return that there is none."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Do nothing: a run that stops early may go on as one that does not."""
+
+    def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise nothing_kept("the run has no early stopping, which would know the best state")
+
+
+class Evaluations(Unevaluated):
     """One rank's part in early stopping; the same number comes back to all."""
 
     def __init__(
@@ -63,13 +101,15 @@ class Evaluations:
         self._ring = ring if settings.keep_best else None
         self._store = store if settings.keep_best else None
         self._given: Given | None = None
+        self._asked = (-1, -1)
+        """Step and attempt of the state that was evaluated last on this rank."""
         self._copy: Snapshot | None = None
         self._missed = ""
         self._said: set[str] = set()
         self._calls_without: int | None = 0
 
     @property
-    def should_stop(self) -> bool:
+    def should_stop(self) -> bool:  # type: ignore[override]
         """Whether the run shall end: the same on all ranks at the same step."""
         return self._stopper.should_stop
 
@@ -90,7 +130,7 @@ class Evaluations:
         if metric not in values:
             self._came_without(step, attempt)
             return
-        self._calls_without = None
+        self._calls_without, self._asked = None, (step, attempt)
         if self._ring is not None:
             self._take_copy(self._ring, step, attempt, meta)
         if self._is_root:
@@ -122,7 +162,8 @@ class Evaluations:
         try:
             self._copy = ring.take_evaluated(step, attempt, meta())
         except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
-            self._missed = str(error)
+            kind = type(error).__name__
+            self._missed = error.text if isinstance(error, VitalsError) else f"{kind}: {error}"
 
     def root_value(self, step: int, attempt: int) -> float | None:
         """Return the value that rank 0's words carry with ``step``; None where there is none."""
@@ -203,10 +244,15 @@ class Evaluations:
 
     # --------------------------------------------------------------------------------- the end
 
-    def restore_best(self, *, step: int, attempt: int) -> RestoredBest:
+    def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
         """Put the best state back, for which a last evaluation counts as well. Collective.
 
         Call on all ranks, once nothing is in flight: the numbers of all steps are back.
+
+        Args:
+            step: the step that would be trained next.
+            attempt: the branch it lies on.
+            meta: as of ``evaluated``.
 
         Raises:
             UsageError: no best state was kept.
@@ -215,32 +261,31 @@ class Evaluations:
         """
         from trainer_hooks.checkpoints.agree import Agreement
 
-        store = self._store
-        if store is None:
-            raise UsageError(
-                "restore_best(): no best state is kept in this run",
-                hint="watch(..., checkpoints=True, early_stopping=EarlyStopping(keep_best=True))",
-            )
+        ring, store = self._ring, self._store
+        if ring is None or store is None:
+            raise nothing_kept("no best state is kept in this run")
         store.wait(None)  # a save talks to the other ranks over the same group
+        if self._asked == (step, attempt) and not self.holds(step, attempt):
+            self._take_copy(ring, step, attempt, meta)  # there is room by now; no step came between
         words = self._ranks.gather((self.root_value(step, attempt), self.holds(step, attempt)))
         holders = sum(holds for _, holds in words)
         if words[0][0] is not None or holders:
             self._take_in(words[0][0], holders, step, attempt)
             store.wait(None)
         self._given = None
-        found: list[tuple[str, str, float] | None] = []
+        found: list[tuple[str, BestMark] | None] = []
         Agreement(self._ranks).on_root(lambda: found.append(store.folder.best()))
         best = self._ranks.broadcast(found[0] if found else None)
         metric = self._settings.metric
-        if best is None or best[1] != metric:
+        if best is None or best[1].metric != metric:
             raise UsageError(
                 f"restore_best(): no state was kept as the best of {metric}",
                 hint=f"monitor.evaluate({metric}=...) must be called on all ranks, and be finite; "
                 "the run's events say where a state was not kept",
             )
         restored = store.load(best[0])
-        self._tell_restored(restored.id, restored.step, best[2], step, attempt)
-        return RestoredBest(restored.id, restored.step, metric, best[2])
+        self._tell_restored(restored.id, restored.step, best[1].value, step, attempt)
+        return RestoredBest(restored.id, restored.step, metric, best[1].value)
 
     def _tell_restored(self, name: str, at: int, value: float, step: int, attempt: int) -> None:
         stopper, metric = self._stopper, self._settings.metric
@@ -271,3 +316,12 @@ class Evaluations:
         if self._is_root:
             event = Note(code=code, text=text, severity=severity)
             self._emitter.event(event, step=step, attempt=attempt)
+
+
+def nothing_kept(why: str) -> UsageError:
+    """Return the error of a ``restore_best`` that has nothing to put back."""
+    return UsageError(
+        f"restore_best(): {why}",
+        hint="watch(..., checkpoints=True, early_stopping=EarlyStopping(keep_best=True)), and call "
+        "it at the end of the `with`",
+    )

@@ -113,6 +113,7 @@ class Healer:
         plan: PlanJournal,
         emitter: Emitter,
         clock: Clock,
+        keep_evaluated: bool = False,
     ) -> Self:
         """Lay out the snapshots and the folder for checkpoints. Collective.
 
@@ -131,7 +132,11 @@ class Healer:
         interval = settings.snapshot_every or settings.healthy_after + lag
         slots = num_slots(healthy_after=settings.healthy_after, lag=lag, interval=interval)
         ring = SnapshotRing(
-            state, num_slots=slots, interval=interval, healthy_after=settings.healthy_after
+            state,
+            num_slots=slots,
+            interval=interval,
+            healthy_after=settings.healthy_after,
+            keep_evaluated=keep_evaluated,
         )
         store = CheckpointStore(
             state,
@@ -146,10 +151,15 @@ class Healer:
         agreement.on_root(store.prepare)
         if ranks.rank == 0:
             text = (
-                f"{slots} snapshots, {ring.bytes() / 2**20:.1f} MiB a rank, every {interval} steps"
+                f"{ring.slots_in_words()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
+                f"{interval} steps"
             )
             emitter.event(Note(code="snapshots", text=text), step=0, attempt=0)
         return cls(settings, ring, store, ranks, emitter, plan, clock)
+
+    def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
+        """Return what keeps the best state that was evaluated: in memory, and on disk."""
+        return self._ring, self._store
 
     # ------------------------------------------------------------------------------ at the start
 
@@ -361,7 +371,7 @@ class Healer:
     def _say(self) -> None:
         stored = self._store.take_changes()
         for change in stored:
-            if change.state in ("verified", "healthy"):
+            if change.state == "healthy":  # the best is unproven at first, and no way back
                 attempt = int(change.checkpoint_id.rpartition("-")[2])
                 self._newest_saved = change.checkpoint_step, attempt
         for change in self._ring.take_changes() + stored:

@@ -7,13 +7,14 @@ what is equal on all. Nothing here enters a collective.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 from msgspec.structs import replace
 
 from trainer_hooks.batches import DataState
 from trainer_hooks.columns import RootColumns
+from trainer_hooks.early_stopping import Unevaluated
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.healer import Healer
@@ -70,6 +71,7 @@ class Host:
     sampler: Sampler
     columns: RootColumns
     attempt: int
+    evaluations: Unevaluated = field(default_factory=Unevaluated)
     tokens_seen: int = 0
     tokens_trained: int = 0
     probe_parameters: bool = False
@@ -131,6 +133,7 @@ class Host:
             saved_step=saved_step,
             saved_attempt=saved_attempt,
             save_due=healer is not None and healer.save_due,
+            evaluation=self.evaluations.root_value(step, self.attempt),
         )
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
@@ -173,6 +176,7 @@ class Host:
         if self.healer is not None:
             self.healer.returned(reduced, step=host.step)
             self.stopping = bool(reduced.ranks_where("terminating"))
+        self.evaluations.returned(reduced, step=host.step, attempt=host.attempt)
         self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
@@ -409,12 +413,14 @@ class Host:
             "tokens_seen": self.tokens_seen,
             "tokens_trained": self.tokens_trained,
             "data": data,
+            "stopping": self.evaluations.state_dict(),
         }
 
     def take_meta(self, meta: Meta) -> None:
         """Set the counts to what they were; consumed tokens stay consumed."""
         self.tokens_trained = int(meta["tokens_trained"])
         self.tokens_seen = max(self.tokens_seen, int(meta["tokens_seen"]))
+        self.evaluations.load_state_dict(meta.get("stopping"))
 
     def _note(
         self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]

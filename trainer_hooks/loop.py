@@ -16,6 +16,7 @@ from trainer_hooks.goodbye import EndState, Goodbye, closed, opened
 from trainer_hooks.host import Host
 from trainer_hooks.parts import StepParts
 from trainer_hooks.resume import loop_state, read_loop_state
+from trainer_hooks.snapshots import Meta
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, ChangeExpected
 
@@ -92,8 +93,25 @@ class Loop:
         self._host.emitter.scalars(values, step=self._step, attempt=self.attempt)
 
     def evaluate(self, **values: float) -> None:
-        """Record validation metrics at the present step, as ``eval/NAME``."""
+        """Record validation metrics at the present step, as ``eval/NAME``.
+
+        Call between two steps, and with early stopping on all ranks, each time at the same step:
+        the value of rank 0 counts, and each rank copies its part of the state.
+        """
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
+        with self._host.faults.fail_open("evaluate"):
+            self._host.evaluations.evaluated(
+                values, step=self._step, attempt=self.attempt, meta=self._evaluated
+            )
+
+    def _evaluated(self) -> Meta:
+        """Return what is kept beside the state that was evaluated, which must be the training's."""
+        self._device.averages.refuse_swapped()
+        return self._meta()
+
+    def _meta(self) -> Meta:
+        """Return what a snapshot keeps beside tensors."""
+        return self._host.snapshot_meta(None)
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
         """Announce a planned change: from the next step the finite rules take a new baseline.
@@ -160,6 +178,7 @@ class Loop:
             reason=f"resumed at step {kept.step} from the loop's own checkpoint",
         )
         self._first_step = self._step = host.first_step = kept.step
+        host.evaluations.load_state_dict(kept.stopping)
         host.resume(attempt, kept.detectors, kept.tokens_seen, kept.tokens_trained)
         self._device.shadow.keep()
         self._device.sampler.begin(self._step)
@@ -179,10 +198,9 @@ class Loop:
         if self._closed or not self.goodbye.is_ours:
             return
         self._closed = True
-        host, readback = self._host, self._device.readback
+        host = self._host
         try:
-            while host.halted is None and (left := readback.pop(patience_seconds=2.0)) is not None:
-                host.carry_out_at_end(host.handle(*left, now_step=self._step))
+            self._take_in_what_is_left(patience_seconds=2.0)
         finally:
             with host.faults.fail_open("close"):
                 if host.healer is not None:
@@ -190,6 +208,15 @@ class Loop:
             self.goodbye.say(state, reason)
             self._release()
             closed(self)
+
+    def _take_in_what_is_left(self, *, patience_seconds: float | None) -> None:
+        """Judge and write down the steps whose numbers are still on their way."""
+        host, readback = self._host, self._device.readback
+        while host.halted is None:
+            left = readback.pop(patience_seconds=patience_seconds)
+            if left is None:
+                return
+            host.carry_out_at_end(host.handle(*left, now_step=self._step))
 
     def _release(self) -> None:
         self._device.release()

@@ -10,6 +10,7 @@ from torch import Tensor
 from trainer_hooks.batches import Position
 from trainer_hooks.data_ledger import SampleIds
 from trainer_hooks.device import Device
+from trainer_hooks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.feed import AfterRollback, Feed
 from trainer_hooks.goodbye import EXIT_CODE, exits_by_itself
 from trainer_hooks.guard import update_scaler
@@ -42,11 +43,17 @@ class Monitor(Loop):
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
         self._feed = Feed(host, waited, lag=lag, restored=restored)
         self._own_steps = OwnSteps(device.optimizers, host.faults)
+        self._best: RestoredBest | None = None
 
     @property
     def batch_position(self) -> Position | None:
         """Epoch and index of the batch that ``batches`` handed out last."""
         return self._feed.position
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether early stopping ends the run: on all ranks at the same step."""
+        return self._host.evaluations.should_stop
 
     # ------------------------------------------------------------------------- the loop's calls
 
@@ -80,7 +87,7 @@ class Monitor(Loop):
         Raises:
             UsageError: an argument is none that can be.
         """
-        return self._feed.batches(
+        stream = self._feed.batches(
             loader,
             epochs=epochs,
             after_rollback=after_rollback,
@@ -88,6 +95,15 @@ class Monitor(Loop):
             keep_batches=keep_batches,
             step=self._step,
         )
+        return self._until_stopped(stream)
+
+    def _until_stopped(self, stream: Iterator[Any]) -> Iterator[Any]:
+        """Pass the batches on, and end once a step was made of a run that shall end."""
+        for batch in stream:
+            step = self._step
+            yield batch
+            if self.should_stop and self._step != step:
+                return
 
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Add one micro-batch's loss to the step; call once per backward when accumulating.
@@ -128,6 +144,11 @@ class Monitor(Loop):
             raise UsageError(
                 "this monitor is closed, so the step would not be guarded",
                 hint="keep the loop inside `with watch(...) as monitor:`, or close it at the end",
+            )
+        if self._best is not None:
+            raise UsageError(
+                f"restore_best() has put back the state of step {self._best.step}: no step follows",
+                hint="call it once training is over",
             )
         refuse_at_step(loss, self._device.joinables)
         parts, attempted = self._parts, self._step
@@ -176,6 +197,27 @@ class Monitor(Loop):
     def _meta(self) -> Meta:
         """Return what a snapshot keeps besides tensors: the data goes on after the last batch."""
         return self._host.snapshot_meta(self._feed.state())
+
+    def restore_best(self) -> RestoredBest:
+        """Put back the best state that was evaluated, once training is over. Collective.
+
+        Call on all ranks after the last step, and within the ``with``; no step follows. A last
+        ``evaluate`` counts although no step has carried its value. It waits for the disk.
+
+        Raises:
+            UsageError: this run keeps no best state, or none of its states was.
+            CheckpointCorruptError: it is damaged; nothing has changed.
+            CheckpointError: it could not be read on some rank.
+            TrainingHalted: the last step's numbers came back only now, and say so.
+        """
+        if self._closed:
+            raise nothing_kept("the monitor is closed")
+        self._device.averages.refuse_swapped()
+        self._take_in_what_is_left(patience_seconds=None)
+        self._best = self._host.evaluations.restore_best(
+            step=self._step, attempt=self.attempt, meta=self._evaluated
+        )
+        return self._best
 
     # ---------------------------------------------------------------------------- one step
 

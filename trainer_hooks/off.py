@@ -24,6 +24,7 @@ class Unwatched:
     run_id = ""
     attempt = 0
     batch_position = None
+    should_stop = False
 
     def __init__(
         self,
@@ -56,6 +57,9 @@ class Unwatched:
 
     def evaluate(self, **values: float) -> None:
         """Do nothing."""
+
+    def restore_best(self) -> None:
+        """Do nothing: the state at the end is the one there is."""
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
         """Do nothing."""

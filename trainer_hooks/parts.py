@@ -170,6 +170,7 @@ class StepParts:
                 failed=True,
                 digest=host.digest,
                 terminating=host.told_to_stop,
+                holds_evaluated=host.evaluations.holds(step, host.attempt),
             )
             device.packer.clear()
             device.packer.fill(local, root)
@@ -209,6 +210,7 @@ class StepParts:
             snapshot_wrong=None if host.healer is None else host.healer.flag(step),
             digest=host.digest,
             terminating=host.told_to_stop,
+            holds_evaluated=host.evaluations.holds(step, host.attempt),
         )
 
     # ----------------------------------------------------------------------- from the exchange on

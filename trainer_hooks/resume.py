@@ -8,13 +8,15 @@ from typing import Any
 
 from trainer_hooks.host import Host
 from trainvitals.detect import DetectorSet
-from trainvitals.errors import FormatError, NewerVersionError
+from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import JudgeConfig
+from trainvitals.policy.stopping import EarlyStopping, Stopper
 from trainvitals.records import StepRecord
 
 VERSION = 1
 _KEY = "trainvitals_loop"
 _MOST_STEPS = 2**53
+_DAMAGE = (ArithmeticError, AttributeError, ConfigError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class LoopState:
     detectors: dict[str, Any]
     tokens_seen: int
     tokens_trained: int
+    stopping: dict[str, Any] | None
+    """Of early stopping; None where the run had none."""
 
 
 def loop_state(host: Host, step: int) -> dict[str, Any]:
@@ -39,6 +43,7 @@ def loop_state(host: Host, step: int) -> dict[str, Any]:
         "detectors": host.judge.detector_state(),
         "tokens_seen": host.tokens_seen,
         "tokens_trained": host.tokens_trained,
+        "stopping": host.evaluations.state_dict(),
     }
 
 
@@ -75,12 +80,22 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             detectors=dict(state["detectors"]),
             tokens_seen=int(state["tokens_seen"]),
             tokens_trained=int(state["tokens_trained"]),
+            stopping=_stopping(state.get("stopping")),
         )
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _DAMAGE as error:
         raise FormatError(
             f"the monitor's state is damaged: {type(error).__name__}: {error}",
             hint="leave it out: the limits then warm up anew",
         ) from error
+
+
+def _stopping(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the state of early stopping, once one could go on from it."""
+    if state is None:
+        return None
+    settings = EarlyStopping(metric=state["metric"], mode=state["mode"])
+    Stopper(settings).load_state_dict(state)
+    return dict(state)
 
 
 def _try_out(detectors: DetectorSet, state: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.attributes import run_info
 from trainer_hooks.columns import RootColumns
 from trainer_hooks.device import Device, Engine, lay_out
+from trainer_hooks.early_stopping import Evaluations, Unevaluated
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.healer import CheckpointSettings, Healer
@@ -39,6 +40,7 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
 from trainvitals.policy import Judge
+from trainvitals.policy.stopping import EarlyStopping
 from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
 
 Mode = Literal["off", "observe", "guard", "heal"]
@@ -62,6 +64,7 @@ def watch(
     tags: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
+    early_stopping: EarlyStopping | None = None,
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -88,6 +91,9 @@ def watch(
             ``update_parameters`` after ``monitor.step``), and the state of a communication hook
             (``PowerSGDState``; it needs no ``state_dict``).
         signals: what to measure beside what costs nothing, and how often.
+        early_stopping: ends the run where ``monitor.evaluate(...)`` gets no better: ``should_stop``
+            becomes True, and ``monitor.batches`` ends. With ``checkpoints`` the best state that was
+            evaluated is kept as well, for ``monitor.restore_best()``.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -107,6 +113,7 @@ def watch(
         tags=tags,
         state=state,
         signals=signals,
+        early_stopping=early_stopping,
     )
     if made is None:
         from trainer_hooks.off import Unwatched
@@ -144,6 +151,7 @@ def set_up(
     state: Mapping[str, Any] | None,
     signals: SignalSettings | None = None,
     engine: Engine | None = None,
+    early_stopping: EarlyStopping | None = None,
 ) -> Made | None:
     """Put together what ``watch`` and ``attach`` share, and begin the run; None where it is off.
 
@@ -153,7 +161,7 @@ def set_up(
     tokens, settings = _tokens(tokens_per_step), _mapping(config)
     all_optimizers, all_schedulers = tuple(as_list(optimizers)), tuple(as_list(schedulers))
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
-    chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler)
+    chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler, early_stopping)
     if chosen == "off":
         return None
     device = lay_out(
@@ -175,8 +183,10 @@ def set_up(
                 plan=plan,
                 emitter=emitter,
                 clock=clock,
+                keep_evaluated=early_stopping is not None and early_stopping.keep_best,
             )
         host = _host(chosen, ranks, device, place, healer, plan, emitter, faults, clock)
+        host.evaluations = _evaluations(early_stopping, host)
         info = run_info(
             name=run or "",
             environ=environ,
@@ -247,6 +257,15 @@ def _host(
     )
 
 
+def _evaluations(early_stopping: EarlyStopping | None, host: Host) -> Unevaluated:
+    if early_stopping is None:
+        return Unevaluated()
+    ring, store = (None, None) if host.healer is None else host.healer.keepers()
+    return Evaluations(
+        early_stopping, ranks=host.ranks, emitter=host.emitter, ring=ring, store=store
+    )
+
+
 def _begin(host: Host, place: Place, info: RunInfo) -> Restored | None:
     """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
     healer = host.healer
@@ -314,21 +333,33 @@ def _agreed_mode(
     environ: Mapping[str, str],
     checkpoints: CheckpointSettings | str | Path | bool | None,
     scaler: torch.amp.GradScaler | None,
+    early_stopping: EarlyStopping | None,
 ) -> Mode:
     """Return the mode, once all ranks were told the same; one that differs would part from them."""
 
-    def told() -> tuple[Mode, bool, object]:
+    def told() -> tuple[Mode, bool, object, object]:
         _check_torch()
         _check_agent_choice(environ)
         settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
         how = bool(checkpoints) if settings is None else replace(settings, directory=Path())
-        return _mode(mode, environ, checkpoints), scaler is not None and scaler.is_enabled(), how
+        _check_early_stopping(early_stopping)
+        scaled = scaler is not None and scaler.is_enabled()
+        return _mode(mode, environ, checkpoints), scaled, how, early_stopping
 
-    modes, scaled, kept = zip(*on_every_rank(ranks, told), strict=True)
+    modes, scaled, kept, ends = zip(*on_every_rank(ranks, told), strict=True)
     check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
     check_same("gradient scaler", scaled, "give the scaler on all ranks or on none")
     check_same("checkpoints", kept, "give the same CheckpointSettings on all ranks")
+    check_same("early_stopping", ends, "give the same EarlyStopping on all ranks")
     return cast(Mode, modes[0])
+
+
+def _check_early_stopping(given: object) -> None:
+    if given is not None and not isinstance(given, EarlyStopping):
+        raise UsageError(
+            f"early_stopping is a {type(given).__name__}; it must be an EarlyStopping",
+            hint="watch(..., early_stopping=EarlyStopping(metric='loss', patience=5))",
+        )
 
 
 def _check_agent_choice(environ: Mapping[str, str]) -> None:
