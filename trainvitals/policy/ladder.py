@@ -173,7 +173,8 @@ def _can_go_back(state: LadderState, diverged: Finding, case: Case) -> bool:
     if cause is None and state.facts.num_causes >= case.config.max_causes:
         return False
     below = None if cause is None else cause.target_step
-    return choose_checkpoint(case.checkpoints, onset, case.config.margin, below)[0] is not None
+    began = _beginning(cause, onset)
+    return choose_checkpoint(case.checkpoints, began, case.config.margin, below)[0] is not None
 
 
 def _is_cooling_down(state: LadderState, case: Case) -> bool:
@@ -207,6 +208,14 @@ def _cause_at(facts: Facts, onset: int) -> Cause | None:
     return facts.cause if facts.cause is not None and onset < facts.cause.until_step else None
 
 
+def _beginning(cause: Cause | None, onset: int) -> int:
+    """Return where the trouble began that is treated: after a rollback, where it first did.
+
+    That it is there again right after a checkpoint does not make that checkpoint part of it.
+    """
+    return onset if cause is None else max(onset, cause.onset_step)
+
+
 def loss_level(marks: Sequence[Mark]) -> float:
     """Return the median loss of a storm that consists of finite loss outliers; else 0."""
     values = sorted(
@@ -234,20 +243,22 @@ def _rollback(state: LadderState, bad: Finding, reason: str, rule: str, case: Ca
         reason = f"{reason}; {facts.num_causes} causes were treated by rollback, which is the limit"
         return halt(state, reason, "budget", bad, case)
     below = cause.target_step if cause is not None else None
-    target, note = choose_checkpoint(case.checkpoints, onset, config.margin, below)
+    began = _beginning(cause, onset)
+    target, note = choose_checkpoint(case.checkpoints, began, config.margin, below)
     if target is None:
         return halt(state, f"{reason}; {note}", "no_checkpoint", bad, case)
     until = case.decided_at_step + config.progress_steps
     treated = Cause(
         kind=bad.cause or bad.kind,
-        onset_step=onset,
+        onset_step=began,
         until_step=until if cause is None else max(until, cause.until_step),
         tries=1 if cause is None else cause.tries + 1,
         target_step=target.step,
         level=loss_level(state.marks),
     )
     num_batches = min(config.skip_batches << min(treated.tries - 1, 20), config.max_skip_batches)
-    facts = _spend(facts, treated, num_batches, case, new_cause=cause is None)
+    window = SkippedWindow(onset, num_batches)
+    facts = _spend(facts, treated, window, case, new_cause=cause is None)
     reason = f"{reason}; {note}"
     if num_batches:
         reason += f", and on past {num_batches} batches from step {onset}"
@@ -258,11 +269,13 @@ def _rollback(state: LadderState, bad: Finding, reason: str, rule: str, case: Ca
     )
 
 
-def _spend(facts: Facts, cause: Cause, num_batches: int, case: Case, *, new_cause: bool) -> Facts:
+def _spend(
+    facts: Facts, cause: Cause, window: SkippedWindow, case: Case, *, new_cause: bool
+) -> Facts:
     config = case.config
     windows = facts.skipped_windows
-    if num_batches:
-        windows = (*windows, SkippedWindow(cause.onset_step, num_batches))[-MAX_SKIPPED_WINDOWS:]
+    if window.num_batches:
+        windows = (*windows, window)[-MAX_SKIPPED_WINDOWS:]
     facts = replace(
         facts, num_causes=facts.num_causes + new_cause, cause=cause, skipped_windows=windows
     )
