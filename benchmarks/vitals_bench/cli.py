@@ -36,6 +36,9 @@ Quick = Annotated[
 ]
 Output = Annotated[Format, typer.Option("--format", help="How rows are printed.")]
 Page = Annotated[Path | None, typer.Option(help="Also write this page of docs/.")]
+Part = Annotated[
+    Path | None, typer.Option(help="Also write this bench's part of this page of docs/.")
+]
 Traces = Annotated[
     Path | None,
     typer.Option(help="Folder of labelled logs for detect: labels.json and series/NAME.csv."),
@@ -56,6 +59,7 @@ def register(app: typer.Typer) -> None:
     bench.callback()(bench_all)
     bench.command("guard", epilog="Example: vitals bench guard --format json")(bench_guard)
     bench.command("parts", epilog="Example: vitals bench parts")(bench_parts)
+    bench.command("checkpoint", epilog="Example: vitals bench checkpoint --quick")(bench_checkpoint)
     bench.command("detect", epilog="Example: vitals bench detect --format json")(bench_detect)
     app.add_typer(bench, name="bench")
 
@@ -89,12 +93,19 @@ def bench_parts(quick: Quick = False, output: Output = Format.TABLE) -> None:
     _run(("parts",), quick=quick, output=output, page=None)
 
 
+def bench_checkpoint(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+) -> None:
+    """Measure snapshots, restores, recoveries, and steps while a checkpoint is written."""
+    _run(("checkpoint",), quick=quick, output=output, page=page)
+
+
 def bench_detect(
     quick: Quick = False,
     output: Output = Format.TABLE,
-    page: Annotated[
-        Path | None, typer.Option(help="Also write this bench's part of this page of docs/.")
-    ] = None,
+    page: Part = None,
     traces: Traces = None,
     split: Split = "all",
     manual: Manual = False,
@@ -120,12 +131,13 @@ def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
 
 
 def _benches() -> Mapping[str, Mapping[str, Measure]]:
-    from vitals_bench import detect, guard, parts
+    from vitals_bench import checkpoint, detect, guard, parts
 
     return {
         "guard": guard.PARTS,
         "parts": {"parts": parts.measure_parts},
         "detect": detect.PARTS,
+        "checkpoint": checkpoint.PARTS,
     }
 
 

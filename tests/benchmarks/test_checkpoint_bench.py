@@ -1,0 +1,93 @@
+"""The checkpoints' bench runs, its rows are there, and a peer that is missing is said. No times."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trainvitals.cli.main import build_app
+from vitals_bench import checkpoint
+from vitals_bench.checkpoint import kept, recovery, snapshot, writing
+
+TAKEN_BESIDE = {
+    "copy_ of each tensor, preallocated": "ratio <= 1.25",
+    "torch.save": "ratio <= 0.125",
+    "dcp.async_save, its blocking call": "ratio <= 0.5",
+    "the same, staging buffers kept": "ratio <= 0.5",
+    "safetensors' save_file": "",
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    gpt, interleave = kept.gpt, snapshot.interleave
+    monkeypatch.setattr(kept, "gpt", lambda millions: gpt(1))
+    monkeypatch.setattr(
+        snapshot, "interleave", lambda arms, rounds, **k: interleave(arms, rounds=1, **k)
+    )
+
+
+def test_a_snapshot_is_measured_beside_a_copy_and_each_peer_and_a_missing_one_is_said(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: None if n == "safetensors" else find_spec(n)
+    )
+    rows = list(checkpoint.PARTS["take"](quick=True))
+    assert TAKEN_BESIDE == {r.peer: r.plain()["goal"] for r in rows}
+    *there, absent = rows
+    assert all(r.ours > 0 and r.theirs > 0 and "torch 2." in r.note for r in there)
+    assert (None, "safetensors: not installed") == (absent.theirs, absent.note)
+
+
+def test_a_restore_is_measured_beside_a_load():
+    rows = list(checkpoint.PARTS["restore"](quick=True))
+    assert ["ratio <= 0.333", ""] == [r.plain()["goal"] for r in rows]
+    assert all(r.ours > 0 and r.theirs > 0 for r in rows)
+
+
+def test_steps_are_measured_while_a_checkpoint_is_written_and_while_none_is():
+    rows = list(writing.measure_writing(quick=True))
+    assert 4 == len({(r.name, r.peer) for r in rows})
+    assert all(r.ours > 0 and r.theirs > 0 for r in rows)
+
+
+def test_a_restart_is_the_time_from_the_death_to_when_the_last_rank_has_stepped(tmp_path):
+    for name, second in [("died-0", 3), ("stepped-1-0", 9), ("stepped-1-1", 10)]:
+        (tmp_path / name).write_text(str(second * 10**9))
+    restarts = recovery._seconds_of_restarts(tmp_path, 1)
+    found = {"size": "13 MB of state", "memory": [0.5, 0.7, 0.6], "disk": [2.0]}
+    assert [(0.6, 7.0), (2.0, 7.0)] == [(r.ours, r.theirs) for r in recovery._rows(found, restarts)]
+
+
+def test_ranks_that_do_not_come_through_are_an_error_with_their_last_words(monkeypatch):
+    words = "import sys; sys.exit('no room')"
+    run = recovery.subprocess.run
+    monkeypatch.setattr(
+        recovery.subprocess, "run", lambda args, **k: run([sys.executable, "-c", words], **k)
+    )
+    with pytest.raises(RuntimeError, match="did not come through:\nno room"):
+        list(checkpoint.PARTS["recovery"](quick=True))
+
+
+def test_the_command_prints_the_rows_and_writes_its_part_of_the_page(monkeypatch, tmp_path):
+    monkeypatch.setattr("vitals_bench.checkpoint.PARTS", {"restore": checkpoint.PARTS["restore"]})
+    page = tmp_path / "page.md"
+    page.write_text("# Benchmarks\n\n## vitals bench guard\n\nfast\n")
+    app, _ = build_app()
+    arguments = ["bench", "checkpoint", "--quick", "--format", "json", "--page", str(page)]
+    done = CliRunner().invoke(app, arguments)
+    assert 0 == done.exit_code, done.output
+    assert 2 == len(json.loads(done.stdout))
+    headings = [line for line in Path(page).read_text().splitlines() if line.startswith("## ")]
+    assert ["## vitals bench guard", "## vitals bench checkpoint"] == headings
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_ranks_of_the_recovery_leave_their_rows():
+    rows = list(checkpoint.PARTS["recovery"](quick=True))
+    assert ["memory" in rows[0].name, "disk" in rows[1].name] == [True, True]
+    assert all(r.ours > 0 and r.theirs > 0 for r in rows)
