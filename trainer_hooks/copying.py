@@ -100,7 +100,6 @@ def _copy(pieces: deque[_Piece]) -> set[int]:
     return {owner for owner, sound in zip(owners, finite, strict=True) if not sound}
 
 
-@torch.no_grad()
 def _blocks(pair: Pair) -> Iterator[Tensor]:
     """Copy block by block; yield each block of the copy while it is in the cache."""
     into, source, _ = pair
