@@ -39,7 +39,8 @@ class Feed:
         self._waited = waited
         self._num_ranks = host.ranks.world_size
         self._resumes = restored is not None
-        self._resume: DataState | None = None if restored is None else restored.meta.get("data")
+        self._resumed: DataState | None = None if restored is None else restored.meta.get("data")
+        self._resume = self._resumed
         self._loops = 0 if self._resume is None else self._resume["loop"]
         self._stream: Batches | None = None
         self._replays = False
@@ -147,6 +148,17 @@ class Feed:
         onset_step = self._host.judge.facts.skipped_windows[-1].onset_step
         first = self._firsts.get(onset_step, stream.position)
         return Window(*first, decision.skip_batches, stream.loop, self._num_ranks)
+
+    def again(self) -> bool:
+        """Hand out once more what followed the resume; return whether that is done, and exact."""
+        stream = self._stream
+        if stream is None or stream.position is None or self._resumed is None:
+            return False
+        if stream.go_back(self._resumed):
+            return False
+        stream.take_batches()
+        stream.take_samples()
+        return True
 
     def rolled_back(
         self, decision: Decision, state: DataState | None, window: Window | None, *, step: int

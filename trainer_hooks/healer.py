@@ -7,9 +7,8 @@ a step. What a rank's own disk shows decides nothing.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -25,14 +24,13 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import Meta, Restored, SnapshotRing, num_slots
 from trainer_hooks.state import TrainingState
 from trainvitals.clock import Clock
-from trainvitals.errors import CheckpointCorruptError, CheckpointError, ConfigError, UsageError
+from trainvitals.errors import CheckpointError, ConfigError
 from trainvitals.policy import CheckpointRef
 from trainvitals.records import CheckpointChanged, Decision, Note
 
 if TYPE_CHECKING:
     from trainer_hooks.checkpoints.store import CheckpointStore
 
-_LOG = logging.getLogger("trainvitals")
 _CLOSE_SECONDS = 30.0
 _LOAD_SECONDS = 600.0
 """How long a rollback from disk waits for the save that is under way."""
@@ -144,6 +142,8 @@ class Healer:
             run_id=plan.run_dir.run_id,
             ranks=ranks,
             keep=settings.keep,
+            keep_every=settings.keep_every,
+            on_branch=lambda step, attempt: plan.plan.holds(step, attempt),
         )
         agreement = Agreement(ranks)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
@@ -169,17 +169,11 @@ class Healer:
         Raises:
             CheckpointError: there are some, and none can be loaded.
         """
-        found = self._store.folder.loadable_refs(self._plan.plan.holds) if self._is_root else ()
-        self._on_disk = tuple(self._ranks.broadcast(found))
-        if not self._on_disk:
-            return None
-        restored = self._load_newest(self._on_disk)
-        if restored is None:
-            raise CheckpointError(
-                f"none of the checkpoints in {self.settings.directory} can be loaded",
-                hint="the damaged ones are kept there as bad-*; move them away to start from the "
-                "beginning",
-            )
+        refs = self._store.loadable_refs()
+        restored = self._store.load_newest(refs)
+        # Those after it could not be loaded.
+        ids = [ref.id for ref in refs]
+        self._on_disk = refs[: ids.index(restored.id) + 1] if restored is not None else ()
         return restored
 
     def first(self, step: int, attempt: int, meta: Meta) -> None:
@@ -309,25 +303,14 @@ class Healer:
                 hint="look at the disk of the checkpoints",
             )
         healthy = [r for r in self._on_disk if r.state == "healthy" and r.step <= latest]
-        restored = self._load_newest(healthy)
-        if restored is None:
-            raise CheckpointError(
-                f"none of the {len(healthy)} healthy checkpoints on disk up to step {latest} can "
-                "be loaded",
-                hint="`vitals checkpoints list` says why",
-            )
+        restored = self._store.load_newest(healthy)
+        assert restored is not None, "the ladder chose one of them"
         self._ring.drop_newer(restored.step)
         return restored
 
-    def _load_newest(self, refs: Sequence[CheckpointRef]) -> Restored | None:
-        """Load the newest that is sound, past those that are damaged or gone. Collective."""
-        for ref in reversed(refs):
-            try:
-                return self._store.load(ref.id)
-            except (CheckpointCorruptError, UsageError) as error:
-                _LOG.warning("vitals: checkpoint %s, trying an older: %s", ref.id, error)
-                self._on_disk = tuple(r for r in self._on_disk if r is not ref)
-        return None
+    def restart(self) -> None:
+        """Make this rank's state once more what it was before the first step."""
+        self._ring.restore(self._ring.refs()[-1].id)
 
     # ------------------------------------------------------------------------------- the end
 

@@ -37,6 +37,7 @@ class Monitor(Loop):
         *,
         tokens_per_step: int | None,
         restored: Restored | None = None,
+        sums_in_buckets: bool = False,
     ) -> None:
         first_step = 0 if restored is None else restored.step
         super().__init__(device, host, tokens_per_step=tokens_per_step, first_step=first_step)
@@ -44,6 +45,7 @@ class Monitor(Loop):
         self._feed = Feed(host, waited, lag=lag, restored=restored)
         self._own_steps = OwnSteps(device.optimizers, host.faults)
         self._best: RestoredBest | None = None
+        self._primes = sums_in_buckets and restored is not None
 
     @property
     def batch_position(self) -> Position | None:
@@ -151,6 +153,8 @@ class Monitor(Loop):
                 hint="call it once training is over",
             )
         refuse_at_step(loss, self._device.joinables)
+        if self._primes and self._prime():
+            return StepOutcome(step=self._step, next_step=self._step)
         parts, attempted = self._parts, self._step
         first = attempted == self._first_step
         max_norm = parts.usable(max_norm, first=first)
@@ -179,6 +183,21 @@ class Monitor(Loop):
         return StepOutcome(
             step=attempted, next_step=self._step, decision=decision, rolled_back_to=back
         )
+
+    def _prime(self) -> bool:
+        """Let the first backward after a relaunch count for nothing, and take its batch again.
+
+        DDP sums the gradients in buckets of its own guess until a backward has shown their order,
+        and other buckets round otherwise: the run that was interrupted had got beyond that.
+        """
+        self._primes = False
+        healer = self._host.healer
+        if healer is None or not self._feed.again():
+            return False
+        healer.restart()
+        self._parts.drop_losses()
+        self._start_again()
+        return True
 
     def _save_and_stop(self) -> None:
         """Save on all ranks together, as one of them was sent SIGTERM, and end the process.
@@ -261,6 +280,10 @@ class Monitor(Loop):
         """Write down what was in flight, and forget it."""
         while (left := self._device.readback.pop()) is not None:
             self._host.handle(*left, now_step=self._step)
+        self._start_again()
+
+    def _start_again(self) -> None:
+        """Take the state, which was put back, for the one that the next step begins with."""
         self._device.shadow.keep()
         self._device.sampler.forget()
         self._device.averages.rolled_back()

@@ -90,6 +90,10 @@ class StepParts:
         # Known again, but not kept: the graph behind it would be kept as well.
         self._last_micro = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
 
+    def drop_losses(self) -> None:
+        """Forget the step's losses: it does not count."""
+        self._micro = None
+
     def number(self, what: str, value: Tensor | float) -> Tensor:
         """Return one number without its graph; a plain one is written by a kernel: nothing waits.
 

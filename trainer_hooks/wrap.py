@@ -33,6 +33,7 @@ from trainer_hooks.monitor import Monitor
 from trainer_hooks.place import Place, open_inbox, open_journal, open_run
 from trainer_hooks.plan_journal import PlanJournal
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.shards import unwrap
 from trainer_hooks.signals import Utilization
 from trainer_hooks.snapshots import Restored
 from trainer_hooks.starter import missing_packages, start_agent
@@ -121,7 +122,11 @@ def watch(
         everything = tuple(as_list(optimizers)), tuple(as_list(schedulers))
         return cast(Monitor, Unwatched(*everything, scaler, state))
     return Monitor(
-        made.device, made.host, tokens_per_step=made.tokens_per_step, restored=made.restored
+        made.device,
+        made.host,
+        tokens_per_step=made.tokens_per_step,
+        restored=made.restored,
+        sums_in_buckets=unwrap(model)[1],
     )
 
 

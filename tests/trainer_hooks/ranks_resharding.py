@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.trainer_hooks.saving import load_newest
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TORCH, TWO_RANKS, Net, Wrapping
 from trainer_hooks.checkpoints.store import CheckpointStore
 from trainer_hooks.ema import EMA
@@ -97,7 +98,7 @@ class Trainee:
         with torch.no_grad():  # what is loaded must not have been there before
             for tensor in self.state.tensors().values():
                 tensor.fill_(0.5)
-        restored = self.store(folder).load_newest()
+        restored = load_newest(self.store(folder))
         self.step = restored.step
         return restored
 

@@ -40,3 +40,8 @@ def ids(store):
 def another_process(run):
     """Return what a relaunch of the same run has: the folder, and a new training."""
     return Run(run.store.folder.path, keep=run.store.folder._keep)
+
+
+def load_newest(store):
+    """Load the newest that is in the folder, as a relaunch does."""
+    return store.load_newest(store.loadable_refs())

@@ -244,7 +244,7 @@ def test_a_person_sets_one_aside_and_is_told_what_is_left(path, capsys):
     assert 0 == code
     assert f"the newest healthy one is {OLD}" in out
     assert LATER in out
-    assert [OLD] == relaunch(path).loadable()
+    assert [OLD] == [ref.id for ref in relaunch(path).loadable_refs()]
     assert ("bad", "bad data") == (
         listed(capsys, path)[NEW]["state"],
         listed(capsys, path)[NEW]["reason"],

@@ -206,7 +206,9 @@ def test_what_lies_on_a_branch_that_was_rolled_back_away_is_not_loadable(folder)
     save(folder, 100, state="healthy")
     save(folder, 300)
     save(folder, 150, attempt=8)
-    assert [identify(100), identify(150, 8), identify(300)] == folder.loadable()
+    assert [identify(100), identify(150, 8), identify(300)] == [
+        r.id for r in folder.loadable_refs()
+    ]
     found = folder.loadable_refs(lambda step, attempt: attempt == 8 or step <= 100)
     expected = [(identify(100), "healthy"), (identify(150, 8), "verified")]
     assert expected == [(one.id, one.state) for one in found]
@@ -224,8 +226,8 @@ def test_a_damaged_one_that_names_another_run_is_left_to_that_run(folder):
     name = save(folder, 10, run_id="other")
     path = folder.path / name / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"step": 10', b'"step": 11'))
-    assert [] == folder.loadable()
-    assert [name] == relaunch(folder.path, run_id="other").loadable()
+    assert () == folder.loadable_refs()
+    assert [name] == [r.id for r in relaunch(folder.path, run_id="other").loadable_refs()]
 
 
 # ---------------------------------------------------------------------------------------- index

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from tests.trainer_hooks.saving import ROOT, Run, another_process, ids
+from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from trainer_hooks.checkpoints import payload
 from trainer_hooks.checkpoints.store import CheckpointStore
 from trainer_hooks.ranks import Ranks
@@ -37,7 +37,7 @@ def test_a_relaunch_goes_on_bit_for_bit(tmp_path, name):
     old.save(steps=3)
     saved, losses, end = old.training.bits(), old.training.run(3), old.training.bits()
     new = Run(tmp_path, optimizer=name, seed=5)
-    restored = new.store.load_newest()
+    restored = load_newest(new.store)
     assert ("step-00000003-7", 3, 7, {"batch": 3}, True) == tuple(restored)
     assert saved == new.training.bits()
     assert losses == new.training.run(3)
@@ -57,7 +57,7 @@ def test_a_relaunch_takes_over_scaler_average_and_registered_state(tmp_path):
     old, new = make(0), make(1)
     old.save(steps=3)
     saved = old.training.bits()
-    new.store.load_newest()
+    load_newest(new.store)
     assert old.training.scaler.get_scale() == new.training.scaler.get_scale()
     assert saved == new.training.bits()
 
@@ -71,12 +71,12 @@ def test_a_checkpoint_is_written_from_the_snapshot_not_from_what_is_live(run):
     run.store.save(run.ring.newest_healthy())
     assert run.store.wait()
     new = another_process(run)
-    new.store.load_newest()
+    load_newest(new.store)
     assert saved == new.training.bits()
 
 
 def test_an_empty_folder_has_nothing_to_load(run):
-    assert run.store.load_newest() is None
+    assert load_newest(run.store) is None
     assert () == run.store.refs()
 
 
@@ -116,7 +116,7 @@ def test_a_proven_checkpoint_is_still_healthy_to_another_process(run):
     run.store.mark_healthy(name)
     new = another_process(run)
     assert ["healthy"] == [ref.state for ref in new.store.refs()]
-    assert name == new.store.load_newest().id
+    assert name == load_newest(new.store).id
 
 
 def test_two_runs_in_one_folder_leave_each_other_alone(tmp_path):
@@ -124,7 +124,7 @@ def test_two_runs_in_one_folder_leave_each_other_alone(tmp_path):
     mine = first.save(steps=1)
     theirs = second.save(steps=5)
     assert ([mine], [theirs]) == (ids(first.store), ids(second.store))
-    assert mine == Run(tmp_path, run_id="first").store.load_newest().id
+    assert mine == load_newest(Run(tmp_path, run_id="first").store).id
     with pytest.raises(CheckpointError, match="belongs to run second"):
         first.store.load(theirs)
 
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_loses_the_new_checkpoint_and_keeps_the_old(small_d
     assert "No space left" in run.store.take_changes()[-1].detail
     assert ([kept], 1) == (ids(run.store), run.store.num_failed)
     assert not list(small_disk.glob(".partial*"))
-    assert kept == another_process(run).store.load_newest().id
+    assert kept == load_newest(another_process(run).store).id
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_its_name(tmp_path):
@@ -276,7 +276,7 @@ def test_a_rank_killed_while_it_saves_leaves_the_old_checkpoint(tmp_path, where)
     assert list(tmp_path.glob(".partial*")), "it was killed in the middle"
     new = Run(tmp_path)
     assert not list(tmp_path.glob(".partial*"))
-    assert kept == new.store.load_newest().id
+    assert kept == load_newest(new.store).id
 
 
 # --------------------------------------------------------------------------------- two ranks
@@ -323,7 +323,7 @@ def two_ranks(rank, folder, port):
     dist.barrier()
 
     ddp, optimizer, state, store = make()
-    restored = store.load_newest()
+    restored = load_newest(store)
     assert ("step-00000002-7", {"rank": rank}, True) == (restored.id, restored.meta, restored.exact)
     found = train(ddp, optimizer, 2)
     assert all(torch.equal(expected[key], found[key]) for key in expected | found)

@@ -315,10 +315,6 @@ class CheckpointFolder:
             found.append(ref)
         return tuple(found)
 
-    def loadable(self, on_branch: OnBranch | None = None) -> list[str]:
-        """Return the ids of ``loadable_refs``."""
-        return [ref.id for ref in self.loadable_refs(on_branch)]
-
     def folder(self, checkpoint_id: str) -> Path:
         """Return the folder of an id that is in the store; an id is a name, never a path.
 

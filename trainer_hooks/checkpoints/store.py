@@ -4,7 +4,7 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from trainer_hooks.checkpoints import manifest as manifests
 from trainer_hooks.checkpoints.agree import Agreement, caught
 from trainer_hooks.checkpoints.boxes import Held, cut
 from trainer_hooks.checkpoints.folder import CheckpointFolder
+from trainer_hooks.checkpoints.index import OnBranch
 from trainer_hooks.checkpoints.layout import Layout
 from trainer_hooks.checkpoints.manifest import Manifest
 from trainer_hooks.checkpoints.planner import Box
@@ -23,7 +24,7 @@ from trainer_hooks.moments import nonfinite_count
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import Meta, Restored, Snapshot
 from trainer_hooks.state import HostState, Spec, TrainingState
-from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
+from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
 
@@ -42,10 +43,19 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, state: TrainingState, directory: Path, *, run_id: str, ranks: Ranks, keep: int = 3
+        self,
+        state: TrainingState,
+        directory: Path,
+        *,
+        run_id: str,
+        ranks: Ranks,
+        keep: int = 3,
+        keep_every: int = 0,
+        on_branch: OnBranch | None = None,
     ) -> None:
         self._state = state
-        self.folder = CheckpointFolder(directory, run_id=run_id, keep=keep)
+        self.folder = CheckpointFolder(directory, run_id=run_id, keep=keep, keep_every=keep_every)
+        self._on_branch = on_branch
         self._run_id = run_id
         self._ranks = ranks
         self._agree = Agreement(ranks)
@@ -131,7 +141,7 @@ class CheckpointStore:
         self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
-        problem = caught(self.folder.rotate) if self._is_root else None
+        problem = caught(lambda: self.folder.rotate(self._on_branch)) if self._is_root else None
         if problem is not None:  # told, but the new checkpoint is there all the same
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
@@ -282,22 +292,29 @@ class CheckpointStore:
         self._agree.on_all(lambda: restored.append(self._apply(checkpoint_id)))
         return restored[0]
 
-    def load_newest(self) -> Restored | None:
-        """Load the newest sound checkpoint, past damaged ones; None if there is none. Collective.
+    def loadable_refs(self) -> tuple[CheckpointRef, ...]:
+        """Return what rank 0 finds to load, oldest first: the same on all ranks. Collective."""
+        here = self.folder.loadable_refs(self._on_branch) if self._is_root else ()
+        return tuple(self._ranks.broadcast(here))
+
+    def load_newest(self, refs: Sequence[CheckpointRef]) -> Restored | None:
+        """Load the last that is sound, past damaged ones and such that are gone. Collective.
+
+        None where there are none.
 
         Raises:
             CheckpointError: there are some, and none is sound; or it does not fit this training.
         """
-        names = self._ranks.broadcast(self.folder.loadable() if self._is_root else [])
-        for name in reversed(names):
+        for ref in reversed(refs):
             try:
-                return self.load(name)
-            except CheckpointCorruptError as error:
-                _LOG.warning("vitals: checkpoint %s is damaged, trying an older: %s", name, error)
-        if names:
+                return self.load(ref.id)
+            except (CheckpointCorruptError, UsageError) as error:
+                _LOG.warning("vitals: checkpoint %s, trying an older: %s", ref.id, error)
+        if refs:
             raise CheckpointError(
-                f"all {len(names)} checkpoints in {self.folder.path} are damaged",
-                hint="they are kept as bad-*; move them away to start from the beginning",
+                f"none of {len(refs)} checkpoints in {self.folder.path} can be loaded",
+                hint="`vitals checkpoints list` says why; what is damaged is kept there as bad-*: "
+                "move all away to start from the beginning",
             )
         return None
 
