@@ -69,22 +69,35 @@ class Goodbye:
         """Let the next step tell all ranks that this one was sent SIGTERM."""
         self._host.told_to_stop = True
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether this rank was sent SIGTERM and no step was left to tell the others."""
+        return self._host.told_to_stop
+
     def met(self) -> None:
         """All ranks have heard it, or the loop is over: no rank saves alone any more."""
         if self._grace is not None:
             self._grace.met()
 
     def _alone(self) -> None:
-        """Save this rank's part, and end: the others were not met in time. Not the main thread."""
-        host = self._host
+        """Save this rank's part, and end: the others were not met in time. Not the main thread.
+
+        A loop with a handler of its own is not ended: it may be saving too.
+        """
         try:
-            with host.faults.fail_open("save_alone"):
-                if host.healer is not None:
-                    host.healer.save_alone()
-            self.interrupted = True
-            self.say("interrupted", "SIGTERM")
+            self.save_alone()
+            if not exits_by_itself():
+                self.interrupted = True
+                self.say("interrupted", "SIGTERM")
         finally:
-            os._exit(EXIT_CODE)
+            if not exits_by_itself():
+                os._exit(EXIT_CODE)
+
+    def save_alone(self) -> None:
+        """Save this rank's part of its last snapshot, asking nobody."""
+        with self._host.faults.fail_open("save_alone"):
+            if self._host.healer is not None:
+                self._host.healer.save_alone()
 
     def say(self, state: EndState, reason: str) -> None:
         """Write the last event; rank 0 for the run, another rank only of its own failure."""
@@ -124,13 +137,18 @@ def opened(monitor: Open) -> None:
 
 
 def closed(monitor: Open) -> None:
-    """Leave this monitor, and SIGTERM as it was found once no other needs it."""
+    """Leave this monitor, and SIGTERM as it was found once no other needs it.
+
+    One that came too late for a step to answer it ends the process now.
+    """
     global _previous
     _open.discard(monitor)
     monitor.goodbye.close()
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, _previous)
+        if _previous == signal.SIG_DFL and monitor.goodbye.unanswered:
+            os.kill(os.getpid(), signal.SIGTERM)
         _previous = None
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import WeakSet
 
 
@@ -32,16 +33,17 @@ class Grace:
         self.available = before == -1
         if not self.available:
             signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+            os.close(self._reader)
+            os.close(self._writer)
             return
         _open.add(self)
         threading.Thread(target=self._watch, name="vitals-grace", daemon=True).start()
 
     def _watch(self) -> None:
-        while number := os.read(self._reader, 1):
-            if number[0] == signal.SIGTERM:
-                break
-        if number and not self._met.wait(self._seconds):
-            self._act()
+        while (number := os.read(self._reader, 1)) not in (b"", _CLOSED):
+            if number[0] == signal.SIGTERM and not self._met.wait(self._seconds):
+                self._act()
+                self._met.set()  # once
         os.close(self._reader)
 
     def met(self) -> None:
@@ -54,9 +56,16 @@ class Grace:
         if self.available and os.getpid() == self._pid:
             self.available = False
             _open.discard(self)
-            signal.set_wakeup_fd(-1)
-            os.close(self._writer)  # the thread reads the end of it
+            theirs = signal.set_wakeup_fd(-1)
+            if theirs != self._writer:  # an event loop has taken it meanwhile
+                signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+            with suppress(BlockingIOError):
+                os.write(self._writer, _CLOSED)  # a forked worker may hold the other end open
+            os.close(self._writer)
 
+
+_CLOSED = b"\0"
+"""Number of no signal."""
 
 _open: WeakSet[Grace] = WeakSet()
 

@@ -7,6 +7,7 @@ a step. What a rank's own disk shows decides nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from trainvitals.records import CheckpointChanged, Decision, Note
 if TYPE_CHECKING:
     from trainer_hooks.checkpoints.store import CheckpointStore
 
+_LOG = logging.getLogger("trainvitals")
 _CLOSE_SECONDS = 30.0
 _LOAD_SECONDS = 600.0
 """How long a rollback from disk waits for the save that is under way."""
@@ -171,6 +173,15 @@ class Healer:
         """
         refs = self._store.loadable_refs()
         restored = self._store.load_newest(refs)
+        if restored is None and self._plan.plan.branches and self._is_root:
+            text = (
+                f"{self._store.folder.path.absolute()} holds no checkpoint of this run, which was "
+                "started before: it begins at step 0"
+            )
+            _LOG.warning("vitals: %s", text)
+            self._emitter.event(
+                Note(code="nothing_to_resume", text=text, severity="warning"), step=0, attempt=0
+            )
         # Those after it could not be loaded.
         ids = [ref.id for ref in refs]
         self._on_disk = refs[: ids.index(restored.id) + 1] if restored is not None else ()
@@ -331,7 +342,7 @@ class Healer:
         name = self._store.save(last)
         self._store.wait(None)
         self._say()
-        return name
+        return name if (self._store.folder.path / name).is_dir() else ""
 
     def save_alone(self) -> None:
         """Write this rank's part of the last snapshot that all ranks have; asks nobody.

@@ -202,6 +202,9 @@ class Loop:
         try:
             self._take_in_what_is_left(patience_seconds=2.0)
         finally:
+            if self.goodbye.unanswered:
+                state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
+                self.goodbye.save_alone()
             with host.faults.fail_open("close"):
                 if host.healer is not None:
                     host.healer.close()

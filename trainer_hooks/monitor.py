@@ -192,8 +192,10 @@ class Monitor(Loop):
         """
         self._primes = False
         healer = self._host.healer
-        if healer is None or not self._feed.again():
+        # What one rank's loader cannot do, no rank does: the next is a collective.
+        if healer is None or not all(self._host.ranks.gather(self._feed.can_go_again())):
             return False
+        self._feed.again()
         healer.restart()
         self._parts.drop_losses()
         self._start_again()
@@ -205,10 +207,10 @@ class Monitor(Loop):
         A loop with a handler of its own is saved and goes on: it knows how it ends.
         """
         host = self._host
-        host.stopping = host.told_to_stop = False
         self.goodbye.met()
         assert host.healer is not None, "only a run with checkpoints is told to stop by its ranks"
         name = host.healer.save_now(self._step, self.attempt, self._meta())
+        host.stopping = host.told_to_stop = False  # one that came meanwhile is answered too
         if not exits_by_itself():
             self.end("interrupted", f"SIGTERM; saved {name}" if name else "SIGTERM")
             raise SystemExit(EXIT_CODE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Mapping
@@ -31,6 +32,9 @@ from trainvitals.io.relaunch import earlier_run, remember_run
 from trainvitals.io.rundir import RunDir
 from trainvitals.policy import JudgeConfig, load_judge_config
 from trainvitals.policy.plan import Plan, read_plan
+
+_runs = itertools.count()
+"""Numbers the runs that this process opens: a restart opens them in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ def _open_on_root(
 ) -> tuple[str, str, int, Plan, JudgeConfig]:
     judge = load_judge_config(environ)
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
-    run_id = environ.get("VITALS_RUN_ID") or earlier_run(base, environ)
+    nth = next(_runs)
+    run_id = environ.get("VITALS_RUN_ID") or earlier_run(base, environ, nth=nth)
     run_id = run_id or new_run_id(clock.time_ns())
     run_dir = RunDir.create(base, run_id)
     marker = run_dir.halted()
@@ -80,7 +85,7 @@ def _open_on_root(
         )
     try:
         run_dir.command_key(create=True)
-        remember_run(base, environ, run_id)
+        remember_run(base, environ, run_id, nth=nth)
     except OSError as error:
         raise StorageError(
             f"{run_dir.path}: the run's own files cannot be written: {error.strerror}",

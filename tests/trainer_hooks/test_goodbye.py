@@ -106,6 +106,57 @@ assert seen == [1, 1]
     assert sorted(said) == [("finished", ""), ("interrupted", "SIGTERM")]
 
 
+SAVING = """
+monitor.close()
+from trainer_hooks import CheckpointSettings
+from pathlib import Path
+folder = Path(os.environ["VITALS_DIR"]) / "checkpoints"
+def parts():
+    return [p.name for p in folder.glob(".alone-*/*/rank-*")]
+def saving(**settings):
+    global loop, monitor
+    settings = CheckpointSettings(directory=folder, **settings)
+    loop = Loop(mode="guard", checkpoints=settings)
+    monitor = loop.monitor
+    train(5)
+    return monitor
+"""
+
+
+def test_a_loop_with_a_handler_of_its_own_is_saved_beside_it_and_never_cut_short(tmp_path):
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: None)
+with saving(grace_seconds=0.003):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not parts():
+        pass
+    (watching,) = [t for t in threading.enumerate() if t.name == "vitals-grace"]
+print("the loop's own save is done", parts(), file=sys.stderr)
+watching.join()
+"""
+    code, said, errors = run(tmp_path, "import threading\n" + SAVING + script)
+    assert (0, [("finished", ""), ("interrupted", "SIGTERM")]) == (code, sorted(said)), errors
+    assert "save is done ['rank-0-of-1']" in errors
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [("", "SIGTERM"), ("raise RuntimeError('worker')", "SIGTERM; RuntimeError: worker")],
+)
+def test_sigterm_after_the_last_step_saves_and_ends_the_process(tmp_path, more, reason):
+    script = f"""
+with saving():
+    os.kill(os.getpid(), signal.SIGTERM)
+    {more}
+print("not reached", file=sys.stderr)
+"""
+    code, said, errors = run(tmp_path, SAVING + script)
+    assert -signal.SIGTERM == code, errors
+    assert [("finished", ""), ("interrupted", reason)] == sorted(said)
+    assert "not reached" not in errors
+    assert 1 == len(list((tmp_path / "runs" / "checkpoints").glob(".alone-*/*/rank-0-of-1")))
+
+
 def test_a_forked_child_says_nothing_and_its_sigterm_is_its_own(tmp_path):
     script = """
 pid = os.fork()

@@ -62,6 +62,17 @@ def test_a_parent_of_another_journal_is_known_by_its_id_alone():
     assert (True, False, False) == (moved.holds(30, 5), moved.holds(31, 5), moved.holds(1, 4))
 
 
+def test_a_start_that_found_nothing_to_load_gives_up_nothing_that_came_before_it():
+    amid = plan((1, None, 0), (2, 1, 50), (3, None, 0), (4, 3, 10))
+    assert (True, False, True) == (amid.holds(50, 1), amid.holds(60, 1), amid.holds(900, 2))
+    assert (True, False, True) == (amid.holds(10, 3), amid.holds(11, 3), amid.holds(99, 4))
+
+
+def test_what_a_start_from_nothing_trained_is_left_once_the_older_states_are_found_again():
+    found = plan((1, None, 0), (2, None, 0), (3, 1, 900))
+    assert (True, False, True) == (found.holds(900, 1), found.holds(10, 2), found.holds(950, 3))
+
+
 def test_the_newest_attempt_is_known_though_its_branch_never_began():
     assert 4 == extend(Plan(), facts=Facts(attempt=3), branch=Branch(4, 3, 10)).newest_attempt
 

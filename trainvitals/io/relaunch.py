@@ -2,7 +2,8 @@
 
 torchrun starts its ranks again (``--max-restarts``), Slurm requeues a job: neither passes on what
 the first start made up. So rank 0 leaves the run's id under a key that a restart has in common with
-the first start, and nothing else has: the launcher itself, and the command line.
+the first start, and nothing else has: the launcher itself, the command line, and which of the
+process's runs it is, as one script may train several.
 
     VITALS_DIR/.launches/<sha256 of the key>     holds the run id
 """
@@ -23,9 +24,9 @@ from trainvitals.io.rundir import replace_file
 _FOLDER = ".launches"
 
 
-def earlier_run(base: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the run of this launch's first start; None where this is the first."""
-    for key, is_restart in _launches(environ, sys.argv):
+def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str | None:
+    """Return the ``nth`` run of this launch's first start; None where this is the first."""
+    for key, is_restart in _launches(environ, sys.argv, nth):
         path = _path(base, key)
         if is_restart and path.is_file():
             try:
@@ -35,21 +36,21 @@ def earlier_run(base: Path, environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def remember_run(base: Path, environ: Mapping[str, str], run_id: str) -> None:
-    """Leave the run's id for the restarts of this launch.
+def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: int = 0) -> None:
+    """Leave the id of this process's ``nth`` run for the restarts of this launch.
 
     Raises:
         OSError: it cannot be written; a restart would then begin a new run.
     """
-    for key, _ in _launches(environ, sys.argv):
+    for key, _ in _launches(environ, sys.argv, nth):
         path = _path(base, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, run_id.encode() + b"\n")
 
 
-def _launches(environ: Mapping[str, str], argv: Sequence[str]) -> list[tuple[str, bool]]:
+def _launches(environ: Mapping[str, str], argv: Sequence[str], nth: int) -> list[tuple[str, bool]]:
     """Return (key, whether it says that this is a restart) of each launcher above this process."""
-    command = "\0".join(argv)
+    command = "\0".join([*argv, str(nth)])
     found = []
     torchrun, again = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
     if torchrun is not None and again is not None:

@@ -49,7 +49,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def holds(self, step: int, attempt: int) -> bool:
         """Return whether the state before ``step`` of ``attempt`` lies on the run's present branch.
 
-        States of a branch that was rolled back away do not. Before the first branch all do.
+        States of a branch that was rolled back away do not. Before the first branch all do. A start
+        that found nothing to load rolls nothing back: what came before it is held as before.
         """
         if not self.branches:
             return True
@@ -60,10 +61,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             if here.id == attempt:
                 return step <= latest
             latest = min(latest, here.fork_step)
-            parent = here.parent
-            if parent is not None and parent not in by_id:
-                return parent == attempt and step <= latest
-            here = None if parent is None else by_id[parent]
+            if here.parent is None:
+                latest = FOREVER
+                here = by_id.get(max((b for b in by_id if b < here.id), default=-1))
+            elif here.parent in by_id:
+                here = by_id[here.parent]
+            else:
+                return here.parent == attempt and step <= latest
         return False
 
 

@@ -51,3 +51,11 @@ def test_a_damaged_file_is_no_run(launched):
 def test_nothing_is_left_behind_without_a_launcher(tmp_path):
     remember_run(tmp_path, {}, RUN)
     assert [] == list(tmp_path.iterdir())
+
+
+def test_each_run_of_a_script_that_trains_several_is_found_again(tmp_path):
+    runs = ["0" * 25 + digit for digit in "123"]
+    for nth, run_id in enumerate(runs):
+        remember_run(tmp_path, FIRST, run_id, nth=nth)
+    found = [earlier_run(tmp_path, AGAIN, nth=nth) for nth in range(4)]
+    assert [*runs, None] == found
