@@ -79,6 +79,7 @@ def test_whatever_goes_wrong_at_any_operation_the_newest_healthy_one_is_found(
         shutil.copytree(template, path, dirs_exist_ok=True)
         lived_through(path, at, fault)
         where = f"{fault} at {at}: {done[at]}"
+        abandon(path)
         folder = relaunch(path, keep=1)
         found = healthy(folder)
         assert found, where
@@ -94,6 +95,12 @@ def test_whatever_goes_wrong_at_any_operation_the_newest_healthy_one_is_found(
         folder.rotate()
         assert last == healthy(folder)[-1], where
     assert {OLD, NEW} == seen, "before the new one is marked, and after"
+
+
+def abandon(path):
+    """Let the hour pass after which nobody is taken to write a temporary file any more."""
+    for temporary in path.glob(".tmp-*"):
+        os.utime(temporary, (0, 0))
 
 
 def assert_the_index_is_true(folder, where):
@@ -118,6 +125,17 @@ def test_a_folder_without_files_or_without_manifest_is_no_checkpoint(tmp_path):
     assert not list(tmp_path.glob(".partial*"))
     with pytest.raises(VitalsError):
         folder.check("step-00000060-7")
+
+
+def test_what_another_run_is_just_writing_is_left_to_it(tmp_path):
+    before(tmp_path)
+    (tmp_path / ".tmp-file").write_bytes(b"half")
+    (tmp_path / ".tmp-folder").mkdir()
+    relaunch(tmp_path)
+    assert [".tmp-file", ".tmp-folder"] == sorted(p.name for p in tmp_path.glob(".tmp-*"))
+    abandon(tmp_path)
+    relaunch(tmp_path)
+    assert [] == list(tmp_path.glob(".tmp-*"))
 
 
 # --------------------------------------------------------------------------------- a real disk

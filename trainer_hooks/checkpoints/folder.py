@@ -49,6 +49,8 @@ from trainvitals.records import CheckpointChanged
 _LOG = logging.getLogger("trainvitals")
 _PARTIAL, _DOOMED, _BAD = ".partial-", ".doomed-", "bad-"
 _MAX_CHANGES = 1000
+_ABANDONED_NS = 3600 * 10**9
+"""Age of a temporary file of a few bytes, after which nobody writes it any more."""
 
 
 class CheckpointFolder:
@@ -99,6 +101,8 @@ class CheckpointFolder:
         for path in leftovers:
             try:
                 self._clear(path)
+            except FileNotFoundError:
+                continue  # another run in the folder had it in work
             except OSError as error:  # costs room, and no more: what it holds is nobody's
                 _LOG.warning("vitals: %s cannot be removed: %s", path, error)
         self._index.write()
@@ -106,6 +110,8 @@ class CheckpointFolder:
     def _clear(self, path: Path) -> None:
         match = IN_WORK.match(path.name)
         if path.name.startswith(TEMPORARY):
+            if self._clock.time_ns() - path.lstat().st_mtime_ns < _ABANDONED_NS:
+                return  # another run may be just writing it
             path.unlink() if path.is_symlink() or not path.is_dir() else path.rmdir()
         elif match is not None and match[2] == self._run_id and not path.is_symlink():
             shutil.rmtree(path)
