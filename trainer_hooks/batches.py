@@ -20,6 +20,7 @@ from trainer_hooks.data_order import (
     is_seekable,
     opening_of,
     own_states,
+    sampler_epoch,
     sampler_with_state,
     set_own_states,
 )
@@ -37,7 +38,7 @@ _Found = tuple[int, tuple[Any, ...] | None, Any]
 """A batch with its index in the epoch, and the indices of its samples where they are known."""
 
 _MOST_WAITING = 4096
-"""Batches that are remembered until a step asks what fed it."""
+"""Batches that are remembered until a step asks what fed it: their places, not their data."""
 
 
 class Position(NamedTuple):
@@ -62,6 +63,7 @@ class Batch(NamedTuple):
     indices: tuple[Any, ...] | None
     """Of its samples in the dataset, where the loader's sampler tells them."""
     content: Any
+    """None where nobody asks for it: whoever accumulates would hold them all."""
 
 
 class Batches:
@@ -83,6 +85,7 @@ class Batches:
         num_ranks: ranks that share the data.
         goes_back: whether ``go_back`` will be asked for: the beginning is then kept.
         faults: counts what a loader's own ``state_dict`` raises.
+        keeps_content: whether the steps' batches are asked for, and not their places alone.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Batches:
         num_ranks: int = 1,
         goes_back: bool = False,
         faults: FaultCounter | None = None,
+        keeps_content: bool = False,
     ) -> None:
         self._loader = loader
         self._epochs = epochs
@@ -106,6 +110,7 @@ class Batches:
         self.loop = loop
         self._num_ranks = num_ranks
         self._faults = faults or FaultCounter()
+        self._keeps_content = keeps_content
         self._total = _num_samples(loader)
         self._length = _length(loader)
         self._samples: int | None = 0
@@ -127,6 +132,8 @@ class Batches:
         """The batch that was last handed out."""
         self.ended = False
         """Whether nobody iterates any more."""
+        self.beside = False
+        """Whether another loop feeds the same steps, and would not go back with this one."""
         if state is not None:
             self._take(state)
 
@@ -161,6 +168,11 @@ class Batches:
             return "the checkpoint holds no position"
         if kept["loop"] != self.loop:
             return "the checkpoint is of another loop over data"
+        if self.beside or kept.get("beside"):
+            return "another loop over data feeds the same steps"
+        if self._epochs == 1 and kept.get("sampler_epoch") != sampler_epoch(loader):
+            was, now = kept.get("sampler_epoch"), sampler_epoch(loader)
+            return f"the sampler was at epoch {was}, and is set to {now}"
         if kept["num_ranks"] != self._num_ranks:
             return f"{kept['num_ranks']} ranks shared the data, now {self._num_ranks} do"
         if kept["length"] != self._length:
@@ -211,6 +223,8 @@ class Batches:
             "length": self._length,
             "epoch": epoch,
             "batch": batch,
+            "beside": self.beside,
+            "sampler_epoch": sampler_epoch(self._loader),
             "opening": None,
             "own": own_states(self._loader),
             "windows": [list(msgspec.structs.astuple(window)) for window in self.windows],
@@ -261,7 +275,8 @@ class Batches:
             self.position = Position(epoch, index)
             self._next = Position(epoch, index + 1)
             self._count(index, indices)
-            self.handed_out.append(Batch(self.position, indices, batch))
+            content = batch if self._keeps_content else None
+            self.handed_out.append(Batch(self.position, indices, content))
             yield batch
             # A sampler is drawn to its end, so that the next epoch finds it as ever.
             if self._back is not None or (self._next.epoch > epoch and not seekable):

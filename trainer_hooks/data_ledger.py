@@ -77,7 +77,8 @@ class DataLedger:
             return
         with self._faults.fail_open("data.ledger"):
             ids = [self._ids(batch) for batch in batches]
-            kept = [batch.content for batch in batches] if self.keep_batches else []
+            contents = [batch.content for batch in batches if batch.content is not None]
+            kept = contents if self.keep_batches else []
             light = [batch._replace(content=None) for batch in batches]
             self._steps.pop(step, None)  # of a branch that was left
             self._steps[step] = _Step(step, attempt, light, ids, kept)
@@ -92,7 +93,7 @@ class DataLedger:
 
     def _ids(self, batch: Batch) -> Sequence[Any] | None:
         """Return the batch's ids; the user's own function has to read them now, from the batch."""
-        if callable(self.sample_ids):
+        if callable(self.sample_ids) and batch.content is not None:
             with self._faults.fail_open("sample_ids"):
                 return _listed(self.sample_ids(batch.content))
             return None

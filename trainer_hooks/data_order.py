@@ -48,6 +48,13 @@ def sampler_with_state(loader: DataLoader[Any]) -> Stateful | None:
     return next((sampler for sampler in both if isinstance(sampler, Stateful)), None)
 
 
+def sampler_epoch(loader: object) -> int | None:
+    """Return the epoch that the loader's sampler was last set to; None where it has none."""
+    samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    epochs = (getattr(sampler, "epoch", None) for sampler in samplers)
+    return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+
 def comes_in_order(loader: DataLoader[Any]) -> bool:
     """Return whether batches are handed out in the order in which they were drawn."""
     return loader.in_order or not loader.num_workers

@@ -43,8 +43,11 @@ class Feed:
         self._resume = self._resumed
         self._loops = 0 if self._resume is None else self._resume["loop"]
         self._stream: Batches | None = None
+        self._outer: Batches | None = None
+        """The loop around the present one."""
         self._replays = False
-        self._firsts: dict[int, Position] = {}
+        self._firsts: dict[int, tuple[Position, int]] = {}
+        """The first batch of each step, and how many it took."""
         writer = DataWriter(
             host.run_dir.path,
             rank=host.ranks.rank,
@@ -95,11 +98,12 @@ class Feed:
             num_ranks=self._num_ranks,
             goes_back=after_rollback == "replay",
             faults=self._host.faults,
+            keeps_content=outer is None and (keep_batches or callable(sample_ids)),
         )
         if self._resumes:
             self._resumes = False
             self._say(stream.why_not_exact(state), stream, step)
-        self._stream = stream
+        self._stream, self._outer = stream, outer
         if outer is None:
             self._firsts.clear()  # they count the batches of a loop that is over
             self._replays = after_rollback == "replay"
@@ -111,7 +115,7 @@ class Feed:
             yield from stream
         finally:
             if outer is not None and self._stream is stream:
-                self._stream = outer  # a loop within the loop, such as a validation
+                self._stream, self._outer = outer, None  # it was a validation, say
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -121,8 +125,11 @@ class Feed:
         if stream is None or stream.position is None:
             return None
         taken = stream.take_batches()
+        if self._outer is not None and self._outer.take_batches():
+            stream.beside = True
         self._ledger.fed(step, attempt, taken)
-        self._firsts[step] = taken[0].position if taken else stream.position
+        first = taken[0].position if taken else stream.position
+        self._firsts[step] = first, max(1, len(taken))
         self._firsts.pop(step - _MOST_STEPS, None)
         return Fed(*stream.position, len(taken))
 
@@ -146,19 +153,23 @@ class Feed:
         if stream is None or stream.position is None or not decision.skip_batches:
             return None
         onset_step = self._host.judge.facts.skipped_windows[-1].onset_step
-        first = self._firsts.get(onset_step, stream.position)
-        return Window(*first, decision.skip_batches, stream.loop, self._num_ranks)
+        first, num_a_step = self._firsts.get(onset_step, (stream.position, 1))
+        num_batches = decision.skip_batches * num_a_step
+        return Window(*first, num_batches, stream.loop, self._num_ranks)
 
-    def again(self) -> bool:
-        """Hand out once more what followed the resume; return whether that is done, and exact."""
+    def can_go_again(self) -> bool:
+        """Return whether this rank could hand out once more, exactly, what followed the resume."""
         stream = self._stream
         if stream is None or stream.position is None or self._resumed is None:
             return False
-        if stream.go_back(self._resumed):
-            return False
-        stream.take_batches()
-        stream.take_samples()
-        return True
+        return not stream.why_not_exact(self._resumed)
+
+    def again(self) -> None:
+        """Do so, where it can."""
+        if self._stream is not None:
+            self._stream.go_back(self._resumed)
+            self._stream.take_batches()
+            self._stream.take_samples()
 
     def rolled_back(
         self, decision: Decision, state: DataState | None, window: Window | None, *, step: int

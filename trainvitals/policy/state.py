@@ -37,8 +37,9 @@ class LadderConfig:
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
     spike began earlier. The state before the first step is exempt: nothing is older."""
     skip_batches: int = 50
-    """Batches that are passed over, from the onset on; doubled each time the storm recurs. 0 passes
-    over none: they are fed again where the loop replays."""
+    """Batches that are passed over, from the onset on; doubled each time the storm recurs. So many
+    times what a step takes, where it accumulates several. 0 passes over none: they are fed again
+    where the loop replays."""
     max_skip_batches: int = 1000
     """Bound of that doubling."""
     max_tries: int = 3
