@@ -43,7 +43,8 @@ class CheckpointSettings:
     """Where checkpoints go, how often, and how many are kept."""
 
     directory: Path
-    """Folder for checkpoints on disk, seen by all ranks."""
+    """Folder for checkpoints on disk, seen by all ranks; a word will do. What is relative is taken
+    from where the process is now: a loop may go elsewhere."""
     healthy_after: int = 20
     """Healthy steps after which a verified snapshot is healthy; at least the ladder's margin."""
     snapshot_every: int = 0
@@ -62,6 +63,7 @@ class CheckpointSettings:
     end of a step; then each writes its last snapshot alone."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "directory", Path(self.directory).absolute())
         least = {
             "healthy_after": 1, "snapshot_every": 0, "save_every": 1, "save_seconds": 0, "keep": 1,
             "keep_every": 0, "grace_seconds": 0,
@@ -291,6 +293,8 @@ class Healer:
     def roll_back(self, decision: Decision) -> Restored:
         """Restore the decision's checkpoint, or the next older one where it cannot be read.
 
+        Where there is none older, the oldest of all others that lie far enough back.
+
         From memory it is this rank's own deed; from disk it is collective.
 
         Raises:
@@ -301,23 +305,40 @@ class Healer:
         if target.where == "memory":
             restored = self._ring.restore(target.id)
         else:
-            restored = self._from_disk(target.step)
+            restored = self._from_disk(target.step, commanded=decision.command_number > 0)
         self._on_disk = tuple(ref for ref in self._on_disk if ref.step <= restored.step)
         self._saved_at = min(self._saved_at, restored.step)
         self._say()
         return restored
 
-    def _from_disk(self, latest: int) -> Restored:
+    def _from_disk(self, latest: int, *, commanded: bool) -> Restored:
         if not self._store.wait(_LOAD_SECONDS):
             raise CheckpointError(
                 f"a save has not ended for {_LOAD_SECONDS:.0f} s, so nothing can be loaded",
                 hint="look at the disk of the checkpoints",
             )
         healthy = [r for r in self._on_disk if r.state == "healthy" and r.step <= latest]
-        restored = self._store.load_newest(healthy)
+        try:
+            restored = self._store.load_newest(healthy)
+        except CheckpointError:
+            # Gone since rank 0 told of it, or damaged. The same on all ranks.
+            self._on_disk = tuple(r for r in self._on_disk if r.step > latest)
+            newer = None if commanded else self._oldest_far_enough_back()
+            if newer is None:
+                raise
+            if newer.where == "memory":
+                return self._ring.restore(newer.id)
+            restored = self._store.load_newest([newer])
         assert restored is not None, "the ladder chose one of them"
         self._ring.drop_newer(restored.step)
         return restored
+
+    def _oldest_far_enough_back(self) -> CheckpointRef | None:
+        """Return what the ladder takes where nothing older is left: it is healthy all the same."""
+        cause = self._plan.plan.facts.cause
+        latest = -1 if cause is None else max(0, cause.onset_step - self.settings.healthy_after)
+        usable = [r for r in self.refs() if r.state == "healthy" and r.step <= latest]
+        return min(usable, key=lambda r: (r.step, r.where == "disk"), default=None)
 
     def restart(self) -> None:
         """Make this rank's state once more what it was before the first step."""

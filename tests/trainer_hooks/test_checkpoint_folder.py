@@ -52,9 +52,11 @@ def test_the_newest_stay():
     assert [30, 40] == kept([ref(step) for step in (10, 20, 30, 40)], keep=2)
 
 
-def test_the_newest_healthy_one_stays_beside_the_newest():
+def test_healthy_ones_stay_however_many_unproven_ones_are_newer():
     refs = [ref(10, "healthy"), ref(20, "healthy"), ref(30), ref(40), ref(50)]
-    assert [20, 40, 50] == kept(refs, keep=2)
+    assert [10, 20, 50] == kept(refs, keep=2)
+    assert [20, 40, 50] == kept(refs[1:], keep=3)
+    assert [20, 30] == kept([ref(10), ref(20, "healthy"), ref(30, "healthy")], keep=2)
 
 
 def test_the_best_stays():

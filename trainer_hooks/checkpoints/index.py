@@ -117,8 +117,10 @@ def removable(
     """Return the ids that rotation removes, oldest first.
 
     What stays: the newest ``keep``, the first of each ``keep_every`` steps (a healthy one where
-    there is one), the newest healthy one, and the best. What lies on a branch that was rolled back
-    away takes nobody's place; it goes, but for the newest healthy of all and the best.
+    there is one), and the best. What is unproven takes no healthy one's place, to which the ladder
+    may go back; of such that are among the newest, one stays beside them. What lies on a branch
+    that was rolled back away takes nobody's; it goes, but for the newest healthy of all and the
+    best.
 
     Newer means made later: a branch after a rollback is newer than the higher steps before it.
 
@@ -131,9 +133,10 @@ def removable(
     """
     by_age = sorted(refs, key=lambda ref: (ref.attempt, ref.step))
     present = [r for r in by_age if on_branch is None or on_branch(r.step, r.attempt)]
-    stays = {ref.id for ref in present[-max(1, keep) :]} | set(best)
-    for some in (present, by_age):
-        stays |= set([ref.id for ref in some if ref.state == "healthy"][-1:])
+    proven = [ref.id for ref in present if ref.state == "healthy"][-keep:]
+    unproven = [ref.id for ref in present[-keep:] if ref.state != "healthy"]
+    stays = {*proven, *unproven[-max(1, keep - len(proven)) :], *best}
+    stays |= set([ref.id for ref in by_age if ref.state == "healthy"][-1:])
     if keep_every > 0:
         periods: dict[int, CheckpointRef] = {}
         for ref in present:
