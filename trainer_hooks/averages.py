@@ -39,6 +39,11 @@ class Averages:
         for ema in self._emas:
             ema.watch()
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether averages are in the weights' place."""
+        return any(ema.is_swapped for ema in self._emas)
+
     def refuse_swapped(self) -> None:
         """Refuse a step while averages are in the weights' place.
 

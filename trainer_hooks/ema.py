@@ -295,6 +295,11 @@ class EMA(nn.Module):
 
     # ------------------------------------------------------------------------- for the monitor
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the model holds the averages at the moment."""
+        return self._swapped
+
     def refuse_swapped(self) -> None:
         """Refuse what must not meet the averages in the weights' place.
 

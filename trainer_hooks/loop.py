@@ -96,7 +96,8 @@ class Loop:
         """Record validation metrics at the present step, as ``eval/NAME``.
 
         Call between two steps, and with early stopping on all ranks, each time at the same step:
-        the value of rank 0 counts, and each rank copies its part of the state.
+        the value of rank 0 counts, and each rank copies its part of the state. So call it behind
+        ``with ema.swap():``, not within.
         """
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
         with self._host.faults.fail_open("evaluate"):
@@ -106,7 +107,10 @@ class Loop:
 
     def _evaluated(self) -> Meta:
         """Return what is kept beside the state that was evaluated, which must be the training's."""
-        self._device.averages.refuse_swapped()
+        if self._device.averages.is_swapped:
+            raise UsageError(
+                "the model held its averages in the call: end `with ema.swap():` before evaluate()"
+            )
         return self._meta()
 
     def _meta(self) -> Meta:

@@ -9,8 +9,10 @@ import torch
 import trainer_hooks
 from tests.trainer_hooks.saving import Run
 from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
+from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks import EMA, CheckpointSettings, EarlyStopping
 from trainvitals.errors import FormatError, UsageError
+from trainvitals.records import Note
 
 NAN = math.nan
 
@@ -137,10 +139,13 @@ def test_the_average_in_the_weights_place_is_not_kept_as_a_state_of_the_training
         model, optimizer, checkpoints=tmp_path / "kept", state={"ema": ema},
         early_stopping=EarlyStopping(),
     ) as monitor:  # fmt: skip
+        said = events_of(monitor)
         with ema.swap():
             monitor.evaluate(loss=1.0)
         for _ in range(2):
             monitor.step(_backward(model))
+        (text,) = [e.text for e in said if isinstance(e, Note) and e.code == "best_not_kept"]
+        assert text.endswith("end `with ema.swap():` before evaluate()")
         with pytest.raises(UsageError, match="no state was kept"):
             monitor.restore_best()
 
