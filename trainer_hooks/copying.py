@@ -1,28 +1,26 @@
 """Copies tensors into memory kept for them, and finds on the way what is not finite.
 
-Each block is summed while it is still in the core's cache, so the check costs little beside the
-copy. As many threads copy as torch would use, and torch is single-threaded in each of them: its own
-parallel regions end with their slowest thread, and where cores are busy that costs more than all
-of the copy.
+Each block is looked at while it is still in the core's cache, so the check costs little beside the
+copy. As many threads copy as torch would use; none of them calls torch, whose own number of threads
+is the training's.
 """
 
-import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_hooks.moments import count_on_cpu, may_be_nonfinite, real
+from trainer_hooks.finite import Numbers, are_finite, array_of, is_finite, numbers_of
 
-_BLOCK = 1 << 18
-"""Elements: copied, then summed. Smaller ones cost calls, larger ones leave the cache."""
-_PIECE = 1 << 22
-"""Elements that one thread takes at a time."""
+_BLOCK_BYTES = 1 << 19
+"""Copied, then looked at. Smaller ones cost calls, larger ones leave the cache."""
+_PIECE_BYTES = 1 << 24
+"""What one thread takes at a time."""
 _MAX_THREADS = 8
 """More do not make the memory faster."""
 
@@ -38,35 +36,29 @@ class Pair(NamedTuple):
 
 class _Piece(NamedTuple):
     owner: int
-    pair: Pair
+    into: NDArray[Any]
+    source: NDArray[Any]
+    first_nonfinite: int | None
+    """From where on the bits are no finite number; None where that is nobody's question."""
 
 
+@torch.no_grad()
 def copy_and_count(pairs: Sequence[Pair]) -> int:
-    """Copy every pair, and return how many of the checked copies hold a NaN or Inf.
-
-    The sum of a block is finite only if all of it is; where one is not, large values may have made
-    it so, and the copy is looked at again.
-    """
-    pieces = deque(chain.from_iterable(_pieces(i, pair) for i, pair in enumerate(pairs)))
-    num_threads = torch.get_num_threads()
-    workers = min(num_threads, _MAX_THREADS, len(pieces))
+    """Copy every pair, and return how many of the checked copies hold a NaN or Inf."""
+    wrong: set[int] = set()
+    pieces: deque[_Piece] = deque()
+    for i, pair in enumerate(pairs):
+        if _is_plain(pair):
+            pieces.extend(_pieces(i, pair))
+        else:
+            pair.into.copy_(pair.source)
+            if pair.checked and not is_finite(pair.into):
+                wrong.add(i)
+    workers = min(torch.get_num_threads(), _MAX_THREADS, len(pieces))
     if workers < 2:
-        suspects = _copy(pieces)
-    else:
-        try:
-            alone = partial(torch.set_num_threads, 1)
-            with ThreadPoolExecutor(workers, "vitals-copy", initializer=alone) as pool:
-                suspects = set().union(*pool.map(_copy, [pieces] * workers))
-        finally:
-            torch.set_num_threads(num_threads)  # it is also the default of threads to come
-    return count_on_cpu([pairs[i].into for i in suspects])
-
-
-def _pieces(index: int, pair: Pair) -> list[_Piece]:
-    if pair.into.numel() <= _PIECE or not _is_plain(pair):
-        return [_Piece(index, pair)]
-    parts = zip(pair.into.view(-1).split(_PIECE), pair.source.view(-1).split(_PIECE), strict=True)
-    return [_Piece(index, Pair(into, source, pair.checked)) for into, source in parts]
+        return len(wrong | _copy(pieces))
+    with ThreadPoolExecutor(workers, "vitals-copy") as pool:
+        return len(wrong.union(*pool.map(_copy, [pieces] * workers)))
 
 
 def _is_plain(pair: Pair) -> bool:
@@ -74,43 +66,60 @@ def _is_plain(pair: Pair) -> bool:
     into, source = pair.into, pair.source
     return (
         source.device.type == "cpu"
+        and into.shape == source.shape
+        and source.numel() > 0
         and into.is_contiguous()
         and source.is_contiguous()
         and not (source.is_conj() or source.is_neg())
+        and (not pair.checked or numbers_of(source) is not None or not _has_nonfinite(source))
     )
 
 
-@torch.no_grad()
+def _has_nonfinite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:
+    found = numbers_of(pair.into) if pair.checked else None
+    if found is None:
+        arrays, first = [_bytes(pair.into), _bytes(pair.source)], None
+    else:
+        source = numbers_of(pair.source)
+        assert source is not None, "the two are of one type"
+        arrays, first = [found[0].reshape(-1), source[0].reshape(-1)], found[1]
+    into, origin = arrays
+    step = max(1, _PIECE_BYTES // into.itemsize)
+    for i in range(0, into.size, step):
+        yield _Piece(index, into[i : i + step], origin[i : i + step], first)
+
+
+def _bytes(tensor: Tensor) -> NDArray[Any]:
+    # One element counts as contiguous whatever its stride is.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return array_of(flat.view(torch.uint8))
+
+
 def _copy(pieces: deque[_Piece]) -> set[int]:
-    """Copy pieces until there are none; return the indices of those whose sums are not finite."""
-    sums: list[Tensor] = []
-    owners: list[int] = []
+    """Copy pieces until there are none; return the owners of those that are not finite."""
+    wrong: set[int] = set()
     while True:
         try:
-            owner, pair = pieces.popleft()  # threads share them
+            piece = pieces.popleft()  # threads share them
         except IndexError:
-            break
-        for block in _blocks(pair):
-            if pair.checked and may_be_nonfinite(block):
-                sums.append(real(block).sum())
-                owners.append(owner)
-    if not sums:
-        return set()
-    finite = torch.stack([one.float() for one in sums]).isfinite().tolist()
-    return {owner for owner, sound in zip(owners, finite, strict=True) if not sound}
+            return wrong
+        with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+            if not _copied(piece):
+                wrong.add(piece.owner)
 
 
-def _blocks(pair: Pair) -> Iterator[Tensor]:
-    """Copy block by block; yield each block of the copy while it is in the cache."""
-    into, source, _ = pair
-    if not _is_plain(pair):
-        into.copy_(source)
-        yield into
-    elif into.numel() <= _BLOCK:
-        ctypes.memmove(into.data_ptr(), source.data_ptr(), into.nbytes)
-        yield into
-    else:
-        halves = (one.view(-1).split(_BLOCK) for one in (into, source))
-        for part, origin in zip(*halves, strict=True):
-            ctypes.memmove(part.data_ptr(), origin.data_ptr(), part.nbytes)
-            yield part
+def _copied(piece: _Piece) -> bool:
+    """Copy a piece block by block; return whether it is finite, where that is the question."""
+    _, into, source, first_nonfinite = piece
+    step = max(1, _BLOCK_BYTES // into.itemsize)
+    finite = True
+    for i in range(0, into.size, step):
+        block: Numbers = into[i : i + step]
+        np.copyto(block, source[i : i + step])
+        if first_nonfinite is not None and not are_finite(block, first_nonfinite):
+            finite = False
+    return finite

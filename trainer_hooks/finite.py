@@ -1,0 +1,74 @@
+"""Whether numbers in the CPU's memory are finite, exactly, without a thread of torch.
+
+The extremes of a block are finite exactly when all of it is: a NaN comes out of both. What numpy
+has no type for, or no quick one, is read by its bits: a NaN or an infinity has all bits of its
+exponent set, so it is among the largest of all numbers, with its sign bit or without.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Numbers = NDArray[Any]
+
+_BLOCK_BYTES = 1 << 19
+"""Looked at twice while it is in the core's cache."""
+
+array_of = Tensor.numpy
+"""A view of the CPU's memory: nothing is read, and nobody waits."""
+
+_BITS = {1: torch.int8, 2: torch.int16}
+_FIRST_NONFINITE = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,
+}
+"""The smallest positive bits that are no finite number."""
+
+
+def numbers_of(tensor: Tensor) -> tuple[Numbers, int] | None:
+    """Return a dense tensor as numpy sees it, and from where on bits are no finite number.
+
+    That is 0 where they are numbers. None of another type than the common floating ones.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    tensor = tensor.detach()
+    if tensor.dtype in (torch.float32, torch.float64):
+        return array_of(tensor), 0
+    first = _FIRST_NONFINITE.get(tensor.dtype)
+    return None if first is None else (array_of(tensor.view(_BITS[tensor.element_size()])), first)
+
+
+def are_finite(numbers: Numbers, first_nonfinite: int) -> bool:
+    """Return whether all of what ``numbers_of`` gave, or of a part of it, are finite numbers."""
+    if not numbers.size:
+        return True
+    if not first_nonfinite:
+        extremes = np.maximum.reduce(numbers, axis=None), np.minimum.reduce(numbers, axis=None)
+        return math.isfinite(extremes[0]) and math.isfinite(extremes[1])
+    if int(numbers.max()) >= first_nonfinite:
+        return False
+    negative = 1 << (8 * numbers.itemsize - 1)
+    return int(numbers.view(f"u{numbers.itemsize}").max()) < first_nonfinite + negative
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor of the CPU holds neither NaN nor Inf."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    found = numbers_of(tensor)
+    if found is None:
+        return bool(torch.isfinite(tensor.float()).all())
+    numbers, first = found
+    if not numbers.flags.c_contiguous:
+        numbers = np.ascontiguousarray(numbers)
+    flat, step = numbers.reshape(-1), max(1, _BLOCK_BYTES // numbers.itemsize)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+        return all(are_finite(flat[i : i + step], first) for i in range(0, flat.size, step))
