@@ -84,13 +84,15 @@ class Goodbye:
 
         A loop with a handler of its own is not ended: it may be saving too.
         """
+        ours = self._host.told_to_stop or signal.getsignal(signal.SIGTERM) is _on_sigterm
+        ends = ours and not exits_by_itself()
         try:
             self.save_alone()
-            if not exits_by_itself():
+            if ends:
                 self.interrupted = True
                 self.say("interrupted", "SIGTERM")
         finally:
-            if not exits_by_itself():
+            if ends:
                 os._exit(EXIT_CODE)
 
     def save_alone(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ from trainer_hooks.snapshots import Meta, Restored
 from trainer_hooks.verdict import Verdict
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
+
+_LOG = logging.getLogger("trainvitals")
 
 
 class Monitor(Loop):
@@ -212,6 +215,9 @@ class Monitor(Loop):
         name = host.healer.save_now(self._step, self.attempt, self._meta())
         host.stopping = host.told_to_stop = False  # one that came meanwhile is answered too
         if not exits_by_itself():
+            if name and host.is_root:
+                text = "vitals: SIGTERM: saved %s; a start with VITALS_RUN_ID=%s goes on from it"
+                _LOG.warning(text, name, self.run_id)
             self.end("interrupted", f"SIGTERM; saved {name}" if name else "SIGTERM")
             raise SystemExit(EXIT_CODE)
 

@@ -346,7 +346,7 @@ def _agreed_mode(
         _check_torch()
         _check_agent_choice(environ)
         settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
-        how = bool(checkpoints) if settings is None else replace(settings, directory=Path())
+        how = bool(checkpoints) if settings is None else replace(settings, directory=Path("/"))
         _check_early_stopping(early_stopping)
         scaled = scaler is not None and scaler.is_enabled()
         return _mode(mode, environ, checkpoints), scaled, how, early_stopping

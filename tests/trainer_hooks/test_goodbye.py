@@ -123,10 +123,15 @@ def saving(**settings):
 """
 
 
-def test_a_loop_with_a_handler_of_its_own_is_saved_beside_it_and_never_cut_short(tmp_path):
-    script = """
-signal.signal(signal.SIGTERM, lambda *_: None)
+@pytest.mark.parametrize("taken_first", [True, False])
+def test_a_loop_with_a_handler_of_its_own_is_saved_beside_it_and_never_cut_short(
+    tmp_path, taken_first
+):
+    own = "signal.signal(signal.SIGTERM, lambda *_: None)"
+    script = f"""
+{own if taken_first else ""}
 with saving(grace_seconds=0.003):
+    {own if not taken_first else ""}
     os.kill(os.getpid(), signal.SIGTERM)
     while not parts():
         pass
@@ -135,7 +140,8 @@ print("the loop's own save is done", parts(), file=sys.stderr)
 watching.join()
 """
     code, said, errors = run(tmp_path, "import threading\n" + SAVING + script)
-    assert (0, [("finished", ""), ("interrupted", "SIGTERM")]) == (code, sorted(said)), errors
+    ended = ("interrupted", "SIGTERM") if taken_first else ("finished", "")
+    assert (0, [("finished", ""), ended]) == (code, sorted(said)), errors
     assert "save is done ['rank-0-of-1']" in errors
 
 

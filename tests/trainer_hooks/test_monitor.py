@@ -441,3 +441,10 @@ def test_the_finite_rules_come_back_after_an_announced_change():
         for step in range(60):
             monitor.step(loop.forward(1e6 if step == 55 else 1.0))
     assert monitor._host.judge.facts.num_skips == 1
+
+
+def test_the_folder_of_checkpoints_stays_where_it_was_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = trainer_hooks.CheckpointSettings(directory="checkpoints")
+    monkeypatch.chdir(tmp_path.parent)
+    assert tmp_path / "checkpoints" == settings.directory
