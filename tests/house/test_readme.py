@@ -77,7 +77,7 @@ def first_run(tmp_path_factory):
 
 
 def test_no_block_is_without_a_test():
-    known = {"test: diff", "test: console", "test: help", *PROGRAMS}
+    known = {"test: diff", "test: console", "test: help", "test: checkpoints", *PROGRAMS}
     unmarked = [b for b in BLOCKS if b.mark not in known and not b.mark.startswith("test: answer")]
     unmarked = [b for b in unmarked if not b.mark.startswith("transcript: ")]
     for program in PROGRAMS:
@@ -98,6 +98,12 @@ def test_the_program_that_keeps_its_own_step_prints_what_is_said(tmp_path):
     (tmp_path / "second.py").write_text(block("test: attach").body)
     said = execute([sys.executable, "second.py"], tmp_path)
     assert after("test: attach").body == said
+
+
+def test_the_program_with_checkpoints_ends_with_its_best_state(tmp_path):
+    (tmp_path / "third.py").write_text(block("test: checkpoints").body)
+    execute([sys.executable, "third.py"], tmp_path)
+    assert list(tmp_path.glob("vitals_runs/*/checkpoints/step-*/best"))
 
 
 @pytest.mark.parametrize("command", block("test: console").commands, ids=" ".join)

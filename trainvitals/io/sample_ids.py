@@ -107,5 +107,5 @@ def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
                 try:
                     line = msgspec.json.decode(raw, type=StepSamples)
                 except msgspec.DecodeError:
-                    continue
+                    continue  # the line that a killed process was writing
                 yield msgspec.structs.replace(line, rank=int(match[1]))
