@@ -22,8 +22,8 @@ setup: $(STAMP) ## make the environment in .venv (the other targets do it too)
 demo: $(STAMP) ## train a small model with injected faults, watch it heal (ARGS="--headless --compare --keep")
 	$(BIN)/vitals demo $(ARGS)
 
-test: lint ## lint, then every test except the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: lint ## lint, then every test except the slow ones, on all cores
+	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
