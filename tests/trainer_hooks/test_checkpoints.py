@@ -107,6 +107,7 @@ def test_rotation_never_removes_the_newest_healthy_one(tmp_path):
         last = run.save(steps=1, healthy=False)
     assert {healthy: "healthy", last: "verified"} == {r.id: r.state for r in run.store.refs()}
     run.store.mark_healthy(last)
+    assert run.store.wait()
     newest = run.save(steps=1, healthy=False)
     assert {last: "healthy", newest: "verified"} == {r.id: r.state for r in run.store.refs()}
 
@@ -114,6 +115,7 @@ def test_rotation_never_removes_the_newest_healthy_one(tmp_path):
 def test_a_proven_checkpoint_is_still_healthy_to_another_process(run):
     name = run.save(healthy=False)
     run.store.mark_healthy(name)
+    assert run.store.wait()
     new = another_process(run)
     assert ["healthy"] == [ref.state for ref in new.store.refs()]
     assert name == load_newest(new.store).id

@@ -2,9 +2,7 @@
 
 import logging
 import re
-import threading
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from trainer_hooks.checkpoints import alone, payload
 from trainer_hooks.checkpoints import manifest as manifests
 from trainer_hooks.checkpoints.agree import Agreement, caught
+from trainer_hooks.checkpoints.background import Background
 from trainer_hooks.checkpoints.boxes import Held, cut
 from trainer_hooks.checkpoints.folder import CheckpointFolder
 from trainer_hooks.checkpoints.index import OnBranch
@@ -61,9 +60,7 @@ class CheckpointStore:
         self._agree = Agreement(ranks)
         held = state.held(rank=ranks.rank, world_size=ranks.world_size)
         self._layout = Layout(held, state.split_optimizers)
-        self._jobs: deque[Snapshot] = deque()
-        self._guard = threading.Condition()
-        self._worker: threading.Thread | None = None
+        self._background = Background("vitals-save")
         self.num_saved = 0
         self.num_failed = 0
 
@@ -92,33 +89,20 @@ class CheckpointStore:
         of the ring, there are never more of them than slots.
         """
         snapshot.hold()
-        with self._guard:
-            self._jobs.append(snapshot)
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="vitals-save", daemon=True)
-                self._worker.start()
+        self._background.add(lambda: self._save_held(snapshot))
         return manifests.checkpoint_id(snapshot.step, snapshot.attempt)
 
     def wait(self, timeout: float | None = 60.0) -> bool:
         """Wait until all saves are done; return False if the time ran out before."""
-        with self._guard:
-            return self._guard.wait_for(lambda: self._worker is None, timeout)
+        return self._background.wait(timeout)
 
-    def _work(self) -> None:
-        """Save what is queued, then end: no thread is left behind by a run that saves nothing."""
-        while True:
-            with self._guard:
-                if not self._jobs:
-                    self._worker = None
-                    self._guard.notify_all()
-                    return
-                snapshot = self._jobs.popleft()
-            try:
-                self._save(snapshot)
-            except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
-                self._failed(snapshot, error)
-            finally:
-                snapshot.release()
+    def _save_held(self, snapshot: Snapshot) -> None:
+        try:
+            self._save(snapshot)
+        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+            self._failed(snapshot, error)
+        finally:
+            snapshot.release()
 
     def _save(self, snapshot: Snapshot) -> None:
         """Write, read back, seal and rename; each stage ends in one verdict for all ranks."""
@@ -148,7 +132,11 @@ class CheckpointStore:
 
     def _mark(self, name: str, snapshot: Snapshot) -> None:
         """Say what a checkpoint that is there is worth; what fails leaves it as it is."""
-        problem = caught(lambda: self._write_marks(name, snapshot)) if self._is_root else None
+        if self._is_root:
+            self._marked(name, lambda of: self._write_marks(of, snapshot))
+
+    def _marked(self, name: str, mark: Callable[[str], None]) -> None:
+        problem = caught(lambda: mark(name))
         if problem is not None:
             self.num_failed += 1
             _LOG.warning("vitals: checkpoint %s was not marked: %s", name, problem.text)
@@ -242,8 +230,8 @@ class CheckpointStore:
         return True
 
     def mark_healthy(self, checkpoint_id: str) -> None:
-        """Record that a verified checkpoint was proven healthy. Rank 0 only."""
-        self.folder.mark_healthy(checkpoint_id)
+        """Begin to record that a verified checkpoint was proven healthy. Rank 0 only."""
+        self._background.add(lambda: self._marked(checkpoint_id, self.folder.mark_healthy))
 
     def refs(self) -> tuple[CheckpointRef, ...]:
         """Return this run's complete checkpoints, oldest first."""
