@@ -140,6 +140,7 @@ class Monitor(Loop):
 
         Raises:
             TrainingHalted: the ladder stopped the run; the only error raised once training runs.
+            SystemExit: with checkpoints, a rank was sent SIGTERM, and all have saved.
             UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is no
                 number above 0; the loss is a closure, or the loop runs within ``Join``.
         """
