@@ -160,6 +160,7 @@ def test_another_runs_key_does_not_do() -> None:
         (a_command(number=7), RUN_ID, 1_000, 0, "expired 0.0 seconds ago"),
         (a_command(number=7), RUN_ID, 3_000_001_000, 0, "expired 3.0 seconds ago"),
     ],
+    ids=["another run", "the newest", "older", "expired", "long expired"],
 )
 def test_a_genuine_command_is_refused_with_the_reason(
     command: object, run_id: str, now: int, last: int, reason: str
