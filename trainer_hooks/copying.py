@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_hooks.finite import Numbers, are_finite, array_of, is_finite, numbers_of
+from trainer_hooks.finite import Numbers, are_finite, bytes_of, is_finite, numbers_of
 
 _BLOCK_BYTES = 1 << 19
 """Copied, then looked at. Smaller ones cost calls, larger ones leave the cache."""
@@ -82,7 +82,7 @@ def _has_nonfinite(tensor: Tensor) -> bool:
 def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:
     found = numbers_of(pair.into) if pair.checked else None
     if found is None:
-        arrays, first = [_bytes(pair.into), _bytes(pair.source)], None
+        arrays, first = [bytes_of(pair.into), bytes_of(pair.source)], None
     else:
         source = numbers_of(pair.source)
         assert source is not None, "the two are of one type"
@@ -91,12 +91,6 @@ def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:
     step = max(1, _PIECE_BYTES // into.itemsize)
     for i in range(0, into.size, step):
         yield _Piece(index, into[i : i + step], origin[i : i + step], first)
-
-
-def _bytes(tensor: Tensor) -> NDArray[Any]:
-    # One element counts as contiguous whatever its stride is.
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return array_of(flat.view(torch.uint8))
 
 
 def _copy(pieces: deque[_Piece]) -> set[int]:

@@ -45,6 +45,13 @@ def numbers_of(tensor: Tensor) -> tuple[Numbers, int] | None:
     return None if first is None else (array_of(tensor.view(_BITS[tensor.element_size()])), first)
 
 
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return a contiguous tensor's bytes, as they lie."""
+    # One element counts as contiguous whatever its stride is.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return array_of(flat.view(torch.uint8))
+
+
 def are_finite(numbers: Numbers, first_nonfinite: int) -> bool:
     """Return whether all of what ``numbers_of`` gave, or of a part of it, are finite numbers."""
     if not numbers.size:

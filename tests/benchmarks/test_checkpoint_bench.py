@@ -48,6 +48,7 @@ def test_a_restore_is_measured_beside_a_load():
     assert all(r.ours > 0 and r.theirs > 0 for r in rows)
 
 
+@pytest.mark.slow
 def test_steps_are_measured_while_a_checkpoint_is_written_and_while_none_is():
     rows = list(writing.measure_writing(quick=True))
     assert 4 == len({(r.name, r.peer) for r in rows})

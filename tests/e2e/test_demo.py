@@ -9,6 +9,7 @@ from trainvitals.cli.demo_plan import Expected, expected, match, plan, unexpecte
 from trainvitals.records import Decision
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_demo_finds_every_fault_and_nothing_else(tmp_path):
     done = subprocess.run(

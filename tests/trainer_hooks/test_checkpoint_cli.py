@@ -69,7 +69,7 @@ def test_all_states_are_listed_with_their_reasons(path, capsys):
         NEW: "verified",
         "step-00000030-7": "bad",
         "step-00000040-7": "retired",
-        "step-00000050-7": "verified",
+        "step-00000050-7": "retired",
         "step-00000060-7": "verified",
         "step-00000070-7": "candidate",
     }

@@ -107,12 +107,14 @@ def test_a_run_with_a_poisoned_window_ends_within_one_percent_of_the_clean_one(c
     assert {"skip_step", "rollback"} == {d.action for d in loop.decisions}
 
 
+@pytest.mark.slow
 def test_a_run_with_a_broken_moment_ends_within_one_percent_of_the_clean_one(clean):
     loop = Loop(broken_at=BROKEN_AT)
     assert abs(loop.guarded() / clean - 1) < 0.01
     assert 1 == sum(d.action == "rollback" for d in loop.decisions)
 
 
+@pytest.mark.slow
 def test_without_us_the_same_faults_ruin_the_training(clean):
     ruined = Loop(poisoned=WINDOW, broken_at=BROKEN_AT).unguarded()
     assert not math.isfinite(ruined) or ruined > 1.05 * clean

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -19,7 +20,7 @@ from trainer_hooks.checkpoints.index import OnBranch
 from trainer_hooks.checkpoints.layout import Layout
 from trainer_hooks.checkpoints.manifest import Manifest
 from trainer_hooks.checkpoints.planner import Box
-from trainer_hooks.moments import nonfinite_count
+from trainer_hooks.finite import bytes_of, is_finite
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.snapshots import Meta, Restored, Snapshot
 from trainer_hooks.state import HostState, Spec, TrainingState
@@ -175,7 +176,7 @@ class CheckpointStore:
         payload.scan(partial, check, list(expected))
 
     def _check_finite(self, key: str, tensor: Tensor) -> None:
-        if self._must_be_finite(key) and nonfinite_count([tensor], tensor.device).item():
+        if self._must_be_finite(key) and not is_finite(tensor):
             raise CheckpointCorruptError(f"{key} is not finite")
 
     def _publish(self, snapshot: Snapshot, size: int) -> None:
@@ -256,7 +257,7 @@ class CheckpointStore:
         exempt = set(content.may_be_nonfinite)
 
         def check(index: MetadataIndex, found: Tensor) -> None:
-            if _plain(index.fqn) not in exempt and nonfinite_count([found], found.device).item():
+            if _plain(index.fqn) not in exempt and not is_finite(found):
                 raise CheckpointCorruptError(f"{checkpoint_id}: {index.fqn} is not finite")
 
         payload.scan(folder, check)
@@ -423,7 +424,4 @@ def _plain(key: str) -> str:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if Spec.of(one) != Spec.of(other):
         return False
-    # clone: a view of one element may have stride 0, which no other type can view
-    raw = [t.clone(memory_format=torch.contiguous_format).view(-1) for t in (one, other)]
-    raw = [t.view(torch.uint8) for t in raw]
-    return torch.equal(*raw)
+    return np.array_equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))

@@ -1,4 +1,4 @@
-"""What each rank does in ``test_norms`` and ``test_faults``: every wrapping of one world size."""
+"""What each rank does in ``test_faults``: every wrapping of one world size."""
 
 import copy
 import json

@@ -1,8 +1,11 @@
-"""A fault on rank 1 alone: all ranks skip the step, and it leaves no trace, in every wrapping."""
+"""Every wrapping: what one rank's fault leaves behind (nothing), and whose norms are measured.
+
+One file, since its ranks are launched once: 34 wrappings, each with all faults.
+"""
 
 import pytest
 
-from tests.trainer_hooks.wrappings.cases import KINDS, PLACES
+from tests.trainer_hooks.wrappings.cases import KINDS, PLACES, SHARDED
 from tests.trainer_hooks.wrappings.models import WRAPPINGS
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -10,6 +13,7 @@ from trainvitals.records import (
     LOSS_OUTLIER,
     NORM_OUTLIER,
     OVERFLOW,
+    RANK_FAILED,
 )
 
 pytestmark = pytest.mark.dist
@@ -117,3 +121,77 @@ def test_a_fused_optimizer_never_makes_the_host_wait(found, world, name):
     wrapping = WRAPPINGS[world][name]
     expected = 1 if wrapping.fused and not wrapping.sparse else 0
     assert expected == found(world, name)[0]["faults"]["lag"]
+
+
+# ----------------------------------------------------------------------------------------- norms
+
+
+PARTED = [(world, name) for world, name in EVERY if name in SHARDED]
+
+
+def near(squares):
+    """Norms to 1e-5, so squares to twice that; where all is rounding, what is left of it."""
+    return pytest.approx(squares, rel=2e-5, abs=1e-13)
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_each_parameter_s_norm_is_that_of_a_single_process(found, world, name):
+    for rank in found(world, name):
+        assert near(rank["norms"]["expected"]) == rank["norms"]["ours"]
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_each_parameter_s_norm_is_that_of_the_gathered_gradient(found, world, name):
+    for rank in found(world, name):
+        whole = rank["norms"]["full"]
+        assert near(whole) == {key: rank["norms"]["ours"][key] for key in whole}
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_the_total_norm_is_that_of_a_single_process(found, world, name):
+    for rank in found(world, name):
+        assert near(sum(rank["norms"]["expected"].values())) == rank["norms"]["total"]
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_the_optimizer_gets_gradients_clipped_by_the_total_norm(found, world, name):
+    assert all(rank["norms"]["clipped"] for rank in found(world, name))
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_parameters_have_the_names_and_the_number_that_the_user_knows(found, world, name):
+    for rank in found(world, name):
+        norms = rank["norms"]
+        flat = [f"{module}_flat_param" for module in ("", "mix.", "blocks.0.", "blocks.1.")]
+        assert (flat if "flat" in name else norms["names"]) == list(norms["ours"])
+        assert norms["true_num_parameters"] == norms["num_parameters"]
+
+
+@pytest.mark.parametrize(("world", "name"), EVERY)
+def test_nothing_of_ours_failed_on_the_way(found, world, name):
+    for rank in found(world, name):
+        assert {} == rank["norms"]["faults"]
+        assert {} == rank["faults"]["faults"]
+
+
+@pytest.mark.parametrize(("world", "name"), PARTED)
+def test_a_part_without_a_gradient_adds_nothing(found, world, name):
+    ranks = [rank["short"] for rank in found(world, name)]
+    copies = 2 if name == "hsdp" else 1
+    for rank in ranks:
+        assert near(sum(rank["own"] for rank in ranks) / copies) == rank["ours"]
+
+
+@pytest.mark.parametrize(("world", "name"), PARTED)
+def test_a_rank_that_cannot_measure_trains_as_the_others_do(found, world, name):
+    for rank in found(world, name):
+        assert [0, RANK_FAILED, RANK_FAILED, 0] == rank["unmeasured"]["bits"]
+
+
+@pytest.mark.parametrize(("world", "name"), PARTED)
+def test_what_ranks_hold_alike_stays_alike_where_none_could_measure(found, world, name):
+    values: dict[str, set[float]] = {}
+    for rank in found(world, name):
+        for shard, value in rank["unmeasured"]["held"]:
+            values.setdefault(str(shard), set()).add(value)
+    assert {} == {shard: each for shard, each in values.items() if len(each) > 1}
