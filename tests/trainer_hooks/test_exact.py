@@ -85,7 +85,7 @@ def calm(kind, calm_of):
     return calm_of(kind)
 
 
-both = pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+both = pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 both_slowly = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "fsdp2")]
 )
