@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_hooks.finite import Numbers, are_finite, bytes_of, is_finite, numbers_of
+from trainer_hooks.finite import Numbers, are_finite, bytes_of, is_finite, is_readable, numbers_of
 
 _BLOCK_BYTES = 1 << 19
 """Copied, then looked at. Smaller ones cost calls, larger ones leave the cache."""
@@ -71,12 +71,8 @@ def _is_plain(pair: Pair) -> bool:
         and into.is_contiguous()
         and source.is_contiguous()
         and not (source.is_conj() or source.is_neg())
-        and (not pair.checked or numbers_of(source) is not None or not _has_nonfinite(source))
+        and (not pair.checked or is_readable(source.dtype))
     )
-
-
-def _has_nonfinite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:

@@ -31,6 +31,13 @@ _FIRST_NONFINITE = {
 """The smallest positive bits that are no finite number."""
 
 
+def is_readable(dtype: torch.dtype) -> bool:
+    """Return whether ``numbers_of`` reads the type, or it has no NaN and no Inf."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    return dtype in _FIRST_NONFINITE or (dtype.itemsize > 2 and dtype != torch.complex32)
+
+
 def numbers_of(tensor: Tensor) -> tuple[Numbers, int] | None:
     """Return a dense tensor as numpy sees it, and from where on bits are no finite number.
 
