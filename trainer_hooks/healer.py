@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class Healer:
         self._clock = clock
         self._saved_at = 0
         self._saved_ns = clock.monotonic_ns()
-        self._time_is_up = False
+        self._time_is_up = self._was_due = False
         self._newest_saved: tuple[int, int] = (0, 0)
         """Step and attempt of the newest checkpoint that is complete; of rank 0 alone."""
         self._on_disk: tuple[CheckpointRef, ...] = ()
@@ -110,7 +110,6 @@ class Healer:
         *,
         model: nn.Module,
         device: Device,
-        extra: Mapping[str, Any],
         ranks: Ranks,
         plan: PlanJournal,
         emitter: Emitter,
@@ -128,7 +127,7 @@ class Healer:
         from trainer_hooks.checkpoints.store import CheckpointStore
 
         state = TrainingState(
-            model, device.optimizers, device.schedulers, scaler=device.scaler, extra=extra
+            model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra
         )
         lag = device.readback.lag
         interval = settings.snapshot_every or settings.healthy_after + lag
@@ -244,7 +243,10 @@ class Healer:
         # A rank that could not measure the step could not speak for its copy either.
         silent = sum(reduced.by_rank("failed"))
         self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) + silent == 0.0)
-        self._time_is_up = self._time_is_up or bool(reduced.root["save_due"])
+        due = bool(reduced.root["save_due"])
+        # Steps that were under way when a save began say it once more.
+        self._time_is_up = self._time_is_up or (due and not self._was_due)
+        self._was_due = due
         self._saved(int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"]))
 
     def _saved(self, step: int, attempt: int) -> None:

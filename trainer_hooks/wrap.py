@@ -176,14 +176,15 @@ def set_up(
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
         place = open_run(ranks, environ, dir, clock)
         emitter = _emitter(ranks, device, place, faults, clock)
-        healer, root = None, ranks.rank == 0
-        plan = PlanJournal(plan=place.plan, run_dir=place.run_dir, is_root=root, faults=faults)
+        plan = PlanJournal(
+            plan=place.plan, run_dir=place.run_dir, is_root=ranks.rank == 0, faults=faults
+        )
+        healer = None
         if checkpoints:
             healer = Healer.make(
                 _settings(checkpoints, place.run_dir),
                 model=model,
                 device=device,
-                extra=device.extra,
                 ranks=ranks,
                 plan=plan,
                 emitter=emitter,

@@ -8,6 +8,7 @@ import torch
 from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from trainer_hooks import CheckpointSettings, EarlyStopping
 from trainvitals.errors import TrainingHalted
+from trainvitals.testing.clock import ManualClock
 
 BROKEN_AT, STEPS = 30, 50
 
@@ -70,3 +71,25 @@ def test_where_all_older_ones_are_gone_the_oldest_that_is_left_is_taken_again(lo
 def test_a_fourth_break_of_the_same_cause_still_halts(loop):
     with loop.monitor, pytest.raises(TrainingHalted, match="3 rollbacks did not cure"):
         train(loop, breaks=4)
+
+
+def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_the_steps(tmp_path):
+    checkpoints = CheckpointSettings(
+        directory=tmp_path / "checkpoints",
+        healthy_after=3,
+        snapshot_every=2,
+        save_every=10**6,
+        save_seconds=60,
+    )
+    loop, clock, counts = Loop(mode="heal", checkpoints=checkpoints), ManualClock(), []
+    healer = loop.monitor._host.healer
+    store = healer.keepers()[1]
+    healer._clock, healer._saved_ns = clock, clock.monotonic_ns()
+    with loop.monitor:
+        for seconds in (59.0, 1.0, 0.0, 60.0):
+            clock.advance(seconds)
+            for _ in range(12):
+                loop.monitor.step(loop.forward())
+                assert store.wait()
+            counts.append(len(store.refs()))
+    assert [0, 1, 1, 2] == counts
