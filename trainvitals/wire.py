@@ -1,17 +1,20 @@
 """How rows travel: one batch of one source and stream, the same bytes in the spool and over HTTP.
 
-    magic 4 | header length u32 | body length u32 | crc32 of header and body u32 | header | body
+    magic 4 | crc32 u32 | header length u32 | body length u32 | num_rows u32 |
+    first_seq i64 | dropped i64 | clock_offset_ns i64 | header | body
 
-The header is msgpack (who, which stream, which columns, which sequence numbers), the body is rows
-as they lay in the journal. A batch holds consecutive sequence numbers and ends at the end of an
-event. A reader that meets unknown header fields or columns keeps going; a newer format version is
-an error of its own.
+``crc32`` covers everything after itself. The header is msgpack (who, which stream, which columns):
+the same bytes in all batches of one writer's stream, so a reader decodes and checks it once. The
+body is rows as they lay in the journal. A batch holds consecutive sequence numbers and ends at the
+end of an event. A reader that meets unknown header fields or columns keeps going; a newer format
+version is an error of its own. Batches that travel together lie one after the other.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from functools import lru_cache
 
 import msgspec
 
@@ -19,10 +22,16 @@ from trainvitals.errors import FormatError, NewerVersionError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.rows import FORMAT_VERSION, Schema
 
-MAGIC = b"TVB1"
-PREFIX = struct.Struct("<4sIII")
+MAGIC = b"TVB2"
+PREFIX = struct.Struct("<4sIIIIqqq")
+CRC_FROM = 8
+"""The checksum covers a batch from this byte on."""
 MAX_HEADER_BYTES = 65_536
 MAX_BODY_BYTES = 4 << 20
+MAX_BATCHES = 4_096
+"""Batches that may travel together."""
+_REMEMBERED_BYTES = 4_096
+"""Headers up to this size are remembered once they were decoded."""
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,16 +63,29 @@ class Batch(msgspec.Struct, frozen=True):
     rows: bytes
 
 
-class IngestReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a stored batch. A spool frees only what lies at or below ``durable_seq``."""
+class IngestReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to one batch. A spool frees only what lies at or below ``durable_seq``.
+
+    A batch that was refused, beside others that were not, has the error's code and text.
+    """
 
     durable_seq: int
     num_new: int
     num_duplicate: int
+    code: str = ""
+    text: str = ""
+
+
+class _Writer(msgspec.Struct, frozen=True, kw_only=True):
+    """The header: what all batches of one writer's stream have in common."""
+
+    version: int = FORMAT_VERSION
+    identity: Identity
+    stream_schema: msgspec.Raw
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(BatchHeader)
+_DECODER = msgspec.msgpack.Decoder(_Writer)
 
 
 def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
@@ -72,10 +94,32 @@ def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
     Raises:
         FormatError: the rows do not match the header, or are more than MAX_BODY_BYTES.
     """
-    _check(header, len(rows))
-    head = _ENCODER.encode(header)
-    crc = zlib.crc32(rows, zlib.crc32(head))
-    return PREFIX.pack(MAGIC, len(head), len(rows), crc) + head + rows
+    _check_writer(header.identity, header.stream_schema)
+    _check_numbers(header, len(rows))
+    head = _ENCODER.encode(
+        {
+            "version": header.version,
+            "identity": header.identity,
+            "stream_schema": header.stream_schema,
+        }
+    )
+    return frame(header, head, rows)
+
+
+def frame(header: BatchHeader, head: bytes, rows: bytes) -> bytes:
+    """Return header bytes and rows as a batch with a right checksum; checks nothing else."""
+    prefix = PREFIX.pack(
+        MAGIC,
+        0,
+        len(head),
+        len(rows),
+        header.num_rows,
+        header.first_seq,
+        header.dropped,
+        header.clock_offset_ns,
+    )[CRC_FROM:]
+    crc = zlib.crc32(rows, zlib.crc32(head, zlib.crc32(prefix)))
+    return b"".join((MAGIC, crc.to_bytes(4, "little"), prefix, head, rows))
 
 
 def batch_size(prefix: bytes) -> int:
@@ -86,12 +130,39 @@ def batch_size(prefix: bytes) -> int:
     """
     if len(prefix) < PREFIX.size:
         raise FormatError(f"a batch begins with {PREFIX.size} bytes; there are {len(prefix)}")
-    magic, head, body, _ = PREFIX.unpack_from(prefix)
+    magic, _, head, body, *_ = PREFIX.unpack_from(prefix)
     if magic != MAGIC:
         raise FormatError(f"a batch begins with {MAGIC!r}; these bytes begin with {magic!r}")
     if head > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
         raise FormatError(f"batch claims a header of {head} and a body of {body} bytes; too large")
     return PREFIX.size + int(head) + int(body)
+
+
+def is_whole(raw: bytes) -> bool:
+    """Return whether these bytes, begun by a prefix, are one batch with a right checksum."""
+    crc = int.from_bytes(raw[4:CRC_FROM], "little")
+    return len(raw) == batch_size(raw[: PREFIX.size]) and crc == zlib.crc32(
+        memoryview(raw)[CRC_FROM:]
+    )
+
+
+def split_batches(raw: bytes) -> list[bytes]:
+    """Return the batches that lie one after the other; their checksums are not looked at.
+
+    Raises:
+        FormatError: there is none, there are more than MAX_BATCHES, or one is cut off.
+    """
+    found: list[bytes] = []
+    start = 0
+    while start < len(raw) or not found:
+        size = batch_size(raw[start : start + PREFIX.size])
+        if start + size > len(raw):
+            raise FormatError(f"batch claims {size} bytes and has {len(raw) - start}")
+        if len(found) == MAX_BATCHES:
+            raise FormatError(f"more than {MAX_BATCHES} batches at once")
+        found.append(raw[start : start + size])
+        start += size
+    return found
 
 
 def decode_batch(raw: bytes) -> Batch:
@@ -101,21 +172,49 @@ def decode_batch(raw: bytes) -> Batch:
         FormatError: torn, damaged, or inconsistent with its own header.
         NewerVersionError: written by a newer format.
     """
-    size = batch_size(raw)
+    size = batch_size(raw[: PREFIX.size])
     if len(raw) != size:
         raise FormatError(f"batch claims {size} bytes and has {len(raw)}")
-    _, head_size, _, crc = PREFIX.unpack_from(raw)
-    if zlib.crc32(memoryview(raw)[PREFIX.size :]) != crc:
+    if not is_whole(raw):
         raise FormatError("the batch's checksum does not hold")
-    version_raw = raw[PREFIX.size : PREFIX.size + head_size]
-    _refuse_newer(version_raw)
+    _, _, head_size, _, num_rows, first_seq, dropped, offset = PREFIX.unpack_from(raw)
+    end = PREFIX.size + head_size
+    head = raw[PREFIX.size : end]
+    # Not called by its cached name for a long one: what is remembered must stay small.
+    version, identity, schema = (
+        _writer_of(head) if head_size <= _REMEMBERED_BYTES else _writer_of.__wrapped__(head)
+    )
+    header = BatchHeader(
+        version=version,
+        identity=identity,
+        stream_schema=schema,
+        first_seq=first_seq,
+        num_rows=num_rows,
+        dropped=dropped,
+        clock_offset_ns=offset,
+    )
+    rows = raw[end:]
+    _check_numbers(header, len(rows))
+    return Batch(header, rows)
+
+
+@lru_cache(maxsize=8_192)
+def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
+    _refuse_newer(head)
     try:
-        header = _DECODER.decode(version_raw)
+        writer = _DECODER.decode(head)
+        raw = bytes(writer.stream_schema)
+        schema = _schema_of(raw) if len(raw) <= _REMEMBERED_BYTES else _schema_of.__wrapped__(raw)
     except msgspec.DecodeError as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
-    rows = raw[PREFIX.size + head_size :]
-    _check(header, len(rows))
-    return Batch(header, rows)
+    _check_writer(writer.identity, schema)
+    return writer.version, writer.identity, schema
+
+
+@lru_cache(maxsize=256)
+def _schema_of(raw: bytes) -> Schema:
+    """Return the schema: one object for all writers with these columns, and one row type."""
+    return msgspec.msgpack.decode(raw, type=Schema)
 
 
 class _Version(msgspec.Struct):
@@ -134,17 +233,19 @@ def _refuse_newer(head: bytes) -> None:
         )
 
 
-def _check(header: BatchHeader, num_bytes: int) -> None:
+def _check_writer(identity: Identity, schema: Schema) -> None:
     try:
-        header.identity.check()
+        identity.check()
     except UsageError as error:
         raise FormatError(f"the batch's identity is malformed: {error.text}") from error
-    schema = header.stream_schema.check()
+    schema.check()
+
+
+def _check_numbers(header: BatchHeader, num_bytes: int) -> None:
     if num_bytes > MAX_BODY_BYTES:
         raise FormatError(f"{num_bytes} bytes of rows; a batch holds at most {MAX_BODY_BYTES}")
     if header.num_rows < 1 or header.first_seq < 0 or header.dropped < 0:
         raise FormatError("a batch has at least one row and no negative counts")
-    if header.num_rows * schema.row_size != num_bytes:
-        raise FormatError(
-            f"{header.num_rows} rows of {schema.row_size} bytes are not {num_bytes} bytes"
-        )
+    row_size = header.stream_schema.row_size
+    if header.num_rows * row_size != num_bytes:
+        raise FormatError(f"{header.num_rows} rows of {row_size} bytes are not {num_bytes} bytes")

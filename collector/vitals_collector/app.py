@@ -22,14 +22,14 @@ from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.views import Problem
-from trainvitals.wire import IngestReply
+from trainvitals.wire import IngestReply, split_batches
 from vitals_collector.api_control import control_router
 from vitals_collector.api_query import query_router
 from vitals_collector.auth import Gate, access_config, load_or_create_tokens, require
 from vitals_collector.engine import Acting, EngineConfig, assemble
 from vitals_collector.exposition import StoreCollector, metrics_router
 from vitals_collector.folder import FolderIngest
-from vitals_collector.ingest import ingest
+from vitals_collector.ingest import ingest_all
 from vitals_collector.notifiers import build_notifiers
 from vitals_collector.query import Query
 from vitals_collector.store import Store, ensure_data_dir, open_data_store, open_store
@@ -165,13 +165,17 @@ def _ingest_router(store: Store, clock: Clock) -> APIRouter:
         "/v1/ingest",
         tags=["ingest"],
         dependencies=[Depends(require("ingest"))],
-        responses=answers(IngestReply),
+        responses=answers(list[IngestReply]),
         openapi_extra=takes(bytes, "application/octet-stream"),
     )
     async def ingest_batch(request: Request) -> Response:
-        """Store one batch (``trainvitals.wire``); it is durable when this answers 200."""
+        """Store batches (``trainvitals.wire``), one after the other; durable when this answers 200.
+
+        One reply for each. Where all are refused, that is the answer; else each has its own words.
+        """
         raw = await request.body()
-        stored = await run_in_threadpool(ingest, store, raw, received_unix_ns=clock.time_ns())
+        now = clock.time_ns()
+        stored = await run_in_threadpool(ingest_all, store, split_batches(raw), now)
         return reply(stored)
 
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))

@@ -92,15 +92,16 @@ class Engine:
         self.num_errors = 0
         store.after_ingest.append(self.after_ingest)
 
-    def after_ingest(self, batch: Batch, events: Sequence[EventRow]) -> None:
+    def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
         """Note who wrote what; reads and writes nothing."""
-        identity = batch.header.identity
-        if batch.header.stream != "events":
-            self._watching.note(identity.run_id)
-        if any(isinstance(row.event, DecisionMade | FindingRaised) for row in events):
-            with self._lock:
-                self._dirty.add((identity.run_id, identity.incarnation))
-            self._wake.set()
+        for batch, events in new:
+            identity = batch.header.identity
+            if batch.header.stream != "events":
+                self._watching.note(identity.run_id)
+            if any(isinstance(row.event, DecisionMade | FindingRaised) for row in events):
+                with self._lock:
+                    self._dirty.add((identity.run_id, identity.incarnation))
+                self._wake.set()
 
     def poll(self) -> None:
         """Consume decisions and findings, watch, follow the runs' states, tell what was not told.

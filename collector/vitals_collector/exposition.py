@@ -23,9 +23,9 @@ from vitals_collector import commands, overview
 from vitals_collector.auth import require
 from vitals_collector.engine import Acting
 from vitals_collector.schema import alerts, batches, decisions, findings, sources, streams
-from vitals_collector.series import read_schema
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
+from vitals_collector.stored import read_schema
 
 MAX_RUNS = 50
 """Runs that appear: the newest that run, or ended a short while ago."""

@@ -32,7 +32,7 @@ from vitals_collector.gathering import (
 )
 from vitals_collector.merging import LAYER_COLUMNS, Key, LayerPart, Part, decode, step_columns
 from vitals_collector.schema import batches, checkpoints, engine_state, names, sources, streams
-from vitals_collector.series import read_schema
+from vitals_collector.stored import read_schema
 
 _BATCHES_AT_ONCE = 16
 _ROWS_AT_ONCE = 50_000

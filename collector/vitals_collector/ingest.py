@@ -67,6 +67,30 @@ def ingest(store: Store, raw: bytes, *, received_unix_ns: int = 0) -> IngestRepl
     return stored.reply
 
 
+def ingest_all(store: Store, raws: Sequence[bytes], received_unix_ns: int) -> list[IngestReply]:
+    """Store batches that came together; one that is refused does not keep the others back.
+
+    Raises:
+        FormatError: all of them are refused: the first one's error.
+        StorageError: the database refused; nothing was stored, send it again.
+    """
+    replies: list[IngestReply] = []
+    refused: list[FormatError] = []
+    for raw in raws:
+        try:
+            replies.append(ingest(store, raw, received_unix_ns=received_unix_ns))
+        except FormatError as error:
+            refused.append(error)
+            replies.append(
+                IngestReply(
+                    durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text
+                )
+            )
+    if len(refused) == len(raws):
+        raise refused[0]
+    return replies
+
+
 def check_batch(store: Store, raw: bytes) -> Batch:
     """Return the decoded batch, fit to be stored; count it where it is refused.
 
@@ -119,18 +143,19 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
     A hook's error is logged and counted, never raised: the rows are stored, and refusing the batch
     now would only have it sent again.
     """
+    new: list[tuple[Batch, Sequence[EventRow]]] = []
     for one in stored:
         store.counters.num_rows += one.reply.num_new
         store.counters.num_duplicate += one.reply.num_duplicate
         store.counters.num_lost += one.num_lost
-        if one.batch is None:
-            continue
-        for hook in store.after_ingest:
-            try:
-                hook(one.batch, one.events)
-            except Exception:  # noqa: BLE001 - the one place where a hook's error is counted
-                store.counters.num_hook_errors += 1
-                _LOG.exception("after_ingest_failed run=%s", one.batch.header.identity.run_id)
+        if one.batch is not None:
+            new.append((one.batch, one.events))
+    for hook in store.after_ingest if new else ():
+        try:
+            hook(new)
+        except Exception:  # noqa: BLE001 - the one place where a hook's error is counted
+            store.counters.num_hook_errors += 1
+            _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
 
 
 def _check_numbers(header: BatchHeader) -> None:
@@ -324,4 +349,4 @@ def _last_values(schema: Schema, row: npt.NDArray[np.void]) -> dict[str, int | f
     }
 
 
-__all__ = ["Stored", "announce", "check_batch", "ingest", "store_batch"]
+__all__ = ["Stored", "announce", "check_batch", "ingest", "ingest_all", "store_batch"]

@@ -49,6 +49,7 @@ from vitals_collector.schema import (
 from vitals_collector.shadow import with_hindsight
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
+from vitals_collector.stored import read_schema
 
 MAX_POINTS = 20_000
 MAX_EVENTS = 10_000
@@ -273,7 +274,7 @@ def _last_steps(connection: Connection, run_id: str) -> dict[int, int]:
     last = {row[0]: row[1] for row in connection.execute(query.group_by(table.min_attempt))}
     mixed = select(table.schema_digest, table.row_bytes).where(*of_steps, ~is_pure)
     for digest, raw in connection.execute(mixed).all():
-        schema = series.read_schema(connection, digest)
+        schema = read_schema(connection, digest)
         rows = rows_of(schema, raw)
         steps, ids = (column_of(schema, rows, name)[0] for name in ("step", "attempt"))
         for attempt in np.unique(ids).tolist():
@@ -360,7 +361,7 @@ def _step_rows(connection: Connection, run_id: str, step: int) -> tuple[StepRow,
     )
     found: dict[tuple[str, int], StepRow] = {}
     for batch in connection.execute(query):
-        schema = series.read_schema(connection, batch.schema_digest)
+        schema = read_schema(connection, batch.schema_digest)
         rows = rows_of(schema, batch.row_bytes)
         for i in np.flatnonzero(column_of(schema, rows, "step")[0] == step):
             row = _step_row(schema, bytes(rows[i]), batch.source, batch.incarnation)

@@ -33,8 +33,8 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Schema, Value
 from vitals_collector.schema import batches, events, sources, streams
-from vitals_collector.series import read_schema
 from vitals_collector.store import Store
+from vitals_collector.stored import read_schema
 
 COMPARED = (
     "action", "step", "attempt", "rule", "cause", "rank", "value", "acted", "checkpoint_id",

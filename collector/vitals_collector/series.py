@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, Row, select
@@ -19,7 +18,8 @@ from sqlalchemy import Connection, Row, select
 from trainvitals.errors import FormatError
 from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.views import Branch, NonFiniteMark
-from vitals_collector.schema import batches, row_schemas
+from vitals_collector.schema import batches
+from vitals_collector.stored import read_schema
 
 _CHUNKS_AT_ONCE = 256
 
@@ -88,14 +88,6 @@ def load(connection: Connection, wanted: Selection) -> Points:
         if points is not None:
             parts.append(points)
     return _concatenate(parts)
-
-
-def read_schema(connection: Connection, digest: str) -> Schema:
-    """Return the columns that were stored under the digest."""
-    body = connection.execute(
-        select(row_schemas.c.body).where(row_schemas.c.digest == digest)
-    ).scalar_one()
-    return msgspec.msgpack.decode(body, type=Schema)
 
 
 def _chunks(connection: Connection, wanted: Selection) -> Iterator[list[Row[Any, Any, Any]]]:

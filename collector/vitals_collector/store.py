@@ -32,8 +32,9 @@ FULL = "V302"
 LOCKED = "V303"
 """Error code: somebody else holds the database."""
 
-AfterIngest = Callable[[Batch, Sequence[EventRow]], None]
-"""Told of new rows (duplicates cut off) and the events in them, after their commit."""
+AfterIngest = Callable[[Sequence[tuple[Batch, Sequence[EventRow]]]], None]
+"""Told of new rows (duplicates cut off) and the events in them, after their commit: of all batches
+that were committed together at once."""
 
 
 @dataclass(slots=True)

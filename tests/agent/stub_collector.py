@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from trainvitals.views import CommandView
-from trainvitals.wire import IngestReply, decode_batch
+from trainvitals.wire import IngestReply, decode_batch, split_batches
 
 
 class StubCollector:
@@ -79,7 +79,9 @@ class StubCollector:
                     problem = {"code": "V200", "text": "the batch is damaged"}
                     self._answer(400, json.dumps(problem).encode())
                 elif path == "/v1/ingest":
-                    self._answer(200, msgspec.json.encode(stub.ingest(raw)))
+                    self._answer(
+                        200, msgspec.json.encode([stub.ingest(each) for each in split_batches(raw)])
+                    )
                 else:
                     stub.delivered.append(int(path.split("/")[-2]))
                     self._answer(204, b"")

@@ -168,14 +168,15 @@ def test_an_error_has_the_status_that_says_whether_to_try_again(
     def fail(*_args: object, **_how: object) -> None:
         raise error
 
-    monkeypatch.setattr("vitals_collector.app.ingest", fail)
+    monkeypatch.setattr("vitals_collector.app.ingest_all", fail)
+    raw = Writer().steps([0])
     headers = {"Content-Type": "application/octet-stream"}
-    answer = served.request("POST", "/v1/ingest", "ingest", content=b"x", headers=headers)
+    answer = served.request("POST", "/v1/ingest", "ingest", content=raw, headers=headers)
     assert status == answer.status_code
     assert "a secret" not in answer.text
     assert (status in (503, 507)) == ("retry-after" in answer.headers)
     with served.client("ingest") as client, pytest.raises(kind):
-        client.ingest(b"x")
+        client.ingest(raw)
 
 
 def test_a_full_disk_answers_507_and_nothing_is_acknowledged(tmp_path: Path):
@@ -200,7 +201,7 @@ def _fill(data: Path) -> None:
             answers.append(answer.status_code)
             if answer.status_code != 200:
                 break
-            acknowledged += answer.json()["num_new"]
+            acknowledged += answer.json()[0]["num_new"]
         with served.client() as client:
             assert acknowledged == client.run(RUN).sources[0].num_rows
     assert 507 == answers[-1]

@@ -1,6 +1,7 @@
 import math
 import random
 import threading
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from trainvitals.records import (
     Decision,
     DecisionMade,
     Event,
+    EventRow,
     Finding,
     FindingRaised,
     Note,
@@ -295,7 +297,8 @@ def test_a_command_learns_what_became_of_it(store: Store):
 def test_hooks_hear_of_new_rows_only_and_after_they_are_stored(store: Store):
     heard: list[tuple[int, int, int]] = []
 
-    def hook(batch: Batch, events) -> None:
+    def hook(new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
+        [(batch, _)] = new
         heard.append((batch.header.first_seq, batch.header.num_rows, len(stored_rows(store))))
         assert len(batch.rows) == batch.header.num_rows * STEPS.row_size
 
@@ -309,7 +312,7 @@ def test_hooks_hear_of_new_rows_only_and_after_they_are_stored(store: Store):
 def test_a_failing_hook_is_counted_and_the_batch_still_acknowledged(
     store: Store, caplog: pytest.LogCaptureFixture
 ):
-    def hook(batch: Batch, events) -> None:
+    def hook(new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
         raise RuntimeError("detector broke")
 
     store.after_ingest.append(hook)

@@ -1,5 +1,3 @@
-import zlib
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,6 +8,7 @@ from trainvitals.identity import Identity
 from trainvitals.rows import FORMAT_VERSION, Column, Schema
 from trainvitals.wire import (
     MAGIC,
+    MAX_BATCHES,
     MAX_BODY_BYTES,
     PREFIX,
     Batch,
@@ -17,6 +16,8 @@ from trainvitals.wire import (
     batch_size,
     decode_batch,
     encode_batch,
+    frame,
+    split_batches,
 )
 
 IDENTITY = Identity("01ARZ3NDEKTSV4RRFFQ69G5FAV", "0" * 16, "rank:0", "node-a")
@@ -28,9 +29,18 @@ def a_header(num_rows: int = 1, **changes: object) -> BatchHeader:
     return msgspec.structs.replace(header, **changes)
 
 
-def by_hand(head: object, body: bytes = b"") -> bytes:
+def by_hand(head: object, body: bytes = b"", **numbers: int) -> bytes:
     raw = head if isinstance(head, bytes) else msgspec.msgpack.encode(head)
-    return PREFIX.pack(MAGIC, len(raw), len(body), zlib.crc32(body, zlib.crc32(raw))) + raw + body
+    return frame(a_header(**numbers), raw, body)
+
+
+def said(header: BatchHeader) -> dict[str, object]:
+    """Return what a header says beside the numbers of the batch."""
+    return {
+        "version": header.version,
+        "identity": msgspec.to_builtins(header.identity),
+        "stream_schema": msgspec.to_builtins(header.stream_schema),
+    }
 
 
 @given(
@@ -69,15 +79,23 @@ JSON = st.recursive(
 
 
 @given(
-    key=st.sampled_from(
-        ["version", "identity", "stream_schema", "first_seq", "num_rows", "dropped"]
-    ),
+    key=st.sampled_from(["version", "identity", "stream_schema"]),
     value=JSON,
+    numbers=st.fixed_dictionaries(
+        {},
+        optional={
+            "num_rows": st.integers(0, 2**32 - 1),
+            "first_seq": st.integers(-(2**63), 2**63 - 1),
+            "dropped": st.integers(-(2**63), 2**63 - 1),
+        },
+    ),
 )
-def test_a_header_with_an_odd_field_is_a_format_error_or_a_batch(key: str, value: object) -> None:
-    head = {**msgspec.to_builtins(a_header()), key: value}
+def test_a_header_with_an_odd_field_is_a_format_error_or_a_batch(
+    key: str, value: object, numbers: dict[str, int]
+) -> None:
+    head = {**said(a_header()), key: value}
     try:
-        batch = decode_batch(by_hand(head, SCHEMA.pack(0, [1.0, 1])))
+        batch = decode_batch(by_hand(head, SCHEMA.pack(0, [1.0, 1]), **numbers))
     except FormatError:
         return
     assert batch.header.num_rows * batch.header.stream_schema.row_size == len(batch.rows)
@@ -103,7 +121,7 @@ def test_a_batch_torn_at_any_byte_is_a_format_error() -> None:
 
 def test_unknown_fields_of_the_same_version_are_passed_over() -> None:
     head = {
-        **msgspec.to_builtins(a_header()),
+        **said(a_header()),
         "later": [1, 2],
         "identity": {**msgspec.to_builtins(IDENTITY), "also_later": 1},
     }
@@ -134,14 +152,47 @@ def test_a_batch_that_contradicts_itself_is_refused_both_ways(changes: dict[str,
     with pytest.raises(FormatError):
         encode_batch(header, rows)
     with pytest.raises(FormatError):
-        decode_batch(by_hand(header, rows))
+        decode_batch(frame(header, msgspec.msgpack.encode(said(header)), rows))
 
 
 def test_a_batch_that_claims_too_much_is_refused_before_it_is_read() -> None:
     with pytest.raises(FormatError, match="too large"):
-        batch_size(PREFIX.pack(MAGIC, 10, MAX_BODY_BYTES + 1, 0))
+        batch_size(PREFIX.pack(MAGIC, 0, 10, MAX_BODY_BYTES + 1, 1, 0, 0, 0))
     with pytest.raises(FormatError, match="too large"):
-        batch_size(PREFIX.pack(MAGIC, 1 << 30, 0, 0))
+        batch_size(PREFIX.pack(MAGIC, 0, 1 << 30, 0, 1, 0, 0, 0))
     num = MAX_BODY_BYTES // SCHEMA.row_size + 1
     with pytest.raises(FormatError, match="at most"):
         encode_batch(a_header(num), bytes(num * SCHEMA.row_size))
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_batches_that_travel_together_come_apart_again(sizes: list[int]) -> None:
+    batches = [
+        encode_batch(a_header(num), b"".join(SCHEMA.pack(i, [1.0, i]) for i in range(num)))
+        for num in sizes
+    ]
+    assert batches == split_batches(b"".join(batches))
+
+
+@given(raw=st.binary(max_size=300))
+def test_arbitrary_bytes_are_not_taken_for_batches_that_travel_together(raw: bytes) -> None:
+    whole = encode_batch(a_header(), SCHEMA.pack(0, [1.0, 1]))
+    for bad in (raw, whole + raw + b"x", whole[:-1]):
+        with pytest.raises(FormatError):
+            split_batches(bad)
+
+
+def test_more_batches_than_may_travel_together_are_refused() -> None:
+    whole = encode_batch(a_header(), SCHEMA.pack(0, [1.0, 1]))
+    assert MAX_BATCHES == len(split_batches(whole * MAX_BATCHES))
+    with pytest.raises(FormatError, match="more than"):
+        split_batches(whole * (MAX_BATCHES + 1))
+
+
+def test_a_header_is_read_once_for_all_batches_of_a_writer() -> None:
+    first, second = (
+        decode_batch(encode_batch(a_header(first_seq=i), SCHEMA.pack(i, [1.0, i]))).header
+        for i in range(2)
+    )
+    assert first.stream_schema is second.stream_schema
+    assert (0, 1) == (first.first_seq, second.first_seq)

@@ -7,7 +7,7 @@ followed: the token goes to the address that was given and nowhere else.
 """
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -110,8 +110,24 @@ class CollectorClient:
 
     def ingest(self, raw: bytes) -> IngestReply:
         """Store one batch; committed when this returns."""
+        return self.ingest_all([raw])[0]
+
+    def ingest_all(self, raws: Sequence[bytes]) -> tuple[IngestReply, ...]:
+        """Store batches together; what is not refused is committed when this returns.
+
+        Returns:
+            One reply for each batch. Where all are refused, the first one's error is raised.
+        """
         headers = {"Content-Type": "application/octet-stream"}
-        return self._call(IngestReply, "POST", "/v1/ingest", content=raw, headers=headers)
+        content = b"".join(raws)
+        answer = tuple[IngestReply, ...]
+        replies = self._call(answer, "POST", "/v1/ingest", content=content, headers=headers)
+        if len(replies) != len(raws):
+            raise TransportError(
+                f"{self.url}/v1/ingest gave {len(replies)} replies to {len(raws)} batches",
+                hint="is this a collector of this version?",
+            )
+        return replies
 
     def pending_commands(self, run_id: str) -> tuple[CommandView, ...]:
         """Return the commands that wait to be delivered to the run."""

@@ -9,7 +9,6 @@ history: nothing is removed, and what does not fit is refused. Without it the ol
 """
 
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +17,7 @@ import msgspec
 
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.io.rundir import replace_file, sync_folder
-from trainvitals.wire import MAGIC, PREFIX, BatchHeader, batch_size, decode_batch
+from trainvitals.wire import MAGIC, PREFIX, BatchHeader, batch_size, decode_batch, is_whole
 
 FILE_BYTES = 8 << 20
 GROWING_SECONDS = 30.0
@@ -323,10 +322,7 @@ def _batch_at(file: BinaryIO, offset: int) -> bytes | None:
     except FormatError:
         return None
     raw = prefix + file.read(size - len(prefix))
-    crc = PREFIX.unpack_from(raw)[3]
-    if len(raw) != size or zlib.crc32(memoryview(raw)[PREFIX.size :]) != crc:
-        return None
-    return raw
+    return raw if is_whole(raw) else None
 
 
 def _header(raw: bytes) -> BatchHeader | None:

@@ -45,7 +45,7 @@ def test_a_batch_is_sent_raw_with_the_token() -> None:
 
     def handle(request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        return httpx.Response(200, content=msgspec.json.encode(reply))
+        return httpx.Response(200, content=msgspec.json.encode([reply]))
 
     with client_of(handle) as client:
         assert reply == client.ingest(b"\x00raw\xff")
@@ -89,7 +89,7 @@ def test_a_series_is_asked_for_with_what_was_given() -> None:
 
     def handle(request: httpx.Request) -> httpx.Response:
         seen.append(request.url)
-        return httpx.Response(200, content=msgspec.json.encode(reply))
+        return httpx.Response(200, content=msgspec.json.encode([reply]))
 
     with client_of(handle) as client:
         assert reply == client.series(RUN_ID, "steps.loss", branch="all", from_step=3)

@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from tests.trainvitals.io.builders import a_batch, an_identity
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.io.spool import Position, Spool, read_batches
-from trainvitals.wire import MAGIC, PREFIX, decode_batch
+from trainvitals.wire import decode_batch, frame
 
 GB = 1 << 30
 
@@ -201,7 +200,7 @@ def test_a_flipped_bit_loses_its_batch_and_no_other(
 
 
 def test_damage_at_the_end_of_an_older_file_is_counted(tmp_path: Path, identity: Identity) -> None:
-    (tmp_path / "000000.tvs").write_bytes(a_batch(identity, 0, 1) + b"TVB1 torn")
+    (tmp_path / "000000.tvs").write_bytes(a_batch(identity, 0, 1) + b"TVB2 torn")
     (tmp_path / "000001.tvs").write_bytes(a_batch(identity, 1, 1))
     spool = Spool(tmp_path, max_bytes=GB, keep=True)
     assert [0, 1] == firsts(spool.pending(9))
@@ -211,8 +210,7 @@ def test_damage_at_the_end_of_an_older_file_is_counted(tmp_path: Path, identity:
 
 def test_a_batch_of_a_newer_version_is_passed_on(tmp_path: Path, identity: Identity) -> None:
     head = msgspec.msgpack.encode({"version": 99, "unheard": "of"})
-    crc = zlib.crc32(head)
-    newer = PREFIX.pack(MAGIC, len(head), 0, crc) + head
+    newer = frame(decode_batch(a_batch(identity, 0, 1)).header, head, b"")
     (tmp_path / "000000.tvs").write_bytes(newer + a_batch(identity, 0, 1))
     assert [newer, a_batch(identity, 0, 1)] == [raw for _, raw in read_batches(tmp_path)]
     spool = Spool(tmp_path, max_bytes=GB, keep=True)
