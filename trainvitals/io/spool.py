@@ -9,6 +9,7 @@ history: nothing is removed, and what does not fit is refused. Without it the ol
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -41,6 +42,8 @@ class _State(msgspec.Struct, kw_only=True):
 class Spool:
     """Appends batches durably and gives them back until they are acknowledged; for one owner.
 
+    Thread-safe: one thread may append and sync while another reads and acknowledges.
+
     Args:
         directory: made if missing.
         max_bytes: bound over all files.
@@ -57,6 +60,7 @@ class Spool:
         self.max_bytes = max_bytes
         self.keep = keep
         self._corrupt_at: set[Position] = set()
+        self._lock = threading.RLock()
         self._file_bytes = max(1, min(file_bytes, max_bytes // 4))
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,7 @@ class Spool:
     @property
     def num_bytes(self) -> int:
         """Bytes on disk."""
-        return sum(self._sizes.values())
+        return sum(list(self._sizes.values()))
 
     @property
     def dropped_rows(self) -> int:
@@ -90,7 +94,8 @@ class Spool:
 
     def last_seqs(self) -> dict[tuple[str, str, str], int]:
         """Return the last sequence number ever appended by (run, incarnation, stream)."""
-        return dict(self._last)
+        with self._lock:
+            return dict(self._last)
 
     def append(self, raw: bytes) -> bool:
         """Add a batch; durable after the next ``sync``. False: full (``keep``); counted.
@@ -100,31 +105,33 @@ class Spool:
             StorageError: the disk refused; the spool is as it was before.
         """
         header = decode_batch(raw).header
-        if not self._make_room(len(raw)):
-            self._state.dropped_rows += header.num_rows
-            return False
-        file, number = self._current(len(raw))
-        try:
-            _write_all(file, raw)
-        except OSError as error:
-            file.truncate(self._sizes[number])
-            file.seek(self._sizes[number])
-            raise StorageError(
-                f"{self._path(number)}: {error.strerror}; nothing was added",
-                hint="free some space; what is in the journal is sent when there is room again",
-            ) from error
-        self._sizes[number] += len(raw)
-        self._note(header)
-        return True
+        with self._lock:
+            if not self._make_room(len(raw)):
+                self._state.dropped_rows += header.num_rows
+                return False
+            file, number = self._current(len(raw))
+            try:
+                _write_all(file, raw)
+            except OSError as error:
+                file.truncate(self._sizes[number])
+                file.seek(self._sizes[number])
+                raise StorageError(
+                    f"{self._path(number)}: {error.strerror}; nothing was added",
+                    hint="free some space; what is in the journal is sent when there is room again",
+                ) from error
+            self._sizes[number] += len(raw)
+            self._note(header)
+            return True
 
     def sync(self) -> None:
         """Make everything appended so far durable."""
-        if self._file is None:
-            return
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise StorageError(f"{self._file.name}: cannot be made durable: {error}") from error
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise StorageError(f"{self._file.name}: cannot be made durable: {error}") from error
 
     def pending(self, limit: int) -> list[tuple[Position, bytes]]:
         """Return the oldest unacknowledged batches, each with the position to ``ack``."""
@@ -140,20 +147,22 @@ class Spool:
 
     def ack(self, position: Position) -> None:
         """Take note that everything before ``position`` is stored for good; free whole files."""
-        if position <= self._state.acked:
-            return
-        self._state.acked = position
-        if not self.keep:
-            for number in [n for n in self._sizes if n < position.file]:
-                self._remove(number)
-        self._save_state()
+        with self._lock:
+            if position <= self._state.acked:
+                return
+            self._state.acked = position
+            if not self.keep:
+                for number in [n for n in self._sizes if n < position.file]:
+                    self._remove(number)
+            self._save_state()
 
     def close(self) -> None:
         """Sync, save the state, close the file."""
-        if self._file is not None:
-            self._save_state()
-            self._file.close()
-            self._file = None
+        with self._lock:
+            if self._file is not None:
+                self._save_state()
+                self._file.close()
+                self._file = None
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:06d}.tvs"
