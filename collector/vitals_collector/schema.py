@@ -1,6 +1,7 @@
 """Every table of the store, once; ``migrations`` carries a database from version to version.
 
-What people filter by are rows. Numbers stay the bytes that came: a batch is one row of ``batches``.
+What people filter by are rows. Numbers stay the bytes that came: a batch is one row of ``batches``,
+until compaction makes one row of many, whose numbers lie by column in ``batch_columns``.
 Bodies (``body``) are msgpack of the record of that name, because JSON has no NaN. Times are
 nanoseconds since the Unix epoch. Text is what people wrote and may be anything but NUL.
 """
@@ -158,6 +159,23 @@ batches = Table(
     UniqueConstraint("run_id", "incarnation", "stream", "first_seq"),
     Index("ix_batches_lookup", "run_id", "stream", "source", "min_step", "max_step"),
 )
+"""Rows of one writer's stream; ``row_bytes`` is empty where they lie in ``batch_columns``. Only
+``stored`` and ``compaction`` read it."""
+
+batch_columns = Table(
+    "batch_columns",
+    metadata,
+    Column("batch_id", _ROW_ID, ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("kind", String(8), nullable=False),
+    Column("encoding", String(16), nullable=False),
+    Column("base", BigInteger, nullable=False),
+    Column("summary", LargeBinary, nullable=False),
+    Column("valid", LargeBinary, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+"""One column of a compacted batch, in the form that ``columns`` describes; it goes with its batch.
+The summary lies before the body: SQLite reads a row from its beginning."""
 
 events = Table(
     "events",

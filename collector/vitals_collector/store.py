@@ -47,6 +47,8 @@ class IngestCounters:
     num_hook_errors: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     """Refused batches by error code."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held by whoever counts."""
 
 
 class Store:
@@ -242,7 +244,13 @@ def _without_password(url: str) -> str:
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
     # SQLAlchemy says BEGIN (see below), so that a read sees one moment and a write starts as one.
     connection.isolation_level = None
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    # A fresh database can give back freed pages little by little; an older one keeps its own way.
+    for pragma in (
+        "auto_vacuum=INCREMENTAL",
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+    ):
         connection.execute(f"PRAGMA {pragma}").close()
 
 

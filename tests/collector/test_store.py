@@ -136,7 +136,7 @@ def test_a_server_that_is_not_there_is_a_storage_error():
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     where = tmp_path / "small"
     where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1200k,mode=700", "tmpfs", str(where)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", str(where)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a small tmpfs")
     yield where
