@@ -6,30 +6,48 @@
 One owner appends; anyone may read, also over NFS while it grows. ``keep`` makes the spool the run's
 history: nothing is removed, and what does not fit is refused. Without it the oldest goes.
 ``state.json`` may be lost or stale: then more is sent again, and the store knows it already.
+
+What must hold after a crash, or an error of the disk, at any point:
+
+- A batch that ``sync`` made durable is there, in its order, until it is acknowledged or dropped.
+- ``last_seqs`` names no row that the spool did not take: its writer would not send it again.
+- What was dropped was counted first. Only what was not synced may be gone without a count.
+- Where a reader may have seen a byte, no other ever comes to lie: what is cut off is not appended
+  to any more, and each owner begins a file of its own.
 """
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.io.rundir import replace_file, sync_folder
-from trainvitals.wire import MAGIC, PREFIX, BatchHeader, batch_size, decode_batch, is_whole
+from trainvitals.io.spool_files import (
+    Position,
+    read_batches,
+    scan_file,
+    scan_folder,
+    spool_files,
+)
+from trainvitals.wire import BatchHeader, decode_batch
+
+__all__ = ["Position", "Spool", "read_batches"]
 
 FILE_BYTES = 8 << 20
-GROWING_SECONDS = 30.0
+SAVE_BYTES = 1 << 18
+"""The state is written when this much was acknowledged since: it may be stale."""
+MAX_WRITERS = 1024
+"""Streams whose last number is remembered; those that wrote longest ago are forgotten."""
 _STATE = "state.json"
+_HINT = "free some space; what is in the journal is sent when there is room again"
 
-
-class Position(msgspec.Struct, frozen=True, order=True):
-    """A place in a spool: everything before ``offset`` of file number ``file`` is done."""
-
-    file: int = 0
-    offset: int = 0
+Key = tuple[str, str, str]
 
 
 class _State(msgspec.Struct, kw_only=True):
@@ -37,6 +55,13 @@ class _State(msgspec.Struct, kw_only=True):
     scanned: Position = Position()
     dropped_rows: int = 0
     last_seqs: list[tuple[str, str, str, int]] = []
+
+
+class _Sealed(msgspec.Struct):
+    """The state with its checksum: a flipped digit would have rows passed over in silence."""
+
+    crc: int
+    state: msgspec.Raw
 
 
 class Spool:
@@ -49,6 +74,9 @@ class Spool:
         max_bytes: bound over all files.
         keep: never remove anything; refuse what does not fit.
         file_bytes: begin a new file above this size.
+
+    Raises:
+        StorageError: the folder cannot be used.
     """
 
     def __init__(
@@ -59,23 +87,29 @@ class Spool:
         self.directory = directory
         self.max_bytes = max_bytes
         self.keep = keep
-        self._corrupt_at: set[Position] = set()
-        self._lock = threading.RLock()
         self._file_bytes = max(1, min(file_bytes, max_bytes // 4))
+        self._lock = threading.RLock()
+        self._num_corrupt = 0
+        self._corrupt_at: set[Position] = set()
+        self._fd = -1  # of the newest file, while it is appended to
+        self._number = -1
+        self._synced_size = 0
+        self._unsynced: dict[Key, int] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            self._state = self._saved = _load_state(directory / _STATE)
+            self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
+            self._sizes = {n: path.stat().st_size for n, path in spool_files(directory)}
+            self._num_bytes = sum(self._sizes.values())
+            self._recover()
         except OSError as error:
+            self._leave()
             raise StorageError(f"{directory}: the spool cannot be made: {error}") from error
-        self._state = self._load_state()
-        self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
-        self._sizes = {number: path.stat().st_size for number, path in _files(directory)}
-        self._file: BinaryIO | None = None
-        self._recover()
 
     @property
     def num_bytes(self) -> int:
         """Bytes on disk."""
-        return sum(list(self._sizes.values()))
+        return self._num_bytes
 
     @property
     def dropped_rows(self) -> int:
@@ -85,15 +119,15 @@ class Spool:
     @property
     def corrupt(self) -> int:
         """Damaged stretches that were met and passed over; they stay in their file."""
-        return len(self._corrupt_at)
+        return self._num_corrupt + len(self._corrupt_at)
 
     @property
     def acked(self) -> Position:
         """Up to where everything is acknowledged."""
         return self._state.acked
 
-    def last_seqs(self) -> dict[tuple[str, str, str], int]:
-        """Return the last sequence number ever appended by (run, incarnation, stream)."""
+    def last_seqs(self) -> dict[Key, int]:
+        """Return the last durable sequence number by (run, incarnation, stream)."""
         with self._lock:
             return dict(self._last)
 
@@ -102,236 +136,270 @@ class Spool:
 
         Raises:
             FormatError: it is no valid batch.
-            StorageError: the disk refused; the spool is as it was before.
+            StorageError: the disk refused; the batch was not added.
         """
         header = decode_batch(raw).header
-        with self._lock:
-            if not self._make_room(len(raw)):
-                self._state.dropped_rows += header.num_rows
-                return False
-            file, number = self._current(len(raw))
-            try:
-                _write_all(file, raw)
-            except OSError as error:
-                file.truncate(self._sizes[number])
-                file.seek(self._sizes[number])
-                raise StorageError(
-                    f"{self._path(number)}: {error.strerror}; nothing was added",
-                    hint="free some space; what is in the journal is sent when there is room again",
-                ) from error
-            self._sizes[number] += len(raw)
-            self._note(header)
-            return True
+        with self._lock, self._disk("nothing was added"):
+            has_room = self._make_room(len(raw))
+            if has_room:
+                self._write(raw)
+            else:
+                self._change(dropped_rows=self._state.dropped_rows + header.num_rows)
+            key = (header.identity.run_id, header.identity.incarnation, header.stream)
+            self._unsynced[key] = max(header.last_seq, self._unsynced.get(key, -1))
+            return has_room
 
     def sync(self) -> None:
-        """Make everything appended so far durable."""
-        with self._lock:
-            if self._file is None:
-                return
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                raise StorageError(f"{self._file.name}: cannot be made durable: {error}") from error
+        """Make everything appended so far durable.
+
+        Raises:
+            StorageError: the disk refused; what was appended since the last time is given up,
+                and can be appended again.
+        """
+        with self._lock, self._disk("cannot be made durable"):
+            self._flush()
+            if self._state.dropped_rows != self._saved.dropped_rows:
+                self._save_state()
+
+    def read(self, start: Position) -> Iterator[tuple[Position, bytes]]:
+        """Yield the batches after ``start``, each with the position after it; counts damage."""
+        with self._disk("cannot be read"):
+            for position, raw in scan_folder(self.directory, start):
+                if raw is None:
+                    with self._lock:
+                        self._corrupt_at.add(position)
+                else:
+                    yield position, raw
 
     def pending(self, limit: int) -> list[tuple[Position, bytes]]:
         """Return the oldest unacknowledged batches, each with the position to ``ack``."""
-        found: list[tuple[Position, bytes]] = []
-        for position, raw in _scan_folder(self.directory, self._state.acked):
-            if raw is None:
-                self._corrupt_at.add(position)
-                continue
-            found.append((position, raw))
-            if len(found) >= limit:
-                break
-        return found
+        return list(islice(self.read(self._state.acked), limit))
 
     def ack(self, position: Position) -> None:
         """Take note that everything before ``position`` is stored for good; free whole files."""
-        with self._lock:
+        with self._lock, self._disk("what is acknowledged cannot be noted"):
             if position <= self._state.acked:
                 return
-            self._state.acked = position
-            if not self.keep:
-                for number in [n for n in self._sizes if n < position.file]:
-                    self._remove(number)
-            self._save_state()
+            self._change(acked=position)
+            done = [] if self.keep else [n for n in self._sizes if n < position.file]
+            saved = self._saved.acked
+            if done or position.file != saved.file or position.offset - saved.offset > SAVE_BYTES:
+                try:
+                    self._save_state()
+                finally:
+                    for number in done:
+                        self._remove(number)
 
     def close(self) -> None:
         """Sync, save the state, close the file."""
-        with self._lock:
-            if self._file is not None:
-                self._save_state()
-                self._file.close()
-                self._file = None
+        with self._lock, self._disk("the spool's last state is not saved"):
+            try:
+                if self._fd >= 0 or self._unsynced or self._state != self._saved:
+                    self._save_state()
+            finally:
+                self._leave()
 
-    def _path(self, number: int) -> Path:
-        return self.directory / f"{number:06d}.tvs"
+    # -------------------------------------------------------------------------- writing
 
-    def _current(self, size: int) -> tuple[BinaryIO, int]:
-        """Return the file to append to, beginning a new one where the present one is full."""
-        number = max(self._sizes, default=-1)
-        if self._file is not None and 0 < self._sizes[number] > self._file_bytes - size:
-            self.close()
-        if self._file is None:
-            number = max(number, self._state.acked.file - 1, self._state.scanned.file - 1) + 1
-            self._file = self._path(number).open("xb", buffering=0)
-            self._sizes[number] = 0
+    def _write(self, raw: bytes) -> None:
+        if self._fd >= 0 and 0 < self._sizes[self._number] > self._file_bytes - len(raw):
+            self._save_state()
+            self._leave()
+        if self._fd < 0:
+            self._begin()
+        fd, size = self._fd, self._sizes[self._number]
+        try:
+            _write_all(fd, raw, size)
+        except OSError:
+            with contextlib.suppress(OSError):  # the next batch is written over it
+                os.ftruncate(fd, size)
+            raise
+        self._resize(self._number, size + len(raw))
+
+    def _begin(self) -> None:
+        """Begin a new file; its number was never used before."""
+        self._number += 1
+        path = self._path(self._number)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
             sync_folder(self.directory)
-        return self._file, number
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        empty = [number for number, size in self._sizes.items() if not size]
+        self._fd, self._synced_size = fd, 0
+        self._sizes[self._number] = 0
+        for number in empty:
+            self._remove(number)
+
+    def _leave(self) -> None:
+        """Append to the present file no more."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _flush(self) -> None:
+        size = self._sizes[self._number] if self._fd >= 0 else 0
+        if self._fd >= 0 and size != self._synced_size:
+            try:
+                os.fsync(self._fd)
+            except OSError:
+                self._give_up_unsynced()
+                raise
+            self._synced_size = size
+        for key, seq in self._unsynced.items():
+            _note(self._last, key, seq)
+        self._unsynced.clear()
+
+    def _give_up_unsynced(self) -> None:
+        """Cut off what could not be made durable, and go on in a new file.
+
+        What the kernel could not write it may forget: asked again, it would say that all is well.
+        A reader may have seen the bytes, so nothing else may ever come to lie in their place.
+        """
+        self._unsynced.clear()
+        fd, number, size = self._fd, self._number, self._synced_size
+        with contextlib.suppress(OSError):  # else they stay: rows that come twice count once
+            os.ftruncate(fd, size)
+            self._resize(number, size)
+        self._leave()
 
     def _make_room(self, size: int) -> bool:
-        if self.keep:
-            return self.num_bytes + size <= self.max_bytes
-        while self._sizes and self.num_bytes + size > self.max_bytes:
-            oldest = min(self._sizes)
-            self._state.dropped_rows += self._num_unacked_rows(oldest)
+        if self.keep or size > self.max_bytes:
+            return self._num_bytes + size <= self.max_bytes
+        while self._sizes and self._num_bytes + size > self.max_bytes:
+            self._drop_oldest()
+        return True
+
+    def _drop_oldest(self) -> None:
+        oldest = min(self._sizes)
+        acked = max(self._state.acked, Position(oldest + 1, 0))
+        num_rows = self._num_unacked_rows(oldest)
+        self._change(acked=acked, dropped_rows=self._state.dropped_rows + num_rows)
+        try:
+            self._save_state()  # first, so that a crash in between cannot hide it
+        finally:
             self._remove(oldest)
-            if self._state.acked.file <= oldest:
-                self._state.acked = Position(oldest + 1, 0)
-            self._save_state()
-        return size <= self.max_bytes
 
     def _num_unacked_rows(self, number: int) -> int:
         acked = self._state.acked
         if number < acked.file:
             return 0
         start = acked.offset if number == acked.file else 0
-        with self._path(number).open("rb") as file:
-            found = _scan_file(file, start, complete=True)
-            headers = [_header(raw) for _, raw in found if raw is not None]
-            return sum(header.num_rows for header in headers if header is not None)
+        num_rows = 0
+        try:
+            with self._path(number).open("rb") as file:
+                for _, raw in scan_file(file, start, complete=True):
+                    header = None if raw is None else _header(raw)
+                    num_rows += header.num_rows if header is not None else 0
+        except OSError:
+            self._num_corrupt += 1  # it cannot be read any more, and must go all the same
+        return num_rows
 
     def _remove(self, number: int) -> None:
-        if self._file is not None and number == max(self._sizes):
-            self._file.close()
-            self._file = None
+        if number not in self._sizes:
+            return
         self._path(number).unlink(missing_ok=True)
+        if number == self._number:
+            self._leave()
+        self._resize(number, 0)
         del self._sizes[number]
+        gone = {position for position in self._corrupt_at if position.file == number}
+        self._corrupt_at -= gone
+        self._num_corrupt += len(gone)
 
-    def _note(self, header: BatchHeader) -> None:
-        key = (header.identity.run_id, header.identity.incarnation, header.stream)
-        self._last[key] = max(header.last_seq, self._last.get(key, -1))
+    def _resize(self, number: int, size: int) -> None:
+        self._num_bytes += size - self._sizes[number]
+        self._sizes[number] = size
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"{number:06d}.tvs"
+
+    # ------------------------------------------------------------------ state, restarts
+
+    def _change(self, **changes: object) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+
+    def _save_state(self) -> None:
+        self._flush()  # the state must not speak of bytes that a crash could take
+        newest = max(self._sizes, default=-1)
+        scanned = Position(newest, self._sizes[newest]) if newest >= 0 else self._state.scanned
+        last_seqs = [(*key, seq) for key, seq in self._last.items()]
+        self._change(scanned=scanned, last_seqs=last_seqs)
+        state = msgspec.json.encode(self._state)
+        raw = msgspec.json.encode(_Sealed(zlib.crc32(state), msgspec.Raw(state)))
+        with self._disk("cannot be written", self.directory / _STATE):
+            replace_file(self.directory / _STATE, raw)
+        self._saved = self._state
 
     def _recover(self) -> None:
         """Find what was appended after the state was saved; cut the last file's torn tail off."""
         newest = max(self._sizes, default=-1)
-        for number in sorted(self._sizes):
-            scanned = self._state.scanned
-            if number < scanned.file:
-                continue
+        scanned = self._state.scanned
+        if self._sizes.get(scanned.file, scanned.offset) < scanned.offset:
+            scanned = Position()  # the disk lost what it had promised to keep: believe no number
+            self._last.clear()
+        for number in [n for n in sorted(self._sizes) if n >= scanned.file]:
             start = scanned.offset if number == scanned.file else 0
-            end = min(start, self._sizes[number])
-            with self._path(number).open("rb") as file:
-                for here, raw in _scan_file(file, end, complete=number < newest):
-                    end = here
-                    header = None if raw is None else _header(raw)
-                    if raw is None:
-                        self._corrupt_at.add(Position(number, here))
-                    if header is not None:
-                        self._note(header)
+            end = self._scan_anew(number, start, complete=number < newest)
             if number == newest and end < self._sizes[number]:
                 os.truncate(self._path(number), end)
-                self._sizes[number] = end
+                self._resize(number, end)
+        used = (self._state.acked, self._state.scanned)
+        self._number = max(newest, *(p.file if p.offset else p.file - 1 for p in used))
         if newest >= 0:
-            if self._state.acked.file == newest:
-                offset = min(self._state.acked.offset, self._sizes[newest])
-                self._state.acked = Position(newest, offset)
-            self._file = self._path(newest).open("r+b", buffering=0)
-            self._file.seek(0, os.SEEK_END)
+            # A killed owner's last batches are there, but on no disk yet.
+            fd = os.open(self._path(newest), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        if not self.keep:
+            for number in [n for n in self._sizes if n < self._state.acked.file]:
+                self._remove(number)
 
-    def _load_state(self) -> _State:
-        try:
-            return msgspec.json.decode((self.directory / _STATE).read_bytes(), type=_State)
-        except (FileNotFoundError, msgspec.DecodeError):
-            return _State()
+    def _scan_anew(self, number: int, start: int, *, complete: bool) -> int:
+        """Note what lies in the file after ``start``; return where its last batch ends."""
+        end = start
+        with self._path(number).open("rb") as file:
+            for here, raw in scan_file(file, start, complete=complete):
+                end = here
+                header = None if raw is None else _header(raw)
+                if raw is None:
+                    self._corrupt_at.add(Position(number, here))
+                if header is not None:
+                    identity = header.identity
+                    key = (identity.run_id, identity.incarnation, header.stream)
+                    _note(self._last, key, header.last_seq)
+        return end
 
-    def _save_state(self) -> None:
-        self.sync()  # the state must not speak of bytes that a crash could take
-        newest = max(self._sizes, default=-1)
-        if newest >= 0:
-            self._state.scanned = Position(newest, self._sizes[newest])
-        self._state.last_seqs = [(*key, seq) for key, seq in sorted(self._last.items())]
+    @contextlib.contextmanager
+    def _disk(self, outcome: str, path: Path | None = None) -> Iterator[None]:
+        """Make what the system says our own error."""
         try:
-            replace_file(self.directory / _STATE, msgspec.json.encode(self._state))
+            yield
         except OSError as error:
-            raise StorageError(f"{self.directory / _STATE}: cannot be written: {error}") from error
+            where = path or (self._path(self._number) if self._fd >= 0 else self.directory)
+            text = f"{where}: {error.strerror or error}; {outcome}"
+            raise StorageError(text, hint=_HINT) from error
 
 
-def read_batches(
-    directory: Path, start: Position | None = None, *, now: float | None = None
-) -> Iterator[tuple[Position, bytes]]:
-    """Yield the batches after ``start``, each with the position after it, as far as there are any.
-
-    For any reader, while the spool grows, also over NFS: call again from the last position. What is
-    damaged is passed over where the file is not growing; in one changed within the last 30 seconds
-    before ``now`` (wall time; None: nothing grows) it may be a page that did not arrive yet.
-    """
-
-    def settled(number: int) -> bool:
-        if now is None:
-            return True
-        try:
-            changed = (directory / f"{number:06d}.tvs").stat().st_mtime
-        except FileNotFoundError:
-            return True
-        return now - changed > GROWING_SECONDS
-
-    for position, raw in _scan_folder(directory, start or Position(), settled):
-        if raw is not None:
-            yield position, raw
-
-
-def _scan_folder(
-    directory: Path, start: Position, settled: Callable[[int], bool] = lambda number: True
-) -> Iterator[tuple[Position, bytes | None]]:
-    files = [(number, path) for number, path in _files(directory) if number >= start.file]
-    for i, (number, path) in enumerate(files):
-        is_newest = i + 1 == len(files)
-        offset = start.offset if number == start.file else 0
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            continue  # acknowledged or dropped by its owner
-        with file:
-            for end, raw in _scan_file(file, offset, complete=not is_newest):
-                if raw is None and is_newest and not settled(number):
-                    return
-                yield Position(number, end), raw
-
-
-def _scan_file(
-    file: BinaryIO, offset: int, *, complete: bool
-) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (end, batch) from ``offset`` on, and (end, None) for each damaged stretch.
-
-    A tail that holds no batch is damage in a ``complete`` file; else it is torn or still growing,
-    and nothing is said of it.
-    """
-    size = os.fstat(file.fileno()).st_size
-    while offset < size:
-        raw = _batch_at(file, offset)
-        if raw is not None:
-            offset += len(raw)
-            yield offset, raw
-            continue
-        following = _next_batch(file, offset + 1)
-        if following is None:
-            if complete:
-                yield size, None
-            return
-        offset = following
-        yield offset, None
-
-
-def _batch_at(file: BinaryIO, offset: int) -> bytes | None:
-    file.seek(offset)
-    prefix = file.read(PREFIX.size)
+def _load_state(path: Path) -> _State:
     try:
-        size = batch_size(prefix)
-    except FormatError:
-        return None
-    raw = prefix + file.read(size - len(prefix))
-    return raw if is_whole(raw) else None
+        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        if sealed.crc != zlib.crc32(sealed.state):
+            return _State()
+        return msgspec.json.decode(sealed.state, type=_State)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return _State()
+
+
+def _note(last: dict[Key, int], key: Key, seq: int) -> None:
+    """Note a stream's last number, and forget the stream that wrote longest ago."""
+    last[key] = max(seq, last.pop(key, -1))
+    while len(last) > MAX_WRITERS:
+        del last[next(iter(last))]
 
 
 def _header(raw: bytes) -> BatchHeader | None:
@@ -342,29 +410,8 @@ def _header(raw: bytes) -> BatchHeader | None:
         return None
 
 
-def _next_batch(file: BinaryIO, offset: int) -> int | None:
-    """The offset of the next valid batch: the next magic behind which one lies."""
-    file.seek(offset)
-    rest = file.read()
-    found = rest.find(MAGIC)
-    while found >= 0:
-        if _batch_at(file, offset + found) is not None:
-            return offset + found
-        found = rest.find(MAGIC, found + 1)
-    return None
-
-
-def _files(directory: Path) -> list[tuple[int, Path]]:
-    """The spool's files in order."""
-    try:
-        paths = list(directory.iterdir())
-    except FileNotFoundError:
-        return []
-    return sorted((int(p.stem), p) for p in paths if p.suffix == ".tvs" and p.stem.isdigit())
-
-
-def _write_all(file: BinaryIO, raw: bytes) -> None:
+def _write_all(fd: int, raw: bytes, offset: int) -> None:
     view = memoryview(raw)
     while view:
-        num = file.write(view)
-        view = view[num:]
+        num = os.pwrite(fd, view, offset)
+        view, offset = view[num:], offset + num

@@ -247,8 +247,9 @@ def test_a_full_disk_leaves_the_spool_as_it_was(small_tmpfs: Path, identity: Ide
     assert spool.num_bytes == size
     with pytest.raises(StorageError, match=r"state\.json"):
         spool.close()
-    assert spool._file is not None
-    spool._file.close()
+    again = Spool(small_tmpfs / "spool", max_bytes=GB, keep=True)
+    assert [100 * i for i in range(appended)] == firsts(again.pending(999))
+    again.close()
 
 
 # ------------------------------------------------------------------------ another reader
