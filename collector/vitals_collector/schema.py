@@ -61,8 +61,10 @@ runs = Table(
     _number("started_unix_ns"),
     Column("info", LargeBinary, nullable=False, default=b"", server_default=""),
     _number("info_unix_ns"),
+    _number("pinned_unix_ns"),
 )
-"""``info`` is the RunInfo of the newest RunStarted; empty where only rows came so far."""
+"""``info`` is the RunInfo of the newest RunStarted; empty where only rows came so far. A pinned run
+is kept whatever its age: 0 where it is not."""
 
 attempts = Table(
     "attempts",
@@ -337,3 +339,36 @@ positions = Table(
     Column("position", LargeBinary, nullable=False),
 )
 """How far each spool of a watched folder is ingested; written with the rows, in one transaction."""
+
+thinned_to = Table(
+    "thinned_to",
+    metadata,
+    _run_id(primary_key=True),
+    Column("incarnation", String(16), primary_key=True),
+    Column("stream", String(16), primary_key=True),
+    Column("last_seq", BigInteger, nullable=False),
+)
+"""How far each writer's stream was thinned: what is left of rows up to there stays for ever."""
+
+thinned = Table(
+    "thinned",
+    metadata,
+    _run_id(primary_key=True),
+    Column("stream", String(16), primary_key=True),
+    Column("reason", String(8), primary_key=True),
+    _number("num_rows"),
+    _number("num_bytes"),
+    _number("to_step", -1),
+    _number("to_unix_ns"),
+    _number("updated_unix_ns"),
+)
+"""What was taken away of a run, because of its age (``age``) or its size (``size``)."""
+
+forgotten = Table(
+    "forgotten",
+    metadata,
+    Column("run_id", String(26), primary_key=True),
+    _number("forgotten_unix_ns"),
+    Column("is_gone", Boolean, nullable=False),
+)
+"""Runs that were removed, for good: rows of starts before that moment are never stored again."""
