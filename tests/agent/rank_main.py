@@ -1,6 +1,6 @@
 """A rank for tests: writes its journal until it is told to stop, or is killed.
 
-    python -m tests.agent.rank_main BASE VITALS_DIR RANK [--agent]
+    python -m tests.agent.rank_main BASE VITALS_DIR RANK [--agent] [--every SECONDS]
 
 Prints ``ready`` after the first step. After each step the number of steps lies in RANK.progress of
 the run directory. A line on stdin ends it with a goodbye; ``--agent`` starts an agent as its child.
@@ -32,6 +32,7 @@ def main() -> None:
         where = ["--dir", str(vitals_dir), "--run", RUN, "--node", NODE, "--child"]
         subprocess.Popen([sys.executable, "-m", "vitals_agent", *where], stdin=subprocess.DEVNULL)
     progress = os.open(run_dir.path / f"{rank}.progress", os.O_RDWR | os.O_CREAT, 0o600)
+    every = float(sys.argv[sys.argv.index("--every") + 1]) if "--every" in sys.argv else 0.002
     number = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
         writer.steps.append(row(number))
@@ -39,7 +40,7 @@ def main() -> None:
         os.pwrite(progress, number.to_bytes(8, "little"), 0)
         if number == 1:
             print("ready", flush=True)
-        time.sleep(0.002)
+        time.sleep(every)
     writer.say(RunEnded(state="finished"), step=number)
     writer.close()
 

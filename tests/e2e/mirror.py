@@ -16,6 +16,7 @@ class Mirror:
         self.times: dict[int, dict[int, int]] = {}
         """Of each rank: when each step was recorded, in monotonic nanoseconds."""
         self.pids: dict[int, int] = {}
+        self.schemas: dict[str, Schema] = {}
         self._shared = shared
         self._copy = shared / "mirror"
         self._copy.mkdir()
@@ -48,6 +49,7 @@ class Mirror:
         who = reader.identity
         assert who is not None
         self.pids[who.rank] = who.pid
+        self.schemas[schema.stream] = schema
         for i in range(batch.header.num_rows):
             raw = batch.rows[i * schema.row_size : (i + 1) * schema.row_size]
             key = (who.source, who.incarnation, schema.stream, first_seq + i)
@@ -55,4 +57,4 @@ class Mirror:
             self.rows[key] = raw
             if schema.stream == "steps":
                 values = schema.unpack(raw)
-                self.times.setdefault(who.rank, {})[values["step"]] = values["monotonic_ns"]
+                self.times.setdefault(who.rank, {})[values["step"]] = values.get("monotonic_ns", 0)
