@@ -1,0 +1,280 @@
+"""Keeps every run within its size: thins what is old, and sooner where a run is above its cap.
+
+Run by one background thread, beside compaction: each piece of work is a short transaction, and
+between two of them whoever ingests has its turn. What is kept for ever is never taken away: where
+that alone is above the cap, it is said, and stays.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import func, select
+
+from trainvitals.records import Note
+from vitals_collector.schema import events, runs, sources
+from vitals_collector.store import Store
+from vitals_collector.thinnable import (
+    HOSTS,
+    RunAt,
+    in_window,
+    look,
+    next_batches,
+    run_bytes,
+)
+from vitals_collector.thinned_rows import (
+    Reason,
+    Removed,
+    Why,
+    cut_batch,
+    free_removed,
+    thin_batch,
+    thin_window,
+)
+from vitals_collector.thinning import Batch, VolumeSettings, Window, plan_thinning
+
+OVER_CAP = "over_cap"
+"""Code of the note that what is kept for ever is above the cap."""
+VOLUMES = "volumes"
+"""The incarnation of notes that no rank wrote."""
+_NEVER = 2**62
+_LOOK_SECONDS = 600.0
+"""How often a run without new rows is looked at: the watchers may have read on, or it got old."""
+_LOG = logging.getLogger("vitals.collector.volumes")
+
+IsEnough = Callable[[], bool]
+
+
+class _Seen(NamedTuple):
+    newest_unix_ns: int
+    looked_unix_ns: int
+
+
+class Volumes:
+    """Thins the store's runs. One thread calls ``maintain``, as often as it likes."""
+
+    def __init__(self, store: Store, settings: VolumeSettings | None = None) -> None:
+        self.settings = settings or VolumeSettings()
+        self.over_cap: frozenset[str] = frozenset()
+        """Runs that are above the cap though all was thinned that may be."""
+        self._store = store
+        self._seen: dict[str, _Seen] = {}
+        self._bytes: dict[str, int] = {}
+
+    def maintain(self, now_unix_ns: int, stop: threading.Event | None = None) -> int:
+        """Thin what is due in every run, until ``stop``; return the rows taken away.
+
+        Raises:
+            StorageError: the store refused; nothing is half done, call again.
+        """
+        stop = stop or threading.Event()
+        while not stop.is_set() and free_removed(self._store):
+            pass
+        num = 0
+        for run_id, newest in self._due(now_unix_ns).items():
+            if stop.is_set():
+                break
+            num += self._maintain_run(run_id, now_unix_ns, stop)
+            if not stop.is_set():
+                self._seen[run_id] = _Seen(newest, now_unix_ns)
+        return num
+
+    def _due(self, now_unix_ns: int) -> dict[str, int]:
+        """Return the runs to look at, and when the newest of their rows was written."""
+        query = select(
+            runs.c.run_id,
+            func.coalesce(func.max(sources.c.last_seen_unix_ns), 0),
+        ).outerjoin(sources, sources.c.run_id == runs.c.run_id)
+        with self._store.read() as connection:
+            found = connection.execute(query.group_by(runs.c.run_id).order_by(runs.c.run_id)).all()
+        known = {run_id: int(newest) for run_id, newest in found}
+        for gone in self._seen.keys() - known.keys():
+            del self._seen[gone]
+        self.over_cap &= known.keys()
+        wait_ns = int(_LOOK_SECONDS * 1e9)
+        return {
+            run_id: newest
+            for run_id, newest in known.items()
+            if (seen := self._seen.get(run_id)) is None
+            or seen.newest_unix_ns != newest
+            or now_unix_ns - seen.looked_unix_ns >= wait_ns
+        }
+
+    def _maintain_run(self, run_id: str, now_unix_ns: int, stop: threading.Event) -> int:
+        with self._store.read() as connection:
+            run = look(connection, run_id)
+            self._bytes[run_id] = run_bytes(connection, run_id)
+        age_ns = int(self.settings.keep_hours * 3_600e9)
+        old = _Pass(self, run, now_unix_ns - age_ns, Why("age", now_unix_ns), stop.is_set)
+        num = old.thin()
+        cap = self.settings.max_run_bytes
+        if not cap:
+            return num
+
+        def is_enough() -> bool:
+            return stop.is_set() or self._bytes[run_id] <= cap
+
+        num += _Pass(self, run, _NEVER, Why("size", now_unix_ns), is_enough).thin()
+        if not stop.is_set():
+            self._say_whether_over(run_id, now_unix_ns)
+        return num
+
+    def count(self, run_id: str, gone: Removed, reason: Reason) -> None:
+        """Count what was taken away of a run."""
+        self._bytes[run_id] -= gone.num_bytes
+        counters = self._store.counters
+        with counters.lock:
+            key = (gone.stream, reason)
+            counters.thinned[key] = counters.thinned.get(key, 0) + gone.num_rows
+
+    def _say_whether_over(self, run_id: str, now_unix_ns: int) -> None:
+        cap = self.settings.max_run_bytes
+        num_bytes = self._bytes[run_id]
+        if num_bytes <= cap:
+            self.over_cap -= {run_id}
+            return
+        if run_id in self.over_cap:
+            return
+        self.over_cap |= {run_id}
+        text = (
+            f"this run has {num_bytes / 1e9:.3g} GB, above its cap of {cap / 1e9:.3g} GB: all of "
+            "it is kept for ever or not yet read by the watchers; nothing more is taken away"
+        )
+        _LOG.warning("run_over_cap run=%s bytes=%d cap=%d", run_id, num_bytes, cap)
+        own = (events.c.run_id == run_id, events.c.incarnation == VOLUMES)
+        note = Note(code=OVER_CAP, text=text, severity="warning")
+        with self._store.write() as connection:
+            last = connection.execute(select(func.max(events.c.seq)).where(*own)).scalar()
+            if last is not None:
+                return  # said before a restart
+            connection.execute(
+                events.insert().values(
+                    run_id=run_id,
+                    incarnation=VOLUMES,
+                    source="collector",
+                    seq=0,
+                    time_unix_ns=now_unix_ns,
+                    kind="Note",
+                    summary=f"{text} [{OVER_CAP}]",
+                    body=msgspec.msgpack.encode(note),
+                )
+            )
+
+
+class _Pass:
+    """One going through a run's rows, those of ranks before those of hosts and layers."""
+
+    def __init__(
+        self,
+        volumes: Volumes,
+        run: RunAt,
+        before_unix_ns: int,
+        why: Why,
+        is_enough: IsEnough,
+    ) -> None:
+        self._volumes = volumes
+        self._store = volumes._store
+        self._settings = volumes.settings
+        self._run = run
+        self._before_unix_ns = before_unix_ns
+        self._why = why
+        self._is_enough = is_enough
+        self._num = 0
+
+    def thin(self) -> int:
+        """Thin until nothing is due or it is enough; return the rows taken away."""
+        while not self._is_enough() and self._thin_ranks():
+            pass
+        for stream in (*HOSTS, "layers"):
+            while not self._is_enough() and self._thin_writers(stream):
+                pass
+        return self._num
+
+    def _thin_ranks(self) -> bool:
+        """Thin one window of steps, the oldest there is; return whether there may be more."""
+        run, settings = self._run, self._settings
+        if run.present is None:
+            return False
+        with self._store.read() as connection:
+            found = next_batches(connection, run, "steps", settings)
+        due = [batch for batch in found if self._is_due(batch, "steps")]
+        if mixed := [batch for batch in due if not batch.is_pure]:
+            return self._cut(mixed)
+        tried: set[tuple[int, int]] = set()
+        for batch in sorted(due, key=lambda one: (one.attempt, one.first_step)):
+            key = (batch.attempt, batch.first_step // settings.window_steps)
+            if key in tried:
+                continue
+            tried.add(key)
+            with self._store.read() as connection:
+                every = in_window(connection, run, batch, settings)
+            if not all(run.is_done(one.writer, "steps", one.last_seq) for one in every):
+                continue
+            if mixed := [one for one in every if not one.is_pure]:
+                return self._cut(mixed)
+            for window in self._planned(every):
+                return self._thin_window(window)
+        return False
+
+    def _planned(self, batches: list[Batch]) -> list[Window]:
+        assert self._run.present is not None, "asked before"
+        planned = plan_thinning(
+            sorted(batches, key=lambda one: (one.attempt, one.first_step)),
+            present=self._run.present,
+            before_unix_ns=self._before_unix_ns,
+            near=self._run.near,
+            settings=self._settings,
+        )
+        return list(planned)
+
+    def _cut(self, mixed: list[Batch]) -> bool:
+        done = [cut_batch(self._store, batch.id, self._settings) for batch in mixed]
+        return any(done)
+
+    def _thin_window(self, window: Window) -> bool:
+        gone = thin_window(self._store, self._run, window, self._settings, self._why)
+        if gone is None:
+            return False
+        self._note(gone)
+        while free_removed(self._store):
+            pass
+        return True
+
+    def _thin_writers(self, stream: str) -> bool:
+        """Thin the next batch of each writer of layers or of a host's samples."""
+        with self._store.read() as connection:
+            found = next_batches(connection, self._run, stream, self._settings)
+        any_done = False
+        for batch in sorted(found, key=lambda one: one.newest_unix_ns):
+            if self._is_enough():
+                break
+            if not self._is_due(batch, stream) or not self._is_past(batch, stream):
+                continue
+            gone = thin_batch(self._store, self._run, stream, batch, self._settings, self._why)
+            if gone is not None:
+                self._note(gone)
+                any_done = True
+        return any_done
+
+    def _is_due(self, batch: Batch, stream: str) -> bool:
+        is_old = batch.newest_unix_ns < self._before_unix_ns
+        return is_old and self._run.is_done(batch.writer, stream, batch.last_seq)
+
+    def _is_past(self, batch: Batch, stream: str) -> bool:
+        """Return whether nothing can be found any more that would have kept the rows."""
+        if stream in HOSTS:
+            margin_ns = int(self._settings.margin_seconds * 1e9)
+            return batch.newest_unix_ns + margin_ns < self._why.now_unix_ns
+        present = self._run.present
+        if present is None or batch.attempt != present.attempt:
+            return present is not None and batch.attempt < present.attempt
+        return batch.last_step + self._settings.margin_steps <= present.step
+
+    def _note(self, gone: Removed) -> None:
+        self._num += gone.num_rows
+        self._volumes.count(self._run.run_id, gone, self._why.reason)
+
+
+__all__ = ["OVER_CAP", "VOLUMES", "Volumes"]
