@@ -1,0 +1,15 @@
+"""What the user may ask of the bench besides ``--quick``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of ``vitals bench ingest``."""
+
+    mlflow: str = ""
+    """MLflow's program; "" is the one on PATH."""
+    minutes: float = 3.0
+    """How long the simulated run lasts."""

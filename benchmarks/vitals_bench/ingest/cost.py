@@ -1,0 +1,137 @@
+"""CPU of a server for each record, at several sizes of a request, beside what others' take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from vitals_bench.ingest import servers
+from vitals_bench.ingest.asked import Asked
+from vitals_bench.ingest.records import Numbers
+from vitals_bench.ingest.servers import Server
+from vitals_bench.measure import halves
+from vitals_bench.rows import Row, ratio_at_most
+
+NUM_RANKS = 64
+_STEP_NS = 250_000_000
+_PAST_NS = 3_000_000_000_000
+"""Records are of the last 50 minutes: Prometheus refuses what lies an hour behind its newest."""
+GOALS = {"VictoriaMetrics": 1 / 4, "Prometheus": 1 / 6, "MLflow": 1 / 400}
+
+
+class Case(NamedTuple):
+    """One way to send."""
+
+    num_records: int
+    """Records of each rank in a request."""
+    per_node: bool
+
+    @property
+    def key(self) -> str:
+        """Its name in queries."""
+        return f"{'node' if self.per_node else 'rank'}-{self.num_records}"
+
+    @property
+    def words(self) -> str:
+        """Its name for people."""
+        ranks = f"{servers.RANKS_PER_NODE} ranks" if self.per_node else "one rank"
+        return f"{self.num_records} record{'s' * (self.num_records > 1)} of {ranks}"
+
+
+CASES = tuple(Case(num, per_node) for per_node in (False, True) for num in (1, 10, 100))
+
+
+class Size(NamedTuple):
+    """How much is sent."""
+
+    rounds: int
+    steps: dict[int, int]
+    """Steps of a round by the records of a request."""
+    mlflow_steps: dict[int, int]
+
+
+FULL = Size(4, {1: 60, 10: 600, 100: 2_400}, {1: 10, 10: 40, 100: 100})
+QUICK = Size(2, {1: 10, 10: 100, 100: 300}, {1: 5, 10: 20, 100: 100})
+
+
+def measure_cost(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # noqa: B008 - frozen
+    """Yield a row for each way of sending and each peer, and one for each that is missing."""
+    yield from measure_cases(CASES, QUICK if quick else FULL, asked=asked)
+
+
+def measure_cases(
+    cases: Sequence[Case], size: Size, *, asked: Asked, num_ranks: int = NUM_RANKS
+) -> Iterator[Row]:
+    """Yield the rows of some ways of sending."""
+    with TemporaryDirectory(prefix="vitals-bench-") as folder, ExitStack() as leave:
+        ours = leave.enter_context(servers.ours(Path(folder) / "ours", num_ranks))
+        theirs: dict[str, Server] = {}
+        for peer in servers.peers(asked.mlflow):
+            if peer.missing:
+                yield Row(name="ingest", ours=None, unit="us", note=f"skipped: {peer.missing}")
+                continue
+            place = Path(folder) / peer.name
+            theirs[peer.name] = leave.enter_context(peer.start(place, num_ranks, peer.binary))  # type: ignore[arg-type]
+        for case in cases:
+            arms = {name: s for name, s in theirs.items() if s.groups_nodes or not case.per_node}
+            yield from _rows(case, size, {"ours": ours, **arms})
+
+
+def _rows(case: Case, size: Size, arms: dict[str, Server]) -> Iterator[Row]:
+    found = _measure(case, size, arms)
+    ours = statistics.median(found["ours"])
+    for name in list(arms)[1:] or [""]:
+        few = arms[name].num_ranks if name else 0
+        yield Row(
+            name=f"collector CPU of a record of 20 values, {case.words} in a request",
+            ours=ours,
+            unit="us",
+            peer=arms[name].label if name else "",
+            theirs=statistics.median(found[name]) if name else None,
+            goal=ratio_at_most(GOALS[name]) if name else None,
+            spread=halves(found[name]) if name else None,
+            note=f"ours against itself {100 * halves(found['ours']):.0f} %"
+            + (f"; {few} of the ranks, one run each" if few < arms["ours"].num_ranks else ""),
+        )
+
+
+def _measure(case: Case, size: Size, arms: dict[str, Server]) -> dict[str, list[float]]:
+    """Return each server's CPU microseconds a record, of each round; check that it has them all."""
+    begin = time.time_ns() - _PAST_NS
+    numbers = {name: Numbers(server.num_ranks) for name, server in arms.items()}
+    sent = dict.fromkeys(arms, 0)
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for i in range(1 + size.rounds):  # the first makes the series
+        for name in names if i % 2 else reversed(names):
+            server = arms[name]
+            steps = (size.mlflow_steps if name == "MLflow" else size.steps)[case.num_records]
+            block = numbers[name].block(sent[name], steps, begin_ns=begin, step_ns=_STEP_NS)
+            requests = server.requests(case.key, block, case.num_records, case.per_node)
+            server.started.settle()
+            before = server.started.cpu_seconds()
+            server.post(requests)
+            server.started.settle()
+            used = server.started.cpu_seconds() - before
+            sent[name] += steps
+            if i:
+                found[name].append(used / steps / server.num_ranks * 1e6)
+    for name, server in arms.items():
+        expect_all(server, case.key, sent[name] * server.num_ranks)
+    return found
+
+
+def expect_all(server: Server, config: str, num_sent: int) -> None:
+    """Return where the server's own query finds every record.
+
+    Raises:
+        RuntimeError: it does not: a figure of it would be of something else.
+    """
+    found = server.num_records(config)
+    if found != num_sent:
+        raise RuntimeError(f"{server.label} has {found:g} of {num_sent} records of {config}")

