@@ -105,6 +105,8 @@ class Fleet:
         if number == signal.SIGKILL:
             for victim in victims:
                 victim.wait()
+                if victim.stdin is not None:
+                    victim.stdin.close()
         wait()
         if number == signal.SIGSTOP:
             for victim in victims:
