@@ -22,16 +22,16 @@ from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.views import Problem
-from trainvitals.wire import IngestReply, split_batches
+from trainvitals.wire import IngestReply
 from vitals_collector.api_control import control_router
 from vitals_collector.api_query import query_router
 from vitals_collector.auth import Gate, access_config, load_or_create_tokens, require
 from vitals_collector.engine import Acting, EngineConfig, assemble
 from vitals_collector.exposition import StoreCollector, metrics_router
 from vitals_collector.folder import FolderIngest
-from vitals_collector.ingest import ingest_all
 from vitals_collector.notifiers import build_notifiers
 from vitals_collector.query import Query
+from vitals_collector.reception import Reception
 from vitals_collector.store import Store, ensure_data_dir, open_data_store, open_store
 from vitals_collector.web import answers, document, problem, problem_of, reply, takes
 
@@ -79,20 +79,22 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     try:
         folder = FolderIngest(store, settings.folders)
         acting = _acting(store, settings, clock)
+        reception = Reception(store, clock=clock)
         app = FastAPI(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
             redoc_url=None,
-            lifespan=_lifespan(store, folder, acting, settings),
+            lifespan=_lifespan(store, folder, acting, reception, settings),
         )
         _add_routes(app, store, acting, clock, settings)
+        app.include_router(_ingest_router(store, reception))
         _answer_errors(app)
         document(app)
         access = access_config(
             tokens, bound=settings.bound, hosts=settings.hosts, origins=settings.origins
         )
-        app.add_middleware(Gate, config=access)
+        app.add_middleware(Gate, config=access, ingest=reception)
     except BaseException:
         store.close()
         raise
@@ -125,14 +127,17 @@ def _add_routes(
         up_since_unix_ns=since,
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
-    app.include_router(_ingest_router(store, clock))
     app.include_router(query_router(query, guard=require("read")))
     app.include_router(control_router(store, acting.inbox, clock=clock, folders=settings.folders))
     app.include_router(metrics_router(exposed))
 
 
 def _lifespan(
-    store: Store, folder: FolderIngest, acting: Acting, settings: CollectorSettings
+    store: Store,
+    folder: FolderIngest,
+    acting: Acting,
+    reception: Reception,
+    settings: CollectorSettings,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -146,10 +151,12 @@ def _lifespan(
         if settings.folders:
             follower.start()
         acting.start()
+        reception.start()
         try:
             yield
         finally:
             stop.set()
+            await run_in_threadpool(reception.close)
             if settings.folders:
                 await run_in_threadpool(follower.join)
             await run_in_threadpool(acting.close)
@@ -158,7 +165,7 @@ def _lifespan(
     return lifespan
 
 
-def _ingest_router(store: Store, clock: Clock) -> APIRouter:
+def _ingest_router(store: Store, reception: Reception) -> APIRouter:
     router = APIRouter()
 
     @router.post(
@@ -168,15 +175,14 @@ def _ingest_router(store: Store, clock: Clock) -> APIRouter:
         responses=answers(list[IngestReply]),
         openapi_extra=takes(bytes, "application/octet-stream"),
     )
-    async def ingest_batch(request: Request) -> Response:
+    async def ingest_batches(request: Request) -> Response:
         """Store batches (``trainvitals.wire``), one after the other; durable when this answers 200.
 
         One reply for each. Where all are refused, that is the answer; else each has its own words.
+        A body has at most 16 MiB. 503 and 507 say when to send it again (``Retry-After``).
         """
-        raw = await request.body()
-        now = clock.time_ns()
-        stored = await run_in_threadpool(ingest_all, store, split_batches(raw), now)
-        return reply(stored)
+        # The gate serves this path without coming here; what is said above is for the document.
+        return await reception.answer(await request.body())
 
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
     def healthz() -> Response:

@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,22 +32,25 @@ from trainvitals.errors import (
     VitalsError,
 )
 from trainvitals.views import Problem
-from trainvitals.wire import MAX_BODY_BYTES, MAX_HEADER_BYTES, PREFIX
 
 TokenScope = Literal["read", "ingest", "control"]
 
 OPEN_PATHS = frozenset({"/healthz"})
 INGEST_PATH = "/v1/ingest"
-MAX_BATCH_BYTES = PREFIX.size + MAX_HEADER_BYTES + MAX_BODY_BYTES
+MAX_INGEST_BYTES = 16 << 20
+"""Of one request: several batches, each at most about 4 MB."""
 MAX_JSON_BYTES = 65_536
 BODY_SECONDS = 30.0
 """A body that takes longer is a slow-loris, not a client."""
+STALL_SECONDS = 10.0
+"""So is one of which nothing comes for that long: it holds memory that others wait for."""
 
 _GRANTS: Mapping[str, frozenset[TokenScope]] = {
     "read": frozenset({"read"}),
     "ingest": frozenset({"ingest"}),
     "control": frozenset({"control", "read"}),
 }
+_ABOUT_LENGTH = (b"content-length", b"transfer-encoding")
 _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -199,11 +202,19 @@ class Gate:
 
     In this order: Host, Origin, token, content type, size. Nothing of the body is read before the
     token is known to be one of ours.
+
+    Args:
+        app: what lies behind.
+        config: whom to let in.
+        ingest: serves ``POST /v1/ingest`` in the app's place, and reads the body itself.
     """
 
-    def __init__(self, app: ASGIApp, *, config: AccessConfig) -> None:
+    def __init__(
+        self, app: ASGIApp, *, config: AccessConfig, ingest: ASGIApp | None = None
+    ) -> None:
         self._app = app
         self._config = config
+        self._ingest = ingest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; anything but HTTP and the lifespan is closed."""
@@ -214,11 +225,19 @@ class Gate:
             raise UsageError(f"this server speaks HTTP only, not {scope['type']!r}")
         try:
             self._admit(scope)
-            body = await _read_body(scope, receive)
-        except _Refused as refused:
+            is_ingest = scope["path"] == INGEST_PATH
+            limit = MAX_INGEST_BYTES if is_ingest else MAX_JSON_BYTES
+            announced_bytes(scope, limit)
+            if is_ingest and self._ingest is not None and scope["method"] == "POST":
+                await self._ingest(scope, receive, send)
+                return
+            body = await read_body(receive, limit)
+        except Refused as refused:
             await problem_response(refused.status, refused.error)(scope, receive, send)
             return
-        await self._app(scope, _replay(body, receive), _hardened(send))
+        except ClientDisconnect:
+            return
+        await self._app(scope, _replay(body, receive), hardened(send))
 
     def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -226,7 +245,7 @@ class Gate:
         self._check_origin(headers)
         scope.setdefault("state", {})["scopes"] = self._scopes(headers)
         if not scope["state"]["scopes"] and scope["path"] not in OPEN_PATHS:
-            raise _Refused(
+            raise Refused(
                 401,
                 UnauthorizedError(
                     "this needs a token; there was none, or not one of this collector's",
@@ -238,7 +257,7 @@ class Gate:
 
     def _check_host(self, values: list[str]) -> None:
         if len(values) != 1 or _bare(values[0]) not in self._config.hosts:
-            raise _Refused(
+            raise Refused(
                 403,
                 UnauthorizedError(
                     f"Host is {', '.join(values)!r}; this collector is not called that",
@@ -252,7 +271,7 @@ class Gate:
         for origin in headers.getlist("origin"):
             own = origin.lower() in (f"http://{host}", f"https://{host}")
             if not own and origin.lower() not in self._config.origins:
-                raise _Refused(
+                raise Refused(
                     403,
                     UnauthorizedError(
                         f"Origin is {origin!r}; pages from elsewhere may not call this collector",
@@ -275,16 +294,20 @@ def require(*scopes: TokenScope) -> Callable[[Request], None]:
     """
 
     def check(request: Request) -> None:
-        granted: frozenset[TokenScope] = getattr(request.state, "scopes", frozenset())
-        if not granted & set(scopes):
-            raise UnauthorizedError(
-                f"the token lacks the scope {' or '.join(scopes)}",
-                hint="use the token of that name in the collector's tokens.json",
-                code="V412",
-            )
+        check_scopes(getattr(request.state, "scopes", frozenset()), scopes)
 
     check.scopes = scopes  # type: ignore[attr-defined]
     return check
+
+
+def check_scopes(granted: frozenset[TokenScope], scopes: Sequence[TokenScope]) -> None:
+    """Raise UnauthorizedError unless one of ``scopes`` is granted."""
+    if granted.isdisjoint(scopes):
+        raise UnauthorizedError(
+            f"the token lacks the scope {' or '.join(scopes)}",
+            hint="use the token of that name in the collector's tokens.json",
+            code="V412",
+        )
 
 
 def problem_response(status: int, error: VitalsError) -> Response:
@@ -294,7 +317,9 @@ def problem_response(status: int, error: VitalsError) -> Response:
     return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
-class _Refused(Exception):  # noqa: N818 - an answer, not an error
+class Refused(Exception):  # noqa: N818 - an answer, not an error
+    """Ends a request with a status and a problem."""
+
     def __init__(self, status: int, error: VitalsError) -> None:
         super().__init__(error.text)
         self.status = status
@@ -309,29 +334,53 @@ def _check_content_type(scope: Scope, headers: Headers) -> None:
     wanted = "application/octet-stream" if scope["path"] == INGEST_PATH else "application/json"
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     if kind != wanted and (kind or has_body):
-        raise _Refused(
+        raise Refused(
             415, UsageError(f"Content-Type is {kind or 'missing'!r}; this takes {wanted}")
         )
 
 
-async def _read_body(scope: Scope, receive: Receive) -> bytes:
-    limit = MAX_BATCH_BYTES if scope["path"] == INGEST_PATH else MAX_JSON_BYTES
-    too_large = _Refused(413, UsageError(f"the body is larger than {limit} bytes"))
-    length = Headers(scope=scope).get("content-length", "0")
+def announced_bytes(scope: Scope, limit: int) -> int:
+    """Return how large the body will be: ``limit``, where the client does not say.
+
+    Raises:
+        Refused: larger than ``limit``.
+    """
+    said = {name: value for name, value in scope["headers"] if name in _ABOUT_LENGTH}
+    length = said.get(b"content-length", b"0")
     if not length.isdigit() or int(length) > limit:
-        raise too_large
+        raise _too_large(limit)
+    return limit if b"transfer-encoding" in said else int(length)
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """Return the request's body.
+
+    Raises:
+        Refused: it is larger than ``limit``, or comes too slowly.
+        ClientDisconnect: the client went away in the middle.
+    """
     body = bytearray()
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + BODY_SECONDS
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(STALL_SECONDS) as patience:
             while True:
                 message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
                 body += message.get("body", b"")
                 if len(body) > limit:
-                    raise too_large
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    raise _too_large(limit)
+                if not message.get("more_body", False):
                     return bytes(body)
+                patience.reschedule(min(give_up, loop.time() + STALL_SECONDS))
     except TimeoutError:
-        raise _Refused(408, UsageError(f"the body took over {BODY_SECONDS:g} s")) from None
+        text = f"the body took over {BODY_SECONDS:g} s, or stalled for {STALL_SECONDS:g} s"
+        raise Refused(408, UsageError(text)) from None
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, UsageError(f"the body is larger than {limit} bytes"))
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -347,7 +396,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _hardened(send: Send) -> Send:
+def hardened(send: Send) -> Send:
+    """Return a ``send`` that adds the headers every answer has."""
+
     async def hardened(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)

@@ -5,13 +5,13 @@ event's own time wins where a row is a present state, so the order in which spoo
 matter.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, Connection, Table, case, update
+from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, update
 
 from trainvitals.identity import Identity
 from trainvitals.records import (
@@ -56,41 +56,35 @@ def clean(text: str) -> str:
     return text.replace("\0", "")
 
 
-def apply(connection: Connection, identity: Identity, rows: Iterable[EventRow]) -> None:
-    """Store each event and what it means."""
-    for row in rows:
-        event = row.event
-        key = {"run_id": identity.run_id, "incarnation": identity.incarnation, "seq": row.seq}
-        about = {
-            "source": identity.source,
-            "time_unix_ns": row.time_unix_ns,
-            "step": row.step,
-            "attempt": row.attempt,
-            "kind": "Unknown" if event is None else type(event).__name__,
-            "summary": clean(describe(event)),
-            "body": b"" if event is None else _encode(event),
-        }
-        connection.execute(events.insert().values(key | about))
-        meaning = _MEANINGS.get(type(event))
-        if meaning is not None:
-            meaning(connection, identity, row, event)
+def apply(connection: Connection, told: Sequence[tuple[Identity, Sequence[EventRow]]]) -> None:
+    """Store each writer's events, and in their order what they mean."""
+    rows = [_event_row(identity, row) for identity, some in told for row in some]
+    if rows:
+        connection.execute(events.insert(), rows)
+    for identity, some in told:
+        for row in some:
+            meaning = _MEANINGS.get(type(row.event))
+            if meaning is not None:
+                meaning(connection, identity, row, row.event)
 
 
 def note_processes(
-    connection: Connection, run_id: str, schema: Schema, rows: npt.NDArray[np.void]
+    connection: Connection, told: Iterable[tuple[str, Schema, npt.NDArray[np.void]]]
 ) -> None:
-    """Keep what an agent last said of each rank's process: whether it exists."""
-    ranks, has_rank = column_of(schema, rows, "rank")
-    pids, _ = column_of(schema, rows, "pid")
-    alive, has_alive = column_of(schema, rows, "alive")
-    last: dict[tuple[int, int], int] = {}
-    for i in np.flatnonzero(has_rank & has_alive):
-        last[int(ranks[i]), int(pids[i])] = int(alive[i])
-    for (rank, pid), value in last.items():
-        mine = (sources.c.run_id == run_id, sources.c.source == f"rank:{rank}")
-        connection.execute(
-            update(sources).where(*mine, sources.c.pid == pid).values(alive=int(value != 0))
-        )
+    """Keep what agents last said of each rank's process: whether it exists."""
+    last: dict[tuple[str, int, int], int] = {}
+    for run_id, schema, rows in told:
+        ranks, has_rank = column_of(schema, rows, "rank")
+        pids, _ = column_of(schema, rows, "pid")
+        alive, has_alive = column_of(schema, rows, "alive")
+        for i in np.flatnonzero(has_rank & has_alive):
+            last[run_id, int(ranks[i]), int(pids[i])] = int(alive[i] != 0)
+    said = [
+        {"of_run": run_id, "of_source": f"rank:{rank}", "of_pid": pid, "is_alive": is_alive}
+        for (run_id, rank, pid), is_alive in last.items()
+    ]
+    if said:
+        connection.execute(_ALIVE, said)
 
 
 def describe(event: Event | None) -> str:
@@ -137,6 +131,22 @@ def samples(batch: BatchNoted) -> str:
     shown = ", ".join(str(one) for one in batch.sample_ids[:MAX_SAMPLES])
     num = max(batch.num_samples, len(batch.sample_ids))
     return f"samples {shown}" + (f" and {num - MAX_SAMPLES} more" if num > MAX_SAMPLES else "")
+
+
+def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
+    event = row.event
+    return {
+        "run_id": identity.run_id,
+        "incarnation": identity.incarnation,
+        "seq": row.seq,
+        "source": identity.source,
+        "time_unix_ns": row.time_unix_ns,
+        "step": row.step,
+        "attempt": row.attempt,
+        "kind": "Unknown" if event is None else type(event).__name__,
+        "summary": clean(describe(event)),
+        "body": b"" if event is None else _encode(event),
+    }
 
 
 def _run_started(
@@ -300,6 +310,18 @@ def _upsert(
         statement.on_conflict_do_update(index_elements=list(key), set_=values, where=where)
     )
 
+
+# What is said again every few seconds is not written again.
+_ALIVE = (
+    update(sources)
+    .where(
+        sources.c.run_id == bindparam("of_run"),
+        sources.c.source == bindparam("of_source"),
+        sources.c.pid == bindparam("of_pid"),
+        sources.c.alive != bindparam("is_alive"),
+    )
+    .values(alive=bindparam("is_alive"))
+)
 
 _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     RunStarted: _run_started,

@@ -8,22 +8,23 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 import msgspec
 from sqlalchemy import Connection, select
 
-from trainvitals.errors import FormatError, NewerVersionError, UsageError, VitalsError
+from trainvitals.errors import NewerVersionError, UsageError, VitalsError
 from trainvitals.identity import check_run_id
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Position, read_batches
-from vitals_collector.ingest import Stored, announce, check_batch, store_batch
+from vitals_collector.checking import check_batches
+from vitals_collector.ingest import Stored, announce, store_batches
 from vitals_collector.schema import positions
 from vitals_collector.store import Store, insert
 
 _LOG = logging.getLogger("vitals.collector.folder")
-_BATCHES_AT_ONCE = 64
+_BATCHES_AT_ONCE = 256
+_BYTES_AT_ONCE = 4 << 20
 """In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
 
 
@@ -73,7 +74,7 @@ class FolderIngest:
         # Left to the end, so that a file that grows faster than we read cannot keep us here.
         found = read_batches(spool, position, now=time.time())
         num_new = 0
-        while not stop.is_set() and (some := list(islice(found, _BATCHES_AT_ONCE))):
+        while not stop.is_set() and (some := _next_of(found)):
             stored, is_blocked = self._store_some(spool, some)
             announce(self._store, stored)
             num_new += sum(one.reply.num_new for one in stored)
@@ -85,20 +86,20 @@ class FolderIngest:
         self, spool: Path, some: Sequence[tuple[Position, bytes]]
     ) -> tuple[list[Stored], bool]:
         """Store batches and the position after them; stop before one of a newer version."""
-        stored: list[Stored] = []
+        checked = check_batches([raw for _, raw in some])
+        newer = next((i for i, one in enumerate(checked) if isinstance(one, NewerVersionError)), -1)
+        if newer >= 0:
+            self._say_once(f"{spool}: {checked[newer]}")
+            checked = checked[:newer]
+        if not checked:
+            return [], True
         with self._store.write() as connection:
-            for position, raw in some:
-                try:
-                    batch = check_batch(self._store, raw)
-                    with connection.begin_nested():
-                        stored.append(store_batch(connection, batch))
-                except NewerVersionError as error:
-                    self._say_once(f"{spool}: {error}")
-                    return stored, True
-                except FormatError as error:
-                    self._say_once(f"{spool}: a batch is passed over: {error}")
-                _remember(connection, spool, position)
-        return stored, False
+            stored = store_batches(connection, checked)
+            _remember(connection, spool, some[len(checked) - 1][0])
+        for one in stored:
+            if one.error is not None:
+                self._say_once(f"{spool}: a batch is passed over: {one.error}")
+        return stored, newer >= 0
 
     def _position(self, spool: Path) -> Position:
         query = select(positions.c.position).where(positions.c.spool == str(spool))
@@ -116,6 +117,18 @@ class FolderIngest:
         if text not in self._told:
             self._told.add(text)
             _LOG.warning("%s", text)
+
+
+def _next_of(found: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:
+    """Return the batches of one transaction, bounded by number and size; none at the end."""
+    some: list[tuple[Position, bytes]] = []
+    num_bytes = 0
+    for one in found:
+        some.append(one)
+        num_bytes += len(one[1])
+        if len(some) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
+            break
+    return some
 
 
 def _is_run(folder: Path) -> bool:

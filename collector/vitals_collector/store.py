@@ -47,8 +47,19 @@ class IngestCounters:
     num_hook_errors: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     """Refused batches by error code."""
+    thinned: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Rows taken away, by stream and reason."""
+    num_forgotten: int = 0
+    """Rows that came of runs which were removed."""
+    removed_runs: dict[str, int] = field(default_factory=dict)
+    """Runs removed, by reason."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever counts."""
+
+    def reject(self, code: str) -> None:
+        """Count a body that holds no batches; single batches are counted where they are stored."""
+        with self.lock:
+            self.rejected[code] = self.rejected.get(code, 0) + 1
 
 
 class Store:

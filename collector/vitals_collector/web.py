@@ -1,5 +1,6 @@
 """How a route answers: views as JSON, errors as problems, and both in the OpenAPI document."""
 
+import random
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ _STATUS: tuple[tuple[type[VitalsError], int], ...] = (
     (UsageError, 400),
     (StorageError, 503),
 )
+_RETRY_SECONDS = {503: (1, 5), 507: (10, 30)}
 _TYPES: dict[str, Any] = {}
 _REF = "#/components/schemas/{name}"
 
@@ -42,7 +44,9 @@ def problem(error: VitalsError) -> Response:
     status = _STATUS_BY_CODE.get(error.code) or next(
         (status for kind, status in _STATUS if isinstance(error, kind)), 500
     )
-    headers = {"Retry-After": "5"} if status in (503, 507) else None
+    soonest, latest = _RETRY_SECONDS.get(status, (0, 0))
+    # Not the same for all: what was sent away together must not come back together.
+    headers = {"Retry-After": str(random.randint(soonest, latest))} if latest else None
     body = msgspec.json.encode(Problem(code=error.code, text=error.text, hint=error.hint))
     return Response(body, status, headers, "application/json")
 

@@ -1,0 +1,174 @@
+"""Decides which batches are fit to be stored, and says of many at once what their rows hold.
+
+Schemas are shared objects: numpy works once on all rows of a schema, not once for each batch.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.errors import FormatError
+from trainvitals.records import EVENT_SCHEMA
+from trainvitals.rows import Schema, column_of
+from trainvitals.wire import Batch, decode_batch
+
+_MAX_INT64 = 2**63 - 1
+
+Checked = Batch | FormatError
+"""A batch that is fit to be stored, or why it is not."""
+
+
+class Summary(NamedTuple):
+    """What the store's tables say of one batch's rows."""
+
+    schema_digest: str
+    measured: int
+    """Validity bits: column i has a value in some row."""
+    limits: tuple[int, ...]
+    """As ``LIMITS`` names them."""
+    last: tuple[int | float | None, ...] | None
+    """The newest row of a rank's steps as ``LAST`` names its numbers; None in other streams."""
+
+    @property
+    def newest_unix_ns(self) -> int:
+        """When the last row was made."""
+        return self.limits[-1]
+
+
+LIMITS = (
+    "min_step",
+    "max_step",
+    "min_attempt",
+    "max_attempt",
+    "min_time_unix_ns",
+    "max_time_unix_ns",
+)
+LAST = ("last_step", "last_attempt", "last_step_unix_ns", "loss", "grad_norm")
+
+
+def check_batches(raws: Sequence[bytes]) -> list[Checked]:
+    """Return each batch decoded and verified, or its error in its place."""
+    checked: list[Checked] = []
+    for raw in raws:
+        try:
+            batch = decode_batch(raw)
+            header = batch.header
+            if header.first_seq + header.num_rows > _MAX_INT64:
+                raise FormatError("a number in the batch's header does not fit 64 bits")
+            checked.append(batch)
+        except FormatError as error:
+            checked.append(error)
+    good = [one for one in checked if isinstance(one, Batch)]
+    places = [i for i, one in enumerate(checked) if isinstance(one, Batch)]
+    for schema, which in _by_schema(good):
+        some = [good[i] for i in which]
+        for i, error in _errors_in(schema, some):
+            checked[places[which[i]]] = error
+    return checked
+
+
+def summarize(batches: Sequence[Batch]) -> tuple[list[Summary], dict[str, Schema]]:
+    """Return what is to be said of each batch's rows, and the schemas by their digests."""
+    found: list[Summary | None] = [None] * len(batches)
+    schemas: dict[str, Schema] = {}
+    for schema, which in _by_schema(batches):
+        digest = hashlib.sha256(msgspec.msgpack.encode(schema)).hexdigest()
+        schemas[digest] = schema
+        summaries = _summaries(schema, digest, [batches[i] for i in which])
+        for i, summary in zip(which, summaries, strict=True):
+            found[i] = summary
+    return [one for one in found if one is not None], schemas
+
+
+def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
+    """Yield every schema with the positions of its batches."""
+    found: dict[int, list[int]] = {}
+    for i, batch in enumerate(batches):
+        found.setdefault(id(batch.header.stream_schema), []).append(i)
+    for which in found.values():
+        yield batches[which[0]].header.stream_schema, which
+
+
+def _summaries(schema: Schema, digest: str, batches: Sequence[Batch]) -> list[Summary]:
+    rows, starts, counts = _joined(schema, batches)
+    words = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
+    columns: list[list[int]] = []
+    for name in ("step", "attempt", "time_unix_ns"):
+        values = column_of(schema, rows, name)[0]
+        columns.append(np.minimum.reduceat(values, starts).tolist())
+        columns.append(np.maximum.reduceat(values, starts).tolist())
+    limits = zip(*columns, strict=True)
+    is_steps = schema.stream == "steps"
+    last = _last_of(schema, rows[starts + counts - 1]) if is_steps else repeat(None, len(batches))
+    return [Summary(digest, *said) for said in zip(_as_numbers(words), limits, last, strict=True)]
+
+
+def _last_of(
+    schema: Schema, rows: npt.NDArray[np.void]
+) -> Iterator[tuple[int | float | None, ...]]:
+    """Yield what the list of runs shows of each row; a number that is not finite is None."""
+    columns: list[list[Any]] = [
+        column_of(schema, rows, name)[0].tolist() for name in ("step", "attempt", "time_unix_ns")
+    ]
+    for name in ("loss", "grad_norm"):
+        values, is_valid = column_of(schema, rows, name)
+        is_shown = is_valid & np.isfinite(values) if values.dtype.kind in "fi" else is_valid & False
+        columns.append(
+            [
+                float(value) if shown else None
+                for value, shown in zip(values.tolist(), is_shown.tolist(), strict=True)
+            ]
+        )
+    return zip(*columns, strict=True)
+
+
+def _joined(
+    schema: Schema, batches: Sequence[Batch]
+) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return all rows, and where each batch's begin and how many they are."""
+    rows = np.frombuffer(b"".join([one.rows for one in batches]), schema.dtype)
+    counts = np.array([one.header.num_rows for one in batches], np.int64)
+    return rows, np.cumsum(counts) - counts, counts
+
+
+def _as_numbers(words: npt.NDArray[np.uint64]) -> list[int]:
+    if words.shape[1] == 1:
+        return words[:, 0].tolist()
+    return [int.from_bytes(row.tobytes(), "little") for row in words]
+
+
+def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, FormatError]]:
+    """Yield the position and error of each batch whose rows are not what its header says."""
+    is_events = schema.stream == "events"
+    wanted = EVENT_SCHEMA.columns if is_events else ROW_COLUMNS
+    missing = [column.name for column in wanted if column not in schema.columns]
+    if missing:
+        text = f"rows of {schema.stream} lack the columns {', '.join(missing)}"
+        yield from ((i, FormatError(text)) for i in range(len(batches)))
+        return
+    rows, starts, counts = _joined(schema, batches)
+    firsts = np.array([one.header.first_seq for one in batches], np.int64)
+    expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
+    is_wrong = rows["seq"] != expected
+    if is_wrong.any():
+        for i in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
+            yield int(i), FormatError("the rows' sequence numbers are not those the header gives")
+    for i, batch in enumerate(batches) if is_events else ():
+        if not _has_whole_rows(schema, batch.rows):
+            yield i, FormatError("the checksum of an event's row does not hold")
+
+
+def _has_whole_rows(schema: Schema, rows: bytes) -> bool:
+    size = schema.row_size
+    return all(
+        schema.seq_of(rows[start : start + size]) is not None for start in range(0, len(rows), size)
+    )
+
+
+__all__ = ["LAST", "LIMITS", "Checked", "Summary", "check_batches", "summarize"]
