@@ -95,6 +95,7 @@ class Spool:
         self._number = -1
         self._synced_size = 0
         self._unsynced: dict[Key, int] = {}
+        self._gave_up = False
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._state = self._saved = _load_state(directory / _STATE)
@@ -136,10 +137,13 @@ class Spool:
 
         Raises:
             FormatError: it is no valid batch.
-            StorageError: the disk refused; the batch was not added.
+            StorageError: the disk refused; the batch was not added. Call ``sync`` before the next
+                try: it says whether those before have to be added again, which must come first.
         """
         header = decode_batch(raw).header
         with self._lock, self._disk("nothing was added"):
+            if self._gave_up:
+                raise OSError("what was added before was lost on the way to the disk")
             has_room = self._make_room(len(raw))
             if has_room:
                 self._write(raw)
@@ -157,7 +161,12 @@ class Spool:
                 and can be appended again.
         """
         with self._lock, self._disk("cannot be made durable"):
-            self._flush()
+            try:
+                self._flush()
+            finally:
+                gave_up, self._gave_up = self._gave_up, False
+            if gave_up:
+                raise OSError("a file that was left could not be made durable")
             if self._state.dropped_rows != self._saved.dropped_rows:
                 self._save_state()
 
@@ -259,6 +268,7 @@ class Spool:
         A reader may have seen the bytes, so nothing else may ever come to lie in their place.
         """
         self._unsynced.clear()
+        self._gave_up = True
         fd, number, size = self._fd, self._number, self._synced_size
         with contextlib.suppress(OSError):  # else they stay: rows that come twice count once
             os.ftruncate(fd, size)
@@ -360,15 +370,20 @@ class Spool:
                 self._remove(number)
 
     def _scan_anew(self, number: int, start: int, *, complete: bool) -> int:
-        """Note what lies in the file after ``start``; return where its last batch ends."""
-        end = start
+        """Note what lies in the file after ``start``; return where its last batch ends.
+
+        Behind damage in the last file nothing is noted: what lay there may never have been synced,
+        and its writer has to send it again.
+        """
+        end, is_noted = start, True
         with self._path(number).open("rb") as file:
             for here, raw in scan_file(file, start, complete=complete):
                 end = here
                 header = None if raw is None else _header(raw)
                 if raw is None:
                     self._corrupt_at.add(Position(number, here))
-                if header is not None:
+                    is_noted = complete
+                if header is not None and is_noted:
                     identity = header.identity
                     key = (identity.run_id, identity.incarnation, header.stream)
                     _note(self._last, key, header.last_seq)

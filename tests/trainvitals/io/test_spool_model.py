@@ -1,0 +1,162 @@
+"""A spool against a model of it, on a disk that fails, dies and loses power at every call."""
+
+import errno
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.trainvitals.io.builders import a_batch, an_identity
+from tests.trainvitals.io.faulty_disk import Crash, FaultyDisk
+from trainvitals.errors import StorageError
+from trainvitals.io.spool import Spool
+from trainvitals.wire import decode_batch
+
+ROWS = 5
+IDENTITY = an_identity()
+SIZE = len(a_batch(IDENTITY, 0, ROWS))
+AFTER = st.integers(1, 12)
+
+
+class SpoolMachine(RuleBasedStateMachine):
+    """An agent that appends numbered batches, and a shipper that acknowledges some.
+
+    As a tailer does, it goes back to what was synced where a sync fails, and after a restart goes
+    on behind the last number that the spool knows.
+    """
+
+    @initialize(keep=st.booleans(), num_batches=st.integers(4, 15), seed=st.integers(0, 99))
+    def begin(self, keep: bool, num_batches: int, seed: int) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="vitals-test-spool-"))
+        self.keep, self.max_bytes = keep, num_batches * SIZE
+        self.rng = random.Random(seed)
+        self.disk = FaultyDisk(self.root)
+        self.mount = self.disk.mounted()
+        self.mount.__enter__()
+        self.next = self.synced = self.newest = 0
+        self.acked: set[int] = set()
+        self.is_pristine = True
+        self.spool: Spool | None = self.made()
+
+    def made(self) -> Spool:
+        return Spool(self.root, max_bytes=self.max_bytes, keep=self.keep, file_bytes=3 * SIZE)
+
+    @rule(num=st.integers(1, 6))
+    def append(self, num: int) -> None:
+        for _ in range(num):
+            if self.attempt(lambda spool: spool.append(a_batch(IDENTITY, ROWS * self.next, ROWS))):
+                self.next += 1
+                self.newest = max(self.newest, self.next)
+
+    @rule()
+    def sync(self) -> None:
+        alive = self.spool is not None
+        if self.attempt(lambda spool: spool.sync()):
+            self.synced = self.next
+        elif alive and self.spool is not None:
+            self.next = self.synced
+
+    @rule(num=st.integers(1, 9))
+    def ack(self, num: int) -> None:
+        if self.spool is None:
+            return
+        found = self.spool.pending(num)
+        if not found:
+            return
+        # What the disk refused to note is acknowledged all the same: the store has it.
+        self.acked |= {number_of(raw) for _, raw in found}
+        self.attempt(lambda spool: spool.ack(found[-1][0]))
+
+    @rule()
+    def restart(self) -> None:
+        self.attempt(lambda spool: spool.close())
+        self.come_back()
+
+    @rule(code=st.sampled_from([errno.ENOSPC, errno.EIO]), after=AFTER)
+    def fail_soon(self, code: int, after: int) -> None:
+        self.is_pristine = False
+        self.disk.fail(code, after)
+
+    @rule(after=AFTER)
+    def die_soon(self, after: int) -> None:
+        self.is_pristine = False
+        self.disk.crash(after)
+
+    @rule(power=st.booleans())
+    def die(self, power: bool) -> None:
+        self.is_pristine = False
+        self.spool = None
+        self.come_back(power=power)
+
+    def attempt(self, action) -> bool:  # type: ignore[no-untyped-def]
+        """Do it; False where the disk refused, or the process died of it."""
+        if self.spool is None:
+            return False
+        try:
+            action(self.spool)
+        except StorageError:
+            return False
+        except Crash:
+            self.spool = None
+            return False
+        return True
+
+    def come_back(self, power: bool = False) -> None:
+        """Start another owner after a death, with or without the loss of power."""
+        self.disk.revive()
+        if power:
+            self.disk.lose_power(self.rng)
+        self.spool = self.made()
+        last = self.spool.last_seqs().get((IDENTITY.run_id, IDENTITY.incarnation, "steps"), -1)
+        known = (last + 1) // ROWS
+        assert self.synced <= known <= self.newest
+        self.next = self.synced = known
+
+    @invariant()
+    def nothing_that_was_synced_is_lost(self) -> None:
+        if self.spool is None:
+            return
+        found = list(dict.fromkeys(number_of(raw) for _, raw in self.spool.pending(10**6)))
+        assert sorted(found) == found
+        gone = set(range(self.synced)) - set(found) - self.acked
+        assert ROWS * len(gone) <= self.spool.dropped_rows
+        if self.is_pristine:
+            gone = set(range(self.next)) - set(found) - self.acked
+            assert ROWS * len(gone) == self.spool.dropped_rows
+            size = sum(path.stat().st_size for path in self.root.glob("*.tvs"))
+            assert size == self.spool.num_bytes
+        assert self.spool.num_bytes <= self.max_bytes
+
+    def teardown(self) -> None:
+        if hasattr(self, "disk"):
+            self.disk.revive()
+            self.mount.__exit__(None, None, None)
+            shutil.rmtree(self.root)
+
+
+def number_of(raw: bytes) -> int:
+    return decode_batch(raw).header.first_seq // ROWS
+
+
+def test_a_spool_keeps_its_word_whatever_the_disk_does() -> None:
+    run_state_machine_as_test(
+        SpoolMachine, settings=settings(max_examples=60, stateful_step_count=40)
+    )
+
+
+@pytest.mark.slow
+def test_a_spool_keeps_its_word_over_thousands_of_disks() -> None:
+    run_state_machine_as_test(
+        SpoolMachine, settings=settings(max_examples=3000, stateful_step_count=60)
+    )
