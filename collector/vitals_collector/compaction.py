@@ -18,7 +18,7 @@ from sqlalchemy import Connection, delete, func, select, update
 from trainvitals.rows import Schema
 from vitals_collector import facts
 from vitals_collector.columns import SEQ, encode_rows, whole
-from vitals_collector.schema import batch_columns, batches
+from vitals_collector.schema import batch_columns, batches, thinned_to
 from vitals_collector.store import Store
 from vitals_collector.stored import Page, is_columnar, read_pages, read_schema
 
@@ -47,6 +47,8 @@ class Piece(NamedTuple):
     max_attempt: int
     min_step: int
     max_step: int
+    is_thinned: bool = False
+    """What is left of rows after thinning; it is never joined with rows that may yet be."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ def _may_join(a: Piece, b: Piece) -> bool:
     """Return whether a chunk of both still is of one attempt, by growing steps."""
     return (
         a.schema_digest == b.schema_digest
+        and a.is_thinned == b.is_thinned
         and a.first_seq + a.num_rows == b.first_seq
         and a.min_attempt == b.max_attempt == a.max_attempt == b.min_attempt
         and a.max_step <= b.min_step
@@ -216,7 +219,15 @@ def rewrite(connection: Connection, pages: Sequence[Page], rows: npt.NDArray[np.
 
 def _pieces(connection: Connection, key: Key) -> list[Piece]:
     table, (run_id, incarnation, stream) = batches.c, key
-    fields = (is_columnar if name == "is_columnar" else table[name] for name in Piece._fields)
+    mark = select(thinned_to.c.last_seq).where(
+        thinned_to.c.run_id == run_id,
+        thinned_to.c.incarnation == incarnation,
+        thinned_to.c.stream == stream,
+    )
+    last = connection.execute(mark).scalar()
+    is_thinned = table.first_seq <= (-1 if last is None else last)
+    known = {"is_columnar": is_columnar, "is_thinned": is_thinned}
+    fields = (known[name] if name in known else table[name] for name in Piece._fields)
     query = (
         select(*fields)
         .where(table.run_id == run_id, table.incarnation == incarnation, table.stream == stream)
