@@ -17,7 +17,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.inbox import Inbox
 from trainer_hooks.ranks import Ranks
 from trainvitals.clock import Clock
-from trainvitals.errors import FormatError, StorageError, TrainingHalted
+from trainvitals.errors import FormatError, StorageError, TrainingHalted, VitalsError
 from trainvitals.identity import (
     Identity,
     new_attempt_id,
@@ -27,7 +27,8 @@ from trainvitals.identity import (
 )
 from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
 from trainvitals.io.mailbox import Mailbox
-from trainvitals.io.private import private_base
+from trainvitals.io.node import Spot, name_nodes, spot_of
+from trainvitals.io.private import private_bases
 from trainvitals.io.relaunch import earlier_run, remember_run
 from trainvitals.io.rundir import RunDir
 from trainvitals.policy import JudgeConfig, load_judge_config
@@ -42,9 +43,12 @@ class Place:
     """Where a run's files are; the same on all ranks but for the node's own base."""
 
     run_dir: RunDir
-    folder: Path
+    folder: Path | None
+    """Journals and mailbox of the run on this node; None where no folder for them can be used."""
     attempt: int
     node: str
+    is_first: bool
+    """Whether this rank starts the node's agent."""
     plan: Plan
     """What earlier starts of the run have spent, begun and passed over, as rank 0 read it."""
     judge: JudgeConfig
@@ -52,7 +56,11 @@ class Place:
 
 
 def open_run(
-    ranks: Ranks, environ: Mapping[str, str], directory: str | Path | None, clock: Clock
+    ranks: Ranks,
+    environ: Mapping[str, str],
+    directory: str | Path | None,
+    clock: Clock,
+    faults: FaultCounter,
 ) -> Place:
     """Make or find the run on rank 0 and tell all ranks; an error is raised on every rank."""
     at_root = on_every_rank(
@@ -60,12 +68,42 @@ def open_run(
     )[0]
     assert at_root is not None
     run_id, path, attempt, plan, judge = at_root
-    folders: list[Path] = []
-    on_every_rank(
-        ranks, lambda: folders.append(announce_run(private_base(environ), run_id, Path(path)))
-    )
-    node = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
-    return Place(RunDir(Path(path)), folders[0], attempt, node, plan, judge)
+    folders: list[Path | None] = []
+
+    def here() -> Spot:
+        folders.append(_folder_here(environ, run_id, Path(path), faults))
+        host = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
+        return spot_of(host, folders[0])
+
+    nodes = name_nodes(on_every_rank(ranks, here))
+    node = nodes[ranks.rank]
+    is_first = ranks.rank == nodes.index(node)
+    return Place(RunDir(Path(path)), folders[0], attempt, node, is_first, plan, judge)
+
+
+def _folder_here(
+    environ: Mapping[str, str], run_id: str, run_dir: Path, faults: FaultCounter
+) -> Path | None:
+    """Make the run's folder where journals may lie; None, counted, where there is no such place.
+
+    Raises:
+        VitalsError: the place that ``VITALS_SHM`` names cannot be used.
+    """
+    refused: list[VitalsError] = []
+    for base in private_bases(environ, refused):
+        try:
+            folder = announce_run(base, run_id, run_dir)
+        except VitalsError as error:
+            refused.append(error)
+            continue
+        for why in refused:
+            faults.count(f"journal.folder, {base} is used instead", why)
+        return folder
+    if environ.get("VITALS_SHM"):
+        raise refused[0]
+    for why in refused:
+        faults.count("journal.folder", why)
+    return None
 
 
 def _open_on_root(
@@ -112,6 +150,8 @@ def open_journal(
     place: Place, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
 ) -> JournalWriter | None:
     """Open this rank's journal; without one training goes on, and the fault is counted."""
+    if place.folder is None:
+        return None
     uuid = ""
     if device.type == "cuda":
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -141,9 +181,12 @@ def open_inbox(place: Place, ranks: Ranks, clock: Clock) -> Inbox | None:
 
     def at_root() -> None:
         if ranks.rank == 0:
+            key = place.run_dir.command_key()
+            if place.folder is None:
+                return
             inbox = Inbox(
                 mailbox=Mailbox.create(place.folder / "mailbox"),
-                key=place.run_dir.command_key(),
+                key=key,
                 run_id=place.run_dir.run_id,
                 clock=clock,
                 last_number=place.plan.facts.last_command,

@@ -174,7 +174,7 @@ def set_up(
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
-        place = open_run(ranks, environ, dir, clock)
+        place = open_run(ranks, environ, dir, clock, faults)
         emitter = _emitter(ranks, device, place, faults, clock)
         plan = PlanJournal(
             plan=place.plan, run_dir=place.run_dir, is_root=ranks.rank == 0, faults=faults
@@ -208,7 +208,7 @@ def set_up(
         restored = _begin(host, place, info)
         for text in device.warnings:
             _warn(host, text)
-        if ranks.local_rank == 0:
+        if place.is_first:
             _start_agent(host, place, environ)
         undo.pop_all()
     return Made(device=device, host=host, tokens_per_step=tokens, restored=restored)
@@ -322,7 +322,7 @@ def _warn(host: Host, text: str) -> None:
 
 
 def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
-    if environ.get("VITALS_AGENT") == "off":
+    if environ.get("VITALS_AGENT") == "off" or place.folder is None:
         return
     missing = missing_packages()
     if missing:
@@ -330,7 +330,7 @@ def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
         host.emitter.event(Note(code="no_agent", text=text), step=0, attempt=place.attempt)
         return
     with host.faults.fail_open("agent.start"):
-        start_agent(place.run_dir.path.parent, place.run_dir.run_id, environ)
+        start_agent(place.run_dir, place.folder.parent, place.node, environ)
 
 
 def _agreed_mode(
@@ -373,7 +373,7 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
     if choice not in ("auto", "off"):
         raise UsageError(
             f"VITALS_AGENT is {choice!r}; it must be auto or off",
-            hint="unset it to let local rank 0 start the node's agent",
+            hint="unset it to let the first rank of each node start its agent",
         )
 
 

@@ -1,9 +1,17 @@
-"""The agent: one cycle that turns its parts, each of which fails by itself."""
+"""The agent: its parts and who turns them; each part fails by itself.
+
+- The main thread discovers, tails, spools, buries, and samples the node and its ranks: all that is
+  local and quick.
+- The courier's thread ships and relays: all that may wait for a network (``courier``).
+- The GPU driver is asked on a thread of its own, as it may never answer (``sampling``).
+- HTTP threads only read.
+"""
 
 import logging
 import os
 import random
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,21 +22,27 @@ from trainvitals.io.journal import JournalRef, discover
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.records import Note
+from vitals_agent.aside import Spawn, on_a_thread
 from vitals_agent.backoff import Backoff
+from vitals_agent.courier import Courier
 from vitals_agent.exposition import Health, MetricsServer, Reading
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
 from vitals_agent.home import TOKEN_FILE, AgentHome, AgentInfo
 from vitals_agent.host import HostSampler
-from vitals_agent.readings import run_readings, sample_readings
+from vitals_agent.readings import agent_readings, run_readings, sample_readings
 from vitals_agent.relay import Commands, Relay
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
 from vitals_agent.sampling import Sampling
 from vitals_agent.shipper import Ingests, Shipper
+from vitals_agent.tailer import num_left
 
 log = logging.getLogger("vitals_agent")
 
 STALLED_SECONDS = 30.0
+
+MAX_RUNS = 4096
+"""Run directories of which is remembered whether they are ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +68,8 @@ class AgentConfig:
     """What went wrong before the start; it is said in every run."""
     sample_seconds: float = 2.0
     """Time between two samples of GPUs, node and processes."""
+    keeps_history: bool | None = None
+    """Whether the run directory keeps what a collector has too; None: where no collector is."""
     spool_max_bytes: int = 5 << 30
     """Bound of one run's spool on this node."""
     retire_seconds: float = 60.0
@@ -67,14 +83,16 @@ class Collects(Ingests, Commands, Protocol):
 class Agent:
     """Serves the runs of one folder on one node.
 
-    Call ``start``, then ``cycle`` again and again, then ``stop``. Everything but the HTTP threads,
-    which only read, happens in the caller's thread.
+    Call ``start``, then ``turn`` again and again, then ``stop``, all in one thread; in any other
+    one ``courier.turn``. ``cycle`` turns both.
 
     Args:
         config: what to serve.
         client: the collector, or None where there is none: then the spools are the history.
+        reachable: whether there is a collector to talk to now; None: always.
         clock: stamps the agent's own rows.
         nvml: a module like ``pynvml``.
+        spawn: begins what may hang.
         rng: spreads the tries after a failure.
     """
 
@@ -83,8 +101,10 @@ class Agent:
         config: AgentConfig,
         *,
         client: Collects | None = None,
+        reachable: Callable[[float], bool] | None = None,
         clock: Clock | None = None,
         nvml: Any = None,
+        spawn: Spawn = on_a_thread,
         rng: random.Random | None = None,
     ) -> None:
         self.config = config
@@ -100,17 +120,30 @@ class Agent:
             faults=self.faults,
         )
         chance = rng or random.Random()
-        self.sampling = Sampling(HostSampler(config.base), GpuSampler(nvml), self.faults)
+        gpus = GpuSampler(nvml, clock=self._clock)
+        self.sampling = Sampling(HostSampler(config.base), gpus, self.faults, spawn=spawn)
         self.shipper = (
             Shipper(client, backoff=Backoff(rng=chance), faults=self.faults) if client else None
         )
         self.relay = Relay(
             client, backoff=Backoff(rng=chance), clock=self._clock, faults=self.faults
         )
-        self._home = AgentHome(self._home_path())
+        self._reachable = reachable or (lambda now: True)
+        self.courier = Courier(
+            self.shipper,
+            self.relay,
+            runs=lambda: self.runs,
+            faults=self.faults,
+            reachable=self._reachable,
+        )
+        keeps = config.keeps_history
+        self._keeps_history = client is None if keeps is None else keeps
+        self._home = AgentHome(self._home_path(), config.base)
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._elsewhere: set[str] = set()
+        self._ours: dict[Path, bool] = {}
+        self._has_leftovers = True
         self._idle_since: dict[str, float] = {}
         self._sampled_at: float | None = None
         self._cycled_at_ns = 0
@@ -148,7 +181,7 @@ class Agent:
             self.stop()
             raise
         log.info("agent serves dir=%s node=%s", self.config.vitals_dir, self.config.node)
-        if self.shipper is not None:
+        if self.shipper is not None and self._reachable(time.monotonic()):
             self._take_up_leftovers()
 
     @property
@@ -157,9 +190,11 @@ class Agent:
         return self._info
 
     def stop(self) -> None:
-        """Give everything back. Call ``cycle`` before, so that nothing new is left behind."""
+        """Give everything back. Call ``turn`` before, so that nothing new is left behind."""
         for run_id in list(self.runs):
-            self._let_go(run_id)
+            if not self._let_go(run_id):
+                # Its spool is in the courier's hands: the lock on it ends with this process.
+                log.warning("stopped while the collector keeps us waiting run=%s", run_id)
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -170,20 +205,25 @@ class Agent:
     # ----------------------------------------------------------------------------- cycle
 
     def cycle(self, now: float) -> None:
-        """Turn every part once; ``now`` is in monotonic seconds."""
+        """Turn every part once, one after the other; ``now`` is in monotonic seconds."""
+        self.turn(now)
+        self.courier.turn(now)
+        self._retire(now)
+
+    def turn(self, now: float) -> None:
+        """Turn once what is local: it waits for no network and for no driver."""
         with self.faults.contained("discover"):
+            if self.courier.can_ship and self._has_leftovers:
+                self._take_up_leftovers()
             self._discover()
+        runs = list(self.runs.values())
         if self._sampled_at is None or now - self._sampled_at >= self.config.sample_seconds:
             self._sampled_at = now
-            self.sampling.sample(self.runs.values())
-        for run in self.runs.values():
+            self.sampling.sample(runs, now)
+        self.sampling.collect(runs, now)
+        for run in runs:
             with self.faults.contained("tailer"):
                 run.copy()
-            if self.shipper is not None:
-                with self.faults.contained("shipper"):
-                    self.shipper.ship(run.run_id, run.spool, now)
-            with self.faults.contained("relay"):
-                self.relay.relay(run, now)
             with self.faults.contained("tailer"):
                 run.sweep()
         self._retire(now)
@@ -192,16 +232,33 @@ class Agent:
         self._turned_at_ns = self._clock.monotonic_ns()
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks whose journal is not finished and in the spool."""
-        return sum(not t.finished for run in self.runs.values() for t in run.tails.values())
+    def num_living(self) -> int:
+        """Ranks that live here and have not said goodbye."""
+        return sum(run.num_living for run in self.runs.values())
 
     @property
     def drained(self) -> bool:
         """Whether all is in the spools and, where there is a collector, stored there."""
-        if any(run.active for run in self.runs.values()):
-            return False
-        return self.shipper is None or all(self.shipper.drained(run_id) for run_id in self.runs)
+        runs = self.runs.values()
+        return not any(run.active for run in runs) and all(map(self.courier.drained, runs))
+
+    def report_left_behind(self) -> int:
+        """Say which rows never came into a spool; return how many. They stay in shared memory."""
+        total = 0
+        for ref in filter(self._is_ours, discover(self.config.base)):
+            with self.faults.contained("tailer"):
+                run = self.runs.get(ref.run_id)
+                left = num_left(ref.directory, run.synced(ref.directory) if run else {})
+                total += left
+                if left:
+                    log.error(
+                        "rows left behind rows=%d run=%s: they are in %s and in no spool; the next "
+                        "agent takes them up, unless the node's memory goes first",
+                        left,
+                        ref.run_id,
+                        ref.directory,
+                    )
+        return total
 
     # ------------------------------------------------------------------------- which runs
 
@@ -212,7 +269,7 @@ class Agent:
             with self.faults.contained("discover"):
                 assert ref.run_dir is not None
                 run = self.runs.get(ref.run_id)
-                run = run or self._take_up(ref.run_dir, keep=self.shipper is None)
+                run = run or self._take_up(ref.run_dir, keep=self._keeps_history)
                 if run is not None:
                     run.found(ref.directory)
 
@@ -221,12 +278,16 @@ class Agent:
             return False
         if self.config.run_id and ref.run_id != self.config.run_id:
             return False
-        return ref.run_dir.resolve().parent == self.config.vitals_dir.resolve()
+        if ref.run_dir not in self._ours:
+            here = ref.run_dir.resolve().parent == self.config.vitals_dir.resolve()
+            self._ours = {**self._ours, ref.run_dir: here} if len(self._ours) < MAX_RUNS else {}
+            return here
+        return self._ours[ref.run_dir]
 
     def _take_up(self, path: Path, *, keep: bool) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
         run_dir = RunDir.create(path.parent, path.name)
-        home = AgentHome(run_dir.agent_dir(self.config.node))
+        home = AgentHome(run_dir.agent_dir(self.config.node), self.config.base)
         if home.path != self._home.path:
             try:
                 home.acquire()
@@ -258,6 +319,7 @@ class Agent:
 
         Such a spool may be a run's only history, so it is kept after it was shipped.
         """
+        self._has_leftovers = False
         for run_dir in RunDir.find_all(self.config.vitals_dir):
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
@@ -269,58 +331,49 @@ class Agent:
 
     def _retire(self, now: float) -> None:
         for run_id, run in list(self.runs.items()):
-            busy = run.active or (self.shipper is not None and not self.shipper.drained(run_id))
-            if busy:
+            if run.active or not self.courier.drained(run):
                 self._idle_since.pop(run_id, None)
             elif now - self._idle_since.setdefault(run_id, now) >= self.config.retire_seconds:
                 self._let_go(run_id)
 
-    def _let_go(self, run_id: str) -> None:
+    def _let_go(self, run_id: str) -> bool:
+        """Close a run; False where the courier serves it just now."""
         run = self.runs[run_id]
+
+        def remove() -> None:
+            self.runs = {key: other for key, other in self.runs.items() if key != run_id}
+
+        if not self.courier.leave(run_id, remove):
+            return False
         self._counted["rows"] += run.num_rows
         self._counted["dropped"] += run.num_dropped
         self._counted["corrupt"] += run.spool.corrupt
-        self.runs = {key: other for key, other in self.runs.items() if key != run_id}
         run.close()
         self._idle_since.pop(run_id, None)
-        self.relay.forget(run_id)
         self.sampling.forget(run_id)
-        if self.shipper is not None:
-            self.shipper.forget(run_id)
+        return True
 
     # --------------------------------------------------------------- read by HTTP threads
 
     def health(self) -> Health:
         """Return whether the cycle turned lately."""
-        age = (self._clock.monotonic_ns() - self._turned_at_ns) / 1e9
         if not self._cycled_at_ns:
             return Health(ok=True, details={"seconds_since_cycle": None})
-        return Health(ok=age < STALLED_SECONDS, details={"seconds_since_cycle": round(age, 3)})
+        age = (self._clock.monotonic_ns() - self._turned_at_ns) / 1e9
+        details = {
+            "seconds_since_cycle": round(age, 3),
+            "gpu_driver_hung": bool(self.sampling.hung),
+        }
+        return Health(ok=age < STALLED_SECONDS, details=details)
 
     def readings(self) -> Iterable[Reading]:
         """Yield everything ``/metrics`` shows."""
         runs = list(self.runs.values())
-        yield from self._own_readings(runs)
+        yield from agent_readings(
+            runs, counted=self._counted, relay=self.relay, shipper=self.shipper, faults=self.faults
+        )
+        if self._cycled_at_ns:
+            yield Reading(name="agent_up_timestamp_seconds", value=self._cycled_at_ns / 1e9)
         yield from sample_readings(self.sampling, self.config.node)
         for run in runs:
             yield from run_readings(run)
-
-    def _own_readings(self, runs: list[ServedRun]) -> Iterable[Reading]:
-        base = self._counted
-        numbers: dict[str, float] = {
-            "agent_spool_bytes": sum(run.spool.num_bytes for run in runs),
-            "agent_spooled_rows_total": base["rows"] + sum(run.num_rows for run in runs),
-            "agent_dropped_rows_total": base["dropped"] + sum(run.num_dropped for run in runs),
-            "agent_corrupt_rows_total": base["corrupt"] + sum(r.spool.corrupt for r in runs),
-            "agent_commands_total": self.relay.num_delivered,
-        }
-        if self._cycled_at_ns:
-            numbers["agent_up_timestamp_seconds"] = self._cycled_at_ns / 1e9
-        if self.shipper is not None:
-            numbers["agent_shipped_rows_total"] = self.shipper.num_rows
-            numbers["agent_ship_errors_total"] = self.shipper.num_errors
-            numbers["agent_corrupt_rows_total"] += self.shipper.num_refused_rows
-        for name, value in numbers.items():
-            yield Reading(name=name, value=value)
-        for part, count in self.faults.counts.items():
-            yield Reading(name="agent_part_failures_total", value=count, labels=(part,))

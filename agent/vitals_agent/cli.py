@@ -22,7 +22,8 @@ _Collector = Annotated[
     typer.Option(
         "--collector",
         envvar="VITALS_COLLECTOR_URL",
-        help="Address of a collector to ship to; without one the run directory keeps everything.",
+        help="Address or data folder of a collector to ship to. Without it the run directory keeps "
+        "everything, and this user's own collector gets it too, while there is one.",
     ),
 ]
 _TokenFile = Annotated[
@@ -35,7 +36,9 @@ _Listen = Annotated[
 _Node = Annotated[
     str, typer.Option("--node", envvar="VITALS_NODE", help="This node's id; else its host name.")
 ]
-_Once = Annotated[bool, typer.Option("--once", help="Turn one cycle and end.")]
+_Once = Annotated[
+    bool, typer.Option("--once", help="Take up what ranks that are gone left here, and end.")
+]
 _Child = Annotated[bool, typer.Option("--child", hidden=True)]
 
 
@@ -88,18 +91,21 @@ def serve(
     Raises:
         VitalsError: an argument cannot be used, or another agent serves the folder.
     """
-    from trainvitals.io.client import CollectorClient, Tokens, read_tokens
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
     from vitals_agent.daemon import LoopConfig, log_to_stderr, run
+    from vitals_agent.leaving import wait_for_leaving
+    from vitals_agent.link import CollectorLink, finder
 
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
-    tokens, notice = Tokens(), ""
-    client: CollectorClient | None = None
+    notice, read_token = "", ""
+    link: CollectorLink | None = None
     try:
-        tokens = read_tokens(token_file) if token_file else tokens
-        client = CollectorClient(collector, tokens.ingest, timeout=3.0) if collector else None
+        find = finder(collector, token_file, os.environ)
+        address = find()
+        read_token = address.tokens.read if address is not None else ""
+        link = CollectorLink(find)
     except VitalsError as error:
         if not child:
             raise
@@ -112,14 +118,19 @@ def serve(
         run_id=check_run_id(run_id) if run_id else "",
         host=host,
         port=port,
-        read_token=tokens.read,
+        read_token=read_token,
         notice=notice,
+        keeps_history=link is None or not collector,
     )
+    if once:
+        wait_for_leaving(config.base, config.vitals_dir)
     try:
-        run(Agent(config, client=client), LoopConfig(child=child, once=once))
+        reachable = link.reachable if link is not None else None
+        agent = Agent(config, client=link, reachable=reachable)
+        run(agent, LoopConfig(child=child, once=once))
     finally:
-        if client is not None:
-            client.close()
+        if link is not None:
+            link.close()
 
 
 def _address(listen: str) -> tuple[str, int]:

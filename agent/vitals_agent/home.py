@@ -1,16 +1,22 @@
 """The agent's folder: the lock that lets one agent in, its address, and the token to read it."""
 
+import errno
 import fcntl
+import hashlib
+import logging
 import os
 import secrets
 from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import StorageError, UsageError
+from trainvitals.errors import StorageError, UsageError, VitalsError
 from trainvitals.io.private import open_private
 
 TOKEN_FILE = "read.token"
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
+
+log = logging.getLogger("vitals_agent")
 
 
 class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,10 +29,18 @@ class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentHome:
-    """``.../agents/<node>``, held by one agent at a time through a lock that dies with it."""
+    """``.../agents/<node>``, held by one agent at a time through a lock that dies with it.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the folder.
+        local: a private folder of this node. The lock lies there where the folder's file system has
+            none (Lustre without ``flock``): then only agents of this node keep out of each other's
+            way, and no two nodes may have one name.
+    """
+
+    def __init__(self, path: Path, local: Path | None = None) -> None:
         self.path = path
+        self._local = local
         self._lock_fd: int | None = None
 
     def acquire(self) -> None:
@@ -48,16 +62,35 @@ class AgentHome:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
-            if not isinstance(error, BlockingIOError):
-                raise StorageError(
-                    f"{self.path}: its file system has no locks: {error.strerror}",
-                    hint="put --dir on a file system with flock",
-                ) from error
-            raise UsageError(
+            if error.errno not in _NO_LOCKS or self._local is None:
+                raise self._refusal(error) from error
+            log.warning("%s: no locks (%s); the node's own is taken", self.path, error.strerror)
+            fd = self._lock_here(self._local)
+        self._lock_fd = fd
+
+    def _lock_here(self, local: Path) -> int:
+        name = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
+        try:
+            fd = open_private(local / f"agent-{name}.lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise self._refusal(error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise self._refusal(error) from error
+        return fd
+
+    def _refusal(self, error: OSError) -> VitalsError:
+        if isinstance(error, BlockingIOError):
+            return UsageError(
                 f"{self.path.parent.parent}: {self._holder()} serves this folder on this node",
                 hint="one agent per folder and node: use that one, or stop it first",
-            ) from None
-        self._lock_fd = fd
+            )
+        return StorageError(
+            f"{self.path}: its file system has no locks: {error.strerror}",
+            hint="put --dir on a file system with flock",
+        )
 
     @property
     def held(self) -> bool:

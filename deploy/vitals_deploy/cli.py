@@ -136,7 +136,7 @@ def deploy_systemd(
 
 def deploy_slurm(
     output: Output = Path("vitals-deploy/slurm"),
-    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 2,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 4,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of each node.")] = 8,
     cpus: Annotated[int, typer.Option(min=1, help="Cores of each node.")] = 64,
     runs: Annotated[

@@ -15,44 +15,67 @@ SCRIPT = """\
 #SBATCH --cpus-per-task={cpus}
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.out
-# SIGTERM two minutes before the end, so that the last snapshot is written; then requeue.
-#SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@120
-set -euo pipefail
+# Back into the queue after a preemption or the failure of a node; the same run goes on then.
+#SBATCH --requeue
+# Three minutes before the time is up, to this script alone: it tells the ranks, once.
+#SBATCH --signal=B:USR1@180
+set -u
 
 # A directory that every node sees: Vitals only appends to files there, no database lies in it.
 export VITALS_DIR={runs}
+mkdir -p "$VITALS_DIR" || exit
 
-# The same run goes on after a requeue: its id is kept beside the runs, made by the first start.
-mkdir -p "$VITALS_DIR"
-id_file="$VITALS_DIR/.slurm-$SLURM_JOB_ID"
-[ -s "$id_file" ] || python3 -c '
-import time
-from trainvitals.identity import new_run_id
-print(new_run_id(time.time_ns()))' >"$id_file"
-VITALS_RUN_ID=$(cat "$id_file")
-export VITALS_RUN_ID
+# A collector of your team, where there is one; the file holds its tokens and is yours alone (0600).
+# export VITALS_COLLECTOR_URL=http://collector.example.org:8765
+# export VITALS_TOKEN_FILE="$HOME/.config/vitals-tokens.json"
 
 # Without it torchrun's own restarts hang about every second time (pytorch issue 135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# Jobs that share a node need ports of their own.
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))
 
-# torchrun on each node starts the ranks; local rank 0 starts that node's agent as its child.
+# torchrun on each node starts the ranks; the first rank of a node starts its agent as a child.
 srun torchrun \\
     --nnodes="$SLURM_NNODES" \\
     --nproc-per-node={gpus} \\
     --rdzv-id="$SLURM_JOB_ID" \\
     --rdzv-backend=c10d \\
-    --rdzv-endpoint="$head_node:29500" \\
-    {command}
+    --rdzv-endpoint="$head_node:$port" \\
+    {command} &
+training=$!
+
+# SIGTERM goes to each torchrun, and from there to its ranks: they save together and end. (To send
+# it to srun would not do: srun then kills them all.)
+time_is_up=no
+trap 'time_is_up=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+# Preempted or cancelled: Slurm has told the ranks itself, and a second signal would cut them short.
+trap 'echo "told to stop"' TERM
+
+code=0
+while
+    wait "$training"
+    code=$?
+    kill -0 "$training" 2>/dev/null
+do
+    echo "waiting for the ranks to save and end"
+done
+
+# Slurm ends a node's agent with its last task: this takes up what was still in memory there.
+srun --ntasks-per-node=1 vitals agent --once
+
+if [ "$time_is_up" = yes ] && [ "$code" -ne 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
 """
 
 
 def files(
     *,
-    nodes: int = 2,
+    nodes: int = 4,
     gpus: int = 8,
     cpus: int = 64,
     runs: str = "$HOME/vitals_runs",

@@ -6,35 +6,61 @@ made 0700, and owner, mode and "not a link" are checked each time, never assumed
 
 import os
 import stat
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from trainvitals.errors import InsecurePathError, StorageError
+from trainvitals.errors import InsecurePathError, StorageError, VitalsError
 
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs"})
 _SHARED_MEMORY = Path("/dev/shm")
+_TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 
 
 def private_base(environ: Mapping[str, str]) -> Path:
-    """Return this user's private folder for journals, made if need be.
+    """Return the first of ``private_bases``.
 
-    It lies under ``VITALS_SHM``, else /dev/shm where that can be written, else the folder for
-    temporary files.
+    Raises:
+        VitalsError: none can be used.
+    """
+    refused: list[VitalsError] = []
+    for base in private_bases(environ, refused):
+        return base
+    if len(refused) == 1:
+        raise refused[0]
+    raise StorageError(
+        f"no folder for journals can be used: {'; '.join(error.text for error in refused)}",
+        hint="set VITALS_SHM to a folder of your own",
+    )
+
+
+def private_bases(environ: Mapping[str, str], refused: list[VitalsError]) -> Iterator[Path]:
+    """Yield this user's private folders for journals, best first, each made if need be.
+
+    They lie under ``VITALS_SHM`` and nowhere else where that is set; else under /dev/shm where that
+    can be written, TMPDIR, /tmp and /var/tmp. ``refused`` gets why one cannot be used: any user of
+    the node can take the name, and that may cost us no more than the better place.
     """
     chosen = environ.get("VITALS_SHM")
-    if chosen:
-        parent = Path(chosen)
-        if not parent.is_dir():
-            raise StorageError(
-                f"VITALS_SHM is {chosen!r}; it must be an existing folder",
-                hint="unset VITALS_SHM to use /dev/shm",
-            )
-    elif _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
-        parent = _SHARED_MEMORY
+    if chosen and not Path(chosen).is_dir():
+        text = f"VITALS_SHM is {chosen!r}; it must be an existing folder"
+        refused.append(StorageError(text, hint="unset VITALS_SHM to use /dev/shm"))
+        return
+    for parent in [Path(chosen)] if chosen else _parents(environ):
+        try:
+            base = ensure_private_dir(parent.absolute() / f"trainvitals-{os.getuid()}")
+        except VitalsError as error:
+            refused.append(error)
+        else:
+            yield base
+
+
+def _parents(environ: Mapping[str, str]) -> list[Path]:
+    if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        first = [_SHARED_MEMORY]
     else:
-        parent = Path(tempfile.gettempdir())
-    return ensure_private_dir(parent.absolute() / f"trainvitals-{os.getuid()}")
+        first = []
+    temporary = [Path(environ["TMPDIR"])] if environ.get("TMPDIR") else []
+    return list(dict.fromkeys([*first, *temporary, *_TEMPORARY]))
 
 
 def ensure_private_dir(path: Path) -> Path:

@@ -60,9 +60,20 @@ def _launches(environ: Mapping[str, str], argv: Sequence[str], nth: int) -> list
     job = environ.get("SLURM_JOB_ID")
     if job is not None:
         cluster, step = environ.get("SLURM_CLUSTER_NAME", ""), environ.get("SLURM_STEP_ID", "")
-        requeued = environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        found.append((f"slurm\0{cluster}\0{job}\0{step}\0{command}", requeued))
+        restarted = environ.get("SLURM_RESTART_COUNT", "0") != "0" or again not in (None, "0")
+        task = _own_task(environ)
+        found.append((f"slurm\0{cluster}\0{job}\0{step}\0{task}\0{command}", restarted))
     return found
+
+
+def _own_task(environ: Mapping[str, str]) -> str:
+    """Return the task's number where each task of a job step trains for itself, else nothing.
+
+    A training over all tasks must not depend on which of them holds rank 0: that may change.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+    together = environ.get("GROUP_WORLD_SIZE") or environ.get("WORLD_SIZE") or "1"
+    return environ.get("SLURM_PROCID", "") if together == "1" != tasks else ""
 
 
 def _path(base: Path, key: str) -> Path:
