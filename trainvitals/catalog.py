@@ -64,23 +64,72 @@ def _host(
     )
 
 
+def _count(scope: Scope, column: str, text: str) -> MetricSpec:
+    """Return a counter of events."""
+    return _host(scope, column, "", text, kind="counter", dtype="i8")
+
+
+def _pressure(what: str, text: str) -> MetricSpec:
+    """Return a counter of the kernel's pressure stall information."""
+    return _host("node", f"pressure_{what}_seconds", "seconds", text, kind="counter")
+
+
 GPU_METRICS: tuple[MetricSpec, ...] = (
     _host("gpu", "utilization_ratio", "ratio", "Part of the time a kernel was running."),
-    _host("gpu", "memory_used_bytes", "bytes", "Device memory in use."),
-    _host("gpu", "memory_total_bytes", "bytes", "Device memory there is."),
-    _host("gpu", "temperature_celsius", "celsius", "Core temperature."),
-    _host("gpu", "power_watts", "watts", "Power drawn."),
-    _host("gpu", "power_limit_watts", "watts", "Power limit in force."),
-    _host("gpu", "sm_clock_hertz", "hertz", "Clock of the streaming multiprocessors."),
-    _host("gpu", "throttle_reasons", "", "NVML bit mask of clock throttle reasons.", dtype="i8"),
     _host(
         "gpu",
-        "ecc_uncorrected_errors",
-        "",
-        "Uncorrected memory errors since the driver loaded.",
-        dtype="i8",
-        kind="counter",
+        "memory_utilization_ratio",
+        "ratio",
+        "Part of the time device memory was read or written.",
     ),
+    _host("gpu", "memory_used_bytes", "bytes", "Device memory in use, the driver's own excluded."),
+    _host("gpu", "memory_total_bytes", "bytes", "Device memory there is."),
+    _host("gpu", "memory_reserved_bytes", "bytes", "Device memory that the driver keeps."),
+    _host("gpu", "temperature_celsius", "celsius", "Core temperature."),
+    _host("gpu", "memory_temperature_celsius", "celsius", "Temperature of the device memory."),
+    _host("gpu", "power_watts", "watts", "Power drawn."),
+    _host("gpu", "power_limit_watts", "watts", "Power limit in force."),
+    _host("gpu", "energy_joules", "joules", "Energy since the driver loaded.", kind="counter"),
+    _host("gpu", "sm_clock_hertz", "hertz", "Clock of the streaming multiprocessors."),
+    _host("gpu", "memory_clock_hertz", "hertz", "Clock of the device memory."),
+    _host("gpu", "throttle_reasons", "", "NVML bit mask of clock throttle reasons.", dtype="i8"),
+    _count("gpu", "ecc_corrected_errors", "Corrected memory errors since the driver loaded."),
+    _count("gpu", "ecc_uncorrected_errors", "Uncorrected memory errors since the driver loaded."),
+    _host(
+        "gpu",
+        "last_xid",
+        "",
+        "Xid of the GPU's last error; absent where none came since the agent started.",
+        dtype="i8",
+    ),
+    _count("gpu", "remapped_rows_corrected", "Memory rows remapped after corrected errors."),
+    _count("gpu", "remapped_rows_uncorrected", "Memory rows remapped after uncorrected errors."),
+    _host(
+        "gpu",
+        "row_remap_pending",
+        "",
+        "1 while a memory row waits for the next reset to be remapped.",
+        dtype="i8",
+    ),
+    _host("gpu", "row_remap_failed", "", "1 where a memory row could not be remapped.", dtype="i8"),
+    _host(
+        "gpu",
+        "pcie_receive_bytes_per_second",
+        "bytes",
+        "Bytes that came over PCIe in 20 milliseconds of the sample, per second.",
+    ),
+    _host(
+        "gpu",
+        "pcie_transmit_bytes_per_second",
+        "bytes",
+        "Bytes that went over PCIe in 20 milliseconds of the sample, per second.",
+    ),
+    _count("gpu", "pcie_replays", "PCIe packets sent again."),
+    _host("gpu", "nvlink_receive_bytes", "bytes", "Bytes received, all NVLinks.", kind="counter"),
+    _host("gpu", "nvlink_transmit_bytes", "bytes", "Bytes sent, all NVLinks.", kind="counter"),
+    _count("gpu", "nvlink_crc_errors", "Checksum errors of flow control, all NVLinks."),
+    _count("gpu", "nvlink_replay_errors", "Transmissions tried again, all NVLinks."),
+    _count("gpu", "nvlink_recovery_errors", "Links recovered from an error, all NVLinks."),
 )
 
 NODE_METRICS: tuple[MetricSpec, ...] = (
@@ -88,9 +137,19 @@ NODE_METRICS: tuple[MetricSpec, ...] = (
     _host("node", "load1", "", "Load average over one minute."),
     _host("node", "memory_used_bytes", "bytes", "Memory in use, caches excluded."),
     _host("node", "memory_total_bytes", "bytes", "Memory there is."),
+    _host("node", "swap_used_bytes", "bytes", "Swap in use."),
     _host("node", "shm_free_bytes", "bytes", "Free bytes where the journals lie."),
+    _host("node", "disk_read_bytes", "bytes", "Bytes read from local disks.", kind="counter"),
+    _host("node", "disk_write_bytes", "bytes", "Bytes written to local disks.", kind="counter"),
     _host("node", "network_receive_bytes", "bytes", "Bytes received.", kind="counter"),
     _host("node", "network_transmit_bytes", "bytes", "Bytes sent.", kind="counter"),
+    _count("node", "network_receive_errors", "Packets received damaged, or dropped."),
+    _count("node", "network_transmit_errors", "Packets that could not be sent, or were dropped."),
+    _pressure("cpu_waiting", "Time in which some task waited for a processor."),
+    _pressure("memory_waiting", "Time in which some task waited for memory."),
+    _pressure("memory_stalled", "Time in which all tasks waited for memory."),
+    _pressure("io_waiting", "Time in which some task waited for a disk."),
+    _pressure("io_stalled", "Time in which all tasks waited for a disk."),
 )
 
 PROCESS_METRICS: tuple[MetricSpec, ...] = (
@@ -105,6 +164,11 @@ PROCESS_METRICS: tuple[MetricSpec, ...] = (
     _host("process", "resident_memory_bytes", "bytes", "Resident memory of the rank."),
     _host("process", "threads", "", "Threads of the rank.", dtype="i8"),
     _host("process", "open_fds", "", "Open file descriptors of the rank.", dtype="i8"),
+    _host("process", "io_read_bytes", "bytes", "Bytes the rank read from disks.", kind="counter"),
+    _host("process", "io_write_bytes", "bytes", "Bytes the rank wrote to disks.", kind="counter"),
+    _count("process", "major_page_faults", "Pages of the rank that had to be read from a disk."),
+    _count("process", "voluntary_context_switches", "Times the rank gave its core away to wait."),
+    _count("process", "involuntary_context_switches", "Times the rank's core was taken from it."),
 )
 
 

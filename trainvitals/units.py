@@ -22,6 +22,8 @@ def humanize(value: float | None, unit: str = "") -> str:
         return f"{value * 100:.3g} %"
     if unit == "watts":
         return f"{value:.4g} W"
+    if unit == "joules":
+        return f"{_scaled(value)}J"
     if unit == "celsius":
         return f"{value:.3g} °C"
     if unit == "hertz":

@@ -11,6 +11,7 @@ from types import FrameType
 
 from trainvitals.errors import UsageError
 from vitals_agent.agent import Agent
+from vitals_agent.courier import CourierThread
 
 log = logging.getLogger("vitals_agent")
 
@@ -26,11 +27,14 @@ class LoopConfig:
     once: bool = False
     """Turn one cycle and end."""
     drain_grace_seconds: float = 15.0
-    """How long a child waits, after the last rank is gone, for a collector that does not answer."""
+    """How long a child waits, after the last rank is gone, for a collector that does not answer, or
+    a disk that takes no more."""
     stop_grace_seconds: float = 5.0
     """How long a child that was told to stop waits for its ranks: the same signal goes to them."""
     lock_wait_seconds: float = 2.0
     """How long a child waits for another agent that may just be leaving."""
+    last_turn_seconds: float = 5.0
+    """How long the end waits for what is under way to the collector."""
 
 
 class Ending:
@@ -45,7 +49,7 @@ class Ending:
         self,
         now: float,
         *,
-        num_ranks: int,
+        num_living: int,
         has_served: bool,
         drained: bool,
         parent_alive: bool,
@@ -54,7 +58,8 @@ class Ending:
         """Return whether to end after this cycle.
 
         A child that has seen no rank yet waits as long as its parent lives. While a rank lives here
-        it stays, even without its parent: that rank's last rows matter most.
+        it stays, even without its parent: that rank's last rows matter most. For what cannot be
+        kept it does not wait for ever: the disk may be full for good.
         """
         if self._config.once or num_signals > (1 if self._config.child else 0):
             return True
@@ -65,7 +70,7 @@ class Ending:
                 self._stopping_since = now
             if now - self._stopping_since >= self._config.stop_grace_seconds:
                 return True
-        if num_ranks or not (has_served or num_signals or not parent_alive):
+        if num_living or not (has_served or num_signals or not parent_alive):
             self._idle_since = None
             return False
         if self._idle_since is None:
@@ -87,27 +92,38 @@ def run(agent: Agent, config: LoopConfig) -> None:
         if not _start(agent, config):
             return
         try:
-            _turn(agent, Ending(config), signals, config.interval_seconds, parent)
-            if signals.count:
+            if config.once:
                 agent.cycle(time.monotonic())
+            else:
+                _turn(agent, config, signals, parent)
         finally:
             agent.stop()
 
 
-def _turn(agent: Agent, ending: Ending, signals: "_Signals", interval: float, parent: int) -> None:
+def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
+    """Turn the agent here, and its courier on a thread of its own, until the end is reached."""
+    ending = Ending(config)
+    courier = CourierThread(agent.courier, interval_seconds=config.interval_seconds)
     while True:
         now = time.monotonic()
-        agent.cycle(now)
+        agent.turn(now)
         if ending.reached(
             now,
-            num_ranks=agent.num_ranks,
+            num_living=agent.num_living,
             has_served=agent.has_served,
             drained=agent.drained,
             parent_alive=os.getppid() == parent,
             num_signals=signals.count,
         ):
-            return
-        signals.wait(interval)
+            break
+        signals.wait(config.interval_seconds)
+    if signals.count:
+        agent.turn(time.monotonic())
+    if not courier.end(config.last_turn_seconds):
+        log.warning("the collector keeps us waiting: what is not shipped stays in the spools")
+    agent.turn(time.monotonic())  # what the courier had to say
+    if config.child:
+        agent.report_left_behind()
 
 
 def _start(agent: Agent, config: LoopConfig) -> bool:

@@ -1,6 +1,7 @@
 """The one place of the agent where an error is swallowed: counted, and logged ever more rarely."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +11,11 @@ log = logging.getLogger("vitals_agent")
 
 
 class Faults:
-    """Keeps one part's failure from the other parts and counts it by part."""
+    """Keeps one part's failure from the other parts and counts it by part. Thread-safe."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     @contextmanager
     def contained(self, part: str) -> Iterator[None]:
@@ -28,8 +30,9 @@ class Faults:
 
         Errors of ours say all there is to say; any other one is a bug and comes with its traceback.
         """
-        count = self.counts.get(part, 0) + 1
-        self.counts = {**self.counts, part: count}
+        with self._lock:
+            count = self.counts.get(part, 0) + 1
+            self.counts = {**self.counts, part: count}
         if count & (count - 1) == 0:
             trace = None if isinstance(error, VitalsError | OSError) else error
             log.warning(

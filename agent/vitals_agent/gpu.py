@@ -1,18 +1,28 @@
 """GPU samples through NVML. A machine without a GPU, a driver or the bindings is a normal case."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainvitals.catalog import GPU_METRICS
+from trainvitals.clock import Clock, SystemClock
+from trainvitals.records import Note
 from trainvitals.rows import Value
+from vitals_agent.nvml_fields import read_gpu, read_instance
+from vitals_agent.sources import Stamp
 
 COLUMNS = tuple(metric.column for metric in GPU_METRICS)
+
+ROUNDS_BETWEEN_LOOKS = 30
+"""MIG instances come and go while the driver runs: they are looked for again after these rounds."""
+
+MAX_XIDS_PER_ROUND = 64
+"""Of one GPU; what is beyond waits in the driver for the next round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """What one GPU said; a field it does not have is missing, not zero."""
+    """What one GPU or MIG instance said; a field it does not have is missing, not zero."""
 
     uuid: str
     values: dict[str, Value]
@@ -20,141 +30,220 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """One round over all GPUs: samples, and which GPUs stopped or began again to answer."""
+    """One round over all GPUs: samples, and what became of them since the last."""
 
+    taken: Stamp | None = None
     samples: tuple[GpuSample, ...] = ()
     lost: tuple[str, ...] = ()
+    """GPUs that do not answer any more."""
     back: tuple[str, ...] = ()
+    """GPUs that answer again."""
+    xids: tuple[tuple[str, int], ...] = ()
+    """Every error that a GPU reported, in its order: of two in one round the row has the last."""
+
+
+@dataclass(slots=True)
+class _Device:
+    handle: Any
+    parent: str = ""
+    """Of a MIG instance the GPU it is a part of."""
+    events: Any = None
+    last_xid: int | None = None
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class _Changes:
+    """What became of the GPUs in one round."""
+
+    lost: list[str] = field(default_factory=list)
+    back: list[str] = field(default_factory=list)
+    xids: list[tuple[str, int]] = field(default_factory=list)
 
 
 class GpuSampler:
-    """Reads every GPU of the node.
+    """Reads every GPU of the node, and every MIG instance of those that are divided.
 
     Args:
         nvml: a module like ``pynvml``, or None to import the real one.
+        clock: stamps the samples.
 
     NVML is initialised at the first sample, not here; where that fails, ``absent`` says why and no
-    further try is made: a driver does not appear under a running job.
+    further try is made: a driver does not appear under a running job. Any call may take seconds,
+    or never return where a GPU is broken: ``asking`` names the one that is asked.
     """
 
-    def __init__(self, nvml: Any = None) -> None:
+    def __init__(self, nvml: Any = None, *, clock: Clock | None = None) -> None:
         self._nvml = nvml
-        self._handles: dict[str, Any] | None = None
-        self._lost: set[str] = set()
+        self._clock = clock or SystemClock()
+        self._devices: dict[str, _Device] | None = None
+        self._round = 0
         self.absent = ""
-        self.unnamed: tuple[str, ...] = ()
+        self.asking = ""
+        self.notes: tuple[Note, ...] = ()
+        """What each run should be told once."""
 
     def sample(self) -> GpuReport:
         """Return one sample per GPU that answers."""
         if self.absent:
             return GpuReport()
-        if self._handles is None:
-            self._handles = self._open()
-        samples, lost, back = [], [], []
-        for uuid, handle in self._handles.items():
-            values = self._read(handle)
-            if values is None:
-                if uuid not in self._lost:
-                    lost.append(uuid)
-                continue
-            if uuid in self._lost:
-                back.append(uuid)
-            samples.append(GpuSample(uuid=uuid, values=values))
-        self._lost = (self._lost | set(lost)) - set(back)
-        return GpuReport(samples=tuple(samples), lost=tuple(lost), back=tuple(back))
+        if self._devices is None:
+            self._devices = self._open()
+        elif self._round % ROUNDS_BETWEEN_LOOKS == 0:
+            self._look_for_instances(self._devices)
+        self._round += 1
+        changes = _Changes()
+        taken = Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
+        samples: list[GpuSample] = []
+        for uuid, device in list(self._devices.items()):
+            self.asking = uuid
+            values = self._ask(uuid, device, changes)
+            if values is not None:
+                samples.append(GpuSample(uuid=uuid, values=values))
+            elif device.parent:
+                del self._devices[uuid]  # the instance was taken apart; a lost GPU says so itself
+                self._round = 0
+        self.asking = ""
+        return GpuReport(
+            taken=taken,
+            samples=tuple(samples),
+            lost=tuple(changes.lost),
+            back=tuple(changes.back),
+            xids=tuple(changes.xids),
+        )
+
+    def _ask(self, uuid: str, device: _Device, changes: _Changes) -> dict[str, Value] | None:
+        """Return the row of one GPU or instance, and note what became of it."""
+        if device.parent:
+            return read_instance(self._nvml, device.handle)
+        codes = list(self._new_xids(device))
+        changes.xids += [(uuid, code) for code in codes]
+        values = read_gpu(self._nvml, device.handle)
+        is_lost = values is None
+        if is_lost != device.lost:
+            (changes.lost if is_lost else changes.back).append(uuid)
+            device.lost = is_lost
+        if device.last_xid is not None and (codes or not is_lost):
+            values = {**(values or {}), "last_xid": device.last_xid}
+        return values
 
     def close(self) -> None:
         """Let go of NVML."""
-        if self._handles is not None and self._nvml is not None and not self.absent:
-            self._handles = None
+        if self._devices is not None and not self.absent:
+            devices, self._devices = self._devices, None
             try:
+                for device in devices.values():
+                    if device.events is not None:
+                        self._nvml.nvmlEventSetFree(device.events)
                 self._nvml.nvmlShutdown()
             except self._nvml.NVMLError as error:
                 self.absent = f"NVML did not shut down: {error}"
 
-    def _open(self) -> dict[str, Any]:
+    # --------------------------------------------------------------------------- finding GPUs
+
+    def _open(self) -> dict[str, _Device]:
         if self._nvml is None:
             try:
                 import pynvml
             except ImportError:
-                self.absent = "the NVML bindings are not installed (pip install nvidia-ml-py)"
+                self._is_absent("the NVML bindings are not installed (pip install nvidia-ml-py)")
                 return {}
             self._nvml = pynvml
         nvml = self._nvml
+        devices: dict[str, _Device] = {}
         try:
             nvml.nvmlInit()
+            for index in range(nvml.nvmlDeviceGetCount()):
+                self._add(devices, index)
         except nvml.NVMLError as error:
-            self.absent = f"NVML is not available: {error}"
+            self._is_absent(f"NVML is not available: {error}")
             return {}
-        handles: dict[str, Any] = {}
-        for index in range(nvml.nvmlDeviceGetCount()):
+        if not devices:
+            self._is_absent("NVML sees no GPU that answers")
+            return {}
+        self._look_for_instances(devices)
+        return devices
+
+    def _is_absent(self, why: str) -> None:
+        self.absent = why
+        note = Note(code="no_gpu", text=f"no GPU samples: {why}")
+        self.notes = (*self.notes, note)
+
+    def _add(self, devices: dict[str, _Device], index: int) -> None:
+        nvml = self._nvml
+        self.asking = f"number {index}"
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+        except nvml.NVMLError as error:
+            # It fell off the bus before the agent came: without its UUID it has no source.
+            text = f"GPU {index} does not give its UUID: {error}"
+            self.notes = (*self.notes, Note(code="gpu_lost", text=text, severity="error"))
+            return
+        devices[uuid] = _Device(handle, events=self._listen(handle))
+
+    def _look_for_instances(self, devices: dict[str, _Device]) -> None:
+        """Take up the MIG instances that are there now; those that are gone answer no more."""
+        nvml = self._nvml
+        for parent in [uuid for uuid, device in devices.items() if not device.parent]:
+            found = []
+            for handle in self._instances_of(devices[parent].handle):
+                try:
+                    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+                except nvml.NVMLError:
+                    continue  # taken apart between the two calls
+                found.append(uuid)
+                devices.setdefault(uuid, _Device(handle, parent=parent))
+            if found:
+                text = (
+                    f"GPU {parent} is divided by MIG into {len(found)} instance(s): of these only "
+                    "the memory is known, of the GPU all but its utilisation"
+                )
+                note = Note(code="gpu_mig", text=text)
+                self.notes = (*(n for n in self.notes if not _about(n, parent)), note)
+
+    def _instances_of(self, handle: Any) -> Iterator[Any]:
+        nvml = self._nvml
+        try:
+            if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+                return
+            num_places = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+        except (nvml.NVMLError, AttributeError):
+            return  # a GPU, driver or binding without MIG
+        for place in range(num_places):
             try:
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                handles[_text(nvml.nvmlDeviceGetUUID(handle))] = handle
-            except nvml.NVMLError as error:
-                # It fell off the bus before the agent came: without its UUID it has no source.
-                self.unnamed += (f"GPU {index} does not give its UUID: {error}",)
-        if not handles:
-            self.absent = "NVML sees no GPU that answers"
-        return handles
+                yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+            except nvml.NVMLError:
+                continue  # nothing is at this place
 
-    def _read(self, handle: Any) -> dict[str, Value] | None:
-        """Return the GPU's fields, or None where it answers none at all: it is lost."""
-        values: dict[str, Value] = {}
-        for columns, read in _readers(self._nvml):
+    # --------------------------------------------------------------------------------- errors
+
+    def _listen(self, handle: Any) -> Any:
+        """Return a set of events that holds this GPU's Xids, or None where it tells of none."""
+        nvml = self._nvml
+        try:
+            events = nvml.nvmlEventSetCreate()
             try:
-                values.update(zip(columns, read(handle), strict=True))
-            except (self._nvml.NVMLError, AttributeError):
-                continue  # this GPU, driver or binding does not have the field: missing
-        return values or None
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+            except nvml.NVMLError:
+                nvml.nvmlEventSetFree(events)
+                return None
+        except (nvml.NVMLError, AttributeError):
+            return None  # no such events on this GPU, driver or binding: ``last_xid`` is missing
+        return events
+
+    def _new_xids(self, device: _Device) -> Iterator[int]:
+        for _ in range(MAX_XIDS_PER_ROUND if device.events is not None else 0):
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(device.events, 0)
+            except self._nvml.NVMLError:
+                return  # NVMLError_Timeout: nothing more came
+            device.last_xid = int(event.eventData)
+            yield device.last_xid
 
 
-_MAX_I8 = (1 << 63) - 1
-"""NVML counts in unsigned 64 bits, rows in signed ones."""
-
-Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Value, ...]]]
-
-
-def _readers(nvml: Any) -> tuple[Reader, ...]:
-    """Return which NVML call gives which columns, in base units."""
-
-    def memory(handle: Any) -> tuple[Value, ...]:
-        info = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return float(info.used), float(info.total)
-
-    def reasons(handle: Any) -> tuple[Value, ...]:
-        call = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-        mask = int((call or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(handle))
-        return (mask & _MAX_I8,)
-
-    return (
-        (
-            ("utilization_ratio",),
-            lambda h: (nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100.0,),
-        ),
-        (("memory_used_bytes", "memory_total_bytes"), memory),
-        (
-            ("temperature_celsius",),
-            lambda h: (float(nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU)),),
-        ),
-        (("power_watts",), lambda h: (nvml.nvmlDeviceGetPowerUsage(h) / 1000.0,)),
-        (("power_limit_watts",), lambda h: (nvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000.0,)),
-        (
-            ("sm_clock_hertz",),
-            lambda h: (nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM) * 1e6,),
-        ),
-        (("throttle_reasons",), reasons),
-        (
-            ("ecc_uncorrected_errors",),
-            lambda h: (
-                int(
-                    nvml.nvmlDeviceGetTotalEccErrors(
-                        h, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                    )
-                ),
-            ),
-        ),
-    )
+def _about(note: Note, uuid: str) -> bool:
+    return note.code == "gpu_mig" and note.text.startswith(f"GPU {uuid} ")
 
 
 def _text(value: str | bytes) -> str:

@@ -1,4 +1,4 @@
-"""Node samples: processors, memory, network, and the shared memory that journals lie in."""
+"""Node samples: processors, memory, disks, network, and how much all of them are waited for."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,8 @@ from trainvitals.rows import Value
 
 COLUMNS = tuple(metric.column for metric in NODE_METRICS)
 
+_PRESSURES = {"some": "waiting", "full": "stalled"}
+
 
 class HostSampler:
     """Reads the node. Each field that cannot be read is missing in its row, not zero.
@@ -18,11 +20,21 @@ class HostSampler:
     Args:
         journal_base: the directory whose file system's free bytes are reported.
         system: a module like ``psutil``.
+        pressure: where the kernel tells of pressure, on those that do.
     """
 
-    def __init__(self, journal_base: Path, *, system: Any = psutil) -> None:
+    def __init__(
+        self,
+        journal_base: Path,
+        *,
+        system: Any = psutil,
+        pressure: Path = Path("/proc/pressure"),
+    ) -> None:
         self._base = journal_base
         self._system = system
+        self._pressure_files = [
+            path for path in (pressure / name for name in ("cpu", "memory", "io")) if path.exists()
+        ]
         self._cpu = self._cpu_times()
 
     def sample(self) -> dict[str, Value]:
@@ -33,8 +45,11 @@ class HostSampler:
             "load1": os.getloadavg()[0],
             "memory_used_bytes": float(memory.total - memory.available),
             "memory_total_bytes": float(memory.total),
+            "swap_used_bytes": float(self._system.swap_memory().used),
             "shm_free_bytes": self._free_bytes(),
+            **self._disks(),
             **self._network(),
+            **self._pressures(),
         }
 
     def _cpu_times(self) -> tuple[float, float]:
@@ -57,11 +72,38 @@ class HostSampler:
             return None  # no run has made the directory yet
         return float(stat.f_bavail * stat.f_frsize)
 
+    def _disks(self) -> dict[str, Value]:
+        counters = self._system.disk_io_counters(nowrap=False)
+        if counters is None:  # a machine without a disk of its own
+            return {}
+        return {
+            "disk_read_bytes": float(counters.read_bytes),
+            "disk_write_bytes": float(counters.write_bytes),
+        }
+
     def _network(self) -> dict[str, Value]:
-        counters = self._system.net_io_counters()
+        counters = self._system.net_io_counters(nowrap=False)
         if counters is None:  # a namespace without any interface
             return {}
         return {
             "network_receive_bytes": float(counters.bytes_recv),
             "network_transmit_bytes": float(counters.bytes_sent),
+            "network_receive_errors": counters.errin + counters.dropin,
+            "network_transmit_errors": counters.errout + counters.dropout,
         }
+
+    def _pressures(self) -> dict[str, Value]:
+        """Return the seconds so far in which tasks waited, of each resource."""
+        found: dict[str, Value] = {}
+        for path in self._pressure_files:
+            try:
+                lines = path.read_text().splitlines()
+            except OSError:
+                continue  # the kernel has it, and was told not to count
+            for line in lines:  # some avg10=0.00 avg60=0.00 avg300=0.00 total=1234
+                kind, _, numbers = line.partition(" ")
+                _, is_there, total = numbers.rpartition("total=")
+                column = f"pressure_{path.name}_{_PRESSURES.get(kind)}_seconds"
+                if is_there and column in COLUMNS:  # "full" of a whole node's cpu means nothing
+                    found[column] = int(total) / 1e6
+        return found

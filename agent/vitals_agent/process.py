@@ -1,7 +1,7 @@
 """Rank processes: whether they exist, what they use. Pids are reused, so ages are compared."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -42,20 +42,52 @@ class RankProcess:
         values: dict[str, Value] = {"alive": 1}
         process = self._process
         with process.oneshot():
-            for column, read in _READERS:
+            for read in _READERS:
                 try:
-                    values[column] = read(process)
-                except psutil.Error:
+                    values.update(read(process))
+                except (psutil.Error, OSError):
                     continue  # another user's process, or it ends just now: missing
         return values
 
 
-_READERS: tuple[tuple[str, Any], ...] = (
-    ("cpu_seconds", lambda p: p.cpu_times().user + p.cpu_times().system),
-    ("resident_memory_bytes", lambda p: float(p.memory_info().rss)),
-    ("threads", lambda p: p.num_threads()),
-    ("open_fds", lambda p: p.num_fds()),
+def _cpu(process: psutil.Process) -> dict[str, Value]:
+    times = process.cpu_times()
+    return {"cpu_seconds": times.user + times.system}
+
+
+def _io(process: psutil.Process) -> dict[str, Value]:
+    counters = process.io_counters()
+    return {
+        "io_read_bytes": float(counters.read_bytes),
+        "io_write_bytes": float(counters.write_bytes),
+    }
+
+
+def _switches(process: psutil.Process) -> dict[str, Value]:
+    switches = process.num_ctx_switches()
+    return {
+        "voluntary_context_switches": switches.voluntary,
+        "involuntary_context_switches": switches.involuntary,
+    }
+
+
+def _faults(process: psutil.Process) -> dict[str, Value]:
+    """Return the page faults that needed a disk: psutil does not tell them."""
+    stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    fields = stat.rpartition(b")")[2].split()  # the name before may hold anything
+    return {"major_page_faults": int(fields[9])}
+
+
+_READERS: tuple[Callable[[psutil.Process], dict[str, Value]], ...] = (
+    _cpu,
+    lambda process: {"resident_memory_bytes": float(process.memory_info().rss)},
+    lambda process: {"threads": process.num_threads()},
+    lambda process: {"open_fds": process.num_fds()},
+    _io,
+    _switches,
+    _faults,
 )
+"""What costs more than a read of a small file is left out: unshared memory walks all pages."""
 
 
 def _find(identity: Identity, clock: Clock) -> psutil.Process | None:

@@ -1,12 +1,15 @@
 """What ``/metrics`` says, computed at scrape time from the agent's parts."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trainvitals.catalog import GPU_METRICS, NODE_METRICS, PROCESS_METRICS, STEP_METRICS, MetricSpec
 from trainvitals.rows import Value
 from vitals_agent.exposition import Reading
+from vitals_agent.faults import Faults
+from vitals_agent.relay import Relay
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Sampling
+from vitals_agent.shipper import Shipper
 from vitals_agent.tailer import JournalTail
 
 
@@ -17,6 +20,32 @@ def _from_columns(
         value = values.get(spec.column)
         if isinstance(value, int | float):  # what was not measured has no sample at all
             yield Reading(name=spec.name, value=float(value), labels=labels)
+
+
+def agent_readings(
+    runs: Sequence[ServedRun],
+    *,
+    counted: Mapping[str, int],
+    relay: Relay,
+    shipper: Shipper | None,
+    faults: Faults,
+) -> Iterator[Reading]:
+    """Yield the agent's own numbers; ``counted`` is of the runs that are served no more."""
+    numbers: dict[str, float] = {
+        "agent_spool_bytes": sum(run.spool.num_bytes for run in runs),
+        "agent_spooled_rows_total": counted["rows"] + sum(run.num_rows for run in runs),
+        "agent_dropped_rows_total": counted["dropped"] + sum(run.num_dropped for run in runs),
+        "agent_corrupt_rows_total": counted["corrupt"] + sum(r.spool.corrupt for r in runs),
+        "agent_commands_total": relay.num_delivered,
+    }
+    if shipper is not None:
+        numbers["agent_shipped_rows_total"] = shipper.num_rows
+        numbers["agent_ship_errors_total"] = shipper.num_errors
+        numbers["agent_corrupt_rows_total"] += shipper.num_refused_rows
+    for name, value in numbers.items():
+        yield Reading(name=name, value=value)
+    for part, count in faults.counts.items():
+        yield Reading(name="agent_part_failures_total", value=count, labels=(part,))
 
 
 def sample_readings(sampling: Sampling, node: str) -> Iterator[Reading]:

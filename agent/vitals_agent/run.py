@@ -1,6 +1,7 @@
 """One run as this node's agent serves it: its journals, its spool, the agent's own sources."""
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,11 @@ class NodeFacts:
 
 
 class ServedRun:
-    """Everything of one run on this node. The spool has one writer: the holder of ``home``."""
+    """Everything of one run on this node. The spool has one owner: the holder of ``home``.
+
+    The agent's main thread copies and buries. Other threads read properties, and ``say`` through
+    ``node_source``.
+    """
 
     def __init__(
         self, run_dir: RunDir, home: AgentHome, spool: Spool, *, folder: Path, facts: NodeFacts
@@ -43,19 +48,19 @@ class ServedRun:
         self.spool = spool
         self.folder = folder
         self.tails: dict[Path, JournalTail] = {}
+        self.num_written = 0
+        """Batches appended so far: of two equal ones, nothing was written in between."""
+        self._lock = threading.Lock()
         self._num_copied = 0
         self._dirty = False
         self._facts = facts
         self._resume = spool.last_seqs()
         self._own: dict[str, OwnSource] = {}
         self._strangers: set[Path] = set()
+        self.node_source = self._source(Source("node", facts.node))
+        """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
 
     # ------------------------------------------------------------------------ own rows
-
-    @property
-    def node_source(self) -> OwnSource:
-        """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
-        return self._source(Source("node", self._facts.node))
 
     def gpu_source(self, uuid: str) -> OwnSource:
         """The source of one GPU."""
@@ -81,8 +86,10 @@ class ServedRun:
 
     def append(self, raw: bytes) -> bool:
         """Add a batch to the spool; ``copy`` makes it durable."""
-        self._dirty = True
-        return self.spool.append(raw)
+        with self._lock:  # two threads that count at once would count one
+            self.num_written += 1
+            self._dirty = True
+            return self.spool.append(raw)
 
     @property
     def num_rows(self) -> int:
@@ -132,9 +139,9 @@ class ServedRun:
         for tail in self.tails.values():
             with faults.contained("tailer"):
                 # Asked before the copy: what a dead process wrote is then all there to be read.
-                gone = not tail.process.alive()
+                tail.alive = tail.process.alive()
                 num_rows += tail.copy(self)
-                if gone and not tail.removed:
+                if not tail.alive and not tail.removed:
                     self._bury(tail)
         self._num_copied += num_rows
         try:
@@ -151,8 +158,12 @@ class ServedRun:
 
     def _sync(self) -> None:
         if self._dirty:
-            self.spool.sync()
-            self._dirty = False
+            self._dirty = False  # before: another thread may append meanwhile
+            try:
+                self.spool.sync()
+            except BaseException:
+                self._dirty = True
+                raise
 
     def _bury(self, tail: JournalTail) -> None:
         """Say that a rank is gone, if it could not say so itself, and close its journal."""
@@ -187,9 +198,20 @@ class ServedRun:
         return any(not tail.finished for tail in self.tails.values())
 
     @property
+    def num_living(self) -> int:
+        """Ranks whose process lives and has not said goodbye."""
+        living = [t for t in self.tails.values() if t.alive and not t.removed]
+        return sum(not tail.closed for tail in living)
+
+    def synced(self, directory: Path) -> dict[str, int]:
+        """Return up to where the journal's streams are safe in the spool."""
+        tail = self.tails.get(directory)
+        return tail.synced_seqs if tail is not None else {}
+
+    @property
     def holds_mailbox(self) -> bool:
         """Whether rank 0 lives here: a mailbox that it left behind elsewhere delivers nothing."""
-        return any(t.identity.rank == 0 and t.process.alive() for t in self.tails.values())
+        return any(t.identity.rank == 0 and t.alive for t in self.tails.values())
 
     def acked_number(self) -> int:
         """Return the number of the newest command that a journal here acknowledged."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA, PROCESS_SCHEMA
 from trainvitals.records import Note
 from trainvitals.rows import Value
+from vitals_agent.aside import Aside, Spawn, on_a_thread
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuReport, GpuSampler
 from vitals_agent.host import HostSampler
@@ -13,23 +14,41 @@ from vitals_agent.run import ServedRun
 
 log = logging.getLogger("vitals_agent")
 
+HUNG_SECONDS = 10.0
+"""Eight GPUs that measure PCIe need a third of a second; a broken one may need for ever."""
+
+
+_HUNG = "the GPU driver does not answer"
+
 
 class Sampling:
     """The three samplers; one that fails leaves the others' rows as they are.
 
+    The GPUs are asked on a thread of their own, because a call into the driver of a broken GPU may
+    never return: then their rows are missing, which is said once, and all else goes on.
+
     ``node`` and ``gpus`` hold the newest values; they are replaced, never changed.
     """
 
-    def __init__(self, host: HostSampler, gpu: GpuSampler, faults: Faults) -> None:
+    def __init__(
+        self, host: HostSampler, gpu: GpuSampler, faults: Faults, *, spawn: Spawn = on_a_thread
+    ) -> None:
         self.node: dict[str, Value] = {}
         self.gpus: dict[str, dict[str, Value]] = {}
+        self.hung = ""
+        """Which GPU has kept the driver from answering, in words; empty while it answers."""
         self._host = host
         self._gpu = gpu
         self._faults = faults
+        self._spawn = spawn
+        self._asking = Aside("vitals-agent-gpu", gpu.sample, spawn=spawn)
         self._said: dict[str, set[str]] = {}
 
-    def sample(self, runs: Iterable[ServedRun]) -> None:
-        """Sample once and write the rows. Without an active run, only the newest values change."""
+    def sample(self, runs: Iterable[ServedRun], now: float) -> None:
+        """Sample once and write the rows. Without an active run, only the newest values change.
+
+        The GPUs are only asked here: ``collect`` writes what they say.
+        """
         active = [run for run in runs if run.active]
         with self._faults.contained("sampler.node"):
             self.node = {}
@@ -40,19 +59,33 @@ class Sampling:
             for run in active:
                 self._sample_ranks(run)
         with self._faults.contained("sampler.gpu"):
-            self.gpus = {}
-            report = self._gpu.sample()
-            self.gpus = {sample.uuid: sample.values for sample in report.samples}
-            for run in active:
-                self._write_gpus(run, report)
+            self._asking.begin(now)
+
+    def collect(self, runs: Iterable[ServedRun], now: float) -> None:
+        """Write what the GPUs said since the last call, or that they say nothing any more."""
+        with self._faults.contained("sampler.gpu"):
+            active = [run for run in runs if run.active]
+            try:
+                report = self._asking.take()
+            except Exception:
+                self.gpus = {}
+                raise
+            if report is not None:
+                self._answered(active)
+                self.gpus = {sample.uuid: sample.values for sample in report.samples}
+                for run in active:
+                    self._write_gpus(run, report)
+            elif self._asking.seconds_out(now) >= HUNG_SECONDS:
+                self._is_hung(active)
 
     def forget(self, run_id: str) -> None:
         """Drop what is known of a run that is not served any more."""
         self._said.pop(run_id, None)
 
     def close(self) -> None:
-        """Let go of the GPUs."""
-        self._gpu.close()
+        """Let go of the GPUs, without waiting: that call too may hang."""
+        if not self.hung:
+            self._spawn("vitals-agent-gpu-close", self._gpu.close)
 
     def _sample_ranks(self, run: ServedRun) -> None:
         rows: list[dict[str, Value]] = []
@@ -65,16 +98,37 @@ class Sampling:
 
     def _write_gpus(self, run: ServedRun, report: GpuReport) -> None:
         for sample in report.samples:
-            run.gpu_source(sample.uuid).sample(GPU_SCHEMA, [sample.values])
-        if self._gpu.absent:
-            self._say_once(run, Note(code="no_gpu", text=f"no GPU samples: {self._gpu.absent}"))
-        for text in self._gpu.unnamed:
-            self._say_once(run, Note(code="gpu_lost", text=text, severity="error"))
+            source = run.gpu_source(sample.uuid)
+            source.sample(GPU_SCHEMA, [sample.values], taken=report.taken)
+        for note in self._gpu.notes:
+            self._say_once(run, note)
+        for uuid, code in report.xids:
+            text = f"GPU {uuid} reported Xid {code}"
+            run.node_source.say(Note(code="gpu_xid", text=text, severity="warning"))
         for uuid in report.lost:
             text = f"GPU {uuid} does not answer any more: it may have fallen off the bus"
             run.node_source.say(Note(code="gpu_lost", text=text, severity="error"))
         for uuid in report.back:
             run.node_source.say(Note(code="gpu_back", text=f"GPU {uuid} answers again"))
+
+    # ------------------------------------------------------------------------ a driver that hangs
+
+    def _is_hung(self, active: Iterable[ServedRun]) -> None:
+        if not self.hung:
+            self.gpus = {}  # the newest values are old
+            asking = self._gpu.asking
+            self.hung = f"asked for GPU {asking}" if asking else "asked which GPUs there are"
+        text = f"{_HUNG}, {self.hung}: there are no GPU samples until it does"
+        for run in active:
+            self._say_once(run, Note(code="gpu_hung", text=text, severity="error"))
+
+    def _answered(self, active: Iterable[ServedRun]) -> None:
+        if self.hung:
+            self.hung = ""
+            for run in active:
+                run.node_source.say(Note(code="gpu_back", text="the GPU driver answers again"))
+            for said in self._said.values():
+                said -= {text for text in said if text.startswith(_HUNG)}
 
     def _say_once(self, run: ServedRun, note: Note) -> None:
         said = self._said.setdefault(run.run_id, set())

@@ -1,6 +1,8 @@
 """Rows the agent writes itself: each source with its own incarnation and sequence numbers."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from trainvitals.clock import Clock
 from trainvitals.identity import Identity
@@ -9,8 +11,15 @@ from trainvitals.rows import Schema, Value
 from trainvitals.wire import BatchHeader, encode_batch
 
 
+class Stamp(NamedTuple):
+    """When something was measured."""
+
+    time_unix_ns: int
+    monotonic_ns: int
+
+
 class OwnSource:
-    """One source of the agent (the node, or one GPU) within one run.
+    """One source of the agent (the node, or one GPU) within one run. Thread-safe.
 
     Args:
         identity: who writes; a new incarnation for each start of the agent, so that numbers
@@ -24,17 +33,20 @@ class OwnSource:
         self.num_rows = 0
         self._put = put
         self._clock = clock
+        self._lock = threading.Lock()
         self._next_seq: dict[str, int] = {}
         self._dropped: dict[str, int] = {}
 
-    def sample(self, schema: Schema, values: Sequence[Mapping[str, Value]]) -> None:
-        """Write one row per mapping, taken now; a column that is not in it is missing."""
-        stamp: dict[str, Value] = {
-            "step": -1,
-            "attempt": 0,
-            "time_unix_ns": self._clock.time_ns(),
-            "monotonic_ns": self._clock.monotonic_ns(),
-        }
+    def sample(
+        self,
+        schema: Schema,
+        values: Sequence[Mapping[str, Value]],
+        *,
+        taken: Stamp | None = None,
+    ) -> None:
+        """Write one row per mapping, taken then or now; a column that is not in it is missing."""
+        taken = taken or Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
+        stamp: dict[str, Value] = {"step": -1, "attempt": 0, **taken._asdict()}
         rows = [{**stamp, **one} for one in values]
         self._write(schema, [[row.get(c.name) for c in schema.columns] for row in rows])
 
@@ -52,19 +64,20 @@ class OwnSource:
     def _write(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> None:
         if not rows:
             return
-        first = self._next_seq.get(schema.stream, 0)
-        dropped = self._dropped.get(schema.stream, 0)
-        header = BatchHeader(
-            identity=self.identity,
-            stream_schema=schema,
-            first_seq=first,
-            num_rows=len(rows),
-            dropped=dropped,
-        )
-        body = b"".join(schema.pack(first + i, row) for i, row in enumerate(rows))
-        # Numbered before it is put: a row that is lost leaves a gap that everyone can see.
-        self._next_seq[schema.stream] = first + len(rows)
-        self._dropped[schema.stream] = dropped + len(rows)
-        if self._put(encode_batch(header, body)):
-            self._dropped[schema.stream] = 0
-            self.num_rows += len(rows)
+        with self._lock:
+            first = self._next_seq.get(schema.stream, 0)
+            dropped = self._dropped.get(schema.stream, 0)
+            header = BatchHeader(
+                identity=self.identity,
+                stream_schema=schema,
+                first_seq=first,
+                num_rows=len(rows),
+                dropped=dropped,
+            )
+            body = b"".join(schema.pack(first + i, row) for i, row in enumerate(rows))
+            # Numbered before it is put: a row that is lost leaves a gap that everyone can see.
+            self._next_seq[schema.stream] = first + len(rows)
+            self._dropped[schema.stream] = dropped + len(rows)
+            if self._put(encode_batch(header, body)):
+                self._dropped[schema.stream] = 0
+                self.num_rows += len(rows)

@@ -38,6 +38,8 @@ class JournalTail:
         self.last = LastSeen()
         self.process_values: dict[str, Value] = {}
         self.num_rows = 0
+        self.alive = False
+        """Whether the process existed when the journal was last copied."""
         self.removed = False
         self._reader = JournalReader(directory)
         self._appended = dict(resume)
@@ -74,6 +76,11 @@ class JournalTail:
             if self._synced.get(stream, -1) < seq:
                 self._reader.release(stream, seq)
         self._synced = dict(self._appended)
+
+    @property
+    def synced_seqs(self) -> dict[str, int]:
+        """The last number of each stream that is safe in the spool."""
+        return dict(self._synced)
 
     def not_synced(self) -> None:
         """Read again what the disk may not have kept; a row twice in the spool counts once."""
@@ -127,3 +134,13 @@ def journal_identity(directory: Path) -> Identity | None:
     if identity is None and reader.set_aside:
         reader.read(max_rows=1)  # raises, where the reason is the version
     return identity
+
+
+def num_left(directory: Path, synced: dict[str, int]) -> int:
+    """Return how many rows lie in a journal behind those that are safe in a spool."""
+    rest = JournalReader(directory)
+    rest.resume_after(synced)
+    num_rows = 0
+    while batches := rest.read():
+        num_rows += sum(batch.header.num_rows for batch in batches)
+    return num_rows

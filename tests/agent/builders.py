@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.agent.fake_nvml import FakeNvml
+from tests.agent.fake_nvml import no_driver
 from trainvitals.catalog import steps_schema
 from trainvitals.identity import Identity, new_incarnation
 from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
@@ -102,7 +102,8 @@ class World:
             AgentConfig(**settings),
             client=client,
             clock=self.clock,
-            nvml=nvml or FakeNvml(driver=False),
+            nvml=nvml or no_driver(),
+            spawn=lambda name, function: function(),
         )
         agent.start()
         self.closers.append(agent.stop)

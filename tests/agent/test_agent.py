@@ -3,7 +3,7 @@ import os
 import pytest
 
 from tests.agent.builders import NODE, OTHER_RUN, RUN
-from tests.agent.fake_nvml import FakeGpu, FakeNvml
+from tests.agent.fake_nvml import LOST, gpus
 from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import Note, RunEnded
@@ -72,7 +72,7 @@ def test_a_finished_journal_is_removed_from_shared_memory_once_it_is_spooled(wor
     agent = world.agent()
     agent.cycle(0.0)
     assert not rank.directory.exists()
-    assert 0 == agent.num_ranks
+    assert 0 == agent.num_living
     assert agent.drained
     assert [] == [note for note in world.notes() if note == "rank_gone"]
 
@@ -90,7 +90,7 @@ def test_a_restarted_agent_goes_on_where_the_spool_ends(world):
 
 def test_samples_of_the_node_the_ranks_and_the_gpus_are_rows_of_the_run(world):
     world.rank().step(0)
-    agent = world.agent(nvml=FakeNvml(FakeGpu("GPU-1"), FakeGpu("GPU-2")))
+    agent = world.agent(nvml=gpus("GPU-1", "GPU-2"))
     agent.cycle(0.0)
     agent.cycle(1.0)
     agent.cycle(2.0)
@@ -118,11 +118,11 @@ def test_a_machine_without_a_gpu_is_said_once_in_each_run(world):
 
 def test_a_gpu_that_falls_off_the_bus_is_an_event_of_the_run(world):
     world.rank().step(0)
-    gpu = FakeGpu("GPU-2")
-    agent = world.agent(nvml=FakeNvml(FakeGpu("GPU-1"), gpu))
+    nvml = gpus("GPU-1", "GPU-2")
+    agent = world.agent(nvml=nvml)
     agent.cycle(0.0)
     agent.cycle(2.0)
-    gpu.lost = True
+    nvml.change("GPU-2", LOST)
     agent.cycle(4.0)
     agent.cycle(6.0)
     assert ["gpu_lost"] == world.notes()
@@ -224,7 +224,7 @@ def test_a_journal_that_someone_removed_is_not_waited_for(world):
         path.unlink()
     rank.directory.rmdir()
     agent.cycle(1.0)
-    assert 0 == agent.num_ranks
+    assert 0 == agent.num_living
     assert "tailer" not in agent.faults.counts
 
 

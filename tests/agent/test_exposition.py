@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.agent.builders import NODE, RUN
-from tests.agent.fake_nvml import FakeGpu, FakeNvml
+from tests.agent.fake_nvml import gpus
 from trainvitals.catalog import CATALOG
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision, DecisionMade
@@ -52,7 +52,9 @@ def scrape(agent) -> dict[tuple[str, tuple[str, ...]], float]:
 def busy(world):
     """An agent after a few cycles with a rank, a GPU and some decisions."""
     rank = world.rank()
-    agent = world.agent(nvml=FakeNvml(FakeGpu("GPU-1", absent={"ecc"})))
+    nvml = gpus("GPU-1")
+    nvml.change("GPU-1", {"fields": {"4": {"error": nvml.NVML_ERROR_NOT_SUPPORTED}}})
+    agent = world.agent(nvml=nvml)
     rank.step(0, 1, 2, grad_norm=0.5, tokens_seen=100, verdict=0, batch_index=4)
     rank.step(3, loss=float("nan"), verdict=1, skipped=1)
     for number, action in enumerate(("skip_step", "skip_step", "rollback")):
@@ -89,7 +91,7 @@ def test_the_last_step_of_the_rank_and_the_samples_of_the_node_are_shown(busy):
     assert 4 == found[("train_steps_total", (RUN,))]
     assert 1 == found[("train_nonfinite_total", (RUN,))]
     assert str(found[("train_loss", (RUN,))]) == "nan"
-    assert 300.0 == found[("gpu_power_watts", ("GPU-1", NODE))]
+    assert 648.0 == found[("gpu_power_watts", ("GPU-1", NODE))]
     assert 1 == found[("train_process_alive", ("0", RUN))]
     assert found[("agent_spooled_rows_total", ())] > 4
     assert 2 == found[("train_skipped_steps_total", ("nonfinite", RUN))]

@@ -1,9 +1,11 @@
 import os
+import resource
 import subprocess
 import sys
 import time
 
 import msgspec
+import psutil
 import pytest
 
 from tests.agent.builders import identity
@@ -23,6 +25,23 @@ def test_a_living_rank_gives_every_column(sleeper):
     assert set(COLUMNS) == set(values)
     assert 1 == values["alive"]
     assert values["resident_memory_bytes"] > 1e5
+
+
+def test_page_faults_that_needed_a_disk_are_those_the_kernel_counts():
+    values = RankProcess(identity(pid=os.getpid())).sample()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_majflt == values["major_page_faults"]
+
+
+def test_a_process_whose_files_are_not_ours_to_read_gives_what_is_open_to_all(sleeper, monkeypatch):
+    process = RankProcess(identity(pid=sleeper.pid))
+
+    def denied(*_):
+        raise psutil.AccessDenied
+
+    for name in ("io_counters", "num_fds"):
+        monkeypatch.setattr(psutil.Process, name, denied)
+    missing = {"io_read_bytes", "io_write_bytes", "open_fds"}
+    assert set(COLUMNS) - missing == set(process.sample())
 
 
 def test_a_killed_rank_is_gone_even_while_its_parent_has_not_reaped_it(sleeper):

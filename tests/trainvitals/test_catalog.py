@@ -8,7 +8,8 @@ from trainvitals.catalog import CATALOG, MetricSpec, spec, steps_schema
 
 SUFFIX_OF_UNIT = {
     "seconds": ("_seconds", "_seconds_total"),
-    "bytes": ("_bytes", "_bytes_total"),
+    "bytes": ("_bytes", "_bytes_total", "_bytes_per_second"),
+    "joules": ("_joules_total",),
     "ratio": ("_ratio", "_factor"),
     "watts": ("_watts",),
     "celsius": ("_celsius",),

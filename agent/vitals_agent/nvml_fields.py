@@ -1,0 +1,184 @@
+"""Which NVML call gives which column of a GPU's row, in base units.
+
+What a GPU, a driver or the bindings do not have is missing, never zero.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from trainvitals.rows import Value
+
+ALL_LINKS = 0xFFFFFFFF
+"""The scope of a field that is summed over all NVLinks of the GPU (nvml.h: UINT_MAX)."""
+
+_MAX_I8 = (1 << 63) - 1
+"""NVML counts in unsigned 64 bits, rows in signed ones."""
+
+_SUCCESS = 0
+_UNSIGNED_BITS = {1: 32, 2: 64, 3: 64, 6: 16}
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""The member of ``nvmlValue_t`` that each ``nvmlValueType_t`` names, in its order."""
+
+
+class Field(NamedTuple):
+    """A column that ``nvmlDeviceGetFieldValues`` gives; all of them in one call."""
+
+    column: str
+    name: str
+    """The field's name in nvml.h."""
+    factor: float | None = None
+    """What makes base units of it; None keeps a count."""
+    scope: int | None = None
+
+
+FIELDS: tuple[Field, ...] = (
+    Field("memory_temperature_celsius", "NVML_FI_DEV_MEMORY_TEMP", 1.0),
+    Field("energy_joules", "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION", 1e-3),
+    Field("ecc_corrected_errors", "NVML_FI_DEV_ECC_SBE_VOL_TOTAL"),
+    Field("ecc_uncorrected_errors", "NVML_FI_DEV_ECC_DBE_VOL_TOTAL"),
+    Field("remapped_rows_corrected", "NVML_FI_DEV_REMAPPED_COR"),
+    Field("remapped_rows_uncorrected", "NVML_FI_DEV_REMAPPED_UNC"),
+    Field("row_remap_pending", "NVML_FI_DEV_REMAPPED_PENDING"),
+    Field("row_remap_failed", "NVML_FI_DEV_REMAPPED_FAILURE"),
+    Field("pcie_replays", "NVML_FI_DEV_PCIE_REPLAY_COUNTER"),
+    Field("nvlink_receive_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", 1024.0, ALL_LINKS),
+    Field("nvlink_transmit_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", 1024.0, ALL_LINKS),
+    Field("nvlink_crc_errors", "NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),
+    Field("nvlink_replay_errors", "NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),
+    Field("nvlink_recovery_errors", "NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),
+)
+
+_Reader = Callable[[Any, Any], Mapping[str, Value]]
+
+
+def read_gpu(nvml: Any, handle: Any) -> dict[str, Value] | None:
+    """Return what a whole GPU says by column, or None where it says nothing: it is lost."""
+    return _read(nvml, handle, _GPU_READERS)
+
+
+def read_instance(nvml: Any, handle: Any) -> dict[str, Value] | None:
+    """Return what a MIG instance says: its memory. The rest is known of the whole GPU only."""
+    return _read(nvml, handle, (_memory,))
+
+
+def _read(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[str, Value] | None:
+    values: dict[str, Value] = {}
+    lost = _lost_errors(nvml)
+    for reader in readers:
+        try:
+            values.update(reader(nvml, handle))
+        except lost:
+            return None  # each further call may take seconds, and says the same
+        except (nvml.NVMLError, AttributeError):
+            continue  # this GPU, driver or binding does not have it: missing
+    return values or None
+
+
+def _lost_errors(nvml: Any) -> tuple[type[Exception], ...]:
+    names = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
+    return tuple(getattr(nvml, name) for name in names if hasattr(nvml, name))
+
+
+def _utilization(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    rates = nvml.nvmlDeviceGetUtilizationRates(handle)
+    return {
+        "utilization_ratio": rates.gpu / 100.0,
+        "memory_utilization_ratio": rates.memory / 100.0,
+    }
+
+
+def _memory(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    try:
+        info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError_FunctionNotFound:  # before driver 510: in use and reserved are one
+        info = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"memory_used_bytes": float(info.used), "memory_total_bytes": float(info.total)}
+    return {
+        "memory_used_bytes": float(info.used),
+        "memory_total_bytes": float(info.total),
+        "memory_reserved_bytes": float(info.reserved),
+    }
+
+
+def _temperature(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    value = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+    return {"temperature_celsius": float(value)}
+
+
+def _power(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"power_watts": nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0}
+
+
+def _power_limit(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"power_limit_watts": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000.0}
+
+
+def _sm_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"sm_clock_hertz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6}
+
+
+def _memory_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"memory_clock_hertz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM) * 1e6}
+
+
+def _reasons(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    try:
+        mask = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except (AttributeError, nvml.NVMLError_FunctionNotFound):  # its older name
+        mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return {"throttle_reasons": int(mask) & _MAX_I8}
+
+
+def _pcie_receive(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    value = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+    return {"pcie_receive_bytes_per_second": value * 1000.0}
+
+
+def _pcie_transmit(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    value = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
+    return {"pcie_transmit_bytes_per_second": value * 1000.0}
+
+
+def _fields(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    known = [field for field in FIELDS if hasattr(nvml, field.name)]
+    asked = [
+        getattr(nvml, f.name) if f.scope is None else (getattr(nvml, f.name), f.scope)
+        for f in known
+    ]
+    found: dict[str, Value] = {}
+    for field, answer in zip(known, nvml.nvmlDeviceGetFieldValues(handle, asked), strict=True):
+        value = _value(answer)
+        if value is None:
+            continue
+        if field.factor is not None:
+            found[field.column] = float(value) * field.factor
+        else:
+            found[field.column] = min(int(value), _MAX_I8)
+    return found
+
+
+def _value(answer: Any) -> float | int | None:
+    """Return the number in a field's answer; None where it has none."""
+    kind = answer.valueType
+    if answer.nvmlReturn != _SUCCESS or not 0 <= kind < len(_MEMBERS):
+        return None
+    value: float | int = getattr(answer.value, _MEMBERS[kind])
+    bits = _UNSIGNED_BITS.get(kind)
+    # All ones is NVML_VALUE_NOT_AVAILABLE, whatever the return code says.
+    return None if bits is not None and value == (1 << bits) - 1 else value
+
+
+_GPU_READERS: tuple[_Reader, ...] = (
+    _utilization,
+    _memory,
+    _temperature,
+    _power,
+    _power_limit,
+    _sm_clock,
+    _memory_clock,
+    _reasons,
+    _fields,
+    _pcie_receive,
+    _pcie_transmit,
+)
+"""PCIe comes last: each of its calls takes the 20 milliseconds that it measures."""
