@@ -15,12 +15,11 @@ import typer
 from trainvitals.errors import StorageError, VitalsError
 
 if TYPE_CHECKING:
-    from vitals_bench.detect import Logs
     from vitals_bench.rows import Grid, Row
 
 
 Measure = Callable[..., "Iterator[Row | Grid]"]
-Options = Mapping[str, Mapping[str, "Logs"]]
+Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
 
 
@@ -47,6 +46,12 @@ Split = Annotated[str, typer.Option(help="Which of these: the labels' split, or 
 Manual = Annotated[
     bool, typer.Option("--manual", help="Leave out those whose events were listed by a rule.")
 ]
+MLflow = Annotated[
+    str, typer.Option("--mlflow", help="MLflow's program for ingest [default: found on PATH].")
+]
+Minutes = Annotated[
+    float, typer.Option(help="How long the simulated fleet of ingest trains.", min=0.5)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -61,6 +66,8 @@ def register(app: typer.Typer) -> None:
     bench.command("parts", epilog="Example: vitals bench parts")(bench_parts)
     bench.command("checkpoint", epilog="Example: vitals bench checkpoint --quick")(bench_checkpoint)
     bench.command("detect", epilog="Example: vitals bench detect --format json")(bench_detect)
+    bench.command("ingest", epilog="Example: vitals bench ingest --quick")(bench_ingest)
+    bench.command("query", epilog="Example: vitals bench query --quick")(bench_query)
     app.add_typer(bench, name="bench")
 
 
@@ -118,6 +125,28 @@ def bench_detect(
     _run(("detect",), quick=quick, output=output, page=page, options=options)
 
 
+def bench_ingest(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+    mlflow: MLflow = "",
+    minutes: Minutes = 3.0,
+) -> None:
+    """Measure the collector: CPU of a record, a fleet of 4,096 ranks, rows and bytes in databases.
+
+    Beside VictoriaMetrics, Prometheus and MLflow, which are started where they are installed.
+    """
+    from vitals_bench.ingest import Asked
+
+    options = {"ingest": {"asked": Asked(mlflow=mlflow, minutes=minutes)}}
+    _run(("ingest",), quick=quick, output=output, page=page, options=options)
+
+
+def bench_query(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Measure how soon a run of a million steps is drawn, read whole and understood."""
+    _run(("query",), quick=quick, output=output, page=page)
+
+
 def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
     """Return what the parts of detect are called with; a wrong folder is refused here, at once."""
     from vitals_bench.detect import Logs
@@ -131,13 +160,15 @@ def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
 
 
 def _benches() -> Mapping[str, Mapping[str, Measure]]:
-    from vitals_bench import checkpoint, detect, guard, parts
+    from vitals_bench import checkpoint, detect, guard, ingest, parts, query
 
     return {
         "guard": guard.PARTS,
         "parts": {"parts": parts.measure_parts},
         "detect": detect.PARTS,
         "checkpoint": checkpoint.PARTS,
+        "ingest": ingest.PARTS,
+        "query": query.PARTS,
     }
 
 

@@ -19,9 +19,10 @@ from vitals_collector.store import Store, open_data_store, open_store
 _KEYS = ("run_id", "rank", "step")
 
 
-def wide_table(names: Sequence[str]) -> Table:
-    """Return a table with a float for each metric, keyed by run, rank and step."""
-    return Table("wide", MetaData(), *_columns(names), Index("ix_wide", *_KEYS))
+def wide_table(names: Sequence[str], *, has_index: bool = True) -> Table:
+    """Return a table with a float for each metric, found by run, rank and step."""
+    indexes = [Index("ix_wide", *_KEYS)] if has_index else []
+    return Table("wide", MetaData(), *_columns(names), *indexes)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vitals_bench.ingest import servers
 from vitals_bench.ingest.asked import Asked
-from vitals_bench.ingest.records import Numbers
+from vitals_bench.ingest.records import RANKS_PER_NODE, Numbers
 from vitals_bench.ingest.servers import Server
 from vitals_bench.measure import halves
 from vitals_bench.rows import Row, ratio_at_most
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     @property
     def words(self) -> str:
         """Its name for people."""
-        ranks = f"{servers.RANKS_PER_NODE} ranks" if self.per_node else "one rank"
+        ranks = f"{RANKS_PER_NODE} ranks" if self.per_node else "one rank"
         return f"{self.num_records} record{'s' * (self.num_records > 1)} of {ranks}"
 
 

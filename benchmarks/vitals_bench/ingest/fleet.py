@@ -213,9 +213,7 @@ def rows_of(size: Size, seen: Seen) -> Iterator[Row]:
             goal=at_most(limit),
             note=f"{len(times)} times, median {np.median(times):.2f} s",
         )
-    yield Row(
-        name=f"rows lost, {ranks}", ours=float(seen.num_lost), unit="rows", goal=exactly(0)
-    )
+    yield Row(name=f"rows lost, {ranks}", ours=float(seen.num_lost), unit="rows", goal=exactly(0))
 
 
 def growth(values: list[float]) -> float:

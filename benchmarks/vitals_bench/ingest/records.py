@@ -63,9 +63,7 @@ class Block(NamedTuple):
         """Yield the same in pieces of so many steps."""
         for start in range(0, self.num_steps, num_steps):
             piece = slice(start, start + num_steps)
-            yield Block(
-                self.first_step + start, self.time_unix_ns[piece], self.values[:, piece]
-            )
+            yield Block(self.first_step + start, self.time_unix_ns[piece], self.values[:, piece])
 
 
 class Numbers:
@@ -103,10 +101,7 @@ class Writers:
     def batches(self, block: Block) -> list[bytes]:
         """Return one batch for each rank."""
         rows = rows_bytes(block)
-        return [
-            frame(self._header(i, block), head, rows[i])
-            for i, head in enumerate(self._heads)
-        ]
+        return [frame(self._header(i, block), head, rows[i]) for i, head in enumerate(self._heads)]
 
     def _header(self, i: int, block: Block) -> BatchHeader:
         return BatchHeader(
@@ -151,9 +146,7 @@ def rows_bytes(block: Block) -> list[bytes]:
 
 def by_node(bodies: Sequence[bytes]) -> list[bytes]:
     """Return the ranks' batches joined, those of a node together."""
-    return [
-        b"".join(bodies[i : i + RANKS_PER_NODE]) for i in range(0, len(bodies), RANKS_PER_NODE)
-    ]
+    return [b"".join(bodies[i : i + RANKS_PER_NODE]) for i in range(0, len(bodies), RANKS_PER_NODE)]
 
 
 def _head(identity: Identity) -> bytes:

@@ -287,9 +287,7 @@ def version_in(text: str) -> str:
 
 
 @contextmanager
-def collector(
-    folder: Path, *arguments: str
-) -> Iterator[tuple[Started, str, Path]]:
+def collector(folder: Path, *arguments: str) -> Iterator[tuple[Started, str, Path]]:
     """Give a running collector: its process, its address and its tokens' file."""
     data = folder / "data"
     args = [sys.executable, "-m", "vitals_collector", "collector", "--data", str(data)]

@@ -58,9 +58,7 @@ class Source:
         """Return so many batches of so many rows, in both forms."""
         raws, plain = [], []
         for _ in range(count):
-            block = self._numbers.block(
-                self._step, num_rows, begin_ns=_BEGIN_NS, step_ns=_STEP_NS
-            )
+            block = self._numbers.block(self._step, num_rows, begin_ns=_BEGIN_NS, step_ns=_STEP_NS)
             self._step += num_rows
             raws += self._writers.batches(block)
             keys = {"run_id": self.run_id, "rank": 0}
@@ -100,9 +98,7 @@ def measure_sqlite(size: Size) -> Iterator[Row]:
             yield from _rows(store, batch, size, None)
 
 
-def _rows(
-    store: Store, batch: int, size: Size, server: psutil.Process | None
-) -> Iterator[Row]:
+def _rows(store: Store, batch: int, size: Size, server: psutil.Process | None) -> Iterator[Row]:
     clock = _clock(server)
     arms = _Arms(store, batch, size)
     times = interleave(
@@ -131,7 +127,7 @@ def _rows(
 
 
 def _clock(server: psutil.Process | None) -> Callable[[], int]:
-    """Return a clock of CPU time: of this process, and of the database's server where it has one."""
+    """Return a clock of the CPU time of this process, and of the database's server."""
     if server is None:
         return time.process_time_ns
     return lambda: time.process_time_ns() + int(1e9 * cpu_seconds_of(server))

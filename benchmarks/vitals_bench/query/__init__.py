@@ -1,0 +1,11 @@
+"""`vitals bench query`: how soon a long run is drawn, read whole, and understood afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from vitals_bench.query.measure import measure_query
+from vitals_bench.rows import Row
+
+PARTS: Mapping[str, Callable[..., Iterator[Row]]] = {"query": measure_query}
+"""Each is called with ``quick`` and yields its rows."""
