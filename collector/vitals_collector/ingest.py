@@ -19,6 +19,7 @@ from trainvitals.records import EventRow, decode_events
 from trainvitals.wire import Batch, IngestReply
 from vitals_collector import facts
 from vitals_collector.checking import Checked, check_batches
+from vitals_collector.forgetting import forgotten_runs, is_forgotten, without_forgotten
 from vitals_collector.marks import (
     Mark,
     StreamKey,
@@ -40,6 +41,8 @@ class Stored:
 
     reply: IngestReply
     num_lost: int = 0
+    num_forgotten: int = 0
+    """Rows of a run that was removed: not stored."""
     batch: Batch | None = None
     events: Sequence[EventRow] = ()
     error: FormatError | None = None
@@ -118,6 +121,7 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
             counters.num_rows += one.reply.num_new
             counters.num_duplicate += one.reply.num_duplicate
             counters.num_lost += one.num_lost
+            counters.num_forgotten += one.num_forgotten
             if one.error is not None:
                 code = one.error.code
                 counters.rejected[code] = counters.rejected.get(code, 0) + 1
@@ -165,11 +169,14 @@ def _store_or_halve(
 
 def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: int) -> list[Stored]:
     marks = read_marks(connection, batches)
-    introduce(connection, marks, [one for one in batches if key_of(one) not in marks])
+    unknown = [one for one in batches if key_of(one) not in marks]
+    removed = forgotten_runs(connection, unknown)
+    introduce(connection, marks, without_forgotten(unknown, removed))
     stored: list[Stored] = []
     for batch in batches:
         try:
-            stored.append(_cut_off_known(batch, marks))
+            is_gone = is_forgotten(batch, removed)
+            stored.append(_pass_over(batch) if is_gone else _cut_off_known(batch, marks))
         except FormatError as error:
             stored.append(_refused(error))
     fresh = [one.batch for one in stored if one.batch is not None]
@@ -180,6 +187,13 @@ def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: i
             [(one.batch.header.identity, one.events) for one in stored if one.batch and one.events],
         )
     return stored
+
+
+def _pass_over(batch: Batch) -> Stored:
+    """Acknowledge rows of a run that was removed: nobody is to send them again."""
+    header = batch.header
+    reply = IngestReply(durable_seq=header.last_seq, num_new=0, num_duplicate=0)
+    return Stored(reply, num_forgotten=header.num_rows)
 
 
 def _cut_off_known(batch: Batch, marks: dict[StreamKey, Mark]) -> Stored:
@@ -203,7 +217,7 @@ def _cut_off_known(batch: Batch, marks: dict[StreamKey, Mark]) -> Stored:
     is_events = header.stream == "events"
     events = list(decode_events(header.stream_schema, batch.rows)) if is_events else ()
     reply = IngestReply(durable_seq=header.last_seq, num_new=num_new, num_duplicate=num_known)
-    return Stored(reply, num_lost, batch, events)
+    return Stored(reply, num_lost=num_lost, batch=batch, events=events)
 
 
 __all__ = [

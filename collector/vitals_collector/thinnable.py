@@ -24,8 +24,8 @@ from vitals_collector.schema import (
 )
 from vitals_collector.thinning import Batch, Present, VolumeSettings
 
-REMOVED = "removed"
-"""The stream of rows that are gone for every reader; their room is not free yet."""
+REMOVED = "~"
+"""Before a stream's name: rows that are gone for every reader, whose room is not free yet."""
 HOSTS = ("gpu", "node", "process")
 _UNWATCHED = ("process",)
 """Streams that no watcher reads."""
@@ -46,6 +46,8 @@ class RunAt(NamedTuple):
     """The same, and the steps of all other findings."""
     near_ns: list[int]
     """When those were."""
+    num_ranks: int
+    """Ranks beside 0 that ever wrote."""
 
     def is_done(self, writer: str, stream: str, last_seq: int) -> bool:
         """Return whether the watchers are done with all rows up to that one."""
@@ -76,7 +78,17 @@ def look(connection: Connection, run_id: str) -> RunAt:
         sorted(steps),
         sorted(steps | set(connection.execute(found).scalars())),
         sorted(times),
+        len(_ranks(connection, run_id)),
     )
+
+
+def _ranks(connection: Connection, run_id: str) -> list[str]:
+    names = select(sources.c.source).where(
+        sources.c.run_id == run_id,
+        sources.c.source.like("rank:%"),
+        sources.c.source != "rank:0",
+    )
+    return sorted(set(connection.execute(names).scalars()))
 
 
 def _incidents(connection: Connection, run_id: str) -> tuple[set[int], set[int]]:
@@ -145,14 +157,8 @@ def in_window(
         .correlate(batches)
         .scalar_subquery()
     )
-    names = select(sources.c.source).where(
-        sources.c.run_id == run.run_id,
-        sources.c.source.like("rank:%"),
-        sources.c.source != "rank:0",
-    )
-    every = sorted(set(connection.execute(names).scalars()))
     found: list[Batch] = []
-    for some in in_parts(every):
+    for some in in_parts(_ranks(connection, run.run_id)):
         query = _batch_query(settings).where(
             table.run_id == run.run_id,
             table.stream == "steps",
@@ -203,7 +209,7 @@ def in_parts(every: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 def run_bytes(connection: Connection, run_id: str) -> int:
     """Return the bytes of a run's rows as they lie; indexes and keys come on top."""
-    return _sum(connection, (batches.c.run_id == run_id) & (batches.c.stream != REMOVED))
+    return _sum(connection, (batches.c.run_id == run_id) & ~batches.c.stream.startswith(REMOVED))
 
 
 def bytes_of(connection: Connection, ids: Sequence[int]) -> int:

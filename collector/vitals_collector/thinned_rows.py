@@ -114,7 +114,9 @@ def thin_window(
         _add_numbers(connection, run.run_id, window, over)
         _mark(connection, run.run_id, "steps", window.batches)
         for some in in_parts([batch.id for batch in gone]):
-            connection.execute(update(batches).where(batches.c.id.in_(some)).values(stream=REMOVED))
+            connection.execute(
+                update(batches).where(batches.c.id.in_(some)).values(stream=REMOVED + "steps")
+            )
         _note(connection, run.run_id, removed, why)
     return removed
 
@@ -298,13 +300,14 @@ def _note(connection: Connection, run_id: str, gone: Removed, why: Why) -> None:
     )
 
 
-def free_removed(store: Store) -> bool:
-    """Free some of the room of rows that were taken away; return whether there may be more."""
-    query = select(batches.c.id).where(batches.c.stream == REMOVED).limit(_FREED_AT_ONCE)
+def free_removed(store: Store, run_id: str) -> bool:
+    """Free some of the room of a run's removed rows; return whether there may be more."""
+    table = batches.c
+    query = select(table.id).where(table.run_id == run_id, table.stream.startswith(REMOVED))
     with store.write() as connection:
-        ids = list(connection.execute(query).scalars())
+        ids = list(connection.execute(query.limit(_FREED_AT_ONCE)).scalars())
         if ids:
-            connection.execute(delete(batches).where(batches.c.id.in_(ids)))
+            connection.execute(delete(batches).where(table.id.in_(ids)))
     return len(ids) == _FREED_AT_ONCE
 
 

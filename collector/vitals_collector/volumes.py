@@ -14,6 +14,7 @@ import msgspec
 from sqlalchemy import func, select
 
 from trainvitals.records import Note
+from vitals_collector import retention
 from vitals_collector.schema import events, runs, sources
 from vitals_collector.store import Store
 from vitals_collector.thinnable import (
@@ -70,8 +71,7 @@ class Volumes:
             StorageError: the store refused; nothing is half done, call again.
         """
         stop = stop or threading.Event()
-        while not stop.is_set() and free_removed(self._store):
-            pass
+        retention.finish(self._store)
         num = 0
         for run_id, newest in self._due(now_unix_ns).items():
             if stop.is_set():
@@ -106,6 +106,8 @@ class Volumes:
         with self._store.read() as connection:
             run = look(connection, run_id)
             self._bytes[run_id] = run_bytes(connection, run_id)
+        while free_removed(self._store, run_id):
+            pass
         age_ns = int(self.settings.keep_hours * 3_600e9)
         old = _Pass(self, run, now_unix_ns - age_ns, Why("age", now_unix_ns), stop.is_set)
         num = old.thin()
@@ -195,7 +197,7 @@ class _Pass:
     def _thin_ranks(self) -> bool:
         """Thin one window of steps, the oldest there is; return whether there may be more."""
         run, settings = self._run, self._settings
-        if run.present is None:
+        if run.present is None or run.num_ranks <= settings.num_worst_ranks:
             return False
         with self._store.read() as connection:
             found = next_batches(connection, run, "steps", settings)
@@ -238,7 +240,7 @@ class _Pass:
         if gone is None:
             return False
         self._note(gone)
-        while free_removed(self._store):
+        while free_removed(self._store, self._run.run_id):
             pass
         return True
 
