@@ -83,7 +83,7 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
-    """A NaN or infinite value; never left out by downsampling."""
+    """A NaN or infinite value; downsampling leaves none out, until there are many thousand."""
 
     step: int
     attempt: int
@@ -104,6 +104,8 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
     attempt: tuple[int, ...]
     value: tuple[float | None, ...]
     nonfinite: tuple[NonFiniteMark, ...]
+    """20,000 at most, evenly chosen; ``num_nonfinite`` says how many there are."""
+    num_nonfinite: int = 0
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -186,20 +186,22 @@ def decode_values(chunk: ColumnChunk, num: int) -> Values:
         if chunk.kind == "i8":
             return np.full(num, chunk.base, dtype=np.int64)
         dtype = chunk.kind if chunk.kind.startswith("S") else "<f8"
-        return np.repeat(np.frombuffer(body, dtype=dtype), num)
+        one: Values = np.frombuffer(body, dtype=dtype)
+        same: Values = np.repeat(one, num)
+        return same
     if encoding == "progression":
-        values = np.arange(num, dtype=np.int64) * np.frombuffer(body, dtype="<i8")
-        values += chunk.base
-        return values
+        rising: Ints = np.arange(num, dtype=np.int64) * np.frombuffer(body, dtype="<i8")
+        rising += chunk.base
+        return rising
     if encoding not in (*_NARROW, "i8"):
         raise FormatError(
             f"column {chunk.name!r} is stored as {encoding!r}; this Vitals does not know it",
             hint="upgrade this program: pip install -U trainvitals",
         )
-    differences = np.empty(num, dtype=np.int64)
-    differences[0] = chunk.base
-    differences[1:] = np.frombuffer(body, dtype="<" + encoding)
-    values: Ints = np.cumsum(differences)
+    values = np.empty(num, dtype=np.int64)
+    values[0] = chunk.base
+    values[1:] = np.frombuffer(body, dtype="<" + encoding)
+    np.cumsum(values, out=values)
     return values
 
 
@@ -247,6 +249,7 @@ __all__ = [
     "SUMMARY",
     "SUMMED_ROWS",
     "ColumnChunk",
+    "Values",
     "decode_columns",
     "decode_rows",
     "decode_valid",

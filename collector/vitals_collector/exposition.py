@@ -7,6 +7,8 @@ name, cut short; runs that are not among the newest do not appear.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Depends
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,7 +19,7 @@ from starlette.responses import Response
 
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
-from trainvitals.rows import Schema, Value
+from trainvitals.rows import Value
 from trainvitals.views import RunSummary
 from vitals_collector import commands, overview
 from vitals_collector.auth import require
@@ -25,7 +27,7 @@ from vitals_collector.engine import Acting
 from vitals_collector.schema import alerts, batches, decisions, findings, sources, streams
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
-from vitals_collector.stored import read_schema
+from vitals_collector.stored import read_pages
 
 MAX_RUNS = 50
 """Runs that appear: the newest that run, or ended a short while ago."""
@@ -150,7 +152,7 @@ def _run_families(connection: Connection, shown: list[RunSummary]) -> dict[str, 
 def _last_row(connection: Connection, run_id: str) -> dict[str, Value]:
     """Return the newest row of rank 0's newest start."""
     newest = (
-        select(batches.c.schema_digest, batches.c.row_bytes)
+        select(batches.c.id)
         .join(
             sources,
             (sources.c.run_id == batches.c.run_id)
@@ -164,11 +166,14 @@ def _last_row(connection: Connection, run_id: str) -> dict[str, Value]:
         .order_by(sources.c.started_unix_ns.desc(), batches.c.first_seq.desc())
         .limit(1)
     )
-    found = connection.execute(newest).first()
-    if found is None:
-        return {}
-    schema: Schema = read_schema(connection, found.schema_digest)
-    return schema.unpack(memoryview(found.row_bytes)[-schema.row_size :])
+    found = connection.execute(newest).scalar()
+    for page in read_pages(connection, batches.c.id == found, pick=_last_of):
+        return page.schema.unpack(bytes(page.rows[-1]))
+    return {}
+
+
+def _last_of(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    return np.array([len(steps) - 1])
 
 
 def _step_counts(connection: Connection, ids: list[str]) -> Samples:

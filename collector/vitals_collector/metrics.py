@@ -7,17 +7,14 @@ from sqlalchemy import Connection, select
 from trainvitals import catalog
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
+from vitals_collector.loading import Selection
 from vitals_collector.schema import batches, measured_columns, names
-from vitals_collector.series import Selection
 
 UNKNOWN = "V101"
 """Error code: there is nothing of that name."""
 
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 """Streams whose series have names: the column of the name's id, and that of the value."""
-
-HOST_STREAMS = ("gpu", "node", "process")
-"""Streams that are ordered by time: their rows have no step."""
 
 _OF_LAYERS = tuple(m.column for m in catalog.LAYER_METRICS if m.column != "grad_norm")
 """Further columns of a layer: the series ``layers.NAME:COLUMN``."""

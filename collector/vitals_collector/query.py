@@ -17,7 +17,7 @@ from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.records import BatchNoted, Decision, Finding
-from trainvitals.rows import Schema, column_of, rows_of
+from trainvitals.rows import Schema
 from trainvitals.views import (
     AttemptView,
     Branch,
@@ -34,6 +34,8 @@ from trainvitals.views import (
     StepView,
 )
 from vitals_collector import metrics, overview, series
+from vitals_collector.columns import whole
+from vitals_collector.loading import HOST_STREAMS, load_outline
 from vitals_collector.metrics import UNKNOWN
 from vitals_collector.schema import (
     attempts,
@@ -49,7 +51,7 @@ from vitals_collector.schema import (
 from vitals_collector.shadow import with_hindsight
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
-from vitals_collector.stored import read_schema
+from vitals_collector.stored import read_pages, rows_at_step
 
 MAX_POINTS = 20_000
 MAX_EVENTS = 10_000
@@ -133,12 +135,10 @@ class Query:
         with self._store.read() as connection:
             _run_row(connection, run_id)
             chosen, wanted = metrics.select_rows(connection, run_id, metric, source)
-            if wanted.stream in metrics.HOST_STREAMS:
-                found = series.by_time(series.load(connection, wanted))
-            else:
+            if wanted.stream not in HOST_STREAMS:
                 wanted = replace(wanted, from_step=from_step, to_step=to_step)
-                loaded = series.load(connection, wanted)
-                found = series.stitch(loaded, _attempt_rows(connection, run_id), branch)
+            forks = _attempt_rows(connection, run_id)
+            found, num_total = load_outline(connection, wanted, forks, branch, points)
         drawn = series.downsample(found, points)
         return SeriesReply(
             run_id=run_id,
@@ -146,12 +146,13 @@ class Query:
             source=chosen,
             unit=metrics.unit_of(metric),
             branch=branch,
-            num_total=len(found),
+            num_total=num_total,
             step=tuple(drawn.step.tolist()),
             time_unix_ns=tuple(drawn.time_unix_ns.tolist()),
             attempt=tuple(drawn.attempt.tolist()),
             value=tuple(v if math.isfinite(v) else None for v in drawn.value.tolist()),
             nonfinite=series.nonfinite_marks(found),
+            num_nonfinite=series.num_nonfinite(found),
         )
 
     def step(self, run_id: str, step: int) -> StepView:
@@ -272,11 +273,8 @@ def _last_steps(connection: Connection, run_id: str) -> dict[int, int]:
     is_pure = table.min_attempt == table.max_attempt
     query = select(table.min_attempt, func.max(table.max_step)).where(*of_steps, is_pure)
     last = {row[0]: row[1] for row in connection.execute(query.group_by(table.min_attempt))}
-    mixed = select(table.schema_digest, table.row_bytes).where(*of_steps, ~is_pure)
-    for digest, raw in connection.execute(mixed).all():
-        schema = read_schema(connection, digest)
-        rows = rows_of(schema, raw)
-        steps, ids = (column_of(schema, rows, name)[0] for name in ("step", "attempt"))
+    for page in read_pages(connection, *of_steps, ~is_pure):
+        steps, ids = (whole(page.schema, page.rows, name) for name in ("step", "attempt"))
         for attempt in np.unique(ids).tolist():
             step = int(steps[ids == attempt].max())
             last[attempt] = max(last.get(attempt, -1), step)
@@ -352,20 +350,10 @@ def _data(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...
 
 
 def _step_rows(connection: Connection, run_id: str, step: int) -> tuple[StepRow, ...]:
-    table = batches.c
-    query = (
-        select(table.source, table.incarnation, table.schema_digest, table.row_bytes)
-        .where(table.run_id == run_id, table.stream == "steps")
-        .where(table.min_step <= step, table.max_step >= step)
-        .order_by(table.id)
-    )
     found: dict[tuple[str, int], StepRow] = {}
-    for batch in connection.execute(query):
-        schema = read_schema(connection, batch.schema_digest)
-        rows = rows_of(schema, batch.row_bytes)
-        for i in np.flatnonzero(column_of(schema, rows, "step")[0] == step):
-            row = _step_row(schema, bytes(rows[i]), batch.source, batch.incarnation)
-            found[row.source, row.attempt] = row  # of one written again, the newest
+    for page, row in rows_at_step(connection, run_id, step):
+        one = _step_row(page.schema, row, page.source, page.incarnation)
+        found[one.source, one.attempt] = one  # of one written again, the newest
     return tuple(sorted(found.values(), key=_by_attempt_and_rank))
 
 

@@ -31,10 +31,10 @@ from trainvitals.records import (
     RunStarted,
     StepRecord,
 )
-from trainvitals.rows import Schema, Value
+from trainvitals.rows import Value
 from vitals_collector.schema import batches, events, sources, streams
 from vitals_collector.store import Store
-from vitals_collector.stored import read_schema
+from vitals_collector.stored import read_pages, rows_at_step
 
 COMPARED = (
     "action", "step", "attempt", "rule", "cause", "rank", "value", "acted", "checkpoint_id",
@@ -314,27 +314,12 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
 
 
 def _records(connection: Connection, run_id: str, incarnation: str) -> Iterator[StepRecord]:
-    query = (
-        select(batches.c.schema_digest, batches.c.row_bytes)
-        .where(
-            batches.c.run_id == run_id,
-            batches.c.incarnation == incarnation,
-            batches.c.stream == "steps",
-        )
-        .order_by(batches.c.first_seq)
-    )
-    schemas: dict[str, Schema] = {}
-    for digest, raw in connection.execute(query).all():
-        if digest not in schemas:
-            schemas[digest] = read_schema(connection, digest)
-        for row in _rows(schemas[digest], raw):
-            yield step_record(connection, run_id, row)
-
-
-def _rows(schema: Schema, raw: bytes) -> Iterator[dict[str, Value]]:
-    view, size = memoryview(raw), schema.row_size
-    for start in range(0, len(view), size):
-        yield schema.unpack(view[start : start + size])
+    table = batches.c
+    mine = (table.run_id == run_id, table.incarnation == incarnation, table.stream == "steps")
+    for page in read_pages(connection, *mine):
+        view, size = memoryview(page.rows.tobytes()), page.schema.row_size
+        for start in range(0, len(view), size):
+            yield step_record(connection, run_id, page.schema.unpack(view[start : start + size]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,17 +361,11 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
 
 
 def _own_rows(connection: Connection, run_id: str, step: int, attempt: int) -> _Ranks:
-    query = select(batches.c.source, batches.c.schema_digest, batches.c.row_bytes).where(
-        batches.c.run_id == run_id,
-        batches.c.stream == "steps",
-        batches.c.min_step <= step,
-        batches.c.max_step >= step,
-    )
     losses: dict[int, float | None] = {}
-    for source, digest, raw in connection.execute(query).all():
-        for row in _rows(read_schema(connection, digest), raw):
-            if (_int(row, "step", -1), _int(row, "attempt", 0)) == (step, attempt):
-                losses[int(source.partition(":")[2])] = _float(row, "rank_loss")
+    for page, raw in rows_at_step(connection, run_id, step):
+        row = page.schema.unpack(raw)
+        if _int(row, "attempt", 0) == attempt:
+            losses[int(page.source.partition(":")[2])] = _float(row, "rank_loss")
     return _Ranks(
         nonfinite=tuple(
             r for r, x in sorted(losses.items()) if x is not None and not math.isfinite(x)

@@ -1,27 +1,21 @@
-"""Reads one metric out of the stored batches: decode, merge incarnations, stitch, downsample.
+"""Points of one metric, after they were read (``loading``): merge, stitch, downsample.
 
-Chunks are read a few hundred at a time and only the wanted columns are kept. What is lost on the
-way to the screen is points that say nothing new: each bucket keeps its minimum and its maximum, and
-every non-finite value stays as a mark.
+What is lost on the way to the screen is points that say nothing new: each bucket keeps its minimum
+and its maximum, and non-finite values stay as marks.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Row, select
 
-from trainvitals.errors import FormatError
-from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.views import Branch, NonFiniteMark
-from vitals_collector.schema import batches
-from vitals_collector.stored import read_schema
 
-_CHUNKS_AT_ONCE = 256
+MAX_MARKS = 20_000
+"""Non-finite values that are named one by one; of more, evenly chosen ones."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -47,94 +41,8 @@ class Points:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Which rows of a run hold a metric."""
-
-    run_id: str
-    stream: str
-    column: str
-    source: str = ""
-    """Only this source's rows; "" takes those of all."""
-    key_column: str = ""
-    """Only rows whose ``key_column`` has the incarnation's key, such as a scalar's name id."""
-    keys: Mapping[str, int] | int = 0
-    """The key: one for all, or one for each incarnation that knows it."""
-    from_step: int | None = None
-    to_step: int | None = None
-
-
-class AttemptRow(NamedTuple):
-    """What stitching needs to know of an attempt."""
-
-    id: int
-    parent: int | None
-    fork_step: int
-
-
-# ---------------------------------------------------------------------------------- reading
-
-
-def load(connection: Connection, wanted: Selection) -> Points:
-    """Return every measured point of the selection, in the order of arrival."""
-    schemas: dict[str, Schema] = {}
-    parts: list[Points] = []
-    for chunks in _chunks(connection, wanted):
-        digest, incarnation = chunks[0].schema_digest, chunks[0].incarnation
-        if digest not in schemas:
-            schemas[digest] = read_schema(connection, digest)
-        raw = b"".join(chunk.row_bytes for chunk in chunks)
-        points = _decode(schemas[digest], raw, wanted, incarnation)
-        if points is not None:
-            parts.append(points)
-    return _concatenate(parts)
-
-
-def _chunks(connection: Connection, wanted: Selection) -> Iterator[list[Row[Any, Any, Any]]]:
-    query = select(batches.c.schema_digest, batches.c.incarnation, batches.c.row_bytes).where(
-        batches.c.run_id == wanted.run_id, batches.c.stream == wanted.stream
-    )
-    if wanted.source:
-        query = query.where(batches.c.source == wanted.source)
-    if wanted.from_step is not None:
-        query = query.where(batches.c.max_step >= wanted.from_step)
-    if wanted.to_step is not None:
-        query = query.where(batches.c.min_step <= wanted.to_step)
-    result = connection.execute(query.order_by(batches.c.id).execution_options(yield_per=256))
-    for page in result.partitions(_CHUNKS_AT_ONCE):
-        for _, alike in groupby(page, key=lambda row: (row.schema_digest, row.incarnation)):
-            yield list(alike)
-
-
-def _decode(schema: Schema, raw: bytes, wanted: Selection, incarnation: str) -> Points | None:
-    rows = rows_of(schema, raw)
-    values, valid = column_of(schema, rows, wanted.column)
-    if values.dtype.kind not in "fi":
-        raise FormatError(f"{wanted.stream}.{wanted.column} is text, not a number")
-    steps = _whole(schema, rows, "step")
-    if wanted.key_column:
-        key = wanted.keys if isinstance(wanted.keys, int) else wanted.keys.get(incarnation)
-        if key is None:
-            return None
-        valid = valid & (_whole(schema, rows, wanted.key_column) == key)
-    if wanted.from_step is not None:
-        valid = valid & (steps >= wanted.from_step)
-    if wanted.to_step is not None:
-        valid = valid & (steps <= wanted.to_step)
-    # Fancy indexing copies: the chunk's bytes are let go.
-    return Points(
-        steps[valid],
-        _whole(schema, rows, "attempt")[valid],
-        _whole(schema, rows, "time_unix_ns")[valid],
-        values[valid].astype(np.float64),
-    )
-
-
-def _whole(schema: Schema, rows: npt.NDArray[np.void], name: str) -> Ints:
-    return column_of(schema, rows, name)[0].astype(np.int64)
-
-
-def _concatenate(parts: Sequence[Points]) -> Points:
+def join(parts: Sequence[Points]) -> Points:
+    """Return the points of all parts, one part after the other."""
     if not parts:
         none = np.zeros(0, dtype=np.int64)
         return Points(none, none, none, np.zeros(0))
@@ -144,6 +52,14 @@ def _concatenate(parts: Sequence[Points]) -> Points:
         np.concatenate([part.time_unix_ns for part in parts]),
         np.concatenate([part.value for part in parts]),
     )
+
+
+class AttemptRow(NamedTuple):
+    """What stitching needs to know of an attempt."""
+
+    id: int
+    parent: int | None
+    fork_step: int
 
 
 # --------------------------------------------------------------------------------- stitching
@@ -167,23 +83,49 @@ def lineage(attempts: Iterable[AttemptRow]) -> dict[int, float]:
     return bounds
 
 
-def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
-    """Return the branch's points by step, then attempt; a step written twice keeps its newest row.
+def ends(attempts: Iterable[AttemptRow]) -> Callable[[int], float]:
+    """Return what gives for any attempt the step before which its rows are of the lineage.
 
-    An attempt that no event told of yet (rows can arrive before events) is part of the lineage.
+    An attempt that no event told of yet (rows can arrive before events) is part of it.
     """
-    order = np.lexsort((points.time_unix_ns, points.attempt, points.step))
-    points = points.take(order)
-    points = points.take(_last_of_each(points.step, points.attempt))
+    attempts = list(attempts)
+    known, bounds = {attempt.id for attempt in attempts}, lineage(attempts)
+    return lambda attempt: bounds.get(attempt, -math.inf) if attempt in known else math.inf
+
+
+def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
+    """Return the branch's points by step, then attempt; of a step written twice the newest row."""
+    if not _is_rising(points.step):
+        order = np.lexsort((points.time_unix_ns, points.attempt, points.step))
+        points = points.take(order)
+        points = points.take(_last_of_each(points.step, points.attempt))
     if branch == "all":
         return points
-    is_kept = ~np.isin(points.attempt, [attempt.id for attempt in attempts])
-    for attempt, bound in lineage(attempts).items():
-        is_kept |= (points.attempt == attempt) & (points.step < bound)
+    is_kept = _of_lineage(points, attempts)
     if branch == "discarded":
         return points.take(~is_kept)
-    points = points.take(is_kept)
-    return points.take(_last_of_each(points.step))
+    if not is_kept.all():
+        points = points.take(is_kept)
+    return points if _is_rising(points.step) else points.take(_last_of_each(points.step))
+
+
+def _of_lineage(points: Points, attempts: Sequence[AttemptRow]) -> Mask:
+    end_of = ends(attempts)
+    is_kept = np.zeros(len(points), dtype=np.bool_)
+    for attempt in _distinct(points.attempt):
+        is_kept |= (points.attempt == attempt) & (points.step < end_of(attempt))
+    return is_kept
+
+
+def _distinct(values: Ints) -> list[int]:
+    """Return which values there are; quick where the same ones lie side by side."""
+    is_new = np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]
+    found: list[int] = np.unique(values[is_new]).tolist()
+    return found
+
+
+def _is_rising(values: Ints) -> bool:
+    return bool(np.all(values[1:] > values[:-1]))
 
 
 def by_time(points: Points) -> Points:
@@ -213,32 +155,44 @@ def downsample(points: Points, num_points: int) -> Points:
     is_finite = np.isfinite(points.value)
     finite = np.flatnonzero(is_finite)
     begins = ~is_finite & np.concatenate(([True], is_finite[:-1]))
-    gaps = np.flatnonzero(begins)
-    if len(gaps) > num_points:
-        gaps = gaps[np.linspace(0, len(gaps) - 1, num_points).astype(np.int64)]
-    return points.take(np.union1d(_extremes(points.value, finite, num_points), gaps))
+    gaps = _evenly(np.flatnonzero(begins), num_points)
+    return points.take(np.union1d(_extremes(points, finite, num_points), gaps))
 
 
-def _extremes(values: Floats, finite: Ints, num_points: int) -> Ints:
+def _extremes(points: Points, finite: Ints, num_points: int) -> Ints:
     num_out = max(2, num_points - 2) // 2 * 2
     if len(finite) <= num_out + 2:
         return finite
     from tsdownsample import MinMaxDownsampler  # 180 ms to import; small answers do without
 
+    # Buckets are equally wide, not equally full: some of the points may be few that stand for many.
+    is_by_step = points.step[-1] > points.step[0]
+    along = (points.step if is_by_step else points.time_unix_ns)[finite]
     sampler: Any = MinMaxDownsampler
-    chosen = sampler().downsample(np.ascontiguousarray(values[finite]), n_out=num_out)
+    chosen = sampler().downsample(along, points.value[finite], n_out=num_out)
     ends = [0, len(finite) - 1]
     kept: Ints = finite[np.union1d(chosen.astype(np.int64), ends)]
     return kept
 
 
-def nonfinite_marks(points: Points) -> tuple[NonFiniteMark, ...]:
-    """Return a mark for each NaN and infinity."""
-    which = np.flatnonzero(~np.isfinite(points.value))
-    return tuple(
-        NonFiniteMark(int(points.step[i]), int(points.attempt[i]), kind_of(points.value[i]))
-        for i in which
-    )
+def _evenly(which: Ints, num: int) -> Ints:
+    """Return at most ``num`` of them, evenly chosen, the first and the last among them."""
+    if len(which) <= num:
+        return which
+    return which[np.linspace(0, len(which) - 1, num).astype(np.int64)]
+
+
+def nonfinite_marks(points: Points, max_marks: int = MAX_MARKS) -> tuple[NonFiniteMark, ...]:
+    """Return a mark for each NaN and infinity, or for ``max_marks`` of them, evenly chosen."""
+    which = _evenly(np.flatnonzero(~np.isfinite(points.value)), max_marks)
+    chosen = points.take(which)
+    rows = zip(chosen.step.tolist(), chosen.attempt.tolist(), chosen.value.tolist(), strict=True)
+    return tuple(NonFiniteMark(step, attempt, kind_of(value)) for step, attempt, value in rows)
+
+
+def num_nonfinite(points: Points) -> int:
+    """Return how many values are NaN or infinite."""
+    return int(np.count_nonzero(~np.isfinite(points.value)))
 
 
 def kind_of(value: float) -> Literal["nan", "+inf", "-inf"]:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from trainvitals.errors import UsageError
 from trainvitals.policy.hindsight import AFTER, BEFORE, outcome
 from trainvitals.views import DecisionView
-from vitals_collector import metrics, series
+from vitals_collector import loading, metrics
 
 
 def with_hindsight(
@@ -25,7 +25,7 @@ def with_hindsight(
         _, wanted = metrics.select_rows(connection, run_id, "steps.loss", "")
     except UsageError:
         return tuple(views)  # the run has no loss: nothing can be told
-    found = series.load(connection, replace(wanted, from_step=first, to_step=last))
+    found = loading.load(connection, replace(wanted, from_step=first, to_step=last))
     losses: dict[int, dict[int, float]] = {}
     for step, attempt, loss in zip(
         found.step.tolist(), found.attempt.tolist(), found.value.tolist(), strict=True

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, Connection, Row, func, select
+from sqlalchemy import ColumnElement, Connection, Label, Row, func, select
 
 from trainvitals.rows import Schema, rows_of
 from vitals_collector.columns import ColumnChunk, decode_columns, decode_rows, whole
 from vitals_collector.schema import batch_columns, batches, row_schemas
 
 _COLUMN_FIELDS = tuple(batch_columns.c[name] for name in ColumnChunk._fields)
-is_columnar: ColumnElement[bool] = func.length(batches.c.row_bytes) == 0
+is_columnar: Label[bool] = (func.length(batches.c.row_bytes) == 0).label("is_columnar")
 """Condition: the batch's rows lie as columns."""
 
 Pick = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.intp]]
@@ -41,7 +41,7 @@ class Page(NamedTuple):
 def read_pages(
     connection: Connection,
     *where: ColumnElement[bool],
-    order_by: ColumnElement[Any] = batches.c.first_seq,
+    order_by: ColumnElement[Any] | Sequence[ColumnElement[Any]] = batches.c.first_seq,
     limit: int | None = None,
     schemas: MutableMapping[str, Schema] | None = None,
     pick: Pick | None = None,
@@ -57,7 +57,8 @@ def read_pages(
         pick: only these rows of each page; a page without any is left out.
     """
     known: MutableMapping[str, Schema] = {} if schemas is None else schemas
-    query = select(batches).where(*where).order_by(order_by).limit(limit)
+    order = [order_by] if isinstance(order_by, ColumnElement) else order_by
+    query = select(batches).where(*where).order_by(*order).limit(limit)
     for row in connection.execute(query.execution_options(yield_per=64)):
         schema = known.get(row.schema_digest)
         if schema is None:
@@ -92,6 +93,20 @@ def _steps(connection: Connection, row: Row[Any]) -> npt.NDArray[np.int64]:
     return np.zeros(row.num_rows, dtype=np.int64)
 
 
+def rows_at_step(connection: Connection, run_id: str, step: int) -> list[tuple[Page, bytes]]:
+    """Return all sources' rows of one step, packed, each with its page; the newest written last."""
+    table = batches.c
+    of_steps = (table.run_id == run_id, table.stream == "steps")
+    at_step = (table.min_step <= step, table.max_step >= step)
+    pages = read_pages(connection, *of_steps, *at_step, pick=lambda s: np.flatnonzero(s == step))
+    found = [
+        (int(when), page.incarnation, page, bytes(row))
+        for page in pages
+        for when, row in zip(whole(page.schema, page.rows, "time_unix_ns"), page.rows, strict=True)
+    ]
+    return [(page, row) for _, _, page, row in sorted(found, key=lambda one: one[:2])]
+
+
 def read_columns(
     connection: Connection, ids: Sequence[int], names: Sequence[str] | None = None
 ) -> dict[int, list[ColumnChunk]]:
@@ -115,4 +130,12 @@ def read_schema(connection: Connection, digest: str) -> Schema:
     return msgspec.msgpack.decode(body, type=Schema)
 
 
-__all__ = ["Page", "Pick", "is_columnar", "read_columns", "read_pages", "read_schema"]
+__all__ = [
+    "Page",
+    "Pick",
+    "is_columnar",
+    "read_columns",
+    "read_pages",
+    "read_schema",
+    "rows_at_step",
+]
