@@ -1,0 +1,129 @@
+import pytest
+from sqlalchemy import func, select
+
+from tests.collector.acting import Place, decision, started
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
+from tests.collector.volume_runs import ranks, settled, write_steps
+from trainvitals.errors import UsageError
+from trainvitals.records import RunEnded, RunInfo, RunStarted
+from vitals_collector.ingest import ingest, ingest_all
+from vitals_collector.retention import finish, forget, forget_old, pin
+from vitals_collector.schema import audit, forgotten, metadata, runs
+from vitals_collector.state import Liveness
+from vitals_collector.store import Store
+
+DAY = 86_400 * SECOND
+LATER = Liveness(now_unix_ns=START + 40 * DAY)
+
+
+def tables_with(store: Store, run_id: str) -> set[str]:
+    """Return the tables that hold anything of a run."""
+    found: set[str] = set()
+    with store.read() as connection:
+        for table in metadata.sorted_tables:
+            if "run_id" in table.c:
+                query = select(func.count()).where(table.c.run_id == run_id)
+                if connection.execute(query).scalar_one():
+                    found.add(table.name)
+    return found
+
+
+def a_run(store: Store, run: str = RUN, *, tags: tuple[str, ...] = ()) -> list[Writer]:
+    """Store a run that ended, and return its writers."""
+    writers = ranks(2, run=run)
+    info = RunInfo(name="a run", mode="guard", tags=tags)
+    ingest(store, writers[0].events(RunStarted(info=info), decision(), step=5))
+    write_steps(store, writers, range(80))
+    ingest_all(store, [one.events(RunEnded(state="finished"), step=79) for one in writers], 0)
+    settled(store, run)
+    return writers
+
+
+def test_everything_of_a_forgotten_run_goes_and_nothing_of_another(store: Store):
+    a_run(store)
+    a_run(store, OTHER_RUN)
+    others = tables_with(store, OTHER_RUN)
+    gone = forget(store, RUN, by="ann", when=LATER)
+    assert ("a run", True) == (gone.name, gone.num_bytes > 0)
+    assert {"forgotten"} == tables_with(store, RUN)
+    assert others == tables_with(store, OTHER_RUN)
+    with store.read() as connection:
+        (row,) = connection.execute(select(audit)).all()
+    assert ("ann", "forget", f"run/{RUN}") == (row.actor, row.action, row.subject)
+
+
+def test_an_agent_that_comes_late_does_not_bring_half_of_a_forgotten_run_back(store: Store):
+    writers = a_run(store)
+    late = writers[1].steps(range(80, 90))
+    stranger = Writer("rank:7").steps(range(20))
+    forget(store, RUN, by="ann", when=LATER)
+    replies = ingest_all(store, [late, stranger], 0)
+    assert [89, 19] == [reply.durable_seq for reply in replies], "their spools are freed"
+    assert [0, 0] == [reply.num_new for reply in replies]
+    assert {"forgotten"} == tables_with(store, RUN)
+    assert 30 == store.counters.num_forgotten
+
+
+def test_a_start_after_the_removal_is_a_run_again(store: Store):
+    a_run(store)
+    forget(store, RUN, by="ann", when=LATER)
+    resumed = Writer(started=LATER.now_unix_ns + SECOND)
+    assert 10 == ingest(store, resumed.steps(range(80, 90))).num_new
+    assert {"runs", "sources", "streams", "batches"} <= tables_with(store, RUN)
+
+
+def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch):
+    a_run(store)
+    monkeypatch.setattr("vitals_collector.retention._free", lambda *_: None)
+    forget(store, RUN, by="ann", when=LATER)
+    assert {"runs", "batches", "forgotten"} == tables_with(store, RUN)
+    monkeypatch.undo()
+    resumed = Writer(started=LATER.now_unix_ns + SECOND)
+    ingest(store, resumed.steps(range(80, 90)))
+    finish(store)
+    with store.read() as connection:
+        assert [True] == list(connection.execute(select(forgotten.c.is_gone)).scalars())
+        assert [RUN] == list(connection.execute(select(runs.c.run_id)).scalars())
+
+
+def test_a_running_run_is_not_removed(store: Store):
+    ingest(store, Writer().steps(range(5)))
+    now = Liveness(now_unix_ns=START + 10 * SECOND)
+    with pytest.raises(UsageError, match="is running"):
+        forget(store, RUN, by="ann", when=now)
+    with pytest.raises(UsageError, match="there is no run"):
+        forget(store, OTHER_RUN, by="ann", when=now)
+
+
+def test_runs_that_ended_long_ago_are_removed_but_not_pinned_ones(store: Store):
+    a_run(store)
+    a_run(store, OTHER_RUN, tags=("keep",))
+    third = "01JD0000000000000000000002"
+    a_run(store, third)
+    pin(store, third, by="ann", now_unix_ns=START)
+    assert [] == forget_old(store, 0, LATER)
+    assert [] == forget_old(store, 41, LATER)
+    assert [RUN] == [gone.run_id for gone in forget_old(store, 39, LATER)]
+    pin(store, third, by="ann", now_unix_ns=START, is_kept=False)
+    assert [third] == [gone.run_id for gone in forget_old(store, 39, LATER)]
+    assert {"age": 2} == store.counters.removed_runs
+
+
+def test_the_engine_goes_on_after_a_lost_run_was_removed(store: Store):
+    place = Place(store)
+    writer = Writer(started=place.clock.time_ns(), world_size=1)
+    place.send(writer.events(started()))
+    place.send(writer.steps(range(5)))
+    place.look()
+    place.clock.advance(120)
+    place.look()
+    place.clock.advance(20)
+    assert any("lost" in word.lower() for word in place.look())
+    forget(store, RUN, by="ann", when=Liveness(now_unix_ns=place.clock.time_ns()))
+    place.clock.advance(5)
+    place.look()
+    other = Writer(run=OTHER_RUN, started=place.clock.time_ns(), world_size=1)
+    place.send(other.events(started(), decision()))
+    place.send(other.steps(range(10)))
+    place.clock.advance(5)
+    assert any("firing" in word for word in place.look()[1:])
