@@ -4,7 +4,6 @@
 missing folder is an error on the terminal and not in a log. The app closes it when it ends.
 """
 
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from trainvitals import __version__
 from trainvitals.clock import Clock, SystemClock
@@ -25,7 +25,7 @@ from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
 from vitals_collector.api_control import control_router
 from vitals_collector.api_query import query_router
-from vitals_collector.auth import Gate, access_config, load_or_create_tokens, require
+from vitals_collector.auth import INGEST_PATH, Gate, access_config, load_or_create_tokens, require
 from vitals_collector.engine import Acting, EngineConfig, assemble
 from vitals_collector.exposition import StoreCollector, metrics_router
 from vitals_collector.folder import FolderIngest
@@ -33,10 +33,9 @@ from vitals_collector.notifiers import build_notifiers
 from vitals_collector.query import Query
 from vitals_collector.reception import Reception
 from vitals_collector.store import Store, ensure_data_dir, open_data_store, open_store
-from vitals_collector.web import answers, document, problem, problem_of, reply, takes
+from vitals_collector.web import answers, bug, document, problem, problem_of, reply, takes
 
 TOKENS_FILE = "tokens.json"
-_LOG = logging.getLogger("vitals.collector")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +64,19 @@ class CollectorSettings:
     """A run that is silent for longer, and its agent too, is lost."""
 
 
+class _App(FastAPI):
+    """Sends what agents post past FastAPI's own handling, which costs more than storing it."""
+
+    ingest: Gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_ingest = scope["type"] == "http" and scope["path"] == INGEST_PATH
+        if is_ingest and scope["method"] == "POST":
+            await self.ingest(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
 def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> FastAPI:
     """Return the app, its store open and migrated; the app's shutdown closes it.
 
@@ -80,7 +92,7 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
         folder = FolderIngest(store, settings.folders)
         acting = _acting(store, settings, clock)
         reception = Reception(store, clock=clock)
-        app = FastAPI(
+        app = _App(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
@@ -94,7 +106,8 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
         access = access_config(
             tokens, bound=settings.bound, hosts=settings.hosts, origins=settings.origins
         )
-        app.add_middleware(Gate, config=access, ingest=reception)
+        app.add_middleware(Gate, config=access)
+        app.ingest = Gate(reception, config=access, reads_body=False)
     except BaseException:
         store.close()
         raise
@@ -181,7 +194,7 @@ def _ingest_router(store: Store, reception: Reception) -> APIRouter:
         One reply for each. Where all are refused, that is the answer; else each has its own words.
         A body has at most 16 MiB. 503 and 507 say when to send it again (``Retry-After``).
         """
-        # The gate serves this path without coming here; what is said above is for the document.
+        # Reception serves this path without coming here; what is said above is for the document.
         return await reception.answer(await request.body())
 
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
@@ -206,12 +219,10 @@ def _answer_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return reply(Problem(code="V100", text=str(error.detail)), error.status_code)
 
-    async def bug(request: Request, error: Exception) -> Response:
-        _LOG.error("unexpected error in %s", request.url.path, exc_info=error)
-        text = "the collector met an error of its own; its log tells more"
-        return reply(Problem(code="V000", text=text), 500)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return bug(request.url.path, error)
 
     app.add_exception_handler(VitalsError, problem_of)
     app.add_exception_handler(RequestValidationError, wrong_request)
     app.add_exception_handler(HTTPException, no_route)
-    app.add_exception_handler(Exception, bug)
+    app.add_exception_handler(Exception, unexpected)

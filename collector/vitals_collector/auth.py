@@ -206,15 +206,13 @@ class Gate:
     Args:
         app: what lies behind.
         config: whom to let in.
-        ingest: serves ``POST /v1/ingest`` in the app's place, and reads the body itself.
+        reads_body: hands the body on in one piece; else ``app`` reads and bounds it.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, config: AccessConfig, ingest: ASGIApp | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, config: AccessConfig, reads_body: bool = True) -> None:
         self._app = app
         self._config = config
-        self._ingest = ingest
+        self._reads_body = reads_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection; anything but HTTP and the lifespan is closed."""
@@ -225,12 +223,11 @@ class Gate:
             raise UsageError(f"this server speaks HTTP only, not {scope['type']!r}")
         try:
             self._admit(scope)
-            is_ingest = scope["path"] == INGEST_PATH
-            limit = MAX_INGEST_BYTES if is_ingest else MAX_JSON_BYTES
-            announced_bytes(scope, limit)
-            if is_ingest and self._ingest is not None and scope["method"] == "POST":
-                await self._ingest(scope, receive, send)
+            if not self._reads_body:
+                await self._app(scope, receive, send)
                 return
+            limit = MAX_INGEST_BYTES if scope["path"] == INGEST_PATH else MAX_JSON_BYTES
+            announced_bytes(scope, limit)
             body = await read_body(receive, limit)
         except Refused as refused:
             await problem_response(refused.status, refused.error)(scope, receive, send)

@@ -68,8 +68,8 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
     places = [i for i, one in enumerate(checked) if isinstance(one, Batch)]
     for schema, which in _by_schema(good):
         some = [good[i] for i in which]
-        for i, error in _errors_in(schema, some):
-            checked[places[which[i]]] = error
+        for i, wrong in _errors_in(schema, some):
+            checked[places[which[i]]] = wrong
     return checked
 
 
@@ -139,7 +139,8 @@ def _joined(
 
 def _as_numbers(words: npt.NDArray[np.uint64]) -> list[int]:
     if words.shape[1] == 1:
-        return words[:, 0].tolist()
+        numbers: list[int] = words[:, 0].tolist()
+        return numbers
     return [int.from_bytes(row.tobytes(), "little") for row in words]
 
 
@@ -157,8 +158,11 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
     expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
     is_wrong = rows["seq"] != expected
     if is_wrong.any():
-        for i in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
-            yield int(i), FormatError("the rows' sequence numbers are not those the header gives")
+        for place in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
+            yield (
+                int(place),
+                FormatError("the rows' sequence numbers are not those the header gives"),
+            )
     for i, batch in enumerate(batches) if is_events else ():
         if not _has_whole_rows(schema, batch.rows):
             yield i, FormatError("the checksum of an event's row does not hold")

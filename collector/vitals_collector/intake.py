@@ -6,8 +6,10 @@ by bytes and by number: what does not fit is refused at once, to be sent again, 
 memory that was not asked for. An answer is given after the commit, never before.
 """
 
+import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from vitals_collector.store import Store
 BUSY = "V304"
 """Error code: more came than is written; try again later."""
 
+_MAX_GATHER_SECONDS = 0.01
+
 _LOG = logging.getLogger("vitals.collector.intake")
 
 Outcome = tuple[IngestReply, ...] | Exception
@@ -32,11 +36,11 @@ Tell = Callable[[list[tuple["Waiting", Outcome]]], None]
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One body's batches; ``who`` is whatever the asker knows it by."""
+    """One body's batches, and the future of the asker's event loop that is told the outcome."""
 
     raws: Sequence[bytes]
     num_bytes: int
-    who: object = None
+    turn: "asyncio.Future[Outcome]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class Intake:
         self._waiting: deque[Waiting] = deque()
         self._num_bytes = 0
         self._is_closed = False
+        self._closing = threading.Event()
+        self._gather_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="vitals-intake")
         self.num_refused = 0
         """Bodies that found no room."""
@@ -104,19 +110,26 @@ class Intake:
                 )
             self._num_bytes += one.num_bytes
             self._waiting.append(one)
-            self._changed.notify()
+            if len(self._waiting) == 1:
+                self._changed.notify()
 
     def close(self) -> None:
         """Take no more, store what waits, and end the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
         while group := self._next_group():
+            began = time.monotonic()
             outcomes = self._store_group(group)
+            took = time.monotonic() - began
+            # Where several come at once they do so again: the next group waits for all of them, no
+            # longer than this one took. A single client waits for nobody.
+            self._gather_seconds = min(took, _MAX_GATHER_SECONDS) if len(group) > 1 else 0.0
             with self._changed:
                 self._num_bytes -= sum(one.num_bytes for one in group)
             try:
@@ -129,6 +142,9 @@ class Intake:
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
+        if self._gather_seconds:
+            self._closing.wait(self._gather_seconds)
+        with self._changed:
             group: list[Waiting] = []
             num_bytes = num_batches = 0
             while self._waiting:

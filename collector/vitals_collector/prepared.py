@@ -11,12 +11,13 @@ from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Connection, Insert, Update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql.base import PGDialect
+from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.engine.interfaces import Dialect
 
 _DIALECTS: dict[str, Dialect] = {
-    "sqlite": sqlite.dialect(paramstyle="qmark"),
-    "postgresql": postgresql.dialect(paramstyle="format"),
+    "sqlite": SQLiteDialect(paramstyle="qmark"),
+    "postgresql": PGDialect(paramstyle="format"),  # type: ignore[no-untyped-call]
 }
 
 

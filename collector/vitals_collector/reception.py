@@ -19,6 +19,7 @@ from trainvitals.errors import FormatError, StorageError, VitalsError
 from trainvitals.wire import split_batches
 from vitals_collector.auth import (
     MAX_INGEST_BYTES,
+    Refused,
     announced_bytes,
     check_scopes,
     hardened,
@@ -26,7 +27,7 @@ from vitals_collector.auth import (
 )
 from vitals_collector.intake import BUSY, Intake, IntakeLimits, Outcome, Waiting
 from vitals_collector.store import Store
-from vitals_collector.web import problem, reply
+from vitals_collector.web import bug, problem, reply
 
 _MAX_BYTES = 64 << 20
 """Of bodies that are being read or stored."""
@@ -117,8 +118,10 @@ class Reception:
             response = await self._serve(scope, receive)
         except VitalsError as error:
             response = problem(error)
-        except ClientDisconnect:
-            return
+        except (Refused, ClientDisconnect):
+            raise  # the gate's to answer
+        except Exception as error:  # noqa: BLE001 - nothing stands before us that would answer
+            response = bug(scope["path"], error)
         await response(scope, receive, hardened(send))
 
     async def answer(self, body: bytes) -> Response:
@@ -151,10 +154,8 @@ class Reception:
 
 def _tell(told: Sequence[tuple[Waiting, Outcome]]) -> None:
     """Hand the outcomes of a group to the event loop, all by one call."""
-    turns = [(one.who, outcome) for one, outcome in told]
-    first = turns[0][0]
-    assert isinstance(first, asyncio.Future)
-    first.get_loop().call_soon_threadsafe(_resolve, turns)
+    turns = [(one.turn, outcome) for one, outcome in told]
+    turns[0][0].get_loop().call_soon_threadsafe(_resolve, turns)
 
 
 def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,6 +24,10 @@ from vitals_collector.store import ensure_data_dir
 ADDRESS_FILE = "collector.json"
 LOCK_FILE = "collector.lock"
 _SHUTDOWN_SECONDS = 3
+_BACKLOG = 2_048
+"""Connections that wait to be accepted: all agents of a fleet, after an outage."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than an agent is silent, so that it need not connect again for every body."""
 
 
 class CollectorFile(msgspec.Struct, frozen=True):
@@ -91,7 +96,7 @@ def bind(listen: ListenSettings) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((listen.host, listen.port))
-        bound.listen(128)
+        bound.listen(_BACKLOG)
     except OSError as error:
         bound.close()
         raise UsageError(
@@ -115,11 +120,16 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # whoever asks is known by a token, not by an address
+        ws="none",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         ssl_certfile=listen.tls_cert,
         ssl_keyfile=listen.tls_key,
     )
     url = url_of(bound, listen)
+    _allow_many_files()
     # uvicorn raises the signal once more when it has shut down: unheard, that kills us right there.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -127,6 +137,13 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
     finally:
         (data / ADDRESS_FILE).unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, before)
+
+
+def _allow_many_files() -> None:
+    """Let there be as many connections as the system allows, not the shell's usual 1,024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -1,5 +1,6 @@
 """How a route answers: views as JSON, errors as problems, and both in the OpenAPI document."""
 
+import logging
 import random
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainvitals.errors import (
 )
 from trainvitals.views import Problem
 
+_LOG = logging.getLogger("vitals.collector")
 _STATUS_BY_CODE = {"V101": 404, "V102": 409, "V302": 507}
 """Nothing of that name; it does not allow this now; there is no room left."""
 _STATUS: tuple[tuple[type[VitalsError], int], ...] = (
@@ -49,6 +51,13 @@ def problem(error: VitalsError) -> Response:
     headers = {"Retry-After": str(random.randint(soonest, latest))} if latest else None
     body = msgspec.json.encode(Problem(code=error.code, text=error.text, hint=error.hint))
     return Response(body, status, headers, "application/json")
+
+
+def bug(path: str, error: Exception) -> Response:
+    """Log an error that nobody thought of; return an answer that tells nothing of it."""
+    _LOG.error("unexpected error in %s", path, exc_info=error)
+    text = "the collector met an error of its own; its log tells more"
+    return reply(Problem(code="V000", text=text), 500)
 
 
 async def problem_of(_request: Request, error: Exception) -> Response:
