@@ -90,6 +90,8 @@ class TransportError(VitalsError):
     """The other side did not answer, or refused."""
 
     code = "V400"
+    retry_after_seconds = 0.0
+    """How long the other side asked to be left alone."""
 
 
 class UnauthorizedError(TransportError):

@@ -94,16 +94,16 @@ def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
     Raises:
         FormatError: the rows do not match the header, or are more than MAX_BODY_BYTES.
     """
-    _check_writer(header.identity, header.stream_schema)
+    head = _head_of(header.version, header.identity, header.stream_schema)
     _check_numbers(header, len(rows))
-    head = _ENCODER.encode(
-        {
-            "version": header.version,
-            "identity": header.identity,
-            "stream_schema": header.stream_schema,
-        }
-    )
     return frame(header, head, rows)
+
+
+@lru_cache(maxsize=256)
+def _head_of(version: int, identity: Identity, schema: Schema) -> bytes:
+    """Return the header's bytes; made and checked once for all batches of a writer's stream."""
+    _check_writer(identity, schema)
+    return _ENCODER.encode({"version": version, "identity": identity, "stream_schema": schema})
 
 
 def frame(header: BatchHeader, head: bytes, rows: bytes) -> bytes:

@@ -2,18 +2,20 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from trainvitals.errors import FormatError, NewerVersionError, VitalsError
-from trainvitals.io.spool import Position, read_batches
+from trainvitals.errors import FormatError, NewerVersionError, TransportError, VitalsError
+from trainvitals.io.spool import Position
 from trainvitals.wire import IngestReply, decode_batch
-from vitals_agent.backoff import Backoff
+from vitals_agent.backoff import Backoff, Pace
 from vitals_agent.faults import Faults
 
 MAX_UNACKED_BATCHES = 4096
+MAX_REQUEST_BATCHES = 256
+MAX_REQUEST_BYTES = 1_000_000
+"""A batch alone may be larger. Proxies mostly take up to 1 MiB unless they are told otherwise."""
 REFRESH_SECONDS = 1.0
 
 Key = tuple[str, str, str]
@@ -22,19 +24,21 @@ Key = tuple[str, str, str]
 class Ingests(Protocol):
     """What the shipper needs of a collector."""
 
-    def ingest(self, raw: bytes) -> IngestReply:
-        """Store one batch, or raise TransportError."""
+    def ingest_all(self, raws: Sequence[bytes]) -> Sequence[IngestReply]:
+        """Store batches and answer each; raise a VitalsError where none was taken."""
         ...
 
 
 class Ships(Protocol):
     """What the shipper needs of a spool."""
 
-    directory: Path
-
     @property
     def acked(self) -> Position:
         """Up to where everything is acknowledged."""
+        ...
+
+    def read(self, start: Position) -> Iterator[tuple[Position, bytes]]:
+        """Yield the batches after ``start``, each with the position after it."""
         ...
 
     def ack(self, position: Position) -> None:
@@ -42,16 +46,33 @@ class Ships(Protocol):
         ...
 
 
+class _Waiting(NamedTuple):
+    """A batch on its way: between these positions, of this stream, up to this number.
+
+    ``last_seq`` is -1 where it was refused for good: nothing is waited for.
+    """
+
+    start: Position
+    end: Position
+    key: Key
+    last_seq: int
+    num_rows: int
+
+
 @dataclass(slots=True)
 class _Progress:
     """How far one spool is sent, and how far the collector has made it durable."""
 
     cursor: Position
-    unacked: deque[tuple[Position, Key, int]] = field(default_factory=deque)
+    pace: Pace
+    unacked: deque[_Waiting] = field(default_factory=deque)
     durable: dict[Key, int] = field(default_factory=dict)
-    newest: dict[Key, bytes] = field(default_factory=dict)
     all_sent: bool = False
     heard_at: float = 0.0
+
+    def is_done(self, sent: _Waiting, spool: Ships) -> bool:
+        """Return whether nothing is waited for: it is durable, refused, or a full spool's loss."""
+        return sent.last_seq <= self.durable.get(sent.key, -1) or sent.end <= spool.acked
 
 
 class Shipper:
@@ -68,6 +89,7 @@ class Shipper:
         backoff: Backoff,
         faults: Faults,
         budget_seconds: float = 1.0,
+        new_pace: Callable[[], Pace] = Pace,
         stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_errors = 0
@@ -77,24 +99,32 @@ class Shipper:
         self._backoff = backoff
         self._faults = faults
         self._budget = budget_seconds
+        self._new_pace = new_pace
         self._stopwatch = stopwatch
         self._progress: dict[str, _Progress] = {}
 
     def ship(self, run_id: str, spool: Ships, now: float) -> None:
-        """Send what is new in the spool, for as long as the budget lasts."""
+        """Send what is new in the spool, for as long as the budget and the pace allow."""
         if not self._backoff.due(now):
             return
-        progress = self._progress.setdefault(run_id, _Progress(cursor=spool.acked, heard_at=now))
+        progress = self._progress.get(run_id)
+        if progress is None:
+            progress = _Progress(cursor=spool.acked, pace=self._new_pace(), heard_at=now)
+            self._progress[run_id] = progress
+        failure: VitalsError | None = None
         try:
-            self._send(progress, spool)
-            self._refresh(progress, now)
+            self._send(progress, spool, now)
+            self._refresh(progress, spool, now)
         except VitalsError as error:
-            self.num_errors += 1
-            self._backoff.failed(now)
-            self._faults.record("shipper", error)
+            failure = error
+            self._note_failure(progress, error, now)
         else:
             self._backoff.succeeded()
         self._ack(progress, spool, now)
+        if failure is not None:
+            # What comes back may have lost what it had not made durable: all of that goes again.
+            progress.unacked.clear()
+            progress.cursor = spool.acked
 
     def drained(self, run_id: str) -> bool:
         """Return whether the collector holds everything that was in the spool at the last call."""
@@ -105,56 +135,117 @@ class Shipper:
         """Drop what is known of a run that is not served any more."""
         self._progress.pop(run_id, None)
 
-    def _send(self, progress: _Progress, spool: Ships) -> None:
+    def _note_failure(self, progress: _Progress, error: VitalsError, now: float) -> None:
+        self.num_errors += 1
+        retry_after = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
+        self._backoff.failed(now, retry_after=retry_after)
+        progress.pace.failed()
+        progress.all_sent = False
+        self._faults.record("shipper", error)
+
+    # -------------------------------------------------------------------------- sending
+
+    def _send(self, progress: _Progress, spool: Ships, now: float) -> None:
         progress.all_sent = False
         began = self._stopwatch()
-        for position, raw in read_batches(spool.directory, progress.cursor):
-            if len(progress.unacked) >= MAX_UNACKED_BATCHES:
+        # A collector that is slow gets less to answer at a time, so that it can in time.
+        max_bytes = min(MAX_REQUEST_BYTES, int(progress.pace.bytes_per_second))
+        for group in _requests(spool, progress.cursor, max_bytes):
+            spent = self._stopwatch() - began
+            if len(progress.unacked) >= MAX_UNACKED_BATCHES or spent > self._budget:
                 return
-            if self._stopwatch() - began > self._budget:
+            if not progress.pace.due(now + spent):
                 return
-            self._send_one(progress, position, raw)
-            progress.cursor = position
+            self._send_together(progress, group)
+            answered = self._stopwatch() - began
+            num_bytes = sum(len(raw) for _, raw in group)
+            progress.pace.sent(num_bytes, answered - spent, now + answered)
         progress.all_sent = True
 
-    def _send_one(self, progress: _Progress, position: Position, raw: bytes) -> None:
-        header = decode_batch(raw).header
-        key = (header.identity.run_id, header.identity.incarnation, header.stream)
+    def _send_together(self, progress: _Progress, group: list[tuple[_Waiting, bytes]]) -> None:
         try:
-            reply = self._client.ingest(raw)
+            replies = self._client.ingest_all([raw for _, raw in group])
         except NewerVersionError:
-            raise  # it will take it once it is upgraded
+            raise  # it will take them once it is upgraded
         except FormatError as error:
-            # The collector will never take it: it must not keep back what comes after it.
-            self.num_refused_rows += header.num_rows
-            self._faults.record("shipper.refused", error)
-            progress.unacked.append((position, key, -1))
+            if len(group) == 1:
+                self._pass_over(progress, group[0][0], error)
+                return
+            for each in group:  # which of them is it?
+                self._send_together(progress, [each])
             return
-        self.num_rows += header.num_rows
-        progress.unacked.append((position, key, header.last_seq))
-        progress.newest[key] = raw
-        progress.durable[key] = max(reply.durable_seq, progress.durable.get(key, -1))
+        for (waiting, _), reply in zip(group, replies, strict=True):
+            self._absorb(progress, waiting, reply)
 
-    def _refresh(self, progress: _Progress, now: float) -> None:
+    def _absorb(self, progress: _Progress, sent: _Waiting, reply: IngestReply) -> None:
+        """Take in the answer to one batch."""
+        if reply.code.startswith(NewerVersionError.code[:3]):
+            raise NewerVersionError(reply.text, code=reply.code)
+        if reply.code:
+            self._pass_over(progress, sent, FormatError(reply.text, code=reply.code))
+            return
+        self.num_rows += sent.num_rows
+        progress.unacked.append(sent)
+        progress.cursor = sent.end
+        progress.durable[sent.key] = max(reply.durable_seq, progress.durable.get(sent.key, -1))
+
+    def _pass_over(self, progress: _Progress, sent: _Waiting, error: FormatError) -> None:
+        """The collector will never take it: it must not keep back what comes after it."""
+        self.num_refused_rows += sent.num_rows
+        self._faults.record("shipper.refused", error)
+        progress.unacked.append(sent._replace(last_seq=-1))
+        progress.cursor = sent.end
+
+    # -------------------------------------------------------------------- letting go
+
+    def _refresh(self, progress: _Progress, spool: Ships, now: float) -> None:
         """Ask how far it is durable, where nothing new is sent that would be answered with that.
 
-        The question is the newest batch of each stream once more: the store knows it already.
+        The question is the oldest batch of each stream once more: the store knows it already.
         """
         if not progress.unacked or now - progress.heard_at < REFRESH_SECONDS:
             return
         progress.heard_at = now
-        for key in {key for _, key, seq in progress.unacked if seq > progress.durable.get(key, -1)}:
-            reply = self._client.ingest(progress.newest[key])
-            progress.durable[key] = max(reply.durable_seq, progress.durable.get(key, -1))
+        oldest: dict[Key, _Waiting] = {}
+        for each in progress.unacked:
+            if not progress.is_done(each, spool):
+                oldest.setdefault(each.key, each)
+        for key, waiting in oldest.items():
+            found = next(spool.read(waiting.start), None)
+            if found is not None and found[0] == waiting.end:  # else a full spool dropped it
+                reply = self._client.ingest_all([found[1]])[0]
+                progress.durable[key] = max(reply.durable_seq, progress.durable.get(key, -1))
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:
         done: Position | None = None
-        while progress.unacked:
-            position, key, last_seq = progress.unacked[0]
-            if last_seq > progress.durable.get(key, -1):
-                break
-            progress.unacked.popleft()
-            done = position
+        while progress.unacked and progress.is_done(progress.unacked[0], spool):
+            done = progress.unacked.popleft().end
+        if not progress.unacked:
+            progress.durable.clear()
         if done is not None:
             progress.heard_at = now
             spool.ack(done)
+
+
+def _requests(
+    spool: Ships, start: Position, max_bytes: int
+) -> Iterator[list[tuple[_Waiting, bytes]]]:
+    """Yield what is spooled after ``start`` in groups that travel together."""
+    group: list[tuple[_Waiting, bytes]] = []
+    num_bytes = 0
+    for end, raw in spool.read(start):
+        if group and (num_bytes + len(raw) > max_bytes or len(group) == MAX_REQUEST_BATCHES):
+            yield group
+            group, num_bytes = [], 0
+        try:
+            header = decode_batch(raw).header
+        except NewerVersionError:
+            if group:
+                yield group
+            raise
+        key = (header.identity.run_id, header.identity.incarnation, header.stream)
+        group.append((_Waiting(start, end, key, header.last_seq, header.num_rows), raw))
+        num_bytes += len(raw)
+        start = end
+    if group:
+        yield group

@@ -14,7 +14,7 @@ from trainvitals.wire import IngestReply, decode_batch, split_batches
 class StubCollector:
     """Answers ingest and commands; ``failing`` makes it answer 503, ``refusing`` 400 [V200].
 
-    ``lag`` is how many ingests pass before a batch is called durable.
+    ``retry_after`` goes with each 503; while not ``durable``, nothing new is called that.
     """
 
     def __init__(self) -> None:
@@ -24,6 +24,7 @@ class StubCollector:
         self.delivered: list[int] = []
         self.failing = False
         self.refusing = False
+        self.retry_after = 0
         self.durable = True
         self._stored: dict[tuple[str, str, str], int] = {}
         self._durable: dict[tuple[str, str, str], int] = {}
@@ -96,6 +97,8 @@ class StubCollector:
             def _answer(self, status: int, body: bytes) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
+                if status == 503 and stub.retry_after:
+                    self.send_header("Retry-After", str(stub.retry_after))
                 self.end_headers()
                 self.wfile.write(body)
 

@@ -1,4 +1,5 @@
 import random
+from functools import partial
 
 import pytest
 
@@ -6,8 +7,9 @@ from tests.agent.builders import RUN, STEPS, rows_in
 from tests.agent.stub_collector import StubCollector
 from trainvitals.errors import FormatError, NewerVersionError, TransportError
 from trainvitals.io.client import CollectorClient
+from trainvitals.io.spool import Spool
 from trainvitals.wire import IngestReply, decode_batch
-from vitals_agent.backoff import Backoff
+from vitals_agent.backoff import Backoff, Pace
 from vitals_agent.faults import Faults
 from vitals_agent.shipper import Shipper
 
@@ -149,23 +151,34 @@ def test_a_batch_that_the_collector_refuses_is_counted_and_does_not_hold_up_the_
 
 
 class Scripted:
-    """A client that answers from a list: an error to raise, or how far all is durable."""
+    """A client that answers requests from a list: an error to raise, or one answer for each batch.
+
+    An answer is how far the batch's stream is durable, or the code of a refusal.
+    """
 
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
-        self.seen: list[int] = []
+        self.seen: list[list[int]] = []
 
-    def ingest(self, raw: bytes) -> IngestReply:
+    def ingest_all(self, raws: list[bytes]) -> list[IngestReply]:
+        self.seen.append([decode_batch(raw).header.first_seq for raw in raws])
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        self.seen.append(decode_batch(raw).header.first_seq)
-        return IngestReply(durable_seq=answer, num_new=1, num_duplicate=0)
+        assert len(raws) == len(answer)
+        return [
+            IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=one, text="refused")
+            if isinstance(one, str)
+            else IngestReply(durable_seq=one, num_new=1, num_duplicate=0)
+            for one in answer
+        ]
 
 
-def make_shipper(client) -> Shipper:
+def make_shipper(client, new_pace=Pace) -> Shipper:
     backoff = Backoff(first_seconds=1.0, rng=random.Random(1))
-    return Shipper(client, backoff=backoff, faults=Faults(), stopwatch=lambda: 0.0)
+    return Shipper(
+        client, backoff=backoff, faults=Faults(), new_pace=new_pace, stopwatch=lambda: 0.0
+    )
 
 
 def spool_with(world, *steps: int):
@@ -177,8 +190,6 @@ def spool_with(world, *steps: int):
         rank.step(step)
         agent.cycle(0.0)
     agent.stop()
-    from trainvitals.io.spool import Spool
-
     spool = Spool(world.spool(), max_bytes=1 << 20, keep=False)
     while decode_batch(spool.pending(1)[0][1]).header.stream != "steps":
         spool.ack(spool.pending(1)[0][0])
@@ -187,7 +198,7 @@ def spool_with(world, *steps: int):
 
 def test_only_the_part_below_durable_seq_is_let_go(world):
     spool = spool_with(world, 0, 1, 2)
-    shipper = make_shipper(Scripted(-1, 0, 1))
+    shipper = make_shipper(Scripted([-1, 0, 1]))
     shipper.ship(RUN, spool, 0.0)
     assert [2] == [decode_batch(raw).header.first_seq for _, raw in spool.pending(9)]
     spool.close()
@@ -195,18 +206,19 @@ def test_only_the_part_below_durable_seq_is_let_go(world):
 
 def test_after_a_failure_the_batch_is_sent_again_and_not_passed_over(world):
     spool = spool_with(world, 0, 1)
-    client = Scripted(0, TransportError("away"), 1)
+    client = Scripted(TransportError("away"), [0, 1])
     shipper = make_shipper(client)
     shipper.ship(RUN, spool, 0.0)
+    assert not shipper.drained(RUN)
     shipper.ship(RUN, spool, 100.0)
-    assert [0, 1] == client.seen
+    assert [[0, 1], [0, 1]] == client.seen
     assert [] == spool.pending(1)
     spool.close()
 
 
 def test_a_collector_too_old_for_a_batch_gets_it_again_when_it_is_upgraded(world):
     spool = spool_with(world, 0)
-    shipper = make_shipper(Scripted(NewerVersionError("newer"), 0))
+    shipper = make_shipper(Scripted(NewerVersionError("newer"), [0]))
     shipper.ship(RUN, spool, 0.0)
     assert 1 == shipper.num_errors
     shipper.ship(RUN, spool, 100.0)
@@ -216,9 +228,105 @@ def test_a_collector_too_old_for_a_batch_gets_it_again_when_it_is_upgraded(world
 
 def test_refused_rows_are_passed_over_in_their_order(world):
     spool = spool_with(world, 0, 1, 2)
-    shipper = make_shipper(Scripted(-1, FormatError("damaged"), -1, 2))
+    shipper = make_shipper(Scripted([-1, "V200", -1], [2]))
     shipper.ship(RUN, spool, 0.0)
     assert 3 == len(spool.pending(9))
     shipper.ship(RUN, spool, 2.0)
+    assert ([], 1) == (spool.pending(9), shipper.num_refused_rows)
+    spool.close()
+
+
+def test_where_all_are_refused_each_is_tried_alone_once(world):
+    spool = spool_with(world, 0, 1, 2)
+    client = Scripted(FormatError("too large together"), [0], FormatError("damaged"), [2])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)
+    assert [[0, 1, 2], [0], [1], [2]] == client.seen
+    assert ([], 1, 0) == (spool.pending(9), shipper.num_refused_rows, shipper.num_errors)
+    assert shipper.drained(RUN)
+    spool.close()
+
+
+def test_a_batch_that_is_too_new_beside_others_waits_and_what_was_before_it_is_let_go(world):
+    spool = spool_with(world, 0, 1, 2)
+    client = Scripted([0, "V210", 2], [1, 2])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)
+    assert (2, 1, 0) == (len(spool.pending(9)), shipper.num_errors, shipper.num_refused_rows)
+    shipper.ship(RUN, spool, 100.0)
+    assert [[0, 1, 2], [1, 2]] == client.seen
     assert [] == spool.pending(9)
     spool.close()
+
+
+def test_what_was_stored_but_not_durable_is_sent_again_after_a_failure(world):
+    spool = spool_with(world, 0, 1)
+    client = Scripted([-1, -1], TransportError("it died"), [1, 1])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)
+    shipper.ship(RUN, spool, 2.0)  # asks how far it is durable, and finds nobody there
+    shipper.ship(RUN, spool, 100.0)
+    assert [[0, 1], [0], [0, 1]] == client.seen
+    assert [] == spool.pending(9)
+    spool.close()
+
+
+def test_what_a_full_spool_dropped_on_the_way_is_not_waited_for(world):
+    spool = spool_with(world, 0, 1)
+    shipper = make_shipper(Scripted([-1, -1]))
+    shipper.ship(RUN, spool, 0.0)
+    spool.ack(spool.pending(9)[-1][0])  # as if it had been dropped
+    shipper.ship(RUN, spool, 2.0)
+    assert shipper.drained(RUN)
+    spool.close()
+
+
+def test_a_backlog_travels_in_requests_of_bounded_size(world, monkeypatch):
+    spool = spool_with(world, *range(7))
+    monkeypatch.setattr("vitals_agent.shipper.MAX_REQUEST_BATCHES", 3)
+    client = Scripted([2] * 3, [5] * 3, [6])
+    shipper = make_shipper(client)
+    shipper.ship(RUN, spool, 0.0)
+    assert [[0, 1, 2], [3, 4, 5], [6]] == client.seen
+    spool.close()
+
+
+def test_a_slow_collector_gets_smaller_requests(world):
+    spool = spool_with(world, *range(5))
+    size = len(spool.pending(1)[0][1])
+    client = Scripted([1] * 2, [3] * 2, [4])
+    shipper = make_shipper(client, partial(Pace, slowest=2.5 * size, fastest=2.5 * size))
+    for second in range(4):
+        shipper.ship(RUN, spool, 100.0 + second)
+    assert [[0, 1], [2, 3], [4]] == client.seen
+    spool.close()
+
+
+def test_a_backlog_is_sent_no_faster_than_its_pace(world, monkeypatch):
+    spool = spool_with(world, *range(4))
+    monkeypatch.setattr("vitals_agent.shipper.MAX_REQUEST_BATCHES", 1)
+    client = Scripted([0], [1], [2], [3])
+    size = len(spool.pending(1)[0][1])
+    shipper = make_shipper(client, partial(Pace, slowest=size, fastest=size))
+    sent = []
+    for second in range(5):
+        shipper.ship(RUN, spool, 100.0 + second)
+        sent.append(len(client.seen))
+    assert [2, 3, 4, 4, 4] == sent
+    assert shipper.drained(RUN)
+    spool.close()
+
+
+def test_a_collector_that_asks_to_be_left_alone_is(world, stub, client):
+    rank = world.rank()
+    agent = world.agent(client=client)
+    stub.failing = True
+    stub.retry_after = 40
+    rank.step(0)
+    agent.cycle(0.0)
+    stub.failing = False
+    agent.cycle(39.0)
+    assert 1 == sum(path == "/v1/ingest" for _, path in stub.requests)
+    assert [] == stub.batches
+    agent.cycle(81.0)
+    assert [0] == shipped_steps(stub.batches)

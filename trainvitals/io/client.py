@@ -46,6 +46,7 @@ from trainvitals.wire import IngestReply
 
 T = TypeVar("T")
 
+MAX_RETRY_AFTER_SECONDS = 300
 _SETTLED = frozenset({400, 404, 405, 409, 410, 413, 415, 422})
 
 
@@ -332,4 +333,15 @@ def _refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
         kind = next((k for p, k in families.items() if problem.code.startswith(p)), TransportError)
     elif status == 413:
         kind = FormatError
-    return kind(problem.text, hint=problem.hint, code=problem.code)
+    error = kind(problem.text, hint=problem.hint, code=problem.code)
+    if isinstance(error, TransportError):
+        error.retry_after_seconds = _retry_after(response)
+    return error
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """The seconds that the answer asks for; what else the header may hold is not obeyed."""
+    text = response.headers.get("Retry-After", "").strip()
+    if not text.isascii() or not text.isdigit():
+        return 0.0
+    return float(min(int(text[:9]), MAX_RETRY_AFTER_SECONDS))

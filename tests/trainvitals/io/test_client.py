@@ -89,7 +89,7 @@ def test_a_series_is_asked_for_with_what_was_given() -> None:
 
     def handle(request: httpx.Request) -> httpx.Response:
         seen.append(request.url)
-        return httpx.Response(200, content=msgspec.json.encode([reply]))
+        return httpx.Response(200, content=msgspec.json.encode(reply))
 
     with client_of(handle) as client:
         assert reply == client.series(RUN_ID, "steps.loss", branch="all", from_step=3)
@@ -302,3 +302,32 @@ def test_a_wrong_token_file_is_named(tmp_path: Path, content: str | None) -> Non
     environ = {"VITALS_COLLECTOR_URL": "http://far:1", "VITALS_TOKEN_FILE": str(path)}
     with pytest.raises(UsageError, match="token"):
         discover_collector(environ)
+
+
+@pytest.mark.parametrize("status", [429, 503, 507])
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("5", 5.0),
+        (" 0 ", 0.0),
+        ("86400", 300.0),
+        ("9" * 400, 300.0),
+        ("Fri, 31 Dec 1999 23:59:59 GMT", 0.0),
+        ("-1", 0.0),
+        ("1.5", 0.0),
+        ("\u00b2".encode().decode("latin-1"), 0.0),
+        (None, 0.0),
+    ],
+    ids=["5", "0", "a day", "digits", "date", "negative", "fraction", "no ascii", "none"],
+)
+def test_what_a_busy_collector_asks_for_comes_with_the_error(
+    status: int, header: str | None, seconds: float
+) -> None:
+    headers = [] if header is None else [(b"Retry-After", header.encode("latin-1"))]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, headers=headers, content=b"{}")
+
+    with client_of(handle) as client, pytest.raises(TransportError) as caught:
+        client.ingest(b"raw")
+    assert seconds == caught.value.retry_after_seconds
