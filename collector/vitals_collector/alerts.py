@@ -66,6 +66,8 @@ class RunNow:
     last_unhealthy_step: int
     conditions: tuple[Alert, ...]
     """The condition alerts that hold now."""
+    lasting: frozenset[str] = frozenset()
+    """Fingerprints of point alerts about what began then and goes on: these are not over."""
 
 
 class Occurrence(NamedTuple):
@@ -139,6 +141,8 @@ class Inbox:
         changes: list[tuple[Entry | None, Entry]] = []
         for entry in known.values():
             if entry.life.point and self._is_over(entry, run):
+                if entry.view.fingerprint in run.lasting:
+                    continue
                 changes.append((entry, _resolved(entry, now)))
             elif not entry.life.point and entry.view.fingerprint not in holding:
                 changes.append((entry, self._advanced(entry, None, run, now)))

@@ -26,14 +26,15 @@ from trainvitals.alerting import (
 )
 from trainvitals.clock import Clock
 from trainvitals.errors import VitalsError
-from trainvitals.records import Decision, DecisionMade, EventRow, Finding, FindingRaised
-from trainvitals.views import RunState, RunSummary
+from trainvitals.records import Decision, DecisionMade, EventRow, Finding, FindingRaised, RunEnded
 from trainvitals.wire import Batch
-from vitals_collector import commands, overview
+from vitals_collector import commands
 from vitals_collector.alerts import Inbox, InboxConfig, Occurrence, RunNow
 from vitals_collector.delivery import Dispatcher
+from vitals_collector.fresh import WATCHED
+from vitals_collector.looks import Looks, RunLook
 from vitals_collector.notifiers import Notifier
-from vitals_collector.schema import decisions, engine_state, findings, sources
+from vitals_collector.schema import decisions, engine_state, findings
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
 from vitals_collector.watching import COLLECTOR, Watching, WatchingConfig
@@ -54,7 +55,9 @@ class EngineConfig:
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
     interval_seconds: float = 2.0
-    """How often runs are looked at while nothing arrives."""
+    """How often all runs that go on are looked at; silence tells too."""
+    pause_seconds: float = 0.2
+    """Time between two looks at what just arrived: a large run's rows arrive all the time."""
     retell_seconds: float = 60.0
     """How often a change that no notifier has settled is handed out again: the end of a silence,
     and the start of this process."""
@@ -84,8 +87,10 @@ class Engine:
         self._lock = threading.Lock()
         self._dirty: set[Writer] = set()
         self._watching = Watching(store, self._config.watching)
+        self._looks = Looks()
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
+        self._has_more = False
         self._thread: threading.Thread | None = None
         self._retold_ns: int | None = None
         self._is_first = True
@@ -93,20 +98,35 @@ class Engine:
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
-        """Note who wrote what; reads and writes nothing."""
+        """Note who wrote what, and have it looked at soon; reads and writes nothing."""
+        rows: list[Batch] = []
+        run_ids: set[str] = set()
+        changed: set[str] = set()
+        dirty: set[Writer] = set()
         for batch, events in new:
             identity = batch.header.identity
-            if batch.header.stream != "events":
-                self._watching.note(identity.run_id)
-            if any(isinstance(row.event, DecisionMade | FindingRaised) for row in events):
-                with self._lock:
-                    self._dirty.add((identity.run_id, identity.incarnation))
-                self._wake.set()
+            run_ids.add(identity.run_id)
+            if batch.header.stream_schema.stream in WATCHED:
+                rows.append(batch)
+            for row in events:
+                if isinstance(row.event, DecisionMade | FindingRaised):
+                    dirty.add((identity.run_id, identity.incarnation))
+                if isinstance(row.event, DecisionMade | RunEnded):
+                    changed.add(identity.run_id)
+        self._watching.add(rows)
+        self._looks.touch(run_ids, at_once=False)
+        self._looks.touch(changed, at_once=True)
+        with self._lock:
+            self._dirty |= dirty
+        self._wake.set()
 
-    def poll(self) -> None:
+    def poll(self, *, only_new: bool = False) -> None:
         """Consume decisions and findings, watch, follow the runs' states, tell what was not told.
 
         Commands that nobody took in time expire.
+
+        Args:
+            only_new: look only at what arrived since the last look, which costs little.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.
@@ -119,30 +139,31 @@ class Engine:
         try:
             for writer in sorted(dirty):
                 self._consume(writer)
-            summaries, trouble, halts = self._look_at_runs()
-            dirty |= self._watch(summaries)
-            self._inbox.update(
-                self._run_now(run, trouble.get(run.run_id, -1), halts.get(run.run_id))
-                for run in summaries
-            )
+            looked = self._look_at_runs(only_new=only_new)
+            told = self._watch(only_new=only_new)
+            dirty |= {(run_id, COLLECTOR) for run_id in told}
+            looks = self._looks.known(looked | told if only_new else None)
+            if looks:
+                self._inbox.update(self._run_now(look) for look in looks)
             # Last: steps that are stored already must not resolve what was not told yet.
-            finished = {run.run_id for run in summaries if run.state == "finished"}
+            finished = {look.run_id for look in self._looks.known() if look.state == "finished"}
             for writer in sorted(dirty):
                 self._consume_findings(writer, is_finished=writer[0] in finished)
                 dirty.discard(writer)
         finally:
             with self._lock:
                 self._dirty |= dirty
-        commands.expire(self._store, self._clock.time_ns())
-        self._retell()
+        if not only_new:
+            commands.expire(self._store, self._clock.time_ns())
+            self._retell()
 
-    def _watch(self, summaries: Sequence[RunSummary]) -> set[Writer]:
-        """Have the watchers look, and return as whom they told anything."""
-        running = {run.run_id for run in summaries if run.state == "running"}
-        look = self._watching.poll(now_ns=self._clock.monotonic_ns(), running=running)
-        if look.has_more:
-            self._wake.set()
-        return {(run_id, COLLECTOR) for run_id in look.told}
+    def _watch(self, *, only_new: bool) -> frozenset[str]:
+        """Have the watchers look, and return of which runs they told anything."""
+        look = self._watching.poll(
+            now_ns=self._clock.monotonic_ns(), running=self._looks.running, only_new=only_new
+        )
+        self._has_more = look.has_more
+        return look.told
 
     @property
     def num_unmerged(self) -> int:
@@ -156,21 +177,30 @@ class Engine:
 
     def close(self) -> None:
         """Stop the thread after its present look."""
-        self._stopping = True
+        self._stopping.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
-        while not self._stopping:
+        interval = int(self._config.interval_seconds * 1e9)
+        due = self._clock.monotonic_ns()
+        while not self._stopping.is_set():
+            self._wake.clear()  # before: what comes from here on is looked at next time
+            is_due = self._clock.monotonic_ns() >= due
+            if is_due:
+                due = self._clock.monotonic_ns() + interval
             try:
-                self.poll()
+                self.poll(only_new=not is_due)
             except VitalsError as error:
                 self.num_errors += 1
                 _LOG.warning("engine: %s", error)
-            self._wake.wait(self._config.interval_seconds)
-            self._wake.clear()
+                self._stopping.wait(self._config.interval_seconds)
+                continue
+            if not self._has_more:
+                self._stopping.wait(self._config.pause_seconds)
+                self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
 
     # --------------------------------------------------------------------------------- decisions
 
@@ -254,37 +284,33 @@ class Engine:
 
     # -------------------------------------------------------------------------------------- runs
 
-    def _look_at_runs(self) -> tuple[Sequence[RunSummary], dict[str, int], dict[str, Decision]]:
+    def _look_at_runs(self, *, only_new: bool) -> set[str]:
         when = Liveness(
             now_unix_ns=self._clock.time_ns(),
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._config.lost_after_seconds,
         )
         with self._store.read() as connection:
-            return (
-                overview.summaries(connection, when),
-                _last_trouble(connection),
-                _halts(connection),
-            )
+            return self._looks.look(connection, when, only_new=only_new)
 
-    def _run_now(self, run: RunSummary, last_trouble: int, halt: Decision | None) -> RunNow:
-        state: RunState = run.state
-        reason, step = "", run.last_step
-        if halt is not None:
-            # The rank may have died before it could say goodbye; its last decision says it for it.
-            state, reason, step = "halted", halt.reason, halt.step
+    def _run_now(self, run: RunLook) -> RunNow:
         conditions: list[Alert] = [
-            *alerts_for_run_state(state, run_id=run.run_id, step=step, reason=reason)
+            *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
         ]
-        if state == "running":
+        lasting: set[str] = set()
+        if run.state == "running":
             for finding in self._watching.conditions(run.run_id):
                 conditions += alerts_for_finding(finding, run_id=run.run_id)
+            for finding in self._watching.lasting(run.run_id):
+                found = alerts_for_finding(finding, run_id=run.run_id)
+                lasting.update(alert.fingerprint for alert in found)
         return RunNow(
             run_id=run.run_id,
-            state=state,
+            state=run.state,
             last_step=run.last_step,
-            last_unhealthy_step=last_trouble,
+            last_unhealthy_step=run.last_trouble,
             conditions=tuple(conditions),
+            lasting=frozenset(lasting),
         )
 
     def _retell(self) -> None:
@@ -345,47 +371,6 @@ def assemble(
         up_since_unix_ns=up_since_unix_ns,
     )
     return Acting(inbox, engine, dispatcher)
-
-
-def _last_trouble(connection: Connection) -> dict[str, int]:
-    """Return the step of each run's newest skip or rollback."""
-    acts = decisions.c.action.in_(("skip_step", "rollback"))
-    newest = (
-        select(decisions.c.run_id, func.max(decisions.c.ledger_seq).label("ledger_seq"))
-        .where(acts)
-        .group_by(decisions.c.run_id)
-        .subquery()
-    )
-    query = select(decisions.c.run_id, decisions.c.step).join(
-        newest,
-        (decisions.c.run_id == newest.c.run_id) & (decisions.c.ledger_seq == newest.c.ledger_seq),
-    )
-    return {run_id: int(step) for run_id, step in connection.execute(query)}
-
-
-def _halts(connection: Connection) -> dict[str, Decision]:
-    """Return the halt of each run whose newest start of rank 0 decided one."""
-    newest = (
-        select(sources.c.run_id, func.max(sources.c.started_unix_ns).label("started"))
-        .where(sources.c.source == "rank:0")
-        .group_by(sources.c.run_id)
-        .subquery()
-    )
-    query = (
-        select(decisions.c.run_id, decisions.c.body)
-        .join(
-            sources,
-            (sources.c.run_id == decisions.c.run_id)
-            & (sources.c.incarnation == decisions.c.incarnation),
-        )
-        .join(
-            newest,
-            (newest.c.run_id == sources.c.run_id) & (newest.c.started == sources.c.started_unix_ns),
-        )
-        .where(decisions.c.action == "halt", decisions.c.acted)
-        .order_by(decisions.c.ledger_seq)
-    )
-    return {run_id: _decision(body) for run_id, body in connection.execute(query)}
 
 
 def _acted_steps(connection: Connection, writer: Writer) -> set[int]:

@@ -5,22 +5,23 @@ transaction. So a collector that died at any time goes on where it was: nothing 
 rows that were held while their step was not whole are read again.
 """
 
-import heapq
 import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, func, select
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection, select
 
 from trainvitals.catalog import GPU_METRICS, NODE_METRICS
 from trainvitals.detect.merged import MergedStep, NodeSample, Value
 from trainvitals.detect.watch import WatchConfig, WatchSet
 from trainvitals.records import Finding
-from trainvitals.rows import Schema, rows_of
+from trainvitals.rows import Schema
+from vitals_collector.fresh import HOSTS, STEPS, Block, FreshRows
 from vitals_collector.gathering import (
     BEFORE_ALL,
     HostRow,
@@ -30,13 +31,13 @@ from vitals_collector.gathering import (
     StepMerger,
     Writer,
 )
-from vitals_collector.merging import LAYER_COLUMNS, Key, LayerPart, Part, decode, step_columns
-from vitals_collector.schema import batches, checkpoints, engine_state, names, sources, streams
-from vitals_collector.stored import read_schema
+from vitals_collector.live import Taken
+from vitals_collector.merging import LAYER_COLUMNS, Key, LayerPart, Rows, decode, step_columns
+from vitals_collector.schema import checkpoints, engine_state
 
-_BATCHES_AT_ONCE = 16
 _ROWS_AT_ONCE = 50_000
-_STREAMS = ("steps", "layers", "node", "gpu")
+_LOOK_NS = 30_000_000_000
+"""How often the store is asked for rows that nobody told of: another process may write there."""
 _HOST_COLUMNS = frozenset(m.column for m in (*NODE_METRICS, *GPU_METRICS))
 _MORE_COLUMNS = frozenset({"ecc_corrected_errors", "last_xid"})
 """Columns that newer agents may send, and watchers know."""
@@ -67,27 +68,8 @@ class Saved(msgspec.Struct, kw_only=True):
     """Attempt, step and time of the newest merged step."""
     open: list[Finding] = []
     """What was told and still holds: a stalled step, a checkpoint that is overdue."""
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One writer's stream, how far it is read, and how far it is stored."""
-
-    writer: Writer
-    source: str
-    node: str
-    rank: int
-    world_size: int
-    read_seq: int
-    last_seq: int = -1
-    position: Key = BEFORE_ALL
-    """Of steps and layers the key, of hosts the monotonic time, that rows were read to."""
-    is_resumed: bool = True
-    """The next rows may lie in a batch that was read in part, before a restart."""
-
-    @property
-    def is_unread(self) -> bool:
-        return self.read_seq < self.last_seq
+    lasting: list[Finding] = []
+    """What the watchers told as it began, and say goes on: a straggler, a fall of throughput."""
 
 
 @dataclass(slots=True)
@@ -98,183 +80,110 @@ class Followed:
     saved: Saved
     watchers: WatchSet
     steps: StepMerger
-    schemas: dict[str, Schema]
     hosts: NodeMerger = field(default_factory=NodeMerger)
     heard_ns: int | None = None
     """When this process last saw a new step, or first looked; by the clock of ``advance``."""
     has_changed: bool = False
     """Whether anything was taken in since this was stored."""
-    _streams: dict[Writer, _Stream] = field(default_factory=dict)
-    _names: dict[str, dict[int, str]] = field(default_factory=dict)
+    _fresh: FreshRows = field(init=False)
+    _looked_ns: int | None = None
     _saves: list[tuple[Key, int]] = field(default_factory=list)
     _num_unmerged: int = 0
 
     def __post_init__(self) -> None:
+        self._fresh = FreshRows(self.run_id, self.saved.done, self.steps.number_of)
         self._num_unmerged = self.steps.num_missing
 
     # -------------------------------------------------------------------------------- reading
 
-    def read(self, connection: Connection, budget: int, now_ns: int) -> int:
-        """Read new rows, about ``budget`` at most, and return how many.
+    def read(
+        self, connection: Connection, budget: int, now_ns: int, taken: Taken | None = None
+    ) -> int:
+        """Take in rows that were just committed, and read about ``budget`` others; return how many.
 
         Those that are behind are read first, so that a rank's rows which are stored are never
         taken for late.
+
+        Args:
+            connection: one moment of the store, after ``taken`` was committed.
+            budget: how many to read from the store, about.
+            now_ns: the clock of ``advance``.
+            taken: what is in memory; None where the store is all there is.
         """
-        self._look(connection)
-        ranks = self._unread("steps", "layers")
-        num = self._read_lowest(connection, ranks, budget, now_ns)
-        hosts = self._unread("node", "gpu")
-        if not self._unread("steps"):  # else they would be ahead of the steps they belong to
-            num += self._read_lowest(connection, hosts, budget - num, now_ns)
+        fresh = self._fresh
+        num = 0
+        if taken is not None:
+            # Where others are behind, rows that wait for them would be more and more.
+            is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
+            num += self._take_all(fresh.take(taken.batches, is_full=is_full), now_ns)
+        if taken is None or taken.has_more or self._is_due(now_ns):
+            fresh.look(connection)
+            self._looked_ns = now_ns
+        self.steps.world_size = fresh.world_size
+        num_read = 0
+        while num_read < budget and (blocks := fresh.read(connection, STEPS, budget)):
+            num_read += self._take_all(blocks, now_ns)
+        # Hosts not before: they would be ahead of the steps they belong to.
+        while (
+            num_read < budget
+            and not fresh.behind(("steps",))
+            and (blocks := fresh.read(connection, HOSTS, budget))
+        ):
+            num_read += self._take_all(blocks, now_ns)
+        self.has_changed = self.has_changed or num + num_read > 0
         self._saves = self._new_checkpoints(connection)
-        return num
+        return num + num_read
+
+    def _is_due(self, now_ns: int) -> bool:
+        return self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_NS
 
     @property
     def is_read(self) -> bool:
         """Whether there was nothing more to read."""
-        return not any(stream.is_unread for stream in self._streams.values())
+        return self._fresh.is_read
 
     @property
     def is_drained(self) -> bool:
         """Whether nothing is left to read or to merge."""
         return self.is_read and self.steps.is_empty
 
-    def _unread(self, *kinds: str) -> list[_Stream]:
-        return [s for s in self._streams.values() if s.is_unread and s.writer[1] in kinds]
+    def _take_all(self, blocks: list[Block], now_ns: int) -> int:
+        for block in blocks:
+            kind = block.streams[0].writer[1]
+            if kind == "steps":
+                self._take_steps(block, now_ns)
+            elif kind == "layers":
+                self._take_layers(block, now_ns)
+            else:
+                self._take_hosts(block)
+        return sum(len(block.rows) for block in blocks)
 
-    def _look(self, connection: Connection) -> None:
-        """Find the writers, and how far each is stored."""
-        at = (streams.c.run_id == sources.c.run_id) & (
-            streams.c.incarnation == sources.c.incarnation
-        )
-        query = (
-            select(
-                streams.c.incarnation,
-                streams.c.stream,
-                streams.c.last_seq,
-                sources.c.source,
-                sources.c.node,
-                sources.c.rank,
-                sources.c.world_size,
-            )
-            .join(sources, at)
-            .where(streams.c.run_id == self.run_id, streams.c.stream.in_(_STREAMS))
-            .order_by(sources.c.started_unix_ns)
-        )
-        world_size = largest = 0
-        for row in connection.execute(query):
-            writer = (row.incarnation, row.stream)
-            known = self._streams.get(writer)
-            if known is None:
-                done = self.saved.done.get("/".join(writer), -1)
-                known = self._streams[writer] = _Stream(
-                    writer, row.source, row.node, row.rank, row.world_size, done
-                )
-            known.last_seq = row.last_seq
-            largest = max(largest, row.world_size)
-            if row.source == "rank:0" and row.stream == "steps":
-                world_size = row.world_size  # of its newest start
-        self.steps.world_size = world_size or largest
+    def _take_steps(self, block: Block, now_ns: int) -> None:
+        origin = block.origin
+        for mine, is_root in ((origin.rank == 0, True), (origin.rank > 0, False)):
+            if mine.any():
+                wanted = step_columns(block.schema, is_root=is_root)
+                some = type(origin)(*(values[mine] for values in origin))
+                rows: Rows = decode(block.schema, block.rows[mine], wanted, some)
+                if rows.last() > self.steps.merged:
+                    self.heard_ns = now_ns
+                self.steps.add(rows, now_ns)
 
-    def _read_lowest(
-        self, connection: Connection, unread: list[_Stream], budget: int, now_ns: int
-    ) -> int:
-        queue = [(stream.position, i, stream) for i, stream in enumerate(unread)]
-        heapq.heapify(queue)
-        num = 0
-        while queue and num < budget:
-            _, i, stream = heapq.heappop(queue)
-            taken = self._read_page(connection, stream, now_ns)
-            num += taken
-            if taken and stream.is_unread:
-                heapq.heappush(queue, (stream.position, i, stream))
-        self.has_changed = self.has_changed or num > 0
-        return num
+    def _take_layers(self, block: Block, now_ns: int) -> None:
+        origin, first = block.origin, 0
+        wanted = ["layer", *LAYER_COLUMNS]
+        for stream, raw in block.by_stream():
+            some = type(origin)(*(values[first : first + len(raw)] for values in origin))
+            first += len(raw)
+            names = self._fresh.names[stream.writer[0]]
+            rows = decode(block.schema, raw, wanted, some)
+            self.steps.add_layers(LayerPart(names, rows), now_ns)
 
-    def _read_page(self, connection: Connection, stream: _Stream, now_ns: int) -> int:
-        """Read the next rows of one writer; return how many, 0 where they must wait."""
-        incarnation, kind = stream.writer
-        if kind == "layers" and not self._names_of(connection, incarnation):
-            stream.last_seq = stream.read_seq  # names come in another stream: look again later
-            return 0
-        pages = connection.execute(self._query(connection, stream)).all()
-        if not pages:
-            stream.read_seq = stream.last_seq  # removed from the store
-            return 1
-        num = 0
-        for digest, alike in groupby(pages, key=lambda page: page.schema_digest):
-            some = list(alike)
-            raw = b"".join(page.row_bytes for page in some)
-            num += self._take(stream, self._schema(connection, digest), raw, now_ns)
-            stream.read_seq = some[-1].first_seq + some[-1].num_rows - 1
-        return max(1, num)
-
-    def _query(self, connection: Connection, stream: _Stream) -> Any:
-        table, (incarnation, kind) = batches.c, stream.writer
-        mine = (table.run_id == self.run_id, table.incarnation == incarnation, table.stream == kind)
-        first = stream.read_seq + 1
-        if stream.is_resumed and first > 0:
-            query = select(func.max(table.first_seq)).where(*mine, table.first_seq <= first)
-            first = connection.execute(query).scalar() or 0
-        stream.is_resumed = False
-        return (
-            select(table.first_seq, table.num_rows, table.schema_digest, table.row_bytes)
-            .where(*mine, table.first_seq >= first)
-            .order_by(table.first_seq)
-            .limit(_BATCHES_AT_ONCE)
-        )
-
-    def _schema(self, connection: Connection, digest: str) -> Schema:
-        schema = self.schemas.get(digest)
-        if schema is None:
-            schema = self.schemas[digest] = read_schema(connection, digest)
-        return schema
-
-    def _take(self, stream: _Stream, schema: Schema, raw: bytes, now_ns: int) -> int:
-        incarnation, kind = stream.writer
-        if kind in ("node", "gpu"):
-            return self._take_hosts(stream, schema, raw)
-        is_steps = kind == "steps"
-        is_root = stream.rank == 0
-        wanted = step_columns(schema, is_root=is_root) if is_steps else ["layer", *LAYER_COLUMNS]
-        rows = decode(schema, raw, wanted, after=stream.read_seq)
-        if not len(rows):
-            return 0
-        stream.position = max(stream.position, rows.last())
-        if not is_steps:
-            part = LayerPart(self._names[incarnation], rows)
-            self.steps.add_layers(stream.writer, part, now_ns)
-        elif stream.rank >= 0:
-            if rows.last() > self.steps.merged:
-                self.heard_ns = now_ns
-            self.steps.add(stream.writer, Part(stream.rank, stream.world_size, rows), now_ns)
-        return len(rows)
-
-    def _take_hosts(self, stream: _Stream, schema: Schema, raw: bytes) -> int:
-        size = schema.row_size
-        seqs = rows_of(schema, raw)["seq"].tolist()
-        rows = [
-            _host_row(seq, schema.unpack(raw[i * size : (i + 1) * size]))
-            for i, seq in enumerate(seqs)
-            if seq > stream.read_seq
-        ]
-        if rows:
-            stream.position = (rows[-1].monotonic_ns, 0)
+    def _take_hosts(self, block: Block) -> None:
+        for stream, raw in block.by_stream():
             uuid = stream.source.removeprefix("gpu:") if stream.writer[1] == "gpu" else ""
+            rows = _host_rows(block.schema, raw)
             self.hosts.add(stream.writer, stream.node, uuid, rows)
-        return len(rows)
-
-    def _names_of(self, connection: Connection, incarnation: str) -> dict[int, str]:
-        known = self._names.get(incarnation)
-        if not known:
-            query = select(names.c.id, names.c.name).where(
-                names.c.run_id == self.run_id,
-                names.c.incarnation == incarnation,
-                names.c.stream == "layers",
-            )
-            known = {row.id: row.name for row in connection.execute(query)}
-            self._names[incarnation] = known
-        return known
 
     def _new_checkpoints(self, connection: Connection) -> list[tuple[Key, int]]:
         table, (attempt, step) = checkpoints.c, self.saved.checkpoint
@@ -295,8 +204,7 @@ class Followed:
         """Merge what was read, and return what the watchers tell of it."""
         if self.heard_ns is None:
             self.heard_ns = now_ns
-        unread = self._unread("steps", "layers")
-        gate = min((stream.position for stream in unread), default=None)
+        gate = min((stream.position for stream in self._fresh.behind(STEPS)), default=None)
         merged = self.steps.ready(now_ns, gate=gate)
         # Those of later steps stay where they are until these steps are here.
         rounds = deque(self.hosts.ready(self._host_gates()) if gate is None else ())
@@ -312,8 +220,17 @@ class Followed:
                 told += self._sampled(left)
         if is_running and self.is_drained:
             told += self._idle(now_ns)
+        if merged or rounds or told:
+            self._keep_lasting(told)
         self.has_changed = self.has_changed or bool(merged or told)
         return told
+
+    def _keep_lasting(self, told: list[Told]) -> None:
+        """Keep the newest finding of each cause for as long as its watcher says it goes on."""
+        kept = {(one.kind, one.cause): one for one in self.saved.lasting}
+        kept |= {(one.finding.kind, one.finding.cause): one.finding for one in told}
+        on = self.watchers.lasting() if kept else frozenset()
+        self.saved.lasting = [one for one in kept.values() if one.detector in on]
 
     def num_unmerged(self) -> int:
         """Return how many rows of ranks steps were merged without, since it was last asked."""
@@ -322,7 +239,7 @@ class Followed:
 
     def _host_gates(self) -> dict[str, int]:
         gates: dict[str, int] = {}
-        for stream in self._unread("node", "gpu"):
+        for stream in self._fresh.behind(HOSTS):
             gates[stream.node] = min(stream.position[0], gates.get(stream.node, 2**63))
         return gates
 
@@ -388,7 +305,6 @@ def open_run(
     connection: Connection,
     run_id: str,
     *,
-    schemas: dict[str, Schema],
     watch: WatchConfig | None = None,
     merge: MergeConfig | None = None,
 ) -> Followed:
@@ -406,7 +322,7 @@ def open_run(
             # Another version's memory: they learn anew, and what was told stays told.
             _LOG.warning("watchers_start_anew run=%s reason=%r", run_id, error)
             watchers = WatchSet(watch)
-    return Followed(run_id, saved, watchers, steps, schemas)
+    return Followed(run_id, saved, watchers, steps)
 
 
 def watch_again(
@@ -417,7 +333,7 @@ def watch_again(
     What needs the clock, a step that does not come, is left out.
     """
     steps = StepMerger(MergeConfig())
-    followed = Followed(run_id, Saved(), WatchSet(watch), steps, {})
+    followed = Followed(run_id, Saved(), WatchSet(watch), steps)
     now_ns, told = 0, list[Told]()
     while not followed.is_drained or not now_ns:
         followed.read(connection, _ROWS_AT_ONCE, now_ns)
@@ -432,13 +348,20 @@ def state_name(run_id: str) -> str:
     return f"watching/{run_id}"
 
 
-def _host_row(seq: int, fields: Mapping[str, Any]) -> HostRow:
+def _host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
     known = _HOST_COLUMNS | _MORE_COLUMNS
-    values: dict[str, Value] = {name: v for name, v in fields.items() if name in known}
-    at, when = fields.get("monotonic_ns"), fields.get("time_unix_ns")
-    return HostRow(
-        seq, at if isinstance(at, int) else 0, when if isinstance(when, int) else 0, values
-    )
+    raw, size = rows.tobytes(), schema.row_size
+    found = []
+    for i, seq in enumerate(rows["seq"].tolist()):
+        fields = schema.unpack(raw[i * size : (i + 1) * size])
+        values: dict[str, Value] = {name: v for name, v in fields.items() if name in known}
+        at, when = fields.get("monotonic_ns"), fields.get("time_unix_ns")
+        found.append(
+            HostRow(
+                seq, at if isinstance(at, int) else 0, when if isinstance(when, int) else 0, values
+            )
+        )
+    return found
 
 
 __all__ = ["Followed", "Saved", "Told", "open_run", "state_name", "watch_again"]

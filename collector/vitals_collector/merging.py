@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from trainvitals.catalog import LAYER_METRICS, STEP_METRICS
 from trainvitals.detect.merged import MergedStep, Value
-from trainvitals.rows import Schema, column_of, rows_of
+from trainvitals.rows import Schema, column_of
 
 Key = tuple[int, int]
 """Attempt and step: the order in which steps are merged."""
@@ -33,12 +33,23 @@ RANK_COLUMNS = (
 LAYER_COLUMNS = tuple(m.column for m in LAYER_METRICS)
 
 _CELLS_AT_ONCE = 1 << 20
+_NO_TIME = np.int64(-(2**63))
+
+
+class Origin(NamedTuple):
+    """Who wrote each of some rows."""
+
+    rank: Ints
+    world_size: Ints
+    writer: Ints
+    """A number of the reader's own for each writer's stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Decoded rows of one writer, in the order they were written."""
+    """Decoded rows of any number of writers, each writer's in the order they were written."""
 
+    origin: Origin
     seq: Ints
     attempt: Ints
     step: Ints
@@ -49,14 +60,16 @@ class Rows:
         return len(self.seq)
 
     def take(self, which: Mask) -> "Rows":
-        """Return the chosen rows."""
-        columns = {name: (v[which], ok[which]) for name, (v, ok) in self.columns.items()}
+        """Return the chosen rows; these themselves where that is all of them."""
+        if which.all():
+            return self
         return Rows(
+            Origin(*(values[which] for values in self.origin)),
             self.seq[which],
             self.attempt[which],
             self.step[which],
             self.time_unix_ns[which],
-            columns,
+            {name: (v[which], ok[which]) for name, (v, ok) in self.columns.items()},
         )
 
     def until(self, key: Key) -> Mask:
@@ -71,11 +84,15 @@ class Rows:
         return attempt, int(self.step[self.attempt == attempt].max())
 
 
-def decode(schema: Schema, raw: bytes, wanted: Iterable[str], *, after: int = -1) -> Rows:
-    """Return the rows with a sequence number above ``after``; text and unknown columns are left."""
-    rows = rows_of(schema, raw)
-    if after >= 0:
-        rows = rows[rows["seq"] > after]
+def origin_of(num: int, *, rank: int = 0, world_size: int = 1, writer: int = 0) -> Origin:
+    """Return the origin of rows that one writer wrote."""
+    return Origin(*(np.full(num, of, dtype=np.int64) for of in (rank, world_size, writer)))
+
+
+def decode(
+    schema: Schema, rows: npt.NDArray[np.void], wanted: Iterable[str], origin: Origin
+) -> Rows:
+    """Return the rows' numbers; text and unknown columns are left out."""
 
     def whole(name: str) -> Ints:
         return column_of(schema, rows, name)[0].astype(np.int64)
@@ -87,7 +104,7 @@ def decode(schema: Schema, raw: bytes, wanted: Iterable[str], *, after: int = -1
             if values.dtype.kind in "fi":
                 columns[name] = (values.copy(), valid)  # the batch's bytes are let go
     seq = rows["seq"].astype(np.int64)
-    return Rows(seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
+    return Rows(origin, seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
 
 
 def step_columns(schema: Schema, *, is_root: bool) -> list[str]:
@@ -99,14 +116,6 @@ def step_columns(schema: Schema, *, is_root: bool) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------- one range
-
-
-class Part(NamedTuple):
-    """Rows of one rank."""
-
-    rank: int
-    world_size: int
-    rows: Rows
 
 
 class LayerPart(NamedTuple):
@@ -123,7 +132,7 @@ class Merged(NamedTuple):
     num_missing: int
 
 
-def merge(parts: Sequence[Part], layers: Sequence[LayerPart] = ()) -> Merged:
+def merge(parts: Sequence[Rows], layers: Sequence[LayerPart] = ()) -> Merged:
     """Return one row for each (attempt, step) that any rank wrote; of one written twice the last.
 
     A layer's rows of a step that no rank wrote are left out.
@@ -131,12 +140,12 @@ def merge(parts: Sequence[Part], layers: Sequence[LayerPart] = ()) -> Merged:
     of_layers = _layers_by_step(layers)
     steps: list[MergedStep] = []
     num_missing = 0
-    attempts = sorted({int(a) for part in parts for a in np.unique(part.rows.attempt)})
+    attempts = sorted({int(a) for part in parts for a in np.unique(part.attempt)})
     for attempt in attempts:
-        mine = [p._replace(rows=p.rows.take(p.rows.attempt == attempt)) for p in parts]
-        mine = [part for part in mine if len(part.rows)]
-        width = max(max(p.world_size, p.rank + 1) for p in mine)
-        every = np.unique(np.concatenate([part.rows.step for part in mine]))
+        mine = [part.take(part.attempt == attempt) for part in parts]
+        mine = [part for part in mine if len(part)]
+        width = max(max(int(p.origin.world_size.max()), int(p.origin.rank.max()) + 1) for p in mine)
+        every = np.unique(np.concatenate([part.step for part in mine]))
         size = max(1, _CELLS_AT_ONCE // width)
         for start in range(0, len(every), size):
             block = every[start : start + size]
@@ -150,29 +159,32 @@ def _merge_block(
     attempt: int,
     steps: Ints,
     width: int,
-    parts: Sequence[Part],
+    parts: Sequence[Rows],
     layers: Mapping[Key, dict[str, dict[str, float]]],
 ) -> Merged:
     """Merge some steps of one attempt; ``width`` is the number of its ranks."""
     shape = (len(steps), width)
-    times = np.zeros(len(steps), dtype=np.int64)
+    times = np.full(len(steps), _NO_TIME)
+    of_root = times.copy()
     present = np.zeros(shape, dtype=np.bool_)
     values = {name: np.zeros(shape) for name in RANK_COLUMNS}
     valid = {name: np.zeros(shape, dtype=np.bool_) for name in RANK_COLUMNS}
     run: list[dict[str, Value]] = [{} for _ in steps]
-    for part in sorted(parts, key=lambda part: part.rank == 0):  # rank 0 last: its time counts
-        inside = (part.rows.step >= steps[0]) & (part.rows.step <= steps[-1])
-        rows = part.rows if inside.all() else part.rows.take(inside)
-        places = np.searchsorted(steps, rows.step)
-        times[places] = rows.time_unix_ns
-        present[places, part.rank] = True
+    for part in parts:
+        rows = part.take((part.step >= steps[0]) & (part.step <= steps[-1]))
+        places, ranks = np.searchsorted(steps, rows.step), rows.origin.rank
+        np.maximum.at(times, places, rows.time_unix_ns)
+        present[places, ranks] = True
         for name, (found, ok) in rows.columns.items():
             if name in values:
-                values[name][places, part.rank] = found
-                valid[name][places, part.rank] = ok
-        if part.rank == 0:
-            for place, row in zip(places.tolist(), _run_rows(rows), strict=True):
-                run[place] = row
+                values[name][places, ranks] = found
+                valid[name][places, ranks] = ok
+        root = rows.take(ranks == 0)
+        at = places[ranks == 0]
+        of_root[at] = root.time_unix_ns
+        for place, row in zip(at.tolist(), _run_rows(root), strict=True):
+            run[place] = row
+    times = np.where(of_root > _NO_TIME, of_root, times)
     names = [name for name in RANK_COLUMNS if valid[name].any()]
     columns = [_with_gaps(values[name], valid[name]) for name in names]
     ranks = list(zip(*columns, strict=True)) if columns else [()] * len(steps)
@@ -239,9 +251,10 @@ __all__ = [
     "Key",
     "LayerPart",
     "Merged",
-    "Part",
+    "Origin",
     "Rows",
     "decode",
     "merge",
+    "origin_of",
     "step_columns",
 ]

@@ -14,6 +14,8 @@ from vitals_collector.state import Liveness, SourceState, health, run_state
 
 RECENT_STEPS = 50
 """An action this many steps back still makes a run ``acting``."""
+_LAST_STEPS = 5
+"""A run that ended so few steps after a step was skipped ended in trouble."""
 
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _info = msgspec.msgpack.Decoder(RunInfo).decode
@@ -116,6 +118,7 @@ def _summary(
             state,
             has_steps=head is not None,
             recent_action=head is not None and _is_recent(last, head.last_step),
+            ended_in_trouble=head is not None and _is_recent(last, head.last_step, _LAST_STEPS),
             lr_factor=1.0 if last is None else last.lr_factor,
             firing_pages=num_pages,
         ),
@@ -139,8 +142,8 @@ def _head(of_run: Sequence[Row[Any]]) -> Row[Any] | None:
     return max(heads, key=lambda source: source.last_step_unix_ns, default=None)
 
 
-def _is_recent(last: Decision | None, step: int) -> bool:
-    return last is not None and last.acted and abs(step - last.decided_at_step) <= RECENT_STEPS
+def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> bool:
+    return last is not None and last.acted and abs(step - last.decided_at_step) <= steps
 
 
 def _state_of(source: Row[Any]) -> SourceState:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainvitals.views import Health, RunState
 
@@ -20,8 +21,7 @@ class Liveness:
     """Neither a rank's row nor its agent's for longer than this: the run is lost."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceState:
+class SourceState(NamedTuple):
     """What is known of one incarnation of a source."""
 
     source: str
@@ -36,8 +36,9 @@ class SourceState:
 def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     """Return the run's state from the newest incarnation of each source.
 
-    A run that said goodbye is what it said. A silent one is lost only when its agent is silent as
-    well or says that the process is gone: a rank in a long evaluation is silent and fine.
+    A run that said goodbye is what it said. One whose agents say that all its processes are gone is
+    lost at once: an agent says so after the last row of the rank. A silent one is lost only when
+    its agents are silent as well: a rank in a long evaluation is silent and fine.
     """
     newest = _newest(sources)
     head = newest.get("rank:0")
@@ -48,11 +49,10 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
         said = next((state for state in _FINAL if state in ended), "finished")
         # A launcher that loses one rank interrupts the others: theirs is not the story.
         return "failed" if said == "interrupted" and _lost_one_first(ranks) else said
-    if not ranks or all(_is_silent(one, when) for one in ranks):
-        is_gone = bool(ranks) and all(one.alive == 0 or one.ended_state for one in ranks)
-        if is_gone or all(_is_silent(one, when) for one in agents):
-            # Where rank 0 was killed before it could speak, another rank may have said why.
-            return "failed" if "failed" in ended else "lost"
+    is_gone = bool(ranks) and all(one.alive == 0 or one.ended_state for one in ranks)
+    if is_gone or all(_is_silent(one, when) for one in (*ranks, *agents)):
+        # Where rank 0 was killed before it could speak, another rank may have said why.
+        return "failed" if "failed" in ended else "lost"
     return "running"
 
 
@@ -67,14 +67,23 @@ def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
 
 
 def health(
-    state: RunState, *, has_steps: bool, recent_action: bool, lr_factor: float, firing_pages: int
+    state: RunState,
+    *,
+    has_steps: bool,
+    recent_action: bool,
+    lr_factor: float,
+    firing_pages: int,
+    ended_in_trouble: bool = False,
 ) -> Health:
-    """Return the one word a list of runs shows beside the state."""
+    """Return the one word a list of runs shows beside the state.
+
+    A run that ended while its last steps were being skipped is not healthy for having ended.
+    """
     if state in ("halted", "failed", "lost") or firing_pages:
         return "critical"
     if not has_steps:
         return "unknown"
-    if state == "running" and (recent_action or lr_factor < 1):
+    if ended_in_trouble or (state == "running" and (recent_action or lr_factor < 1)):
         return "acting"
     return "healthy"
 

@@ -12,28 +12,41 @@ from tests.collector.rows import SECOND, STEPS, Writer
 from trainvitals.catalog import LAYERS_SCHEMA, steps_schema
 from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.detect.watch import WatchSet
-from trainvitals.rows import Schema
+from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import decode_batch
 from vitals_collector.gathering import BEFORE_ALL, MergeConfig, StepMerger
 from vitals_collector.merging import (
     LAYER_COLUMNS,
     RANK_COLUMNS,
     LayerPart,
-    Part,
     Rows,
     decode,
     merge,
+    origin_of,
     step_columns,
 )
 
 
-def rows(rank: int, steps: Sequence[int], *, attempt: int = 1, **columns: Any) -> Rows:
+def decoded(
+    schema: Schema, raw: bytes, wanted: Sequence[str], *, rank: int = 0, world: int = 1, writer=0
+) -> Rows:
+    found = rows_of(schema, decode_batch(raw).rows)
+    origin = origin_of(len(found), rank=rank, world_size=world, writer=writer)
+    return decode(schema, found, wanted, origin)
+
+
+def part(
+    rank: int,
+    steps: Sequence[int],
+    *,
+    world: int = 2,
+    writer: int = 0,
+    attempt: int = 1,
+    **columns: Any,
+) -> Rows:
     raw = Writer(f"rank:{rank}").steps(steps, attempt=attempt, **columns)
-    return decode(STEPS, decode_batch(raw).rows, step_columns(STEPS, is_root=rank == 0))
-
-
-def part(rank: int, steps: Sequence[int], *, world: int = 2, **columns: Any) -> Part:
-    return Part(rank, world, rows(rank, steps, **columns))
+    wanted = step_columns(STEPS, is_root=rank == 0)
+    return decoded(STEPS, raw, wanted, rank=rank, world=world, writer=writer)
 
 
 def steps_of(merged: Sequence[MergedStep]) -> list[tuple[int, int]]:
@@ -114,7 +127,7 @@ def test_the_time_is_rank_0s_where_it_has_one():
     early, late = Writer("rank:0"), Writer("rank:1")
     late.started += 5 * SECOND
     parts = [
-        Part(rank, 2, decode(STEPS, decode_batch(w.steps([1, 2][:num])).rows, ()))
+        decoded(STEPS, w.steps([1, 2][:num]), (), rank=rank, world=2)
         for rank, w, num in ((0, early, 1), (1, late, 2))
     ]
     first, second = merge(parts).steps
@@ -127,7 +140,7 @@ def test_layers_join_their_step_by_name():
     raw = writer.batch(
         LAYERS_SCHEMA, [[1, 1, 0, 0, i, norm, *rest] for i, norm in ((0, 2.0), (7, 3.0))]
     )
-    layers = decode(LAYERS_SCHEMA, decode_batch(raw).rows, ["layer", *LAYER_COLUMNS])
+    layers = decoded(LAYERS_SCHEMA, raw, ["layer", *LAYER_COLUMNS])
     merged = merge([part(0, [1, 2], world=1)], [LayerPart({0: "head"}, layers)]).steps
     assert [{"head": {"grad_norm": 2.0}, "layer 7": {"grad_norm": 3.0}}, {}] == [
         m.layers for m in merged
@@ -138,9 +151,8 @@ def test_rates_of_further_parameter_groups_are_taken_along():
     schema = steps_schema(num_groups=3)
     columns = {"learning_rate": 0.1, "learning_rate.2": 0.3}
     row = [1, 1, 0, 0, *(columns.get(c.name) for c in schema.columns[4:])]
-    raw = decode_batch(Writer().batch(schema, [row])).rows
     wanted = step_columns(schema, is_root=True)
-    (only,) = merge([Part(0, 1, decode(schema, raw, wanted))]).steps
+    (only,) = merge([decoded(schema, Writer().batch(schema, [row]), wanted)]).steps
     assert columns == only.run
 
 
@@ -148,8 +160,8 @@ def test_text_in_a_number_s_place_and_columns_nobody_knows_are_left_out():
     base = [c for c in STEPS.columns if c.name != "rank_loss"]
     schema = Schema("steps", (*base, type(base[0])("rank_loss", "S8")))
     row = [1, 1, 0, 0, *([None] * (len(base) - 4)), b"text"]
-    raw = decode_batch(Writer().batch(schema, [row])).rows
-    assert {} == merge([Part(0, 1, decode(schema, raw, RANK_COLUMNS))]).steps[0].ranks
+    only = decoded(schema, Writer().batch(schema, [row]), RANK_COLUMNS)
+    assert {} == merge([only]).steps[0].ranks
 
 
 def test_the_watchers_look_at_no_rank_column_that_is_not_merged():
@@ -185,10 +197,18 @@ class Gathered:
         self.world = world
 
     def write(self, rank: int, steps: Sequence[int], *, attempt: int = 1) -> None:
-        found = rows(rank, steps, attempt=attempt, rank_loss=1.0)
+        writer = self.merger.number_of((f"i{rank}", "steps"))
+        found = part(rank, steps, world=self.world, writer=writer, attempt=attempt, rank_loss=1.0)
         found.seq[:] += self.numbers.get(rank, 0)
         self.numbers[rank] = self.numbers.get(rank, 0) + len(steps)
-        self.merger.add((f"i{rank}", "steps"), Part(rank, self.world, found), self.now)
+        self.merger.add(found, self.now)
+
+    def write_layers(self, steps: Sequence[int]) -> None:
+        rest = [None] * (len(LAYERS_SCHEMA.columns) - 6)
+        raw = Writer().batch(LAYERS_SCHEMA, [[s, 1, 0, 0, 0, 1.0, *rest] for s in steps])
+        writer = self.merger.number_of(("i0", "layers"))
+        found = decoded(LAYERS_SCHEMA, raw, ["layer", *LAYER_COLUMNS], writer=writer)
+        self.merger.add_layers(LayerPart({0: "a"}, found), 0)
 
     def out(self, seconds: float = 0.0, **how: Any) -> list[tuple[int, int]]:
         self.now += int(seconds * SECOND)
@@ -302,28 +322,21 @@ def test_a_merger_that_is_begun_anew_tells_what_the_other_would_have(cut: int):
     assert 0 == again.merger.num_late
 
 
-def layer_rows(steps: Sequence[int]) -> Rows:
-    rest = [None] * (len(LAYERS_SCHEMA.columns) - 6)
-    raw = Writer().batch(LAYERS_SCHEMA, [[s, 1, 0, 0, 0, 1.0, *rest] for s in steps])
-    return decode(LAYERS_SCHEMA, decode_batch(raw).rows, ["layer", *LAYER_COLUMNS])
-
-
 def test_steps_at_which_layers_are_due_wait_for_them():
     gathered = Gathered(world=1, patience_seconds=20)
     for steps in ([0], [10]):
-        gathered.merger.add_layers(("i0", "layers"), LayerPart({0: "a"}, layer_rows(steps)), 0)
+        gathered.write_layers(steps)
     gathered.write(0, range(25))
     merged = gathered.merger.ready(0)
     assert [0, 10] == [m.step for m in merged if m.layers]
     assert 19 == merged[-1].step
-    found = LayerPart({0: "a"}, layer_rows([20]))
-    gathered.merger.add_layers(("i0", "layers"), found, 0)
+    gathered.write_layers([20])
     assert [20] == [m.step for m in gathered.merger.ready(0) if m.layers]
 
 
 def test_layers_that_end_hold_nobody_up_for_long():
     gathered = Gathered(world=1, patience_seconds=20)
-    gathered.merger.add_layers(("i0", "layers"), LayerPart({0: "a"}, layer_rows([0, 1])), 0)
+    gathered.write_layers([0, 1])
     gathered.write(0, range(5))
     assert [(1, 0), (1, 1)] == gathered.out()
     assert [(1, 2), (1, 3), (1, 4)] == gathered.out(20)

@@ -51,6 +51,11 @@ class StepWatcher(Protocol):
 
     name: str
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        ...
+
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Take one step in; steps come in order, a newer attempt may go back."""
         ...

@@ -131,8 +131,8 @@ class Episode:
 class Watcher:
     """Base of the step watchers: knows when a run went back or was started anew.
 
-    A subclass gives ``_judge``, ``_state`` and ``_restore``, and ``_restarted`` where it keeps
-    anything that a new attempt makes void.
+    A subclass gives ``_judge``, ``_state`` and ``_restore``, ``_restarted`` where it keeps anything
+    that a new attempt makes void, and ``goes_on`` where it tells of what lasts.
     """
 
     name = ""
@@ -141,6 +141,11 @@ class Watcher:
         self._attempt = 0
         self._step = 0
         self._has_seen = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds; of what happens at one step, never."""
+        return False
 
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Take one step in; steps come in order, a newer attempt may go back."""

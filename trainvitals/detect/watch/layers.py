@@ -130,6 +130,11 @@ class LayerOutlierWatcher(Watcher):
         self._courses: dict[str, Course] = {}
         self._episode = Episode(self._config.clear_after)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._episode.on
+
     def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return what is watched, of every layer that has it and where it is above zero."""
         raise NotImplementedError

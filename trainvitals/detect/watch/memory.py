@@ -107,6 +107,11 @@ class MemoryCreepWatcher(Watcher):
         """Whether each scale showed a creep when it was last judged."""
         self._episode = Episode(self._config.clear_after)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._episode.on
+
     def _new_scales(self) -> list[_Floors]:
         sizes = [self._config.block, *([_PER_LEVEL] * (_LEVELS - 1))]
         return [_Floors(size, self._config.blocks) for size in sizes]

@@ -76,6 +76,11 @@ class LearningRateWatcher(Watcher):
         self._zero = Episode(self._config.clear_after)
         self._nonfinite = Episode(self._config.clear_after)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._zero.on or self._nonfinite.on
+
     def _restarted(self, merged: MergedStep) -> None:
         self._is_resumed, self._last, self._zeros = True, None, 0
 

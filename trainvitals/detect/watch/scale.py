@@ -62,6 +62,11 @@ class LossScaleWatcher(Watcher):
         clear = self._config.clear_after
         self._low, self._collapse, self._rate = Episode(clear), Episode(clear), Episode(clear)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._low.on or self._collapse.on or self._rate.on
+
     def _restarted(self, merged: MergedStep) -> None:
         """Forget the search's state: a new process begins with the scaler's first scale."""
         self._scale = self._count = None

@@ -138,6 +138,10 @@ class WatchSet:
                 self._memory.learn_total(total)
         return tuple(finding for w in self._of_nodes for finding in w.update(sample))
 
+    def lasting(self) -> frozenset[str]:
+        """Return the detectors of which something that was told as it began still holds."""
+        return frozenset(watcher.name for watcher in self._of_steps if watcher.goes_on)
+
     def idle(self, now_ns: int) -> tuple[Finding, ...]:
         """Return what is to be told of a step that does not come; once, until one does.
 

@@ -87,6 +87,11 @@ class ThroughputWatcher(Watcher):
         self._block_start = -1
         self._episode = Episode(self._config.clear_after)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._episode.on
+
     def _restarted(self, merged: MergedStep) -> None:
         self.pace.went_back(merged.step)
         self._settling = self._config.settle_rows

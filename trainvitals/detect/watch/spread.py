@@ -53,6 +53,11 @@ class RankLossWatcher(Watcher):
         """By rank: steps off, below zero for the lower side, and since when."""
         self._told: set[int] = set()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return bool(self._told)
+
     def _restarted(self, merged: MergedStep) -> None:
         self._counts.clear()
         self._told.clear()

@@ -65,6 +65,11 @@ class DataBoundWatcher(Watcher):
         self._start = -1
         self._episode = Episode(self._config.clear_after)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._episode.on
+
     def _restarted(self, merged: MergedStep) -> None:
         self._drop()
 
@@ -185,6 +190,11 @@ class StragglerWatcher(Watcher):
         self._late: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._told: set[int] = set()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
         self._late.clear()
