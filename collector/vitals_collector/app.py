@@ -26,6 +26,7 @@ from trainvitals.wire import IngestReply
 from vitals_collector.api_control import control_router
 from vitals_collector.api_query import query_router
 from vitals_collector.auth import INGEST_PATH, Gate, access_config, load_or_create_tokens, require
+from vitals_collector.compactor import Compactor
 from vitals_collector.engine import Acting, EngineConfig, assemble
 from vitals_collector.exposition import StoreCollector, metrics_router
 from vitals_collector.folder import FolderIngest
@@ -163,13 +164,16 @@ def _lifespan(
         )
         if settings.folders:
             follower.start()
+        compactor = Compactor(store)
         acting.start()
         reception.start()
+        compactor.start()
         try:
             yield
         finally:
             stop.set()
             await run_in_threadpool(reception.close)
+            await run_in_threadpool(compactor.close)
             if settings.folders:
                 await run_in_threadpool(follower.join)
             await run_in_threadpool(acting.close)

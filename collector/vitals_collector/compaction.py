@@ -146,6 +146,8 @@ def compact(store: Store, *, run_id: str | None = None) -> Compacted:
     done = Compacted()
     for key in writers(store, run_id=run_id):
         compact_writer(store, key, done, is_over=True)
+    while store.reclaim():
+        pass
     return done
 
 

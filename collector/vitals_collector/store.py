@@ -47,6 +47,8 @@ class IngestCounters:
     num_hook_errors: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     """Refused batches by error code."""
+    num_deferred: int = 0
+    """Bodies sent away because there was no room, to come back later."""
     thinned: dict[tuple[str, str], int] = field(default_factory=dict)
     """Rows taken away, by stream and reason."""
     num_forgotten: int = 0
@@ -60,6 +62,11 @@ class IngestCounters:
         """Count a body that holds no batches; single batches are counted where they are stored."""
         with self.lock:
             self.rejected[code] = self.rejected.get(code, 0) + 1
+
+    def defer(self) -> None:
+        """Count a body for which there was no room."""
+        with self.lock:
+            self.num_deferred += 1
 
 
 class Store:
@@ -98,6 +105,32 @@ class Store:
             writing = connection.execution_options(vitals_write=True)
             with writing.begin():
                 yield writing
+
+    def reclaim(self, *, above: float = 0.0, max_pages: int = 512) -> int:
+        """Give free pages of an SQLite file back to the disk; PostgreSQL does that by itself.
+
+        Args:
+            above: do nothing until so large a share of the file is free.
+            max_pages: at most so many, for it moves others into their place.
+
+        Returns:
+            How many were given back.
+        """
+        if not self._is_sqlite:
+            return 0
+
+        def number(connection: Connection, pragma: str) -> int:
+            return int(connection.exec_driver_sql(f"PRAGMA {pragma}").scalar() or 0)
+
+        with self.read() as connection:
+            num_free = number(connection, "freelist_count")
+            if not num_free or num_free <= above * number(connection, "page_count"):
+                return 0
+        with self.write() as connection:
+            # However many it is told, the driver takes one step, and a step gives one page back.
+            for _ in range(min(max_pages, num_free)):
+                connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
+            return num_free - number(connection, "freelist_count")
 
     def close(self) -> None:
         """Close all connections."""
