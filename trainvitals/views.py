@@ -71,6 +71,31 @@ class SourceView(msgspec.Struct, frozen=True, kw_only=True):
     streams: tuple[str, ...]
 
 
+class ThinnedView(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one stream that were taken away, and why: they were old, or the run too large."""
+
+    stream: str
+    reason: Literal["age", "size"]
+    num_rows: int
+    num_bytes: int
+    to_step: int
+    """The last step that was thinned; -1 where rows have no step."""
+    to_unix_ns: int
+    rule: str
+    """What was left in their place, in words."""
+
+
+class RunVolume(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run takes in the store, and what of it was thinned."""
+
+    num_bytes: int
+    max_bytes: int
+    """The cap; 0 is none."""
+    thinned: tuple[ThinnedView, ...] = ()
+    is_pinned: bool = False
+    """Kept whatever its age."""
+
+
 class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a run that is not a curve."""
 
@@ -80,6 +105,7 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[SourceView, ...]
     metrics: tuple[str, ...]
     """Series there are: ``stream.column`` (``steps.loss``, ``gpu.power_watts``, ``scalars.X``)."""
+    volume: RunVolume | None = None
 
 
 class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
@@ -154,6 +180,9 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[DecisionView, ...]
     data: tuple[StepData, ...] = ()
     """Of a bad step; of any other where the run directory keeps it, and is at hand."""
+    over_ranks: tuple[StepRow, ...] = ()
+    """Of a thinned step: the numbers over all ranks, ``COLUMN:min`` and so on, for each attempt.
+    ``num_ranks`` is how many ranks had a row; ``rows`` then holds only those of the worst."""
 
 
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from vitals_collector.loading import Selection
 from vitals_collector.schema import batches, measured_columns, names
+from vitals_collector.thinning import RANKS
 
 UNKNOWN = "V101"
 """Error code: there is nothing of that name."""
@@ -44,9 +45,11 @@ def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
 
 def unit_of(metric: str) -> str:
     """Return the metric's unit by the catalog, "" where it has none or is the user's own."""
-    layer, _, column = metric.rpartition(":")
-    if layer.startswith("layers.") and column in _OF_LAYERS:
+    series, _, column = metric.rpartition(":")
+    if series.startswith("layers.") and column in _OF_LAYERS:
         metric = f"layers.{column}"
+    if series.startswith("ranks.") and column in ("min", "mean", "max"):
+        metric = f"steps.{series.removeprefix('ranks.')}"
     try:
         return catalog.spec(metric).unit
     except KeyError:
@@ -66,7 +69,7 @@ def select_rows(
         raise UsageError(
             f"metric is {metric!r}; it must be stream.column, such as steps.loss", code=UNKNOWN
         )
-    if source:
+    if source and source != RANKS:
         Source.parse(source)
     chosen = source or _default_source(connection, run_id, stream)
     if stream in NAMED:
@@ -107,6 +110,8 @@ def _by_name(connection: Connection, run_id: str, metric: str, source: str) -> S
 
 
 def _default_source(connection: Connection, run_id: str, stream: str) -> str:
+    if stream == RANKS:
+        return RANKS
     if stream not in ("gpu", "node"):
         return "rank:0"  # numbers that are equal on all ranks are written by this one alone
     query = select(batches.c.source).where(batches.c.run_id == run_id, batches.c.stream == stream)

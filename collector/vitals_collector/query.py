@@ -49,9 +49,11 @@ from vitals_collector.schema import (
     streams,
 )
 from vitals_collector.shadow import with_hindsight
+from vitals_collector.sizes import volume_of
 from vitals_collector.state import Liveness
 from vitals_collector.store import Store
 from vitals_collector.stored import read_pages, rows_at_step
+from vitals_collector.thinning import RANKS, VolumeSettings
 
 MAX_POINTS = 20_000
 MAX_EVENTS = 10_000
@@ -72,6 +74,7 @@ class Query:
         clock: what "now" is, to tell a running run from a lost one.
         lost_after_seconds: how long a run may be silent.
         up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
+        volumes: what is kept of a run, to be said.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Query:
         clock: Clock,
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
+        volumes: VolumeSettings | None = None,
     ) -> None:
         self._store = store
+        self._volumes = volumes or VolumeSettings()
         self._clock = clock
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
@@ -102,6 +107,7 @@ class Query:
                 attempts=_attempts(connection, run_id),
                 sources=_sources(connection, run_id),
                 metrics=metrics.names_of(connection, run_id),
+                volume=volume_of(connection, row, self._volumes),
             )
 
     def series(
@@ -166,6 +172,7 @@ class Query:
                 findings=_findings(connection, run_id, step),
                 decisions=with_hindsight(connection, run_id, _decisions(connection, run_id, step)),
                 data=_data(connection, run_id, step),
+                over_ranks=_step_rows(connection, run_id, step, RANKS),
             )
 
     def decisions(self, run_id: str) -> tuple[DecisionView, ...]:
@@ -349,16 +356,18 @@ def _data(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...
     )
 
 
-def _step_rows(connection: Connection, run_id: str, step: int) -> tuple[StepRow, ...]:
+def _step_rows(
+    connection: Connection, run_id: str, step: int, stream: str = "steps"
+) -> tuple[StepRow, ...]:
     found: dict[tuple[str, int], StepRow] = {}
-    for page, row in rows_at_step(connection, run_id, step):
+    for page, row in rows_at_step(connection, run_id, step, stream):
         one = _step_row(page.schema, row, page.source, page.incarnation)
         found[one.source, one.attempt] = one  # of one written again, the newest
     return tuple(sorted(found.values(), key=_by_attempt_and_rank))
 
 
 def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:
-    return row.attempt, Source.parse(row.source).rank or 0
+    return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
 
 
 def _step_row(schema: Schema, raw: bytes, source: str, incarnation: str) -> StepRow:

@@ -62,9 +62,11 @@ runs = Table(
     Column("info", LargeBinary, nullable=False, default=b"", server_default=""),
     _number("info_unix_ns"),
     _number("pinned_unix_ns"),
+    _number("num_bytes"),
 )
 """``info`` is the RunInfo of the newest RunStarted; empty where only rows came so far. A pinned run
-is kept whatever its age: 0 where it is not."""
+is kept whatever its age: 0 where it is not. ``num_bytes`` is what its rows took when they were last
+measured, 0 where they were not."""
 
 attempts = Table(
     "attempts",

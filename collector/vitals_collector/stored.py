@@ -93,10 +93,12 @@ def _steps(connection: Connection, row: Row[Any]) -> npt.NDArray[np.int64]:
     return np.zeros(row.num_rows, dtype=np.int64)
 
 
-def rows_at_step(connection: Connection, run_id: str, step: int) -> list[tuple[Page, bytes]]:
+def rows_at_step(
+    connection: Connection, run_id: str, step: int, stream: str = "steps"
+) -> list[tuple[Page, bytes]]:
     """Return all sources' rows of one step, packed, each with its page; the newest written last."""
     table = batches.c
-    of_steps = (table.run_id == run_id, table.stream == "steps")
+    of_steps = (table.run_id == run_id, table.stream == stream)
     at_step = (table.min_step <= step, table.max_step >= step)
     pages = read_pages(connection, *of_steps, *at_step, pick=lambda s: np.flatnonzero(s == step))
     found = [

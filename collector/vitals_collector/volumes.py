@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from trainvitals.records import Note
 from vitals_collector import retention
@@ -77,6 +77,9 @@ class Volumes:
             if stop.is_set():
                 break
             num += self._maintain_run(run_id, now_unix_ns, stop)
+            values = {"num_bytes": self._bytes.pop(run_id)}
+            with self._store.write() as connection:
+                connection.execute(update(runs).where(runs.c.run_id == run_id).values(values))
             if not stop.is_set():
                 self._seen[run_id] = _Seen(newest, now_unix_ns)
         return num

@@ -11,9 +11,8 @@ depends_on = None
 
 def upgrade() -> None:
     """Create the tables of what was thinned and of what was forgotten; let runs be pinned."""
-    op.add_column(
-        "runs", sa.Column("pinned_unix_ns", sa.BigInteger(), server_default="0", nullable=False)
-    )
+    for name in ("pinned_unix_ns", "num_bytes"):
+        op.add_column("runs", sa.Column(name, sa.BigInteger(), server_default="0", nullable=False))
     op.create_table(
         "thinned_to",
         _run_id(),
