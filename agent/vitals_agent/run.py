@@ -138,8 +138,9 @@ class ServedRun:
         num_rows = 0
         for tail in self.tails.values():
             with faults.contained("tailer"):
-                # Asked before the copy: what a dead process wrote is then all there to be read.
-                tail.alive = tail.process.alive()
+                if tail.is_quiet:
+                    # Asked before the copy: what a dead one wrote is then all there to be read.
+                    tail.alive = tail.process.alive()
                 num_rows += tail.copy(self)
                 if not tail.alive and not tail.removed:
                     self._bury(tail)

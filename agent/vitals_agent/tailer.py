@@ -12,6 +12,7 @@ from vitals_agent.lastseen import LastSeen
 from vitals_agent.process import RankProcess
 
 MAX_READS_PER_CYCLE = 64
+ROWS_PER_READ = 1024
 
 
 class Sink(Protocol):
@@ -39,7 +40,9 @@ class JournalTail:
         self.process_values: dict[str, Value] = {}
         self.num_rows = 0
         self.alive = False
-        """Whether the process existed when the journal was last copied."""
+        """Whether the process existed when that was last asked."""
+        self.is_quiet = True
+        """Whether the last copy found nothing: only then is it worth asking for the process."""
         self.removed = False
         self._reader = JournalReader(directory)
         self._appended = dict(resume)
@@ -53,10 +56,9 @@ class JournalTail:
             self.removed = True  # by someone else's hand: there is nothing to wait for
             return 0
         num_rows = 0
+        self.is_quiet = True  # also where this fails: then its process must be asked for
         for _ in range(MAX_READS_PER_CYCLE):
-            batches = self._reader.read()
-            if not batches:
-                break
+            batches = self._reader.read(max_rows=ROWS_PER_READ)
             for batch in batches:
                 try:
                     sink.append(encode_batch(batch.header, batch.rows))
@@ -67,7 +69,10 @@ class JournalTail:
                 self._appended[batch.header.stream] = batch.header.last_seq
                 num_rows += batch.header.num_rows
                 self._observe(batch)
+            if sum(batch.header.num_rows for batch in batches) < ROWS_PER_READ:
+                break  # no stream gave as much as it may: there is nothing more
         self.num_rows += num_rows
+        self.is_quiet = not num_rows
         return num_rows
 
     def synced(self) -> None:
@@ -84,6 +89,7 @@ class JournalTail:
 
     def not_synced(self) -> None:
         """Read again what the disk may not have kept; a row twice in the spool counts once."""
+        self.is_quiet = True
         unknown = dict.fromkeys(self._appended, -1)
         self._reader.resume_after({**unknown, **self._synced})
         self._appended = dict(self._synced)

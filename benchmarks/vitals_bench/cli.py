@@ -67,6 +67,7 @@ def register(app: typer.Typer) -> None:
     bench.command("checkpoint", epilog="Example: vitals bench checkpoint --quick")(bench_checkpoint)
     bench.command("detect", epilog="Example: vitals bench detect --format json")(bench_detect)
     bench.command("ingest", epilog="Example: vitals bench ingest --quick")(bench_ingest)
+    bench.command("agent", epilog="Example: vitals bench agent --quick")(bench_agent)
     bench.command("query", epilog="Example: vitals bench query --quick")(bench_query)
     app.add_typer(bench, name="bench")
 
@@ -142,6 +143,11 @@ def bench_ingest(
     _run(("ingest",), quick=quick, output=output, page=page, options=options)
 
 
+def bench_agent(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Measure the agent's CPU time beside eight ranks and eight GPUs, and its parts' shares."""
+    _run(("agent",), quick=quick, output=output, page=page)
+
+
 def bench_query(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
     """Measure how soon a run of a million steps is drawn, read whole and understood."""
     _run(("query",), quick=quick, output=output, page=page)
@@ -160,7 +166,7 @@ def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
 
 
 def _benches() -> Mapping[str, Mapping[str, Measure]]:
-    from vitals_bench import checkpoint, detect, guard, ingest, parts, query
+    from vitals_bench import agent, checkpoint, detect, guard, ingest, parts, query
 
     return {
         "guard": guard.PARTS,
@@ -169,6 +175,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "checkpoint": checkpoint.PARTS,
         "ingest": ingest.PARTS,
         "query": query.PARTS,
+        "agent": agent.PARTS,
     }
 
 

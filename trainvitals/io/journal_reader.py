@@ -1,6 +1,7 @@
 """Reads a journal while it is written, and after its writer died at any moment."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ class JournalReader:
         self.directory = directory
         self.dropped = 0
         self.set_aside: set[Path] = set()
+        self._closed_path = str(directory / CLOSED)
         self._known: dict[Path, _Known] = {}
         self._next: dict[str, int] = {}
         self._seen: dict[str, int] = {}
@@ -110,6 +112,8 @@ class JournalReader:
             self.directory.rmdir()
 
     def _marker(self) -> ClosedMarker | None:
+        if not os.path.lexists(self._closed_path):  # asked all the time, and costs less than a try
+            return None
         try:
             raw = read_bytes(self.directory / CLOSED, 0, 65_536)
         except FileNotFoundError:

@@ -53,7 +53,7 @@ def list_segments(directory: Path) -> dict[str, list[tuple[int, Path]]]:
     """Return each stream's segments as (index, path), oldest first; other files are passed over."""
     found: dict[str, list[tuple[int, Path]]] = {}
     try:
-        names = [path.name for path in directory.iterdir()]
+        names = os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
     except FileNotFoundError:
         return found
     for name in names:
