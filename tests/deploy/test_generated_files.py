@@ -2,7 +2,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,20 +135,45 @@ class TestSlurm:
         first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
         assert [] == [line for line in lines[first:] if line.startswith("#SBATCH")]
 
-    def test_a_requeued_job_goes_on_with_its_own_run(self, tmp_path):
-        script = GENERATORS["slurm"](runs=str(tmp_path))["vitals-train.sbatch"]
-        start = script.partition("export VITALS_RUN_ID")[0] + 'echo "$VITALS_RUN_ID"'
-        environment = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
+    @pytest.mark.servers("shellcheck")
+    @pytest.mark.parametrize("runs", ["$HOME/vitals_runs", "/scratch/my runs"])
+    def test_the_script_has_no_pitfall_that_is_known(self, runs, tmp_path):
+        (path,) = write_files(tmp_path, GENERATORS["slurm"](runs=runs))
+        checked = run("shellcheck", path)
+        assert (0, "") == (checked.returncode, checked.stdout)
+
+    @pytest.mark.servers("bash")
+    @pytest.mark.parametrize(
+        ("code", "signals", "requeued"), [(0, "", False), (3, "", False), (1, "USR1", True)]
+    )
+    def test_it_keeps_the_exit_code_takes_up_what_is_left_and_requeues_when_its_time_is_up(
+        self, code, signals, requeued, tmp_path
+    ):
+        (path,) = write_files(tmp_path, GENERATORS["slurm"](runs=str(tmp_path / "runs")))
+        said = tmp_path / "said"
+        doubles = {
+            "srun": f'[ "$1" = torchrun ] || exit 0; {f"kill -{signals} $PPID;" if signals else ""}'
+            f" sleep 0.2; exit {code}",
+            "scontrol": "echo n1; echo n2",
+            "scancel": "",
         }
-        ids = [
-            subprocess.run(
-                ["bash", "-c", start], env=environment, capture_output=True, text=True, check=True
-            ).stdout
-            for _ in range(2)
-        ]
-        assert ids[0] == ids[1] != ""
+        for name, body in doubles.items():
+            (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{said}\n{body}\n')
+            (tmp_path / name).chmod(0o755)
+        settings = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+        done = subprocess.run(
+            ["bash", path],
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **settings},
+            capture_output=True,
+            timeout=20,
+            check=False,
+        )
+        lines = said.read_text().splitlines()
+        assert code == done.returncode
+        assert "--rdzv-endpoint=n1:23456" in " ".join(lines)
+        assert "srun --ntasks-per-node=1 vitals agent --once" in lines
+        assert ("scontrol requeue 123456" in lines) is requeued
+        assert ("scancel --signal=TERM 123456" in lines) is requeued
 
 
 class TestAlertmanager:

@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from trainvitals.errors import InsecurePathError, StorageError
-from trainvitals.io.private import ensure_private_dir, is_memory_backed, open_private, private_base
+from trainvitals.errors import InsecurePathError, StorageError, VitalsError
+from trainvitals.io import private
+from trainvitals.io.private import (
+    ensure_private_dir,
+    is_memory_backed,
+    open_private,
+    private_base,
+    private_bases,
+)
 
 
 def test_the_base_lies_where_the_environment_says_and_only_we_may_enter(tmp_path: Path) -> None:
@@ -22,6 +29,33 @@ def test_a_base_that_is_there_is_used_again(tmp_path: Path) -> None:
 def test_a_missing_folder_for_the_base_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"VITALS_SHM is .*/nowhere"):
         private_base({"VITALS_SHM": str(tmp_path / "nowhere")})
+
+
+def test_a_folder_that_is_refused_is_passed_over_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("shm", "tmp", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(private, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(private, "_TEMPORARY", (tmp_path / "elsewhere",))
+    name = f"trainvitals-{os.getuid()}"
+    (tmp_path / "shm" / name).symlink_to(tmp_path)
+    refused: list[VitalsError] = []
+    environ = {"TMPDIR": str(tmp_path / "tmp")}
+    expected = [tmp_path / "tmp" / name, tmp_path / "elsewhere" / name]
+    assert expected == list(private_bases(environ, refused))
+    assert [InsecurePathError] == [type(error) for error in refused]
+    for folder in ("tmp", "elsewhere"):
+        (tmp_path / folder / name).rmdir()
+        (tmp_path / folder / name).touch()
+    with pytest.raises(StorageError, match=r"no folder for journals.*is a link.*is no folder"):
+        private_base(environ)
+
+
+def test_what_the_environment_says_has_no_second_best(tmp_path: Path) -> None:
+    (tmp_path / f"trainvitals-{os.getuid()}").touch()
+    with pytest.raises(InsecurePathError, match="must be a folder"):
+        private_base({"VITALS_SHM": str(tmp_path)})
 
 
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -59,3 +59,27 @@ def test_each_run_of_a_script_that_trains_several_is_found_again(tmp_path):
         remember_run(tmp_path, FIRST, run_id, nth=nth)
     found = [earlier_run(tmp_path, AGAIN, nth=nth) for nth in range(4)]
     assert [*runs, None] == found
+
+
+def test_a_restart_within_a_job_finds_the_run_although_rank_0_is_on_another_node(
+    launched, monkeypatch
+):
+    monkeypatch.setattr(relaunch.socket, "gethostname", lambda: "another node")
+    assert RUN == earlier_run(launched, {**AGAIN, **JOB})
+
+
+def test_tasks_that_train_each_for_itself_go_on_each_with_its_own_run(tmp_path):
+    alone = {**JOB, "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}
+    runs = ["0" * 25 + digit for digit in "12"]
+    for task, run_id in enumerate(runs):
+        remember_run(tmp_path, {**alone, "SLURM_PROCID": str(task)}, run_id)
+    again = {**alone, "SLURM_RESTART_COUNT": "1"}
+    found = [earlier_run(tmp_path, {**again, "SLURM_PROCID": str(task)}) for task in range(2)]
+    assert runs == found
+
+
+def test_a_training_over_all_tasks_is_found_by_whichever_holds_rank_0(tmp_path):
+    over_all = {**JOB, "SLURM_STEP_NUM_TASKS": "4", "WORLD_SIZE": "32", "GROUP_WORLD_SIZE": "4"}
+    remember_run(tmp_path, {**over_all, "SLURM_PROCID": "0"}, RUN)
+    again = {**over_all, "SLURM_PROCID": "3", "SLURM_RESTART_COUNT": "1"}
+    assert RUN == earlier_run(tmp_path, again)
