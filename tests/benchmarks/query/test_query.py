@@ -1,0 +1,68 @@
+"""The bench of queries: what was planted is in the answer, or is said to be hidden. No times."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vitals_bench import wide
+from vitals_bench.query import measure
+from vitals_bench.query.filling import Filling, Size, pieces, plant
+
+TINY = Size(num_steps=20_000, num_metrics=4, num_ranks=8, num_last=200, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("query")
+    filling = Filling(TINY)
+    with wide.sqlite_store(folder, "ours") as store:
+        filling.fill(store)
+        yield measure.Asking(store, filling)
+
+
+def test_spikes_and_nans_are_planted_alone_in_their_windows_and_nowhere_else():
+    planted = plant(20_000)
+    steps = sorted([*planted.spikes, *planted.nonfinite])
+    assert 80 == len(set(steps))
+    assert min(b - a for a, b in pairwise(steps)) > 20_000 // 1_000
+    values = [v for _, piece in pieces(TINY, planted) for v in piece[:, 0].tolist()]
+    assert planted.spikes == {s: v for s, v in enumerate(values) if 2 < abs(v) < math.inf}
+    assert set(planted.nonfinite) == {s for s, v in enumerate(values) if not math.isfinite(v)}
+
+
+def test_an_overview_of_two_thousand_points_shows_all_that_was_planted(asked):
+    reply = asked.overview()
+    assert TINY.num_steps == reply.num_total
+    assert len(reply.step) <= 2 * measure.NUM_POINTS
+    assert 0 == measure.num_hidden(reply, asked.filling.planted)
+
+
+def test_what_an_answer_lacks_is_counted(asked):
+    planted, reply = asked.filling.planted, asked.overview()
+    spike, gone = next(iter(planted.spikes)), next(iter(planted.nonfinite))
+    value = tuple(0.0 if s == spike else v for s, v in zip(reply.step, reply.value, strict=True))
+    marks = tuple(mark for mark in reply.nonfinite if mark.step != gone)
+    lacking = msgspec.structs.replace(reply, value=value, nonfinite=marks)
+    assert 2 == measure.num_hidden(lacking, planted)
+
+
+def test_a_post_mortem_asks_ten_questions_and_the_step_has_all_ranks(asked):
+    questions = asked.post_mortem()
+    answers = {name: question() for name, question in questions.items()}
+    assert 10 == len(answers)
+    assert all(answers.values())
+    assert TINY.num_ranks == len(answers["step"].rows)
+    assert "the norm was far above its limit" in " ".join(answers["why"].split())
+
+
+def test_the_bench_yields_its_rows_with_their_goals():
+    rows = list(measure.measure_size(replace(TINY, num_steps=5_000, rounds=2)))
+    assert ["ratio <= 0.00667", "<= 30 ms", "= 0 of them", "ratio <= 0.05", "<= 1 s"] == [
+        row.plain()["goal"] for row in rows
+    ]
+    assert all(row.ours is not None for row in rows)
+    assert 0 == rows[2].ours
