@@ -1,5 +1,9 @@
 """The acting parts over a store, and what was heard of them."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from tests.collector.rows import RUN, Writer
 from trainvitals.records import (
     Decision,
     DecisionMade,
@@ -12,6 +16,7 @@ from vitals_collector.alerts import InboxConfig
 from vitals_collector.engine import Acting, EngineConfig, assemble
 from vitals_collector.ingest import ingest
 from vitals_collector.notifiers import DELIVERED, Result
+from vitals_collector.query import Query
 from vitals_collector.store import Store
 
 
@@ -65,6 +70,30 @@ class Place:
         self.acting.engine.poll()
         self.acting.dispatcher.pump()
         return self.heard.words
+
+
+class Job:
+    """A place with a job of some ranks in it: rank 1 keeps the others waiting when told to."""
+
+    def __init__(self, store: Store, world: int = 3) -> None:
+        self.place = Place(store)
+        self.ranks = [Writer(f"rank:{rank}", world_size=world) for rank in range(world)]
+
+    def rows(self, rank: int, steps: Sequence[int], *, slow: bool = False, **how: Any) -> bytes:
+        waits = 0.0 if slow and rank == 1 else 0.4 if slow else 0.01
+        columns = {"step_duration_seconds": 1.0, "communication_seconds": waits, "loss": 2.0}
+        return self.ranks[rank].steps(steps, **(columns | how))
+
+    def train(self, steps: Sequence[int], *, slow: bool = False, **how: Any) -> None:
+        for rank in range(len(self.ranks)):
+            self.place.send(self.rows(rank, steps, slow=slow, **how))
+
+    def look(self) -> list[str]:
+        return self.place.look()
+
+    def found(self, run: str = RUN) -> list[tuple[str, int]]:
+        query = Query(self.place.store, clock=self.place.clock)
+        return [(one.finding.kind, one.finding.step) for one in query.findings(run)]
 
 
 def decision(seq: int = 1, action: str = "skip_step", step: int = 5, **fields) -> DecisionMade:

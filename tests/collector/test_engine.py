@@ -1,11 +1,11 @@
 import pytest
 
-from tests.collector.acting import Heard, Place, decision, started
-from tests.collector.rows import RUN, Writer
-from trainvitals.records import (
-    RunEnded,
-)
+from tests.collector.acting import Heard, Job, Place, decision, started
+from tests.collector.rows import OTHER_RUN, RUN, START, Writer
+from trainvitals.errors import StorageError
+from trainvitals.records import Note, RunEnded
 from trainvitals.views import AckRequest
+from vitals_collector.looks import Looks
 from vitals_collector.notifiers import DELIVERED, Result
 from vitals_collector.store import Store
 
@@ -162,6 +162,40 @@ def test_a_program_that_failed_is_told_and_pages_nobody(place: Place):
     assert "notify" == place.heard.alerts[0].severity
 
 
+def test_the_alert_of_a_failed_run_says_what_the_first_rank_that_failed_said(place: Place):
+    ranks = [Writer(f"rank:{rank}") for rank in range(2)]
+    for writer in ranks:
+        place.send(writer.steps(range(6)))
+    place.send(ranks[1].events(RunEnded(state="failed", reason="KeyError: 'x'"), at=START + 1))
+    place.send(ranks[0].events(RunEnded(state="failed", reason="timeout"), at=START + 2))
+    assert ["RunFailed firing"] == place.look()
+    assert "rank 1: KeyError: 'x'" == place.heard.alerts[0].summary
+
+
+def test_the_alert_of_a_run_whose_rank_was_killed_says_what_its_agent_said(place: Place):
+    rank, other, agent = Writer(pid=7), Writer("rank:1", pid=8), Writer("node:node-a")
+    for writer in (rank, other):
+        place.send(writer.steps(range(6)))
+    note = Note(code="rank_gone", text="rank 1 (pid 8 on node-a) is gone without a goodbye")
+    place.send(agent.process_rows(6, {1: (8, 0)}))
+    place.send(agent.events(note, step=6))
+    place.send(rank.events(RunEnded(state="interrupted"), step=9))
+    place.send(rank.steps([9]))
+    assert ["RunFailed firing"] == place.look()
+    assert note.text == place.heard.alerts[0].summary
+
+
+def test_a_run_whose_processes_are_all_gone_is_lost_at_once_and_told_after_its_hold(place: Place):
+    place.send(Writer(pid=7, world_size=1).steps(range(6)))
+    agent = Writer("node:node-a")
+    assert [] == place.look()
+    place.send(agent.process_rows(6, {0: (7, 0)}))
+    assert [] == place.look()
+    assert {RUN: "lost"} == states(place)
+    place.clock.advance(15)
+    assert ["RunLost firing"] == place.look()
+
+
 def test_a_silence_withholds_and_its_end_tells(place: Place):
     writer = Writer()
     place.send(writer.events(started(), decision(step=5, action="rollback", budget_left=2)))
@@ -186,6 +220,122 @@ def test_pending_commands_expire_by_themselves(place: Place):
     place.clock.advance(60)
     place.look()
     assert {"expired": 1} == commands.counts(place.store)
+
+
+# -------------------------------------------------------------------------------- what a look costs
+
+
+def states(place: Place) -> dict[str, str]:
+    return {look.run_id: look.state for look in place.acting.engine._looks.known()}
+
+
+def asked(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by each run that the store is asked after."""
+    runs: list[str] = []
+    look_at = Looks._look_at
+
+    def noted(self: Looks, connection, some, *rest) -> None:
+        runs.extend(some)
+        look_at(self, connection, some, *rest)
+
+    monkeypatch.setattr(Looks, "_look_at", noted)
+    return runs
+
+
+def test_a_run_that_ended_is_not_asked_after_until_something_of_it_comes(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    ended, going = Writer(world_size=1), Writer(run=OTHER_RUN, world_size=1)
+    place.send(ended.steps(range(6)))
+    place.send(ended.events(RunEnded(state="finished")))
+    place.send(going.steps(range(6)))
+    place.look()
+    runs = asked(place, monkeypatch)
+    for _ in range(3):
+        place.clock.advance(1)
+        place.look()
+    assert [OTHER_RUN] * 3 == runs
+    place.send(Writer(started=place.clock.time_ns(), world_size=1).steps([6]))
+    place.look()
+    assert [RUN, OTHER_RUN] == runs[3:]
+    assert {RUN: "running", OTHER_RUN: "running"} == states(place)
+
+
+def test_rows_alone_are_watched_at_once_and_their_run_is_asked_after_later(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+):
+    job = Job(place.store)
+    job.train(range(5))
+    job.look()
+    runs = asked(job.place, monkeypatch)
+    job.train(range(5, 30), slow=True)
+    job.place.acting.engine.poll(only_new=True)
+    job.place.acting.dispatcher.pump()
+    assert ["StragglerRank firing"] == job.place.heard.words
+    assert [] == runs
+
+
+def test_a_decision_and_an_end_are_told_without_waiting_for_the_next_look_at_all_runs(
+    place: Place,
+):
+    writer = Writer(world_size=1)
+    place.send(writer.steps(range(6)))
+    place.look()
+    halt = decision(action="halt", reason="out of budget")
+    place.send(writer.events(halt, RunEnded(state="halted", reason="out of budget")))
+    place.acting.engine.poll(only_new=True)
+    place.acting.dispatcher.pump()
+    assert ["TrainingHalted firing"] == place.heard.words
+
+
+def test_a_run_that_was_removed_from_the_store_is_forgotten(place: Place):
+    place.look()
+    engine = place.acting.engine
+    engine._looks.touch([RUN], at_once=True)
+    place.look()
+    assert {} == states(place)
+    assert [] == place.heard.words
+
+
+def test_rows_wake_the_engine_as_decisions_do(place: Place):
+    engine = place.acting.engine
+    for raw in (Writer().steps([0]), Writer("node:node-a").node_rows([0])):
+        engine._wake.clear()
+        place.send(raw)
+        assert engine._wake.is_set()
+
+
+def test_a_store_that_refuses_a_look_is_asked_again(place: Place, monkeypatch: pytest.MonkeyPatch):
+    writer = Writer(world_size=1)
+    place.send(writer.steps(range(6)))
+    place.send(writer.events(RunEnded(state="failed", reason="x")))
+
+    def refuse(*_: object) -> None:
+        raise StorageError("locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Looks, "_look_at", refuse)
+        with pytest.raises(StorageError):
+            place.acting.engine.poll(only_new=True)
+    place.acting.engine.poll(only_new=True)
+    place.acting.dispatcher.pump()
+    assert ["RunFailed firing"] == place.heard.words
+
+
+def test_the_threads_tell_of_what_only_rows_show_without_being_asked(place: Place):
+    import threading
+
+    told = threading.Event()
+    place.heard.notify = lambda alerts: told.set() or DELIVERED
+    job = Job(place.store)
+    job.place.heard.notify = place.heard.notify
+    job.place.acting.start()
+    try:
+        job.train(range(5))
+        job.train(range(5, 30), slow=True)
+        assert told.wait(10)
+    finally:
+        job.place.acting.close()
 
 
 def test_the_threads_tell_without_being_asked_and_end(place: Place):

@@ -8,11 +8,12 @@ store's hooks as the ingest would: only what comes after the commit is timed.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import numpy as np
 from sqlalchemy import update
 
 from trainvitals.catalog import steps_schema
+from trainvitals.clock import SystemClock
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 from trainvitals.rows import Schema, Value
 from trainvitals.testing import ManualClock
@@ -31,6 +33,7 @@ from vitals_collector.ingest import ingest_all
 from vitals_collector.notifiers import DELIVERED, Result
 from vitals_collector.schema import sources
 from vitals_collector.store import Store, open_data_store
+from vitals_collector.watching import Watching
 
 _SECOND = 1_000_000_000
 _POLLS_A_STEP = 5
@@ -52,11 +55,15 @@ class Cost(NamedTuple):
 class _Heard:
     name, takes_log, reposts = "heard", True, False
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[AlertView], object] | None = None) -> None:
         self.words: list[str] = []
+        self._tell = tell
 
     def notify(self, alerts: Sequence[AlertView]) -> Result:
-        self.words += [f"{alert.name} {alert.state}" for alert in alerts]
+        for alert in alerts:
+            self.words.append(f"{alert.name} {alert.state}")
+            if self._tell is not None:
+                self._tell(alert)
         return DELIVERED
 
 
@@ -68,7 +75,7 @@ class Ranks:
     schema: Schema
     next_seq: int = 0
 
-    def step(self, *, slow_rank: int = -1) -> Iterator[bytes]:
+    def step(self, *, slow_rank: int = -1, learning_rate: float = 1e-3) -> Iterator[bytes]:
         """Yield each rank's next row as a batch; all others wait for ``slow_rank``."""
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         rng = np.random.default_rng(seq)
@@ -90,7 +97,7 @@ class Ranks:
                 "rank_loss": losses[rank],
             }
             if rank == 0:
-                values |= {"loss": sum(losses) / len(losses), "learning_rate": 1e-3, "verdict": 0}
+                values |= {"loss": losses[0], "learning_rate": learning_rate, "verdict": 0}
             row = self.schema.pack(seq, [values.get(c.name) for c in self.schema.columns])
             header = BatchHeader(
                 identity=identity, stream_schema=self.schema, first_seq=seq, num_rows=1
@@ -150,6 +157,49 @@ def replay_commit(store: Store, num_ranks: int, num_steps: int, *, slow_from: in
     )
 
 
+def catch_up(store: Store, num_ranks: int, num_steps: int) -> float:
+    """Return the CPU time that a collector which starts takes to read and watch what is stored."""
+    clock = ManualClock()
+    ranks = new_ranks(num_ranks, clock.time_ns())
+    for _ in range(num_steps):
+        raws = list(ranks.step())
+        for first in range(0, num_ranks, _BATCHES_A_COMMIT):
+            ingest_all(store, raws[first : first + _BATCHES_A_COMMIT], clock.time_ns())
+    watching = Watching(store)
+    begin = time.process_time()
+    while watching.poll(now_ns=0, running={ranks.identities[0].run_id}).has_more:
+        pass
+    return time.process_time() - begin
+
+
+def delivery_seconds(store: Store, num_alerts: int) -> list[float]:
+    """Return the times from a commit of rows that show trouble to the call of the notifier.
+
+    On the wall, with the engine's and the notifiers' own threads; the commits come at any time
+    within the engine's pauses.
+    """
+    clock, told = SystemClock(), dict[str, float]()
+    heard = _Heard(lambda alert: told.setdefault(alert.run_id, time.monotonic()))
+    acting = assemble(store, [heard], clock=clock, config=EngineConfig())
+    acting.start()
+    committed: dict[str, float] = {}
+    pauses = np.random.default_rng(0).uniform(0.0, 0.4, num_alerts)
+    try:
+        for pause in pauses:
+            ranks = new_ranks(1, clock.time_ns())
+            raw = [row for _ in range(30) for row in ranks.step(learning_rate=0.0)]
+            time.sleep(pause)
+            ingest_all(store, raw, clock.time_ns())
+            committed[ranks.identities[0].run_id] = time.monotonic()
+        deadline = time.monotonic() + 10.0
+        while len(told) < num_alerts and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        acting.close()
+        store.after_ingest.clear()
+    return [told.get(run_id, math.inf) - at for run_id, at in committed.items()]
+
+
 def _one_step(
     store: Store, acting: Acting, clock: ManualClock, some: Sequence[Batch], *, is_due: bool
 ) -> tuple[float, list[float]]:
@@ -187,12 +237,18 @@ def main() -> None:
         before = _peak_bytes()
         store.after_ingest.clear()
         cost = replay_commit(store, num_ranks, num_steps)
+        store.after_ingest.clear()
+        after = _peak_bytes()
+        stored = catch_up(store, num_ranks, 20)
+        waited = sorted(delivery_seconds(store, 100))
         store.close()
     print(
         f"{num_ranks} ranks, {num_steps} steps at 1 step/s: {100 * cost.poll_seconds:.2f} % of a "
         f"core in looks, {100 * cost.hook_seconds:.2f} % in hooks, longest look "
         f"{1e3 * cost.longest_poll_seconds:.0f} ms CPU; peak memory {before / 2**20:.0f} -> "
-        f"{_peak_bytes() / 2**20:.0f} MiB; told {list(cost.told)}"
+        f"{after / 2**20:.0f} MiB; told {list(cost.told)}\n"
+        f"from the store, {20 * num_ranks} batches: {stored:.2f} s CPU\n"
+        f"commit of the rows to the notifier: median {waited[50]:.3f} s, p99 {waited[98]:.3f} s"
     )
 
 
