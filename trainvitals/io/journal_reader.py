@@ -12,10 +12,11 @@ from trainvitals.io.segments import (
     CLOSED,
     ClosedMarker,
     SegmentHeader,
-    list_segments,
+    list_names,
     read_bytes,
     read_header,
     runs_of_rows,
+    sort_segments,
 )
 from trainvitals.records import EVENT_SCHEMA
 from trainvitals.rows import Schema
@@ -38,6 +39,8 @@ class JournalReader:
         self.set_aside: set[Path] = set()
         self._closed_path = str(directory / CLOSED)
         self._known: dict[Path, _Known] = {}
+        self._names: list[str] = []
+        self._listing: _Listing = {}
         self._next: dict[str, int] = {}
         self._seen: dict[str, int] = {}
         self._identity: Identity | None = None
@@ -47,7 +50,8 @@ class JournalReader:
     def identity(self) -> Identity | None:
         """Who writes; None until the first segment is there."""
         if self._identity is None:
-            self._learn(list_segments(self.directory), closed=self._marker() is not None)
+            closed = self._is_closed()
+            self._learn(self._list(), closed=closed)
         return self._identity
 
     def resume_after(self, positions: dict[str, int]) -> None:
@@ -61,9 +65,9 @@ class JournalReader:
             NewerVersionError: a segment is of a newer format; said once; it is set aside and
                 the next call goes on with the others.
         """
-        marker = self._marker()  # before the listing, so that what is sealed is complete when read
-        listing = list_segments(self.directory)
-        self._learn(listing, closed=marker is not None)
+        closed = self._is_closed()  # before the listing, so that what is sealed is complete in it
+        listing = self._list()
+        self._learn(listing, closed=closed)
         if self._unsaid is not None:
             error, self._unsaid = self._unsaid, None
             raise error
@@ -75,10 +79,10 @@ class JournalReader:
     @property
     def finished(self) -> bool:
         """Whether the writer said goodbye (or was pronounced dead) and all was read."""
-        marker = self._marker()
-        if marker is None:
+        if not self._is_closed():
             return False
-        listing = list_segments(self.directory)
+        marker = self._marker()
+        listing = self._list()
         self._learn(listing, closed=True)
         for segments in listing.values():
             if any(self._rest(path) for _, path in segments):
@@ -90,8 +94,10 @@ class JournalReader:
 
     def release(self, stream: str, seq: int) -> None:
         """Delete the stream's sealed segments of which every row is at or below ``seq``."""
-        closed = self._marker() is not None
-        segments = list_segments(self.directory).get(stream, [])
+        closed = self._is_closed()
+        if not closed and len(self._listing.get(stream, ())) == 1:
+            return  # it is the one that is written to
+        segments = self._list().get(stream, [])
         self._learn({stream: segments}, closed=closed)
         for i, (_, path) in enumerate(segments):
             later = self._known.get(segments[i + 1][1]) if i + 1 < len(segments) else None
@@ -111,19 +117,26 @@ class JournalReader:
                 path.unlink(missing_ok=True)
             self.directory.rmdir()
 
-    def _marker(self) -> ClosedMarker | None:
-        if not os.path.lexists(self._closed_path):  # asked all the time, and costs less than a try
-            return None
+    def _list(self) -> _Listing:
+        """Return the segments; what is known of those that are gone is forgotten."""
+        names = list_names(self.directory)
+        if names != self._names:
+            self._names, self._listing = names, sort_segments(self.directory, names)
+            there = {path for segments in self._listing.values() for _, path in segments}
+            self._known = {path: known for path, known in self._known.items() if path in there}
+            self.set_aside &= there
+        return self._listing
+
+    def _is_closed(self) -> bool:
+        return os.path.exists(self._closed_path)  # noqa: PTH110 - a reader asks often
+
+    def _marker(self) -> ClosedMarker:
+        """The writer's last word. That it is there says enough: memory may have been full."""
         try:
             raw = read_bytes(self.directory / CLOSED, 0, 65_536)
-        except FileNotFoundError:
-            return None
-        try:
             return msgspec.json.decode(raw, type=ClosedMarker)
-        except msgspec.DecodeError:
-            return (
-                ClosedMarker()
-            )  # that it is there says enough: memory was full when it was written
+        except (FileNotFoundError, msgspec.DecodeError):
+            return ClosedMarker()
 
     def _learn(self, listing: _Listing, *, closed: bool) -> None:
         for segments in listing.values():

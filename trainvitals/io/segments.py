@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -51,11 +51,20 @@ def segment_name(stream: str, index: int) -> str:
 
 def list_segments(directory: Path) -> dict[str, list[tuple[int, Path]]]:
     """Return each stream's segments as (index, path), oldest first; other files are passed over."""
-    found: dict[str, list[tuple[int, Path]]] = {}
+    return sort_segments(directory, list_names(directory))
+
+
+def list_names(directory: Path) -> list[str]:
+    """Return what lies in a journal's folder; nothing where it is gone."""
     try:
-        names = os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
+        return os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
     except FileNotFoundError:
-        return found
+        return []
+
+
+def sort_segments(directory: Path, names: Iterable[str]) -> dict[str, list[tuple[int, Path]]]:
+    """Return the segments among the names, as ``list_segments`` does."""
+    found: dict[str, list[tuple[int, Path]]] = {}
     for name in names:
         stream, _, rest = name.rpartition("-")
         number, dot, ending = rest.partition(".")
@@ -137,8 +146,8 @@ def runs_of_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tuple[i
         if not valid and begin >= 0:
             yield begin, slot
             begin = -1
-        if not valid and raw.count(0, slot * size) == len(raw) - slot * size:
-            return
+        if not valid and raw.startswith(bytes(len(raw) - slot * size), slot * size):
+            return  # not written yet
     if begin >= 0:
         yield begin, num
 
