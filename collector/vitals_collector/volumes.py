@@ -114,6 +114,9 @@ class Volumes:
         age_ns = int(self.settings.keep_hours * 3_600e9)
         old = _Pass(self, run, now_unix_ns - age_ns, Why("age", now_unix_ns), stop.is_set)
         num = old.thin()
+        if num:
+            with self._store.read() as connection:
+                self._bytes[run_id] = run_bytes(connection, run_id)
         cap = self.settings.max_run_bytes
         if not cap:
             return num
@@ -121,7 +124,12 @@ class Volumes:
         def is_enough() -> bool:
             return stop.is_set() or self._bytes[run_id] <= cap
 
-        num += _Pass(self, run, _NEVER, Why("size", now_unix_ns), is_enough).thin()
+        num_now = -1
+        while num_now and not is_enough():
+            num_now = _Pass(self, run, _NEVER, Why("size", now_unix_ns), is_enough).thin()
+            num += num_now
+            with self._store.read() as connection:  # what is left of rows takes room as well
+                self._bytes[run_id] = run_bytes(connection, run_id)
         if not stop.is_set():
             self._say_whether_over(run_id, now_unix_ns)
         return num
