@@ -16,6 +16,8 @@ from trainvitals.records import (
 from trainvitals.rows import Value, column_of, rows_of
 from trainvitals.wire import Batch
 
+_BAD = BAD_LOSS | BAD_GRADIENTS
+
 
 @dataclass(slots=True)
 class LastSeen:
@@ -50,9 +52,11 @@ class LastSeen:
         self.step = int(last.get("step") or 0)
         self.attempt = int(last.get("attempt") or 0)
         self.num_steps += batch.header.num_rows
-        verdict, valid = column_of(schema, rows_of(schema, batch.rows), "verdict")
-        bits = verdict[valid].astype(np.int64)
-        self.num_nonfinite += int(np.count_nonzero(bits & (BAD_LOSS | BAD_GRADIENTS)))
+        if batch.header.num_rows == 1:
+            self.num_nonfinite += bool(int(last.get("verdict") or 0) & _BAD)
+        else:
+            verdict, valid = column_of(schema, rows_of(schema, batch.rows), "verdict")
+            self.num_nonfinite += int(np.count_nonzero(verdict[valid].astype(np.int64) & _BAD))
 
     def _observe_event(self, event: Event) -> None:
         if isinstance(event, RunEnded):
