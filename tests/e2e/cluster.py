@@ -98,7 +98,8 @@ class Cluster:
 
     def begin(self, names: Sequence[str], *, memory: str = "64m") -> None:
         """Start the nodes; their memory is gone when one is started again."""
-        hosts = "".join(f"127.0.0.1 {name}\n" for name in names)
+        # An address each: torchrun takes nodes of one name and one process id for one node.
+        hosts = "".join(f"127.0.1.{i} {name}\n" for i, name in enumerate(names, 1))
         (self.lab.folder / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
         self._write_programs()
         for name in names:
@@ -141,6 +142,7 @@ class Cluster:
             "PATH": f"{self.programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "HOME": str(self.lab.folder / "home"),
+            "VITALS_SHM": "",  # as the nodes have it: /dev/shm
             "SLURM_CLUSTER_NAME": "emulated",
             "SLURM_JOB_ID": str(job),
             "SLURM_NNODES": str(len(self.nodes)),
