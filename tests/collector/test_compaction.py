@@ -1,0 +1,267 @@
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.collector.rows import RUN, SECOND, START, Writer
+from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA
+from trainvitals.clock import SystemClock
+from trainvitals.records import AttemptStarted, NamesDefined
+from trainvitals.rows import Value
+from trainvitals.views import Branch, RunDetail, SeriesReply, StepView
+from vitals_collector import columns, compaction
+from vitals_collector.compaction import Piece, compact, plan
+from vitals_collector.ingest import ingest
+from vitals_collector.query import Query
+from vitals_collector.store import Store, open_store
+
+MANY = 20_000
+BRANCHES: tuple[Branch, ...] = ("lineage", "discarded", "all")
+RANKS = ("rank:0", "rank:1")
+
+
+def piece(first: int, num: int, **how: object) -> Piece:
+    """Return a batch of steps whose numbers are its sequence numbers."""
+    known: dict[str, object] = {
+        "id": first,
+        "schema_digest": "a",
+        "first_seq": first,
+        "num_rows": num,
+        "is_columnar": False,
+        "min_attempt": 1,
+        "max_attempt": 1,
+        "min_step": first,
+        "max_step": first + num - 1,
+    }
+    return Piece(**(known | how))  # type: ignore[arg-type]
+
+
+def planned(*pieces: Piece, is_over: bool = False) -> list[list[int]]:
+    """Return the ids that become one each."""
+    return [[one.id for one in group] for group in plan(pieces, is_over=is_over)]
+
+
+# ----------------------------------------------------------------------------------- planning
+
+
+def test_rows_wait_until_there_are_enough_of_them():
+    few = [piece(i * 100, 100) for i in range(5)]
+    assert [] == planned(*few)
+    assert [[0, 100, 200, 300, 400, 500]] == planned(*few, piece(500, 100))
+
+
+def test_a_silent_writer_is_compacted_with_what_it_has_but_not_for_a_handful_of_rows():
+    assert [[0, 100]] == planned(piece(0, 100), piece(100, 10), is_over=True)
+    assert [] == planned(piece(0, 10), piece(10, 10), is_over=True)
+
+
+def test_small_chunks_become_a_full_one_and_a_full_one_is_left_alone():
+    small = [piece(i * 512, 512, is_columnar=True) for i in range(16)]
+    assert [] == planned(*small[:15])
+    assert [[one.id for one in small]] == planned(*small)
+    full = piece(0, 8_192, is_columnar=True)
+    assert [[8_192]] == planned(full, piece(8_192, 600))
+    assert [] == planned(full, is_over=True)
+
+
+def test_at_the_end_all_small_chunks_become_one():
+    chunks = [piece(i * 512, 512, is_columnar=True) for i in range(3)]
+    assert [[0, 512, 1024]] == planned(*chunks, is_over=True)
+    assert [] == planned(chunks[0], is_over=True)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(piece(301, 300), id="a-gap"),
+        pytest.param(piece(300, 300, schema_digest="b"), id="other-columns"),
+        pytest.param(piece(300, 300, min_attempt=2, max_attempt=2), id="another-attempt"),
+        pytest.param(piece(300, 300, min_step=200, max_step=499), id="steps-go-back"),
+        pytest.param(piece(300, 300, is_thinned=True), id="thinned"),
+    ],
+)
+def test_a_chunk_ends_where_the_next_rows_are_of_another_kind(second: Piece):
+    assert [[0]] == planned(piece(0, 300), second)
+    assert [[0], [second.id]] == planned(piece(0, 300), second, is_over=True)
+
+
+def test_rows_of_two_attempts_in_one_batch_stay_apart():
+    mixed = piece(100, 100, max_attempt=2)
+    after = piece(200, 600, min_attempt=2, max_attempt=2)
+    assert [[0], [100], [200]] == planned(piece(0, 100), mixed, after)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3_000), st.booleans()), max_size=40), st.booleans())
+def test_planning_ends_and_never_plans_a_batch_twice(sizes: list[tuple[int, bool]], is_over: bool):
+    pieces, first = [], 0
+    for num, is_columnar in sizes:
+        pieces.append(piece(first, num, is_columnar=is_columnar))
+        first += num
+    for _ in range(12):
+        groups = plan(pieces, is_over=is_over)
+        if not groups:
+            break
+        gone = [one.id for group in groups for one in group]
+        assert len(set(gone)) == len(gone)
+        for group in groups:
+            num = sum(one.num_rows for one in group)
+            assert [one.first_seq for one in group] == [one.first_seq for one in group]
+            pieces = [one for one in pieces if one not in group]
+            pieces.append(piece(group[0].first_seq, num, is_columnar=True))
+        pieces.sort(key=lambda one: one.first_seq)
+    assert [] == plan(pieces, is_over=is_over)
+    assert sum(num for num, _ in sizes) == sum(one.num_rows for one in pieces)
+
+
+# ------------------------------------------------------------------------ equal before and after
+
+
+class Story:
+    """Makes up a run: rows of ranks and a GPU, gaps, rollbacks, relaunches, resent batches."""
+
+    def __init__(self, store: Store, seed: int) -> None:
+        self.store = store
+        self.rng = random.Random(seed)
+        self.ranks = [Writer(source) for source in RANKS]
+        self.gpu = Writer("gpu:GPU-1")
+        self.step, self.attempt, self.now = 0, 1, START
+        self.sent: list[bytes] = []
+        self._send(self.ranks[0].events(AttemptStarted(id=1, parent=None, fork_step=0, reason="")))
+        names = NamesDefined(stream="layers", names={0: "a", 1: "b"})
+        self._send(self.ranks[0].events(names))
+
+    def go_on(self) -> None:
+        """Let one thing happen."""
+        self.rng.choice([self.train, self.train, self.train, self.roll_back, self.relaunch,
+                         self.send_again])()  # fmt: skip
+
+    def train(self) -> None:
+        num = self.rng.choice([1, 5, 30, 90])
+        lose = self.rng.choice([0, 0, 0, 2])
+        steps = range(self.step, self.step + num)
+        for writer in self.ranks:
+            writer.started = self.now
+            own: dict[str, Value | list[Value]] = {
+                "loss": [self._value() for _ in steps],
+                "grad_norm": 1.5,
+                "rank_loss": [self._value() for _ in steps],
+                "skipped": 0,
+            }
+            self._send(writer.steps(steps, attempt=self.attempt, lose=lose, **own))
+        rest: list[Value] = [None] * (len(GPU_SCHEMA.columns) - 5)
+        self.gpu.started = self.now
+        gpu_rows = [[-1, 0, self.gpu.time_of(s), s, self._value(), *rest] for s in steps]
+        self._send(self.gpu.batch(GPU_SCHEMA, gpu_rows))
+        rest = [None] * (len(LAYERS_SCHEMA.columns) - 6)
+        layer_rows = [
+            [s, self.attempt, self.gpu.time_of(s), s, layer, self._value(), *rest]
+            for s in steps
+            for layer in range(2)
+        ]
+        self._send(self.ranks[0].batch(LAYERS_SCHEMA, layer_rows))
+        self.step += num
+        self.now += 1_000 * SECOND
+
+    def roll_back(self) -> None:
+        fork = max(0, self.step - self.rng.choice([1, 20, 120]))
+        parent, self.attempt, self.step = self.attempt, self.attempt + 1, fork
+        started = AttemptStarted(id=self.attempt, parent=parent, fork_step=fork, reason="rollback")
+        self._send(self.ranks[0].events(started))
+
+    def relaunch(self) -> None:
+        self.ranks = [Writer(source, started=self.now) for source in RANKS]
+        self._send(self.ranks[0].events(NamesDefined(stream="layers", names={0: "b", 1: "a"})))
+        self.step = max(0, self.step - self.rng.choice([0, 10, 70]))
+
+    def send_again(self) -> None:
+        ingest(self.store, self.rng.choice(self.sent))
+
+    def _value(self) -> Value:
+        kind = self.rng.random()
+        if kind < 0.02:
+            return self.rng.choice([math.nan, math.inf, -math.inf])
+        return None if kind < 0.05 else self.rng.choice([0.25, -0.0, self.rng.gauss(0, 1)])
+
+    def _send(self, raw: bytes) -> None:
+        self.sent.append(raw)
+        ingest(self.store, raw)
+
+
+METRICS = (("steps.loss", ""), ("steps.rank_loss", "rank:1"), ("steps.grad_norm", ""),
+           ("layers.a", ""), ("gpu.utilization_ratio", ""))  # fmt: skip
+
+
+def whole_answers(store: Store, last: int) -> list[RunDetail | StepView | SeriesReply]:
+    """Return all that is asked of rows, nothing of it downsampled."""
+    query = Query(store, clock=SystemClock())
+    steps = sorted({0, last // 3, last // 2, last - 1})
+    detail = query.run(RUN)
+    detail = replace(detail, volume=replace(detail.volume, num_bytes=0))  # what compaction is for
+    answers: list[RunDetail | StepView | SeriesReply] = [detail]
+    answers += [query.step(RUN, step) for step in steps]
+    for metric, source in METRICS:
+        for branch in BRANCHES:
+            answers.append(query.series(RUN, metric, source=source, branch=branch, points=MANY))
+        cut = {"from_step": last // 3, "to_step": last // 2}
+        answers.append(query.series(RUN, metric, source=source, points=MANY, **cut))
+    return answers
+
+
+def check_outline(whole: SeriesReply, drawn: SeriesReply) -> None:
+    """What is drawn of a curve has its ends, its extremes and all its non-finite values."""
+    assert (whole.num_total, whole.num_nonfinite) == (drawn.num_total, drawn.num_nonfinite)
+    assert whole.nonfinite == drawn.nonfinite
+    rows = [list(zip(r.step, r.attempt, r.time_unix_ns, r.value, strict=True))
+            for r in (whole, drawn)]  # fmt: skip
+    assert set(rows[1]) <= set(rows[0])
+    finite = [[row for row in some if row[3] is not None] for some in rows]
+    if finite[0]:
+        assert (finite[0][0], finite[0][-1]) == (finite[1][0], finite[1][-1])
+        for best in (min, max):
+            assert best(row[3] for row in finite[0]) == best(row[3] for row in finite[1])
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make summaries of few values, so that short runs have many."""
+    monkeypatch.setattr(columns, "SUMMED_ROWS", 8)
+    monkeypatch.setattr(compaction, "MIN_ROWS", 4)
+    monkeypatch.setattr(compaction, "FULL_ROWS", 64)
+
+
+def check_story(store: Store, seed: int, num: int) -> None:
+    """Tell a story; ask everything before, after, and once more has come."""
+    story = Story(store, seed)
+    story.train()
+    for _ in range(num):
+        story.go_on()
+    for _ in range(2):
+        before = whole_answers(store, story.step)
+        assert compact(store).num_rows > 0
+        assert before == whole_answers(store, story.step)
+        query = Query(store, clock=SystemClock())
+        for whole in before:
+            if isinstance(whole, SeriesReply) and whole.num_total == len(whole.step):
+                drawn = query.series(RUN, whole.metric, source=whole.source, branch=whole.branch,
+                                     points=6)  # fmt: skip
+                if drawn.num_total == whole.num_total:  # the whole one was not cut to steps
+                    check_outline(whole, drawn)
+        story.step += 5
+        story.train()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("seed", range(5))
+def test_no_answer_changes_by_compaction_whatever_happened(seed: int):
+    store = open_store("sqlite://")
+    check_story(store, seed, num=14)
+    store.close()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_no_answer_changes_by_compaction_in_any_database(store: Store):
+    check_story(store, seed=99, num=10)
