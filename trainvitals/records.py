@@ -355,7 +355,7 @@ def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
 def _event_row(seq: int, fields: dict[str, Value], payload: bytes) -> EventRow:
     try:
         event: Event | None = _EVENT_DECODER.decode(payload)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         event = None
     return EventRow(
         seq=seq,

@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 65_536
 MAX_BODY_BYTES = 4 << 20
 MAX_BATCHES = 4_096
 """Batches that may travel together."""
-_REMEMBERED_BYTES = 4_096
+REMEMBERED_BYTES = 4_096
 """Headers up to this size are remembered once they were decoded."""
 
 
@@ -86,6 +86,8 @@ class _Writer(msgspec.Struct, frozen=True, kw_only=True):
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_Writer)
+_UNREADABLE = (msgspec.DecodeError, RecursionError)
+"""What msgspec raises: the second where values are nested too deeply, be it in unknown fields."""
 
 
 def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
@@ -182,7 +184,7 @@ def decode_batch(raw: bytes) -> Batch:
     head = raw[PREFIX.size : end]
     # Not called by its cached name for a long one: what is remembered must stay small.
     version, identity, schema = (
-        _writer_of(head) if head_size <= _REMEMBERED_BYTES else _writer_of.__wrapped__(head)
+        _writer_of(head) if head_size <= REMEMBERED_BYTES else _writer_of.__wrapped__(head)
     )
     header = BatchHeader(
         version=version,
@@ -204,8 +206,8 @@ def _writer_of(head: bytes) -> tuple[int, Identity, Schema]:
     try:
         writer = _DECODER.decode(head)
         raw = bytes(writer.stream_schema)
-        schema = _schema_of(raw) if len(raw) <= _REMEMBERED_BYTES else _schema_of.__wrapped__(raw)
-    except msgspec.DecodeError as error:
+        schema = _schema_of(raw) if len(raw) <= REMEMBERED_BYTES else _schema_of.__wrapped__(raw)
+    except _UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
     _check_writer(writer.identity, schema)
     return writer.version, writer.identity, schema
@@ -224,7 +226,7 @@ class _Version(msgspec.Struct):
 def _refuse_newer(head: bytes) -> None:
     try:
         version = msgspec.msgpack.decode(head, type=_Version).version
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
     if version > FORMAT_VERSION:
         raise NewerVersionError(

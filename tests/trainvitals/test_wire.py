@@ -1,3 +1,5 @@
+import tracemalloc
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -5,14 +7,18 @@ from hypothesis import strategies as st
 
 from trainvitals.errors import FormatError, NewerVersionError
 from trainvitals.identity import Identity
-from trainvitals.rows import FORMAT_VERSION, Column, Schema
+from trainvitals.rows import FORMAT_VERSION, MAX_COLUMNS, Column, Schema
 from trainvitals.wire import (
     MAGIC,
     MAX_BATCHES,
     MAX_BODY_BYTES,
+    MAX_HEADER_BYTES,
     PREFIX,
+    REMEMBERED_BYTES,
     Batch,
     BatchHeader,
+    _head_of,
+    _writer_of,
     batch_size,
     decode_batch,
     encode_batch,
@@ -117,6 +123,69 @@ def test_a_batch_torn_at_any_byte_is_a_format_error() -> None:
             decode_batch(raw[:size])
     with pytest.raises(FormatError, match="claims"):
         decode_batch(raw + b"x")
+
+
+@pytest.mark.parametrize("depth", [100, 1_000, 50_000])
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1k"], ids=["lists", "maps"])
+@pytest.mark.parametrize("key", ["later", "identity", "stream_schema"])
+def test_values_nested_at_any_depth_are_a_format_error_or_passed_over(
+    key: str, opening: bytes, depth: int
+) -> None:
+    depth = min(depth, MAX_HEADER_BYTES // len(opening) - 600)
+    whole = {name: value for name, value in said(a_header()).items() if name != key}
+    head = msgspec.msgpack.encode({**whole, key: None})[:-1] + opening * depth + b"\xc0"
+    raw = by_hand(head, SCHEMA.pack(0, [1.0, 1]))
+    if key == "later" and depth == 100:
+        assert 1 == decode_batch(raw).header.num_rows
+        return
+    with pytest.raises(FormatError):
+        decode_batch(raw)
+
+
+@pytest.mark.parametrize("claim", [b"\xdd", b"\xdf", b"\xdb", b"\xc6"])
+@pytest.mark.parametrize("key", ["later", "identity", "stream_schema"])
+def test_a_size_that_is_only_claimed_takes_no_memory(key: str, claim: bytes) -> None:
+    whole = {name: value for name, value in said(a_header()).items() if name != key}
+    head = msgspec.msgpack.encode({**whole, key: None})[:-1] + claim + b"\xff" * 4
+    raw = by_hand(head)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            decode_batch(raw)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_widest_rows_cost_their_own_size_and_no_more() -> None:
+    columns = tuple(Column(f"c{i}", "S4096") for i in range(MAX_COLUMNS))
+    schema = Schema("events", columns)
+    num_rows = MAX_BODY_BYTES // schema.row_size
+    header = a_header(num_rows, stream_schema=schema)
+    raw = encode_batch(header, bytes(num_rows * schema.row_size))
+    tracemalloc.start()
+    try:
+        assert header == decode_batch(raw).header
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_BODY_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_headers_without_number_leave_little_behind() -> None:
+    remembered = _writer_of.cache_info().maxsize
+    assert remembered is not None
+    assert remembered * REMEMBERED_BYTES <= 1 << 25
+    _writer_of.cache_clear()
+    tracemalloc.start()
+    try:
+        for i in range(300):  # long ones are not remembered at all
+            identity = msgspec.structs.replace(IDENTITY, gpu_uuid=f"{i:0{REMEMBERED_BYTES}}")
+            decode_batch(encode_batch(a_header(identity=identity), SCHEMA.pack(0, [1.0, 1])))
+        assert 0 == _writer_of.cache_info().currsize
+        _head_of.cache_clear()
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_unknown_fields_of_the_same_version_are_passed_over() -> None:
