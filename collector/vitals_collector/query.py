@@ -56,6 +56,8 @@ from vitals_collector.stored import read_pages, rows_at_step
 from vitals_collector.thinning import RANKS, VolumeSettings
 
 MAX_POINTS = 20_000
+MAX_MARKS = 20_000
+"""Non-finite values that a series names one by one; of more, evenly chosen ones."""
 MAX_EVENTS = 10_000
 _SHOWN_ELSEWHERE = (
     "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
@@ -157,7 +159,7 @@ class Query:
             time_unix_ns=tuple(drawn.time_unix_ns.tolist()),
             attempt=tuple(drawn.attempt.tolist()),
             value=tuple(v if math.isfinite(v) else None for v in drawn.value.tolist()),
-            nonfinite=series.nonfinite_marks(found),
+            nonfinite=series.nonfinite_marks(found, MAX_MARKS),
             num_nonfinite=series.num_nonfinite(found),
         )
 

@@ -14,9 +14,6 @@ import numpy.typing as npt
 
 from trainvitals.views import Branch, NonFiniteMark
 
-MAX_MARKS = 20_000
-"""Non-finite values that are named one by one; of more, evenly chosen ones."""
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -182,7 +179,7 @@ def _evenly(which: Ints, num: int) -> Ints:
     return which[np.linspace(0, len(which) - 1, num).astype(np.int64)]
 
 
-def nonfinite_marks(points: Points, max_marks: int = MAX_MARKS) -> tuple[NonFiniteMark, ...]:
+def nonfinite_marks(points: Points, max_marks: int) -> tuple[NonFiniteMark, ...]:
     """Return a mark for each NaN and infinity, or for ``max_marks`` of them, evenly chosen."""
     which = _evenly(np.flatnonzero(~np.isfinite(points.value)), max_marks)
     chosen = points.take(which)

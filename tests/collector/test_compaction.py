@@ -1,22 +1,28 @@
 import math
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
+import sqlalchemy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.collector.rows import RUN, SECOND, START, Writer
-from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA
+from tests.collector.rows import RUN, SECOND, START, STEPS, Writer
+from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, ROW_COLUMNS
 from trainvitals.clock import SystemClock
 from trainvitals.records import AttemptStarted, NamesDefined
-from trainvitals.rows import Value
+from trainvitals.rows import Column, Schema, Value
 from trainvitals.views import Branch, RunDetail, SeriesReply, StepView
 from vitals_collector import columns, compaction
-from vitals_collector.compaction import Piece, compact, plan
+from vitals_collector import query as query_module
+from vitals_collector.compaction import Piece, compact, plan, rewrite
 from vitals_collector.ingest import ingest
 from vitals_collector.query import Query
-from vitals_collector.store import Store, open_store
+from vitals_collector.schema import batch_columns, batches
+from vitals_collector.store import DATABASE_FILE, Store, open_data_store, open_store
+from vitals_collector.stored import Page, read_pages
 
 MANY = 20_000
 BRANCHES: tuple[Branch, ...] = ("lineage", "discarded", "all")
@@ -265,3 +271,93 @@ def test_no_answer_changes_by_compaction_whatever_happened(seed: int):
 @pytest.mark.usefixtures("small_chunks")
 def test_no_answer_changes_by_compaction_in_any_database(store: Store):
     check_story(store, seed=99, num=10)
+
+
+# ----------------------------------------------------------------------------------- the store
+
+
+def pages_of(store: Store) -> list[Page]:
+    with store.read() as connection:
+        return list(read_pages(connection))
+
+
+def count(store: Store, table: sqlalchemy.Table) -> int:
+    query = sqlalchemy.select(sqlalchemy.func.count()).select_from(table)
+    with store.read() as connection:
+        return int(connection.execute(query).scalar_one())
+
+
+def test_a_batch_takes_its_columns_with_it(store: Store):
+    ingest(store, Writer().steps(range(100), loss=1.0))
+    compact(store)
+    assert count(store, batch_columns) > 0
+    with store.write() as connection:
+        connection.execute(sqlalchemy.delete(batches))
+    assert 0 == count(store, batch_columns)
+
+
+def test_rows_that_changed_meanwhile_are_not_written_over(store: Store):
+    writer = Writer()
+    for start in (0, 100):
+        ingest(store, writer.steps(range(start, start + 100), loss=1.0))
+    pages = pages_of(store)
+    rows = np.concatenate([page.rows for page in pages])
+    with store.write() as connection:
+        connection.execute(sqlalchemy.delete(batches).where(batches.c.id == pages[0].id))
+    with store.write() as connection:
+        assert not rewrite(connection, pages, rows)
+    assert [100] == [page.first_seq for page in pages_of(store)]
+
+
+def test_some_rows_can_take_the_place_of_all(store: Store):
+    ingest(store, Writer().steps(range(100), loss=[float(i) for i in range(100)]))
+    (page,) = pages_of(store)
+    with store.write() as connection:
+        assert rewrite(connection, [page], page.rows[::10])
+    (page,) = pages_of(store)
+    assert (0, 10, list(range(0, 100, 10))) == (page.first_seq, page.num_rows,
+                                                page.rows["seq"].tolist())  # fmt: skip
+    found = Query(store, clock=SystemClock()).series(RUN, "steps.loss")
+    assert list(range(0, 100, 10)) == list(found.step)
+
+
+def test_without_rows_the_batches_are_removed(store: Store):
+    ingest(store, Writer().steps(range(100), loss=1.0))
+    pages = pages_of(store)
+    with store.write() as connection:
+        assert rewrite(connection, pages, pages[0].rows[:0])
+    assert 0 == count(store, batches)
+
+
+def test_columns_whose_names_no_database_keeps_stay_as_they_came(store: Store):
+    schema = Schema("steps", (*ROW_COLUMNS, Column("odd\0name", "f8")))
+    rows: list[list[Value]] = [[i, 1, i, i, 0.5] for i in range(100)]
+    ingest(store, Writer().batch(schema, rows))
+    assert 0 == compact(store).num_after
+    assert 100 == pages_of(store)[0].num_rows
+
+
+def test_compaction_makes_the_file_small(tmp_path: Path):
+    store = open_data_store(tmp_path / "data")
+    writer = Writer()
+    for start in range(0, 4_000, 100):
+        ingest(store, writer.steps(range(start, start + 100), loss=1.5, grad_norm=0.1))
+    compact(store)
+    store.close()
+    raw = 4_000 * STEPS.row_size
+    assert (tmp_path / "data" / DATABASE_FILE).stat().st_size < raw / 2
+
+
+def test_a_run_of_which_nothing_is_stored_has_nothing_to_compact(store: Store):
+    assert 0 == compact(store, run_id=RUN).num_after
+
+
+def test_marks_of_values_that_are_not_finite_have_a_bound_and_their_number_is_said(store: Store):
+    ingest(store, Writer().steps(range(200), loss=math.nan))
+    compact(store)
+    query = Query(store, clock=SystemClock())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_module, "MAX_MARKS", 50)
+        found = query.series(RUN, "steps.loss")
+    assert (50, 200) == (len(found.nonfinite), found.num_nonfinite)
+    assert (0, 199) == (found.nonfinite[0].step, found.nonfinite[-1].step)

@@ -109,5 +109,5 @@ def test_a_short_curve_is_not_touched():
 
 
 def test_every_nonfinite_value_has_a_mark_with_its_kind():
-    marks = nonfinite_marks(curve([1.0, math.nan, math.inf, 2.0, -math.inf]))
+    marks = nonfinite_marks(curve([1.0, math.nan, math.inf, 2.0, -math.inf]), 10)
     assert [(1, "nan"), (2, "+inf"), (4, "-inf")] == [(mark.step, mark.kind) for mark in marks]
