@@ -10,7 +10,6 @@
 import logging
 import os
 import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,13 +127,12 @@ class Agent:
         self.relay = Relay(
             client, backoff=Backoff(rng=chance), clock=self._clock, faults=self.faults
         )
-        self._reachable = reachable or (lambda now: True)
         self.courier = Courier(
             self.shipper,
             self.relay,
             runs=lambda: self.runs,
             faults=self.faults,
-            reachable=self._reachable,
+            reachable=reachable or (lambda now: True),
         )
         keeps = config.keeps_history
         self._keeps_history = client is None if keeps is None else keeps
@@ -181,8 +179,6 @@ class Agent:
             self.stop()
             raise
         log.info("agent serves dir=%s node=%s", self.config.vitals_dir, self.config.node)
-        if self.shipper is not None and self._reachable(time.monotonic()):
-            self._take_up_leftovers()
 
     @property
     def info(self) -> AgentInfo | None:
@@ -206,6 +202,7 @@ class Agent:
 
     def cycle(self, now: float) -> None:
         """Turn every part once, one after the other; ``now`` is in monotonic seconds."""
+        self.courier.look(now)
         self.turn(now)
         self.courier.turn(now)
         self._retire(now)

@@ -47,22 +47,26 @@ class Courier:
         self._known: dict[str, ServedRun] = {}
         self._sent: dict[str, tuple[ServedRun, int]] = {}
 
-    def turn(self, now: float) -> None:
-        """Serve each run once; takes as long as the network does."""
+    def look(self, now: float) -> None:
+        """Find out whether there is a collector to talk to."""
         can_ship = False
         with self._faults.contained("shipper"):
             can_ship = self._shipper is not None and self._reachable(now)
         self.can_ship = can_ship
+
+    def turn(self, now: float) -> None:
+        """Serve each run once; takes as long as the network does."""
+        self.look(now)
         for run_id in list(self._runs()):
             run = self._begin(run_id)
             if run is None:
                 continue
             try:
-                if can_ship:
+                if self.can_ship:
                     with self._faults.contained("shipper"):
                         self._ship(run, now)
                 with self._faults.contained("relay"):
-                    self._relay.relay(run, now)
+                    self._relay.relay(run, now, reachable=bool(self.can_ship))
             finally:
                 self._serving = ""
             self.turned_at = now

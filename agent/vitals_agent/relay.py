@@ -57,8 +57,11 @@ class Relay:
         self._faults = faults
         self._desks: dict[str, _Desk] = {}
 
-    def relay(self, run: ServedRun, now: float) -> None:
-        """Deliver the next command of the run, if rank 0 lives here and has answered the last."""
+    def relay(self, run: ServedRun, now: float, *, reachable: bool = True) -> None:
+        """Deliver the next command of the run, if rank 0 lives here and has answered the last.
+
+        Where no collector is ``reachable``, only files are looked for.
+        """
         if not run.holds_mailbox:
             return
         desk = self._desks.setdefault(run.run_id, _Desk())
@@ -69,7 +72,7 @@ class Relay:
             desk.in_mailbox = None
         if now - desk.polled_at >= POLL_SECONDS:
             desk.polled_at = now
-            self._collect(run, desk, now)
+            self._collect(run, desk, now, reachable=reachable)
         while desk.waiting and desk.in_mailbox is None:
             command, must_be_signed = desk.waiting.popleft()
             self._deliver(run, desk, command, must_be_signed=must_be_signed)
@@ -78,9 +81,9 @@ class Relay:
         """Drop what is known of a run that is not served any more."""
         self._desks.pop(run_id, None)
 
-    def _collect(self, run: ServedRun, desk: _Desk, now: float) -> None:
+    def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:
         found = [(command, True) for command in run.run_dir.take_commands()]
-        if self._client is not None and self._backoff.due(now):
+        if self._client is not None and reachable and self._backoff.due(now):
             try:
                 for view in self._client.pending_commands(run.run_id):
                     if view.command.number in desk.delivered:

@@ -23,6 +23,11 @@ NODE = "node-a"
 STEPS = steps_schema()
 
 
+def at_once(name: str, function) -> None:
+    """Begins nothing on a thread: it is done when this returns."""
+    function()
+
+
 class ManualClock:
     """A clock that stands still until it is told to go on."""
 
@@ -96,17 +101,21 @@ class World:
         self.closers.append(made.close)
         return made
 
-    def agent(self, *, client=None, nvml=None, **config) -> Agent:
+    def agent(
+        self, *, client=None, reachable=None, nvml=None, spawn=at_once, start=True, **config
+    ) -> Agent:
         settings = {"vitals_dir": self.vitals_dir, "base": self.base, "node": NODE} | config
         agent = Agent(
             AgentConfig(**settings),
             client=client,
+            reachable=reachable,
             clock=self.clock,
             nvml=nvml or no_driver(),
-            spawn=lambda name, function: function(),
+            spawn=spawn,
         )
-        agent.start()
-        self.closers.append(agent.stop)
+        if start:
+            agent.start()
+            self.closers.append(agent.stop)
         return agent
 
     def run_dir(self, run_id: str = RUN) -> RunDir:
