@@ -35,6 +35,8 @@ _CONNECT_SECONDS = 5.0
 _WARM_UP_STEPS = 5
 _POLL_SECONDS = 0.02
 _GIVE_UP_SECONDS = 30.0
+_KEPT_UP = 0.9
+"""Share of the rows that must be stored for the CPU time to be that of all of them."""
 _FLAT = 0.05
 """Growth of the resident memory over the second half that still counts as flat."""
 
@@ -59,6 +61,8 @@ class Seen:
     resident: list[int] = field(default_factory=list)
     queryable: list[float] = field(default_factory=list)
     alerted: list[float] = field(default_factory=list)
+    stored_share: float = 0.0
+    """Of the rows that were written by the end of these steps, those that were stored by then."""
     num_lost: int = 0
     outcome: Outcome | None = None
 
@@ -121,6 +125,7 @@ def _watch(
         node.step(step)
         seen.cpu.append((time.monotonic(), collector.cpu_seconds()))
         seen.resident.append(collector.resident_bytes())
+    seen.stored_share = _num_stored(plan, reader) / (size.num_steps * plan.world_size)
     said: dict[str, float] = {}
     for step in range(size.num_steps, plan.num_steps):
         # Not at the second's turn, where it would always find the agent in the same place.
@@ -169,11 +174,15 @@ def _count_lost(plan: Plan, node: RealNode, reader: CollectorClient) -> int:
     sent = plan.num_nodes * RANKS_PER_NODE * plan.num_steps + node.num_rows
     until = time.monotonic() + _GIVE_UP_SECONDS
     while True:
-        ranks = [s for s in reader.run(plan.run_id).sources if s.source.startswith("rank:")]
-        found = sum(one.num_rows for one in ranks)
+        found = _num_stored(plan, reader)
         if found >= sent or time.monotonic() > until:
             return sent - found
         time.sleep(0.5)
+
+
+def _num_stored(plan: Plan, reader: CollectorClient) -> int:
+    sources = reader.run(plan.run_id).sources
+    return sum(one.num_rows for one in sources if one.source.startswith("rank:"))
 
 
 def rows_of(size: Size, seen: Seen) -> Iterator[Row]:
@@ -181,13 +190,16 @@ def rows_of(size: Size, seen: Seen) -> Iterator[Row]:
     assert seen.outcome is not None
     ranks = f"{size.num_nodes * RANKS_PER_NODE:,} ranks at a step a second"
     (begin, used), (end, used_then) = seen.cpu[_WARM_UP_STEPS], seen.cpu[-1]
+    kept_up = seen.stored_share >= _KEPT_UP
     median, worst = (1e3 * seconds for seconds in seen.outcome.reply_seconds)
     yield Row(
         name=f"CPU of the collector, {ranks}",
-        ours=100.0 * (used_then - used) / (end - begin),
+        ours=100.0 * (used_then - used) / (end - begin) if kept_up else None,
         unit="% of a core",
         goal=at_most(60.0),
-        note=f"{end - begin:.0f} s; a post is answered in {median:.0f} ms, p99 {worst:.0f} ms; "
+        note=("" if kept_up else "void, it fell behind: ")
+        + f"{100 * seen.stored_share:.0f} % of the rows were stored at the end of these "
+        f"{end - begin:.0f} s; a post is answered in {median:.0f} ms, p99 {worst:.0f} ms; "
         f"the driver takes {100 * seen.outcome.cpu_share:.0f} % of a core and was "
         f"{1e3 * seen.outcome.late_seconds:.0f} ms late at most"
         + f"; {seen.outcome.num_unanswered} nodes were not answered"

@@ -81,7 +81,7 @@ def test_the_figures_are_of_what_was_seen_after_the_warm_up():
         resident=[100_000_000] * 8 + [200_000_000] * 8,
         queryable=[0.5] * 99 + [3.0],
         alerted=[0.25] * 100,
-        num_lost=0,
+        stored_share=0.99,
         outcome=OUTCOME,
     )
     cpu, memory, queryable, alerted, lost = fleet.rows_of(Size(num_steps=16, num_probes=100), seen)
@@ -92,6 +92,20 @@ def test_the_figures_are_of_what_was_seen_after_the_warm_up():
     assert (0.0, True) == (lost.ours, lost.met)
     assert "4,096 ranks" in cpu.name
     assert "not answered" not in cpu.note
+
+
+def test_the_cpu_of_a_collector_that_fell_behind_is_void():
+    seen = Seen(
+        cpu=[(float(s), float(s)) for s in range(8)],
+        resident=[1] * 8,
+        queryable=[0.5],
+        alerted=[0.5],
+        stored_share=0.5,
+        outcome=OUTCOME,
+    )
+    cpu, *_ = fleet.rows_of(Size(num_steps=8, num_probes=1), seen)
+    assert (None, None) == (cpu.ours, cpu.met)
+    assert cpu.note.startswith("void, it fell behind: 50 % of the rows")
 
 
 @pytest.mark.slow
