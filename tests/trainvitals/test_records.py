@@ -193,6 +193,13 @@ def test_an_event_of_an_unknown_type_keeps_its_place() -> None:
     assert [None, Note(code="a", text="b")] == [r.event for r in decode_events(EVENT_SCHEMA, raw)]
 
 
+def test_an_event_that_is_nested_too_deeply_keeps_its_place() -> None:
+    payload = b"\x81\xa5later" + b"\x91" * 900 + b"\xc0"
+    values: list[Value] = [1, 2, 3, 4, 0, 1, len(payload), payload]
+    raw = EVENT_SCHEMA.pack(5, values) + event_rows([Note(code="a", text="b")])[0]
+    assert [None, Note(code="a", text="b")] == [r.event for r in decode_events(EVENT_SCHEMA, raw)]
+
+
 def test_a_decision_fits_one_row() -> None:
     decision = Decision(
         ledger_seq=1,

@@ -10,6 +10,7 @@ process's runs it is, as one script may train several.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -21,6 +22,7 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import check_run_id
 from trainvitals.io.rundir import replace_file
 
+MAX_LAUNCHES = 2_000
 _FOLDER = ".launches"
 
 
@@ -39,6 +41,8 @@ def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str 
 def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: int = 0) -> None:
     """Leave the id of this process's ``nth`` run for the restarts of this launch.
 
+    Of thousands of launches the oldest are forgotten.
+
     Raises:
         OSError: it cannot be written; a restart would then begin a new run.
     """
@@ -46,6 +50,20 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
         path = _path(base, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, run_id.encode() + b"\n")
+        _forget_oldest(path.parent)
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Remove half of the launches where there are too many: those remembered longest ago."""
+    names = os.listdir(folder)  # noqa: PTH208 - mostly only their number is wanted
+    if len(names) <= MAX_LAUNCHES:
+        return
+    ages = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # another job's start removes them as well
+            ages.append(((folder / name).stat().st_mtime_ns, name))
+    for _, name in sorted(ages)[: len(ages) - MAX_LAUNCHES // 2]:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _launches(environ: Mapping[str, str], argv: Sequence[str], nth: int) -> list[tuple[str, bool]]:

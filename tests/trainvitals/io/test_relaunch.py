@@ -1,5 +1,7 @@
 """A restart of a launcher finds the run of its first start, and of no other launch."""
 
+import os
+
 import pytest
 
 from trainvitals.identity import new_run_id
@@ -83,3 +85,19 @@ def test_a_training_over_all_tasks_is_found_by_whichever_holds_rank_0(tmp_path):
     remember_run(tmp_path, {**over_all, "SLURM_PROCID": "0"}, RUN)
     again = {**over_all, "SLURM_PROCID": "3", "SLURM_RESTART_COUNT": "1"}
     assert RUN == earlier_run(tmp_path, again)
+
+
+def test_of_many_launches_the_oldest_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(relaunch, "MAX_LAUNCHES", 6)
+    for job in range(8):
+        environ = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}
+        remember_run(tmp_path, environ, "0" * 25 + str(job))
+        for age, path in enumerate((tmp_path / ".launches").iterdir()):
+            if path.read_text().strip().endswith(str(job)):
+                os.utime(path, (1_000_000 + job, 1_000_000 + job))
+            assert age < 6
+    found = [
+        earlier_run(tmp_path, {**REQUEUED, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"})
+        for job in range(8)
+    ]
+    assert [None] * 4 + ["0" * 25 + digit for digit in "4567"] == found

@@ -1,8 +1,14 @@
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, NoReturn
 
 import msgspec
 import pytest
@@ -252,6 +258,172 @@ def test_a_full_disk_leaves_the_spool_as_it_was(small_tmpfs: Path, identity: Ide
     again.close()
 
 
+def test_a_flipped_bit_in_the_state_is_seen_and_nothing_is_passed_over(
+    tmp_path: Path, identity: Identity
+) -> None:
+    spool = Spool(tmp_path, max_bytes=GB, keep=False)
+    fill(spool, identity, 3)
+    spool.ack(spool.pending(1)[0][0])
+    spool.close()
+    whole = (tmp_path / "state.json").read_bytes()
+    for offset in range(len(whole)):
+        raw = bytearray(whole)
+        raw[offset] ^= 1
+        (tmp_path / "state.json").write_bytes(raw)
+        again = Spool(tmp_path, max_bytes=GB, keep=False)
+        assert firsts(again.pending(9)) in ([0, 5, 10], [5, 10])
+        assert {14} == set(again.last_seqs().values())
+
+
+def test_what_lay_in_a_hole_of_the_last_file_is_asked_of_its_writer_again(
+    tmp_path: Path, identity: Identity
+) -> None:
+    first, second, third = (a_batch(identity, 5 * i, 5) for i in range(3))
+    torn = first + bytes(len(second)) + third  # the power was lost before it was synced
+    (tmp_path / "000000.tvs").write_bytes(torn)
+    spool = Spool(tmp_path, max_bytes=GB, keep=True)
+    assert {4} == set(spool.last_seqs().values())
+    assert [0, 10] == firsts(spool.pending(9))
+    spool.close()
+    (tmp_path / "state.json").unlink(missing_ok=True)
+    (tmp_path / "000001.tvs").write_bytes(a_batch(identity, 15, 5))
+    again = Spool(tmp_path, max_bytes=GB, keep=True)  # what is behind a later file was synced
+    assert {19} == set(again.last_seqs().values())
+    again.close()
+
+
+def test_streams_that_wrote_longest_ago_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainvitals.io.spool.MAX_WRITERS", 3)
+    spool = Spool(tmp_path, max_bytes=GB, keep=False)
+    writers = [an_identity() for _ in range(5)]
+    for first in (0, 1):
+        spool.append(a_batch(writers[0], first, 1))
+        for writer in writers[1:]:
+            spool.append(a_batch(writer, first, 1))
+            spool.append(a_batch(writers[0], 2 + first, 1))
+            spool.sync()
+    kept = {writer.incarnation for writer in (writers[0], *writers[3:])}
+    assert kept == {key[1] for key in spool.last_seqs()}
+    spool.close()
+    again = Spool(tmp_path, max_bytes=GB, keep=False)
+    assert kept == {key[1] for key in again.last_seqs()}
+    again.close()
+
+
+def test_a_large_spool_is_taken_up_by_reading_only_what_is_new(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path, max_bytes=GB, keep=True, file_bytes=2_000)
+    fill(spool, identity, 40)
+    spool.close()
+    looked: list[tuple[str, int]] = []
+
+    def counted(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[int, bytes]]:
+        looked.append((Path(file.name).name, offset))
+        return iter(())
+
+    monkeypatch.setattr("trainvitals.io.spool.scan_file", counted)
+    newest = tvs_files(tmp_path)[-1]
+    again = Spool(tmp_path, max_bytes=GB, keep=True)
+    assert [(newest.name, newest.stat().st_size)] == looked
+    assert {199} == set(again.last_seqs().values())
+    again.close()
+
+
+def test_damage_of_any_length_is_searched_in_pieces(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainvitals.io.spool_files._CHUNK_BYTES", 64)
+    batch = a_batch(identity, 5, 5)
+    for size in range(120, 200):  # the next one begins at each place of a piece
+        damage = (b"TVB2" * size)[:size]
+        (tmp_path / "000000.tvs").write_bytes(damage + batch)
+        assert [5] == firsts(list(read_batches(tmp_path)))
+
+
+def test_damage_of_gigabytes_takes_no_memory(tmp_path: Path, identity: Identity) -> None:
+    path = tmp_path / "000000.tvs"
+    with path.open("wb") as file:
+        file.truncate(1 << 27)
+        file.seek(1 << 27)
+        file.write(a_batch(identity, 5, 5))
+    tracemalloc.start()
+    try:
+        assert [5] == firsts(list(read_batches(tmp_path)))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "open", "rename", "ftruncate"])
+def test_a_call_that_always_fails_is_our_own_error_and_costs_nothing_synced(
+    tmp_path: Path, identity: Identity, call: str
+) -> None:
+    spool = Spool(tmp_path, max_bytes=GB, keep=False, file_bytes=2_000)
+    fill(spool, identity, 8)
+
+    def refuse(*args: object, **how: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        for i in range(8, 12):
+            with contextlib.suppress(StorageError):
+                spool.append(a_batch(identity, 5 * i, 5))
+            with contextlib.suppress(StorageError):
+                spool.sync()
+        with contextlib.suppress(StorageError):
+            spool.close()
+    again = Spool(tmp_path, max_bytes=GB, keep=False)
+    assert list(range(0, 40, 5)) == firsts(again.pending(8))
+    assert len(tvs_files(tmp_path)) < 12
+    again.close()
+
+
+def test_what_cannot_be_read_now_is_our_own_error(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path, max_bytes=GB, keep=False)
+    fill(spool, identity, 2)
+
+    def refuse(*args: object, **how: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        with pytest.raises(StorageError, match="cannot be read"):
+            spool.pending(9)
+    assert [0, 5] == firsts(spool.pending(9))
+    spool.close()
+
+
+def test_one_thread_appends_while_another_ships(tmp_path: Path, identity: Identity) -> None:
+    spool = Spool(tmp_path, max_bytes=GB, keep=False, file_bytes=3_000)
+    num, done, shipped = 300, threading.Event(), []
+
+    def ship() -> None:
+        while True:
+            is_last = done.is_set()
+            for position, raw in spool.pending(7):
+                shipped.append(raw)
+                spool.ack(position)
+            if is_last and not spool.pending(1):
+                return
+
+    thread = threading.Thread(target=ship)
+    thread.start()
+    for i in range(num):
+        spool.append(a_batch(identity, 5 * i, 5))
+        spool.sync()
+    done.set()
+    thread.join(60)
+    assert [5 * i for i in range(num)] == [decode_batch(raw).header.first_seq for raw in shipped]
+    spool.close()
+    assert 0 == spool.dropped_rows
+
+
 # ------------------------------------------------------------------------ another reader
 
 
@@ -292,6 +464,17 @@ def test_a_hole_in_a_growing_file_is_waited_for_and_later_passed_over(
     assert [0, 5] == firsts(list(read_batches(tmp_path, now=changed + 1)))
     path.write_bytes(bytes(len(first)) + second)
     assert [5] == firsts(list(read_batches(tmp_path, now=path.stat().st_mtime + 60)))
+
+
+@pytest.mark.parametrize(("age", "is_waited_for"), [(-86_400, False), (-60, True), (29, True)])
+def test_a_clock_that_was_set_back_holds_up_no_reader(
+    tmp_path: Path, identity: Identity, age: int, is_waited_for: bool
+) -> None:
+    first, second = a_batch(identity, 0, 5), a_batch(identity, 5, 5)
+    path = tmp_path / "000000.tvs"
+    path.write_bytes(bytes(len(first)) + second)
+    found = list(read_batches(tmp_path, now=path.stat().st_mtime + age))
+    assert ([] if is_waited_for else [5]) == firsts(found)
 
 
 def test_a_folder_without_a_spool_is_read_as_nothing(tmp_path: Path) -> None:
