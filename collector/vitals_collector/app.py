@@ -7,7 +7,7 @@ missing folder is an error on the terminal and not in a log. The app closes it w
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -34,6 +34,8 @@ from vitals_collector.notifiers import build_notifiers
 from vitals_collector.query import Query
 from vitals_collector.reception import Reception
 from vitals_collector.store import Store, ensure_data_dir, open_data_store, open_store
+from vitals_collector.thinning import VolumeSettings
+from vitals_collector.upkeep import Upkeep
 from vitals_collector.web import answers, bug, document, problem, problem_of, reply, takes
 
 TOKENS_FILE = "tokens.json"
@@ -63,6 +65,8 @@ class CollectorSettings:
     """Address of an Alertmanager, which then alone routes: webhooks are not used beside it."""
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
+    volumes: VolumeSettings = field(default_factory=VolumeSettings)
+    """What is kept of runs, and for how long."""
 
 
 class _App(FastAPI):
@@ -98,7 +102,7 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
             redoc_url=None,
-            lifespan=_lifespan(store, folder, acting, reception, settings),
+            lifespan=_lifespan(store, folder, acting, reception, settings, clock),
         )
         _add_routes(app, store, acting, clock, settings)
         app.include_router(_ingest_router(store, reception))
@@ -132,7 +136,13 @@ def _add_routes(
     app: FastAPI, store: Store, acting: Acting, clock: Clock, settings: CollectorSettings
 ) -> None:
     since, lost_after = clock.time_ns(), settings.lost_after_seconds
-    query = Query(store, clock=clock, lost_after_seconds=lost_after, up_since_unix_ns=since)
+    query = Query(
+        store,
+        clock=clock,
+        lost_after_seconds=lost_after,
+        up_since_unix_ns=since,
+        volumes=settings.volumes,
+    )
     exposed = StoreCollector(
         store,
         clock=clock,
@@ -152,6 +162,7 @@ def _lifespan(
     acting: Acting,
     reception: Reception,
     settings: CollectorSettings,
+    clock: Clock,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -164,7 +175,9 @@ def _lifespan(
         )
         if settings.folders:
             follower.start()
-        compactor = Compactor(store)
+        lost_after = settings.lost_after_seconds
+        upkeep = Upkeep(store, settings.volumes, clock=clock, lost_after_seconds=lost_after)
+        compactor = Compactor(store, upkeep=upkeep)
         acting.start()
         reception.start()
         compactor.start()

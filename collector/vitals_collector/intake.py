@@ -79,13 +79,16 @@ class Intake:
         self._closing = threading.Event()
         self._gather_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="vitals-intake")
-        self.num_refused = 0
-        """Bodies that found no room."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that wait or are being written."""
         return self._num_bytes
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread.is_alive()
 
     def start(self) -> None:
         """Start the thread."""
@@ -102,7 +105,7 @@ class Intake:
                 raise StorageError("the collector is shutting down", code=BUSY)
             is_full = self._num_bytes + one.num_bytes > self._limits.max_bytes
             if self._num_bytes and (is_full or len(self._waiting) >= self._limits.max_bodies):
-                self.num_refused += 1
+                self._store.counters.defer()
                 raise StorageError(
                     f"{len(self._waiting)} bodies wait to be stored, {self._num_bytes} bytes",
                     hint="try again later; agents keep their spools and do so by themselves",
@@ -119,7 +122,7 @@ class Intake:
             self._is_closed = True
             self._changed.notify()
         self._closing.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None:  # was started
             self._thread.join()
 
     def _run(self) -> None:

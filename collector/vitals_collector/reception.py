@@ -145,7 +145,11 @@ class Reception:
 
     async def _serve(self, scope: Scope, receive: Receive) -> Response:
         num_bytes = announced_bytes(scope, MAX_INGEST_BYTES)
-        await self._room.take(num_bytes)
+        try:
+            await self._room.take(num_bytes)
+        except StorageError:
+            self._store.counters.defer()
+            raise
         try:
             return await self.answer(await read_body(receive, MAX_INGEST_BYTES))
         finally:
