@@ -6,6 +6,7 @@ store, or was never there.
 """
 
 import contextlib
+import errno
 import os
 import sqlite3
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from vitals_collector.store import DATABASE_FILE, FULL
 
 _PAGES_AT_ONCE = -1
 """All pages in one step: a copy in several begins anew whenever somebody writes between them."""
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+"""What file systems say that have no second names for a file."""
 EXISTS = "V304"
 """Error code: there is a file of that name."""
 
@@ -117,6 +120,10 @@ def _put(temporary: Path, file: Path, *, force: bool) -> None:
             hint="give another name, or --force",
             code=EXISTS,
         ) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS or file.exists():
+            raise
+        temporary.replace(file)
 
 
 def _sync(path: Path) -> None:

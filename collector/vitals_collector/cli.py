@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from vitals_collector import cli_control, cli_read, cli_replay
+from vitals_collector import cli_control, cli_read, cli_replay, cli_store
+from vitals_collector.cli_store import CapGigabytes
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +15,7 @@ def register(app: typer.Typer) -> None:
     cli_read.register(app)
     cli_control.register(app)
     cli_replay.register(app)
+    cli_store.register(app)
 
 
 def collector(
@@ -59,6 +61,14 @@ def collector(
     lost_after: Annotated[
         float, typer.Option(help="Seconds of silence after which a run is lost.", min=1.0)
     ] = 60.0,
+    keep_hours: Annotated[
+        float, typer.Option(help="Hours until rows of ranks and hosts are thinned.", min=0.0)
+    ] = 24.0,
+    cap_gb: CapGigabytes = 5.0,
+    keep_days: Annotated[
+        float,
+        typer.Option(help="Remove runs so long after their end; 0 keeps them for ever.", min=0.0),
+    ] = 0.0,
 ) -> None:
     """Keep everything that was seen: ingest, store, alerts, commands and the query API."""
     import os
@@ -74,6 +84,7 @@ def collector(
         parse_listen,
         serve,
     )
+    from vitals_collector.thinning import VolumeSettings
 
     host, port = parse_listen(listen)
     check_bind(host, allow_remote=allow_remote, tls=tls_cert is not None, allow_plain=allow_plain)
@@ -87,6 +98,9 @@ def collector(
         webhooks=tuple(webhook or ()),
         alertmanager=alertmanager,
         lost_after_seconds=lost_after,
+        volumes=VolumeSettings(
+            keep_hours=keep_hours, max_run_bytes=round(cap_gb * 1e9), keep_days=keep_days
+        ),
     )
     log_to_stderr()
     with only_one(settings.data), bind(where) as bound:

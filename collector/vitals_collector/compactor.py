@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import VitalsError
@@ -29,9 +29,17 @@ class Compactor:
     It remembers a number and a time for each writer that was heard since its last compaction.
     """
 
-    def __init__(self, store: Store, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock | None = None,
+        upkeep: Callable[[threading.Event], None] | None = None,
+    ) -> None:
         self._store = store
         self._clock = clock or SystemClock()
+        self._upkeep = upkeep
+        """Does other work of this thread after each look, until it is told to stop."""
         self._lock = threading.Lock()
         self._waiting: dict[Key, tuple[int, int]] = {}
         """Rows that came since, and when the last of them did."""
@@ -90,6 +98,8 @@ class Compactor:
                     self.look_around()
                     is_new = False
                 self.compact_due()
+                if self._upkeep is not None:
+                    self._upkeep(self._stop)
             except VitalsError as error:
                 self._tell(None, error)
             self._stop.wait(_INTERVAL_SECONDS)

@@ -7,6 +7,7 @@ that alone is above the cap, it is said, and stays.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -63,14 +64,23 @@ class Volumes:
         self._store = store
         self._seen: dict[str, _Seen] = {}
         self._bytes: dict[str, int] = {}
+        self._rest: Callable[[float], object] = lambda _: None
 
-    def maintain(self, now_unix_ns: int, stop: threading.Event | None = None) -> int:
+    def maintain(
+        self, now_unix_ns: int, stop: threading.Event | None = None, *, pause: float = 0.0
+    ) -> int:
         """Thin what is due in every run, until ``stop``; return the rows taken away.
+
+        Args:
+            now_unix_ns: what is old is told from this.
+            stop: ends it after the piece of work it is at.
+            pause: how long to rest after a piece, in times of what it took.
 
         Raises:
             StorageError: the store refused; nothing is half done, call again.
         """
         stop = stop or threading.Event()
+        self._rest = lambda began: pause and stop.wait(pause * (time.monotonic() - began))
         retention.finish(self._store)
         num = 0
         for run_id, newest in self._due(now_unix_ns).items():
@@ -134,8 +144,9 @@ class Volumes:
             self._say_whether_over(run_id, now_unix_ns)
         return num
 
-    def count(self, run_id: str, gone: Removed, reason: Reason) -> None:
-        """Count what was taken away of a run."""
+    def count(self, run_id: str, gone: Removed, reason: Reason, began: float) -> None:
+        """Count what was taken away of a run, and let others have their turn."""
+        self._rest(began)
         self._bytes[run_id] -= gone.num_bytes
         counters = self._store.counters
         with counters.lock:
@@ -247,12 +258,13 @@ class _Pass:
         return any(done)
 
     def _thin_window(self, window: Window) -> bool:
+        began = time.monotonic()
         gone = thin_window(self._store, self._run, window, self._settings, self._why)
         if gone is None:
             return False
-        self._note(gone)
         while free_removed(self._store, self._run.run_id):
             pass
+        self._note(gone, began)
         return True
 
     def _thin_writers(self, stream: str) -> bool:
@@ -265,9 +277,10 @@ class _Pass:
                 break
             if not self._is_due(batch, stream) or not self._is_past(batch, stream):
                 continue
+            began = time.monotonic()
             gone = thin_batch(self._store, self._run, stream, batch, self._settings, self._why)
             if gone is not None:
-                self._note(gone)
+                self._note(gone, began)
                 any_done = True
         return any_done
 
@@ -285,9 +298,9 @@ class _Pass:
             return present is not None and batch.attempt < present.attempt
         return batch.last_step + self._settings.margin_steps <= present.step
 
-    def _note(self, gone: Removed) -> None:
+    def _note(self, gone: Removed, began: float) -> None:
         self._num += gone.num_rows
-        self._volumes.count(self._run.run_id, gone, self._why.reason)
+        self._volumes.count(self._run.run_id, gone, self._why.reason, began)
 
 
 __all__ = ["OVER_CAP", "VOLUMES", "Volumes"]
