@@ -15,6 +15,7 @@ from trainvitals.records import Note
 from trainvitals.rows import Value
 from vitals_agent.faults import Faults
 from vitals_agent.home import AgentHome
+from vitals_agent.open_journals import OpenJournal, OpenJournals
 from vitals_agent.sources import OwnSource
 from vitals_agent.tailer import JournalTail, journal_identity
 
@@ -59,6 +60,9 @@ class ServedRun:
         self._strangers: set[Path] = set()
         self.node_source = self._source(Source("node", facts.node))
         """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
+        self._open = OpenJournals(home.path / "journals.json")
+        with facts.faults.contained("journals"):
+            self._tell_what_is_gone()
 
     # ------------------------------------------------------------------------ own rows
 
@@ -130,6 +134,8 @@ class ServedRun:
         resume = {key[2]: seq for key, seq in self._resume.items() if key[:2] == mine}
         # Replaced, not changed: HTTP threads read it.
         self.tails = {**self.tails, directory: JournalTail(directory, identity, resume)}
+        with self._facts.faults.contained("journals"):
+            self._open.add(OpenJournal(directory.name, identity.source, identity.incarnation))
         log.info("journal found run=%s source=%s", self.run_id, identity.source)
 
     def copy(self) -> int:
@@ -192,6 +198,17 @@ class ServedRun:
             if not tail.removed and tail.finished:
                 with self._facts.faults.contained("release"):
                     tail.remove()
+                    self._open.discard(tail.directory.name)
+
+    def _tell_what_is_gone(self) -> None:
+        """Say which journals an earlier agent was copying when their memory went."""
+        for gone in self._open.take_missing(self.folder):
+            last = self._resume.get((self.run_id, gone.incarnation, "steps"), -1)
+            text = (
+                f"the journal of {gone.source} is gone with the memory of node {self._facts.node}:"
+                f" what it held after row {last} of its steps, if anything, is lost"
+            )
+            self.node_source.say(Note(code="journal_lost", text=text, severity="warning"))
 
     @property
     def active(self) -> bool:

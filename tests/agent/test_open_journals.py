@@ -1,0 +1,50 @@
+"""A node's memory may go while a journal was being copied: the next agent says so."""
+
+import shutil
+
+from tests.agent.builders import NODE
+from vitals_agent.open_journals import OpenJournal, OpenJournals
+
+
+def test_a_journal_that_went_with_the_nodes_memory_is_said_to_be_lost_once(world):
+    rank = world.rank(pid=0)
+    rank.step(0, 1, 2)
+    agent = world.agent()
+    agent.cycle(0.0)
+    again = world.rank(rank=1)
+    again.step(0)
+    agent.cycle(1.0)
+    agent.stop()
+    shutil.rmtree(again.directory)
+    for _ in range(2):
+        after = world.agent()
+        world.rank(rank=2).step(0)
+        after.cycle(0.0)
+        after.stop()
+    (note,) = [row.event for row in world.events() if row.event.code == "journal_lost"]
+    expected = f"the journal of rank:1 is gone with the memory of node {NODE}"
+    assert note.text.startswith(expected)
+    assert "after row 0 of its steps" in note.text
+
+
+def test_what_was_copied_whole_is_not_said_to_be_lost(world):
+    rank = world.rank()
+    rank.step(0)
+    agent = world.agent()
+    agent.cycle(0.0)
+    rank.close()
+    agent.cycle(1.0)
+    agent.stop()
+    assert not rank.directory.exists()
+    after = world.agent()
+    world.rank(rank=1).step(0)
+    after.cycle(0.0)
+    assert "journal_lost" not in world.notes()
+
+
+def test_a_list_that_cannot_be_read_is_empty(tmp_path):
+    path = tmp_path / "journals.json"
+    OpenJournals(path).add(OpenJournal("rank-0-a", "rank:0", "a"))
+    assert 1 == len(OpenJournals(path).take_missing(tmp_path))
+    path.write_text("[{")
+    assert [] == OpenJournals(path).take_missing(tmp_path)
