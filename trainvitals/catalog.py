@@ -264,7 +264,30 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         "Rows of ranks that came after their step was merged, or never: the watchers judged "
         "without them.",
     ),
+    _plain(
+        "collector_thinned_rows_total",
+        "collector",
+        "Rows taken away because they were old (age), or their run above its cap (size).",
+        labels=("stream", "reason"),
+    ),
+    _plain("collector_removed_runs_total", "collector", "Runs removed.", labels=("reason",)),
+    _plain(
+        "collector_forgotten_rows_total",
+        "collector",
+        "Rows that came of removed runs, acknowledged and not stored.",
+    ),
+    _plain(
+        "collector_runs_over_cap",
+        "collector",
+        "Runs above their cap though nothing more of them may be thinned.",
+        kind="gauge",
+    ),
     _plain("collector_rejected_batches_total", "collector", "Batches refused.", labels=("reason",)),
+    _plain(
+        "collector_deferred_bodies_total",
+        "collector",
+        "Bodies sent away because no memory was left for them, to be sent again later.",
+    ),
     _plain(
         "collector_alert_firing",
         "collector",

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from sqlalchemy import Connection, func, select
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
@@ -94,7 +94,7 @@ def metrics_router(collector: Collector) -> APIRouter:
     registry.register(collector)
     router = APIRouter(tags=["metrics"], dependencies=[Depends(require("read"))])
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         """Return every metric in Prometheus' text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE)
@@ -234,11 +234,17 @@ def _own_families(connection: Connection, store: Store) -> dict[str, Samples]:
         .limit(MAX_ALERTS)
     )
     rejected = counters.rejected.items()
+    removed = counters.removed_runs.items()
     return {
         "collector_ingested_rows_total": {(): float(counters.num_rows)},
         "collector_duplicate_rows_total": {(): float(counters.num_duplicate)},
         "collector_lost_rows_total": {(): float(counters.num_lost)},
         "collector_rejected_batches_total": {(code,): float(num) for code, num in rejected},
+        "collector_thinned_rows_total": {key: float(n) for key, n in counters.thinned.items()},
+        "collector_removed_runs_total": {(reason,): float(num) for reason, num in removed},
+        "collector_forgotten_rows_total": {(): float(counters.num_forgotten)},
+        "collector_runs_over_cap": {(): float(counters.num_over_cap)},
+        "collector_deferred_bodies_total": {(): float(counters.num_deferred)},
         "collector_alert_firing": {tuple(row): 1.0 for row in connection.execute(query)},
     }
 

@@ -55,6 +55,8 @@ class IngestCounters:
     """Rows that came of runs which were removed."""
     removed_runs: dict[str, int] = field(default_factory=dict)
     """Runs removed, by reason."""
+    num_over_cap: int = 0
+    """Runs that are above their cap now, with nothing left to thin."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever counts."""
 

@@ -92,6 +92,7 @@ class Volumes:
                 connection.execute(update(runs).where(runs.c.run_id == run_id).values(values))
             if not stop.is_set():
                 self._seen[run_id] = _Seen(newest, now_unix_ns)
+        self._store.counters.num_over_cap = len(self.over_cap)
         return num
 
     def _due(self, now_unix_ns: int) -> dict[str, int]:
