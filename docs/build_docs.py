@@ -20,6 +20,7 @@ from trainvitals.catalog import CATALOG, MetricSpec
 from trainvitals.cli.main import build_app
 from trainvitals.errors import VitalsError
 from trainvitals.policy.judge import SECTIONS
+from vitals_deploy import slurm
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -183,6 +184,15 @@ def integrations_page() -> str:
     return render(NOTICE, pins)
 
 
+def slurm_guide() -> str:
+    """Return the guide with the batch script as it is generated now; its words are written here."""
+    text = (DOCS / "guides" / "slurm.md").read_text()
+    ((name, script),) = slurm.files().items()
+    begin = f"<!-- generated: deploy/slurm/{name} -->\n```bash\n"
+    before, _, rest = text.partition(begin)
+    return before + begin + script + "```" + rest.partition("\n```")[2]
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "METRICS.md": metrics_page,
     "ERRORS.md": errors_page,
@@ -190,6 +200,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "DETECTORS.md": detectors_page,
     "CLI.md": cli_page,
     "INTEGRATIONS.md": integrations_page,
+    "guides/slurm.md": slurm_guide,
 }
 
 IMAGES: Callable[[], dict[str, str]] = images

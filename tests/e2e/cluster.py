@@ -65,7 +65,7 @@ sys.exit(max(codes))
 SCONTROL = """
 import os, sys
 if sys.argv[1:3] == ["show", "hostnames"]:
-    print("\\n".join(sys.argv[3].split(",")))
+    os.write(1, "\\n".join(sys.argv[3].split(",")).encode() + b"\\n")
 elif sys.argv[1] == "requeue":
     open({nodes!r} + ".requeued", "a").write(sys.argv[2] + "\\n")
 else:

@@ -4,6 +4,7 @@ What no continuous integration has is emulated: containers by namespaces and mou
 folders that belong to them, a cluster by ``tests.e2e.cluster``.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,15 @@ import pytest
 
 from tests.e2e.cluster import ROOT, Cluster, need_namespaces, with_mounts
 from tests.e2e.lab import Lab, free_port, open_lab, until
-from trainvitals.identity import Identity
+from trainvitals.identity import Identity, new_run_id
+from trainvitals.io.journal import JournalReader, announce_run
+from trainvitals.io.mailbox import Mailbox
+from trainvitals.io.private import private_base
+from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import read_batches
 from trainvitals.records import Note, decode_events
 from trainvitals.wire import decode_batch
+from vitals_agent.home import AgentHome
 from vitals_deploy.slurm import files
 
 pytestmark = pytest.mark.dist
@@ -128,6 +134,33 @@ def test_two_jobs_of_one_user_on_one_node_have_each_their_own_agent_and_journals
         (rows,) = num_steps(path).values()
         assert rows >= STEPS
     assert [] == [path for path in lab.shared.glob("*/*/*") if path.is_dir()]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_node_reads_and_steers_nothing(lab):
+    base = private_base({"VITALS_SHM": str(lab.shared)})
+    lab.shared.chmod(0o1777)
+    run_dir = RunDir.create(lab.runs, new_run_id(1_790_000_000_000_000_000))
+    run_dir.command_key(create=True)
+    folder = announce_run(base, run_dir.run_id, run_dir.path)
+    Mailbox.create(folder / "mailbox").close()
+    home = AgentHome(run_dir.agent_dir("node"))
+    home.read_token()
+    secrets = [folder / "mailbox", run_dir.path / "command.key", home.path / "read.token"]
+    tries = [("cat", str(path)) for path in secrets]
+    tries += [("ls", str(base)), ("touch", str(run_dir.path / "commands.json"))]
+    for path in (lab.folder, *lab.folder.parents[:2]):  # pytest's own folders are private
+        path.chmod(0o755)
+    for words in tries:
+        done = subprocess.run(
+            ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", *words],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+        assert (1, "") == (min(done.returncode, 1), done.stdout), words
+        assert "Permission denied" in done.stderr
 
 
 THEIRS = """
@@ -278,9 +311,14 @@ class TestFourNodes:
         assert of_second["rank:0"] - 2 <= of_second["rank:1"] <= of_second["rank:0"] + 2
         assert of_second["rank:0"] - 2 <= of_second["rank:2"] <= of_second["rank:0"] + 2
         assert of_second["rank:3"] < of_second["rank:0"] - 2, "n4 has lost its memory"
-        shown = lab.vitals("show", lab.runs)
+        said = [note.text for note in notes(run_dir) if note.code == "journal_lost"]
+        assert [True] == [text.startswith("the journal of rank:3 is gone") for text in said]
+        shown = lab.vitals("show", lab.runs, "--format", "json")
         assert (0, "") == (shown.returncode, shown.stderr)
-        assert "rows lost      0" in shown.stdout
+        stored = json.loads(shown.stdout)["run"]["sources"]
+        assert {0} == {source["num_lost_rows"] for source in stored}
+        written = [num for batches in spooled(run_dir).values() for *_, num in batches]
+        assert sum(written) == sum(source["num_rows"] for source in stored)
 
     def told_to_stop(self, cluster: Cluster, lab: Lab, script: Path) -> set[str]:
         """Run the job until its time is up; return who has written by then."""
@@ -334,8 +372,6 @@ class TestFourNodes:
 
     def journal_bytes(self, cluster: Cluster, node: str) -> int:
         """Return how many rows of steps lie in the node's journals."""
-        from trainvitals.io.journal import JournalReader
-
         rows = 0
         for path in self.journals(cluster, node):
             for batch in JournalReader(path).read(max_rows=1 << 20):
