@@ -103,6 +103,7 @@ sources = Table(
     _text("ended_state"),
     _text("ended_reason"),
     _number("ended_unix_ns"),
+    Index("ix_sources_source", "run_id", "source"),
 )
 """One incarnation of a rank, a GPU or a node. ``last_received_unix_ns`` is this collector's own
 clock, and 0 where the rows were read from a folder. ``alive`` is what an agent last said of a
@@ -175,11 +176,12 @@ batch_columns = Table(
     Column("encoding", String(16), nullable=False),
     Column("base", BigInteger, nullable=False),
     Column("summary", LargeBinary, nullable=False),
+    Column("marks", LargeBinary, nullable=False),
     Column("valid", LargeBinary, nullable=False),
     Column("body", LargeBinary, nullable=False),
 )
 """One column of a compacted batch, in the form that ``columns`` describes; it goes with its batch.
-The summary lies before the body: SQLite reads a row from its beginning."""
+What an overview reads lies before the body: SQLite reads a row from its beginning."""
 
 events = Table(
     "events",
