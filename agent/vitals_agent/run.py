@@ -158,9 +158,12 @@ class ServedRun:
             for tail in self.tails.values():
                 tail.not_synced()
             return num_rows
+        # Not what was appended: the courier's thread may have met the disk's refusal in between.
+        durable = self.spool.last_seqs()
         for tail in self.tails.values():
             with faults.contained("release"):
-                tail.synced()
+                writer = (self.run_id, tail.identity.incarnation)
+                tail.synced({s: durable.get((*writer, s), -1) for s in tail.appended})
         return num_rows
 
     def _sync(self) -> None:

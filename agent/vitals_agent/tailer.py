@@ -1,5 +1,6 @@
 """Copies journals to the spool: a row is freed in shared memory only when it is safe on disk."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -75,12 +76,29 @@ class JournalTail:
         self.is_quiet = not num_rows
         return num_rows
 
-    def synced(self) -> None:
-        """Free in the journal what was appended; call only after the spool's ``sync`` returned."""
+    @property
+    def appended(self) -> Iterable[str]:
+        """The streams of which something was appended."""
+        return self._appended.keys()
+
+    def synced(self, durable: Mapping[str, int]) -> None:
+        """Free in the journal what is durable, and read again what was appended and is not.
+
+        Call only after the spool's ``sync`` returned.
+
+        Args:
+            durable: the last number of each stream that the spool holds for good.
+        """
+        is_whole = True
         for stream, seq in self._appended.items():
             if self._synced.get(stream, -1) < seq:
-                self._reader.release(stream, seq)
-        self._synced = dict(self._appended)
+                if durable.get(stream, -1) >= seq:
+                    self._synced[stream] = seq
+                    self._reader.release(stream, seq)
+                else:
+                    is_whole = False
+        if not is_whole:
+            self.not_synced()
 
     @property
     def synced_seqs(self) -> dict[str, int]:

@@ -35,6 +35,8 @@ class CollectorFile(msgspec.Struct, frozen=True):
 
     url: str
     pid: int
+    node: str = ""
+    """The machine it runs on: a home is shared by many, and a loopback address means one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,9 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.should_exit:
             return
-        body = msgspec.json.encode(CollectorFile(url=self._url, pid=os.getpid()))
+        body = msgspec.json.encode(
+            CollectorFile(url=self._url, pid=os.getpid(), node=socket.gethostname())
+        )
         replace_file(self._data / ADDRESS_FILE, body + b"\n", mode=0o600)
         print(f"vitals collector: {self._url} (data in {self._data})", file=sys.stderr, flush=True)  # noqa: T201
 

@@ -1,3 +1,5 @@
+import contextlib
+import errno
 import os
 
 import pytest
@@ -272,6 +274,41 @@ def test_rows_read_while_the_disk_refused_are_read_again(world):
     agent.cycle(0.3)
     assert {0, 1, 2, 3, 4} == set(world.steps())
     assert (1, 1) == (agent.faults.counts["tailer"], agent.faults.counts["spool"])
+
+
+@pytest.mark.parametrize("where", ["bury", "ack"])
+def test_rows_that_the_disk_refused_in_another_call_are_read_again(world, monkeypatch, where):
+    rank = world.rank(pid=0 if where == "bury" else os.getpid())
+    agent = world.agent(sample_seconds=1e9)
+    agent.turn(0.0)
+    rank.step(0, 1, 2)
+    spool = agent.runs[RUN].spool
+    append, fsync = spool.append, os.fsync
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def append_and_ack(raw):
+        """Between append and sync the courier's thread writes the spool's state."""
+        kept = append(raw)
+        with monkeypatch.context() as patch, contextlib.suppress(StorageError):
+            patch.setattr(os, "fsync", full)
+            spool._save_state()
+        return kept
+
+    if where == "ack":
+        spool.append = append_and_ack
+        agent.turn(0.5)
+        spool.append = append
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            agent.turn(0.5)
+    assert os.fsync is fsync
+    assert [] == world.steps()
+    agent.turn(1.0)
+    agent.turn(1.5)
+    assert [0, 1, 2] == world.steps()
 
 
 def test_a_journal_of_a_newer_version_is_said_once_and_the_others_are_served(world):

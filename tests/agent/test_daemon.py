@@ -1,6 +1,10 @@
+import errno
+import os
+
 import pytest
 
-from vitals_agent.daemon import Ending, LoopConfig
+from tests.agent.test_courier import Stalled
+from vitals_agent.daemon import Ending, LoopConfig, run
 
 CALM = {
     "num_living": 0,
@@ -71,3 +75,62 @@ def test_a_child_that_is_told_to_stop_waits_a_little_for_its_ranks(num_living):
 
 def test_a_child_that_is_told_twice_ends_at_once():
     assert [True] == ends(CHILD, {"num_living": 1, "num_signals": 2})
+
+
+QUICK = LoopConfig(
+    child=True,
+    interval_seconds=0.01,
+    drain_grace_seconds=0.05,
+    last_turn_seconds=0.05,
+    lock_wait_seconds=0.0,
+)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_child_whose_disk_takes_no_more_ends_and_says_what_it_could_not_keep(
+    world, monkeypatch, caplog, call
+):
+    dead = world.rank(1, pid=0)
+    dead.step(*range(7))
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, refuse)
+    run(world.agent(start=False), QUICK)
+    (said,) = [r.getMessage() for r in caplog.records if "rows left behind" in r.getMessage()]
+    assert f"rows=7 run={dead.identity.run_id}" in said
+    assert str(dead.directory) in said
+    monkeypatch.undo()
+    run(world.agent(start=False), QUICK)  # with room again, the next agent takes them up
+    assert list(range(7)) == world.steps(1)
+    assert 1 == world.notes().count("rank_gone")
+
+
+def test_a_child_that_has_all_in_its_spool_leaves_nothing_behind(world, caplog):
+    rank = world.rank()
+    rank.step(0)
+    rank.close()
+    run(world.agent(start=False), QUICK)
+    assert [0] == world.steps()
+    assert [] == [r for r in caplog.records if "left behind" in r.getMessage()]
+
+
+def test_the_end_waits_for_a_collector_that_stalls_no_longer_than_it_may(world, caplog):
+    rank = world.rank()
+    rank.step(0)
+    rank.close()
+    client = Stalled()
+    try:
+        run(world.agent(client=client, start=False), QUICK)
+    finally:
+        client.go_on.set()
+    assert [0] == world.steps()
+    assert any("keeps us waiting" in record.getMessage() for record in caplog.records)
+
+
+def test_without_threads_once_takes_up_what_is_there(world):
+    rank = world.rank()
+    rank.step(0)
+    run(world.agent(start=False), LoopConfig(once=True))
+    assert [0] == world.steps()

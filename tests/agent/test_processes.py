@@ -132,6 +132,21 @@ def test_an_agent_killed_again_and_again_loses_and_doubles_nothing(node, world):
     assert ["RunEnded"] == [type(row.event).__name__ for row in world.events("rank:0")]
 
 
+def test_while_the_agent_is_stopped_ranks_go_on_and_nothing_is_missing_afterwards(node, world):
+    rank = node.rank(0)
+    agent = node.agent()
+    until(lambda: len(world.steps(0)) > 10, "the agent spools")
+    agent.send_signal(signal.SIGSTOP)
+    before = node.num_steps(0)
+    until(lambda: node.num_steps(0) > before + 200, "the rank goes on")
+    agent.send_signal(signal.SIGCONT)
+    rank.communicate("stop\n")
+    agent.terminate()
+    no_traceback(agent)
+    assert 0 == agent.returncode
+    assert_every_row_once(world, 0, node.num_steps(0))
+
+
 def test_a_ranks_child_ends_by_itself_when_its_rank_is_killed_and_all_is_spooled(node, world):
     rank = node.rank(0, "--agent")
     until(lambda: len(world.steps(0)) > 10, "the child spools")
