@@ -35,6 +35,10 @@ SUMMARY = np.dtype(
 )
 """The least and the greatest of some values, the first of each, and where and when they were."""
 
+MARK = np.dtype([("step", "<i8"), ("time", "<i8"), ("value", "<f8")])
+"""One value, kept beside the summary: the first, the last, or one that is not finite."""
+_MAX_MARKS = 256
+
 _KEYED = ("layers", "scalars", "process", "events")
 """Streams with several series in one column: a summary of it would mix them."""
 _PLAIN = frozenset(column.name for column in ROW_COLUMNS)
@@ -56,6 +60,9 @@ class ColumnChunk(NamedTuple):
     """The first value of an integer column; else 0."""
     summary: bytes
     """Entries of SUMMARY; empty where rows are to be read instead."""
+    marks: bytes
+    """With a summary: the first value, those not finite and the last, as MARK; empty where they
+    are too many, so that rows are to be read."""
     valid: bytes
     """A bit for each row, little-endian; empty where every row has the column."""
     body: bytes
@@ -81,7 +88,8 @@ def encode_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[ColumnChunk]
         chunk = _encode(column.name, column.kind, values, mask)
         if is_summed and column.name not in _PLAIN and values.dtype.kind != "S":
             at, when = (steps, times) if mask is None else (steps[mask], times[mask])
-            chunk = chunk._replace(summary=summarize(values, at, when))
+            summary, marks = summarize(values, at, when), mark(values, at, when)
+            chunk = chunk._replace(summary=summary, marks=marks)
         chunks.append(chunk)
     return chunks
 
@@ -111,7 +119,7 @@ def _encode(name: str, kind: str, values: Values, mask: Mask | None) -> ColumnCh
         is_constant = bool(np.all(values == values[0]))
         encoding, base = ("constant" if is_constant else "S"), 0
         body = (values[:1] if is_constant else values).tobytes()
-    return ColumnChunk(name, kind, encoding, base, b"", valid, body)
+    return ColumnChunk(name, kind, encoding, base, b"", b"", valid, body)
 
 
 def _encode_ints(values: Ints) -> tuple[str, int, bytes]:
@@ -157,6 +165,19 @@ def summarize(values: Values, steps: Ints, times: Ints) -> bytes:
         found[which] = numbers[at]
         found[f"{which}_step"] = steps[at]
         found[f"{which}_time"] = times[at]
+    return found.tobytes()
+
+
+def mark(values: Values, steps: Ints, times: Ints) -> bytes:
+    """Return the values of a column that a summary cannot give back."""
+    numbers = values.astype(np.float64, copy=False)
+    is_marked = ~np.isfinite(numbers)
+    is_marked[:1] = is_marked[-1:] = True
+    which = np.flatnonzero(is_marked)
+    if len(which) > _MAX_MARKS:
+        return b""
+    found = np.empty(len(which), dtype=MARK)
+    found["step"], found["time"], found["value"] = steps[which], times[which], numbers[which]
     return found.tobytes()
 
 
@@ -245,6 +266,7 @@ def decode_columns(
 
 
 __all__ = [
+    "MARK",
     "SEQ",
     "SUMMARY",
     "SUMMED_ROWS",
@@ -255,6 +277,7 @@ __all__ = [
     "decode_valid",
     "decode_values",
     "encode_rows",
+    "mark",
     "summarize",
     "whole",
 ]

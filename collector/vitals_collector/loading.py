@@ -1,9 +1,9 @@
 """Reads one metric out of the store: every value, or what an overview of them needs.
 
-An overview reads the summaries of compacted batches, two points for some hundred values each. A
-batch is read in full where its summary would not do: where a value is not finite, where the branch
-ends within it, where another batch has rows of the same steps, and at both ends of the curve. So no
-spike and no NaN is lost that the rows have.
+An overview reads the summaries of compacted batches, two points for some hundred values each, and
+the marks beside them, each value that is not finite. A batch is read in full where that would not
+do: where too many values are not finite, where the branch or what is asked for ends within it, and
+where another batch has rows of the same steps. So no spike and no NaN is lost that the rows have.
 """
 
 import math
@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Select, and_, select
 from trainvitals.errors import FormatError
 from trainvitals.rows import column_of
 from trainvitals.views import Branch
-from vitals_collector.columns import SUMMARY, Values, decode_columns
+from vitals_collector.columns import MARK, SUMMARY, Values, decode_columns
 from vitals_collector.schema import batch_columns, batches
 from vitals_collector.series import AttemptRow, Ints, Mask, Points, by_time, ends, join, stitch
 from vitals_collector.stored import is_columnar, read_columns, read_pages
@@ -66,7 +66,13 @@ class _Part(NamedTuple):
     min_attempt: int
     max_attempt: int
     is_columnar: bool
-    summary: bytes | None = None
+    summary: bytes | None
+    marks: bytes | None
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether an overview can do without its rows."""
+        return bool(self.summary and self.marks)
 
 
 _Cluster = list[_Part]
@@ -102,17 +108,16 @@ def load_outline(
     """
     side_of = _sides(wanted, attempts, branch)
     clusters = _find(connection, wanted)
-    summed = [c[0] for c in clusters if len(c) == 1 and c[0].summary and side_of(c[0]) == "in"]
+    summed = [c[0] for c in clusters if len(c) == 1 and c[0].is_summed and side_of(c[0]) == "in"]
     is_summed = {part.id for part in summed}
     others = [part for c in clusters for part in c if part.id not in is_summed]
     others = [part for part in others if side_of(part) != "out"]
-    entries = np.frombuffer(b"".join(part.summary or b"" for part in summed), dtype=SUMMARY)
+    entries = _entries(summed)
     if 2 * len(entries) + sum(part.num_rows for part in others) < num_points:
         curve = load_curve(connection, wanted, attempts, branch)
         return curve, len(curve)
     read = _arranged(join(list(_read(connection, wanted, others))), wanted, attempts, branch)
-    marks = _read(connection, wanted, _marked(summed, entries))
-    drawn = [read, _drawn(summed, entries), *map(_ends_and_nonfinite, marks)]
+    drawn = [read, _extremes(summed, entries), _marks(summed)]
     curve = _arranged(join(drawn), wanted, attempts, branch)
     return curve, len(read) + int(entries["num"].sum())
 
@@ -131,8 +136,10 @@ def _arranged(
 def _find(connection: Connection, wanted: Selection) -> list[_Cluster]:
     """Return the batches to look into, in the order of their steps, or of their times."""
     joined = and_(batch_columns.c.batch_id == batches.c.id, batch_columns.c.name == wanted.column)
-    fields = (is_columnar if n == "is_columnar" else batches.c[n] for n in _Part._fields[:-1])
-    query = select(*fields, batch_columns.c.summary).join(batch_columns, joined, isouter=True)
+    fields = (is_columnar if n == "is_columnar" else batches.c[n] for n in _Part._fields[:-2])
+    query = select(*fields, batch_columns.c.summary, batch_columns.c.marks).join(
+        batch_columns, joined, isouter=True
+    )
     rows = connection.execute(_narrowed(query, wanted))
     # A compacted batch without the column has no value of it.
     parts = [_Part._make(row) for row in rows if row.summary is not None or not row.is_columnar]
@@ -192,36 +199,32 @@ def _sides(
 # ----------------------------------------------------------------------------------- outlining
 
 
-def _marked(summed: Sequence[_Part], entries: npt.NDArray[np.void]) -> list[_Part]:
-    """Return the summarized batches with values that the summary does not hold."""
-    counts = np.bincount(_owners(summed), entries["num_nonfinite"], len(summed))
-    counts[:1] = counts[-1:] = 1  # both ends of the curve
-    return [summed[int(i)] for i in np.flatnonzero(counts)]
+def _entries(summed: Sequence[_Part]) -> npt.NDArray[np.void]:
+    return np.frombuffer(b"".join(part.summary or b"" for part in summed), dtype=SUMMARY)
 
 
-def _owners(summed: Sequence[_Part]) -> Ints:
-    """Return for each entry of the summaries whose it is."""
-    nums = [len(part.summary or b"") // SUMMARY.itemsize for part in summed]
-    return np.repeat(np.arange(len(summed)), nums)
+def _attempts(summed: Sequence[_Part], nums: Sequence[int]) -> Ints:
+    return np.repeat(np.array([part.min_attempt for part in summed], dtype=np.int64), nums)
 
 
-def _drawn(summed: Sequence[_Part], entries: npt.NDArray[np.void]) -> Points:
+def _extremes(summed: Sequence[_Part], entries: npt.NDArray[np.void]) -> Points:
     """Return the least and the greatest value of each entry, in their order."""
     steps = np.stack([entries["low_step"], entries["high_step"]], axis=1)
     times = np.stack([entries["low_time"], entries["high_time"]], axis=1)
     values = np.stack([entries["low"], entries["high"]], axis=1)
-    attempts = np.array([part.min_attempt for part in summed], dtype=np.int64)[_owners(summed)]
+    nums = [2 * len(part.summary or b"") // SUMMARY.itemsize for part in summed]
     is_kept = np.isfinite(values)
     is_same = (steps[:, 0] == steps[:, 1]) & (times[:, 0] == times[:, 1])
     is_kept[:, 1] &= ~is_same
-    points = Points(steps.ravel(), attempts.repeat(2), times.ravel(), values.ravel())
+    points = Points(steps.ravel(), _attempts(summed, nums), times.ravel(), values.ravel())
     return points.take(is_kept.ravel())
 
 
-def _ends_and_nonfinite(points: Points) -> Points:
-    is_kept = ~np.isfinite(points.value)
-    is_kept[:1] = is_kept[-1:] = True
-    return points.take(is_kept)
+def _marks(summed: Sequence[_Part]) -> Points:
+    """Return the ends of each part, and its values that are not finite."""
+    found = np.frombuffer(b"".join(part.marks or b"" for part in summed), dtype=MARK)
+    nums = [len(part.marks or b"") // MARK.itemsize for part in summed]
+    return Points(found["step"], _attempts(summed, nums), found["time"], found["value"])
 
 
 # ------------------------------------------------------------------------------------ reading

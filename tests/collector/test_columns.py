@@ -11,6 +11,7 @@ from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.rows import Column, Schema, Value, column_of, rows_of
 from vitals_collector.columns import (
+    MARK,
     SEQ,
     SUMMARY,
     SUMMED_ROWS,
@@ -147,6 +148,12 @@ def test_a_summary_names_extremes_with_their_step_and_counts_what_is_not_finite(
     assert (50.0, 100, 100_000) == (first["high"], first["high_step"], first["high_time"])
     assert (-50.0, 200, 200_000) == (first["low"], first["low_step"], first["low_time"])
     assert [(256, 0), (3, 1)] == [(e["num"], e["num_nonfinite"]) for e in (first, second)]
+    assert [0, SUMMED_ROWS, SUMMED_ROWS + 2] == np.frombuffer(chunk.marks, MARK)["step"].tolist()
+
+
+def test_where_too_many_values_are_not_finite_the_rows_are_to_be_read():
+    chunk = encode_rows(*rows_with(loss=[math.nan] * 1_000))[-1]
+    assert (b"", 4) == (chunk.marks, len(chunk.summary) // SUMMARY.itemsize)
 
 
 @pytest.mark.parametrize("steps", [[0, 1, 1], [0, 2, 1]], ids=["again", "back"])
@@ -168,7 +175,7 @@ def test_columns_are_read_one_by_one():
 
 
 def test_a_form_of_a_newer_version_is_an_error_that_says_so():
-    chunk = ColumnChunk("loss", "f8", "zip9", 0, b"", b"", b"1234")
+    chunk = ColumnChunk("loss", "f8", "zip9", 0, b"", b"", b"", b"1234")
     with pytest.raises(FormatError, match="stored as 'zip9'") as caught:
         decode_values(chunk, 4)
     assert "upgrade" in caught.value.hint

@@ -19,6 +19,7 @@ def upgrade() -> None:
         sa.Column("encoding", sa.String(length=16), nullable=False),
         sa.Column("base", sa.BigInteger(), nullable=False),
         sa.Column("summary", sa.LargeBinary(), nullable=False),
+        sa.Column("marks", sa.LargeBinary(), nullable=False),
         sa.Column("valid", sa.LargeBinary(), nullable=False),
         sa.Column("body", sa.LargeBinary(), nullable=False),
         sa.ForeignKeyConstraint(
