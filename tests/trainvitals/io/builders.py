@@ -1,12 +1,15 @@
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 from trainvitals.io.journal import StreamWriter
+from trainvitals.io.spool import Position, Spool
 from trainvitals.records import Command, Note
 from trainvitals.rows import Column, Schema, Value
-from trainvitals.wire import Batch, BatchHeader, encode_batch
+from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
 
 STEPS = Schema("steps", (Column("step", "i8"), Column("loss", "f8")))
+GB = 1 << 30
 RUN_ID = new_run_id(1_700_000_000_000_000_000)
 
 
@@ -56,3 +59,17 @@ def seqs_of(batches: Sequence[Batch], stream: str = "steps") -> list[int]:
         if batch.header.stream == stream:
             found.extend(range(batch.header.first_seq, batch.header.last_seq + 1))
     return found
+
+
+def fill(spool: Spool, identity: Identity, num: int, *, rows: int = 5, first: int = 0) -> None:
+    for i in range(num):
+        assert spool.append(a_batch(identity, first + i * rows, rows))
+    spool.sync()
+
+
+def firsts(found: list[tuple[Position, bytes]]) -> list[int]:
+    return [decode_batch(raw).header.first_seq for _, raw in found]
+
+
+def tvs_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.tvs"))

@@ -5,37 +5,17 @@ import signal
 import subprocess
 import sys
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.trainvitals.io.builders import a_batch, an_identity
+from tests.trainvitals.io.builders import GB, a_batch, an_identity, fill, firsts, tvs_files
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.identity import Identity
-from trainvitals.io.spool import Position, Spool, read_batches
-from trainvitals.wire import decode_batch, frame
-
-GB = 1 << 30
-
-
-def fill(spool: Spool, identity: Identity, num: int, *, rows: int = 5, first: int = 0) -> None:
-    for i in range(num):
-        assert spool.append(a_batch(identity, first + i * rows, rows))
-    spool.sync()
-
-
-def firsts(found: list[tuple[Position, bytes]]) -> list[int]:
-    return [decode_batch(raw).header.first_seq for _, raw in found]
-
-
-def tvs_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.tvs"))
+from trainvitals.io.spool import Spool, read_batches
+from trainvitals.wire import decode_batch
 
 
 def test_batches_come_back_as_they_went_in_until_acknowledged(
@@ -165,65 +145,6 @@ def test_a_spool_needs_room(tmp_path: Path) -> None:
         Spool(tmp_path / "file" / "spool", max_bytes=5, keep=False)
 
 
-def test_a_file_torn_at_any_byte_keeps_the_batches_before(
-    tmp_path: Path, identity: Identity
-) -> None:
-    one = a_batch(identity, 0, 1)
-    whole = b"".join(a_batch(identity, i, 1) for i in range(3))
-    for size in range(0, len(whole), 7):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        (folder / "000000.tvs").write_bytes(whole[:size])
-        expected = size // len(one)
-        assert list(range(expected)) == firsts(list(read_batches(folder)))
-        spool = Spool(folder, max_bytes=GB, keep=True)
-        assert expected * len(one) == spool.num_bytes == (folder / "000000.tvs").stat().st_size
-        fill(spool, identity, 1, first=7)
-        assert [*range(expected), 7] == firsts(spool.pending(9))
-        assert 0 == spool.corrupt
-        spool.close()
-
-
-@settings(max_examples=50, deadline=None)
-@given(data=st.data())
-def test_a_flipped_bit_loses_its_batch_and_no_other(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("spool")
-    identity = an_identity()
-    batches = [a_batch(identity, 3 * i, 3) for i in range(5)]
-    offset = data.draw(st.integers(0, sum(map(len, batches[:4])) - 1))
-    raw = bytearray(b"".join(batches))
-    raw[offset] ^= 1 << data.draw(st.integers(0, 7))
-    (folder / "000000.tvs").write_bytes(raw)
-    hit = offset // len(batches[0])
-    expected = [3 * i for i in range(5) if i != hit]
-    assert expected == firsts(list(read_batches(folder)))
-    spool = Spool(folder, max_bytes=GB, keep=False)
-    assert expected == firsts(spool.pending(9))
-    assert 1 == spool.corrupt
-    spool.close()
-
-
-def test_damage_at_the_end_of_an_older_file_is_counted(tmp_path: Path, identity: Identity) -> None:
-    (tmp_path / "000000.tvs").write_bytes(a_batch(identity, 0, 1) + b"TVB2 torn")
-    (tmp_path / "000001.tvs").write_bytes(a_batch(identity, 1, 1))
-    spool = Spool(tmp_path, max_bytes=GB, keep=True)
-    assert [0, 1] == firsts(spool.pending(9))
-    assert 1 == spool.corrupt
-    spool.close()
-
-
-def test_a_batch_of_a_newer_version_is_passed_on(tmp_path: Path, identity: Identity) -> None:
-    head = msgspec.msgpack.encode({"version": 99, "unheard": "of"})
-    newer = frame(decode_batch(a_batch(identity, 0, 1)).header, head, b"")
-    (tmp_path / "000000.tvs").write_bytes(newer + a_batch(identity, 0, 1))
-    assert [newer, a_batch(identity, 0, 1)] == [raw for _, raw in read_batches(tmp_path)]
-    spool = Spool(tmp_path, max_bytes=GB, keep=True)
-    assert 0 == spool.corrupt
-    spool.close()
-
-
 def test_state_that_knows_more_than_the_disk_is_cut_back(
     tmp_path: Path, identity: Identity
 ) -> None:
@@ -275,23 +196,6 @@ def test_a_flipped_bit_in_the_state_is_seen_and_nothing_is_passed_over(
         assert {14} == set(again.last_seqs().values())
 
 
-def test_what_lay_in_a_hole_of_the_last_file_is_asked_of_its_writer_again(
-    tmp_path: Path, identity: Identity
-) -> None:
-    first, second, third = (a_batch(identity, 5 * i, 5) for i in range(3))
-    torn = first + bytes(len(second)) + third  # the power was lost before it was synced
-    (tmp_path / "000000.tvs").write_bytes(torn)
-    spool = Spool(tmp_path, max_bytes=GB, keep=True)
-    assert {4} == set(spool.last_seqs().values())
-    assert [0, 10] == firsts(spool.pending(9))
-    spool.close()
-    (tmp_path / "state.json").unlink(missing_ok=True)
-    (tmp_path / "000001.tvs").write_bytes(a_batch(identity, 15, 5))
-    again = Spool(tmp_path, max_bytes=GB, keep=True)  # what is behind a later file was synced
-    assert {19} == set(again.last_seqs().values())
-    again.close()
-
-
 def test_streams_that_wrote_longest_ago_are_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,31 +234,6 @@ def test_a_large_spool_is_taken_up_by_reading_only_what_is_new(
     assert [(newest.name, newest.stat().st_size)] == looked
     assert {199} == set(again.last_seqs().values())
     again.close()
-
-
-def test_damage_of_any_length_is_searched_in_pieces(
-    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainvitals.io.spool_files._CHUNK_BYTES", 64)
-    batch = a_batch(identity, 5, 5)
-    for size in range(120, 200):  # the next one begins at each place of a piece
-        damage = (b"TVB2" * size)[:size]
-        (tmp_path / "000000.tvs").write_bytes(damage + batch)
-        assert [5] == firsts(list(read_batches(tmp_path)))
-
-
-def test_damage_of_gigabytes_takes_no_memory(tmp_path: Path, identity: Identity) -> None:
-    path = tmp_path / "000000.tvs"
-    with path.open("wb") as file:
-        file.truncate(1 << 27)
-        file.seek(1 << 27)
-        file.write(a_batch(identity, 5, 5))
-    tracemalloc.start()
-    try:
-        assert [5] == firsts(list(read_batches(tmp_path)))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 23
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "open", "rename", "ftruncate"])
@@ -422,65 +301,6 @@ def test_one_thread_appends_while_another_ships(tmp_path: Path, identity: Identi
     assert [5 * i for i in range(num)] == [decode_batch(raw).header.first_seq for raw in shipped]
     spool.close()
     assert 0 == spool.dropped_rows
-
-
-# ------------------------------------------------------------------------ another reader
-
-
-def test_a_third_process_reads_on_from_where_it_was(tmp_path: Path, identity: Identity) -> None:
-    spool = Spool(tmp_path, max_bytes=GB, keep=True, file_bytes=2_000)
-    position: Position | None = None
-    seen: list[int] = []
-    for i in range(20):
-        fill(spool, identity, 1, first=5 * i)
-        found = list(read_batches(tmp_path, position))
-        seen += firsts(found)
-        position = found[-1][0]
-    assert list(range(0, 100, 5)) == seen
-    assert [] == list(read_batches(tmp_path, position))
-    assert len(tvs_files(tmp_path)) > 1
-    spool.close()
-
-
-def test_a_batch_that_is_still_arriving_is_waited_for(tmp_path: Path, identity: Identity) -> None:
-    whole = a_batch(identity, 0, 5) + a_batch(identity, 5, 5)
-    path = tmp_path / "000000.tvs"
-    path.write_bytes(whole[:-1])
-    found = list(read_batches(tmp_path))
-    assert [0] == firsts(found)
-    path.write_bytes(whole)
-    assert [5] == firsts(list(read_batches(tmp_path, found[-1][0])))
-
-
-def test_a_hole_in_a_growing_file_is_waited_for_and_later_passed_over(
-    tmp_path: Path, identity: Identity
-) -> None:
-    first, second = a_batch(identity, 0, 5), a_batch(identity, 5, 5)
-    path = tmp_path / "000000.tvs"
-    path.write_bytes(bytes(len(first)) + second)  # over NFS: the later page came first
-    changed = path.stat().st_mtime
-    assert [] == list(read_batches(tmp_path, now=changed + 1))
-    path.write_bytes(first + second)
-    assert [0, 5] == firsts(list(read_batches(tmp_path, now=changed + 1)))
-    path.write_bytes(bytes(len(first)) + second)
-    assert [5] == firsts(list(read_batches(tmp_path, now=path.stat().st_mtime + 60)))
-
-
-@pytest.mark.parametrize(("age", "is_waited_for"), [(-86_400, False), (-60, True), (29, True)])
-def test_a_clock_that_was_set_back_holds_up_no_reader(
-    tmp_path: Path, identity: Identity, age: int, is_waited_for: bool
-) -> None:
-    first, second = a_batch(identity, 0, 5), a_batch(identity, 5, 5)
-    path = tmp_path / "000000.tvs"
-    path.write_bytes(bytes(len(first)) + second)
-    found = list(read_batches(tmp_path, now=path.stat().st_mtime + age))
-    assert ([] if is_waited_for else [5]) == firsts(found)
-
-
-def test_a_folder_without_a_spool_is_read_as_nothing(tmp_path: Path) -> None:
-    (tmp_path / "notes.tvs").write_text("not ours")
-    assert [] == list(read_batches(tmp_path))
-    assert [] == list(read_batches(tmp_path / "missing"))
 
 
 CHILD = """
