@@ -26,7 +26,16 @@ from trainvitals.alerting import (
 )
 from trainvitals.clock import Clock
 from trainvitals.errors import VitalsError
-from trainvitals.records import Decision, DecisionMade, EventRow, Finding, FindingRaised, RunEnded
+from trainvitals.records import (
+    CheckpointChanged,
+    Decision,
+    DecisionMade,
+    EventRow,
+    Finding,
+    FindingRaised,
+    NamesDefined,
+    RunEnded,
+)
 from trainvitals.wire import Batch
 from vitals_collector import commands
 from vitals_collector.alerts import Inbox, InboxConfig, Occurrence, RunNow
@@ -102,6 +111,7 @@ class Engine:
         rows: list[Batch] = []
         run_ids: set[str] = set()
         changed: set[str] = set()
+        noted: set[str] = set()
         dirty: set[Writer] = set()
         for batch, events in new:
             identity = batch.header.identity
@@ -113,7 +123,11 @@ class Engine:
                     dirty.add((identity.run_id, identity.incarnation))
                 if isinstance(row.event, DecisionMade | RunEnded):
                     changed.add(identity.run_id)
+                if isinstance(row.event, CheckpointChanged | NamesDefined):
+                    noted.add(identity.run_id)
         self._watching.add(rows)
+        for run_id in noted:
+            self._watching.note(run_id)
         self._looks.touch(run_ids, at_once=False)
         self._looks.touch(changed, at_once=True)
         with self._lock:

@@ -96,6 +96,10 @@ class Followed:
 
     # -------------------------------------------------------------------------------- reading
 
+    def has_nothing(self, taken: Taken, now_ns: int) -> bool:
+        """Say whether ``read`` need not be called: nothing came, and nothing is left."""
+        return not (taken.batches or taken.has_more) and self.is_read and not self._is_due(now_ns)
+
     def read(
         self, connection: Connection, budget: int, now_ns: int, taken: Taken | None = None
     ) -> int:

@@ -96,7 +96,7 @@ class Watching:
         self._live.add(batches)
 
     def note(self, run_id: str) -> None:
-        """Remember that a run has new rows in the store."""
+        """Remember that the store has something new of a run: rows, names or a checkpoint."""
         self._live.note(run_id)
 
     def poll(self, *, now_ns: int, running: Collection[str], only_new: bool = False) -> Look:
@@ -164,9 +164,11 @@ class Watching:
         """Look at one run; return how many rows were read, and whether anything was told."""
         taken = self._live.take(run_id)  # before the store is opened: it must have these
         try:
-            with self._store.read() as connection:
-                followed = self._open.get(run_id) or self._opened(connection, run_id)
-                num = followed.read(connection, budget, now_ns, taken)
+            followed, num = self._open.get(run_id), 0
+            if followed is None or not followed.has_nothing(taken, now_ns):
+                with self._store.read() as connection:
+                    followed = followed or self._opened(connection, run_id)
+                    num = followed.read(connection, budget, now_ns, taken)
             before = followed.steps.absent
             told = followed.advance(now_ns, is_running=is_running)
             self.num_unmerged += followed.num_unmerged()
