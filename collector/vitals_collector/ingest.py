@@ -22,10 +22,9 @@ from vitals_collector.checking import Checked, check_batches
 from vitals_collector.forgetting import forgotten_runs, is_forgotten, without_forgotten
 from vitals_collector.marks import (
     Mark,
-    StreamKey,
+    check_mark,
     introduce,
     key_of,
-    mark_of,
     read_marks,
     take_turns,
 )
@@ -169,19 +168,27 @@ def _store_or_halve(
 
 def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: int) -> list[Stored]:
     marks = read_marks(connection, batches)
-    unknown = [one for one in batches if key_of(one) not in marks]
+    keys = [key_of(batch) for batch in batches]
+    unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in marks]
     removed = forgotten_runs(connection, unknown)
     introduce(connection, marks, without_forgotten(unknown, removed))
     stored: list[Stored] = []
-    for batch in batches:
+    fresh: list[tuple[Batch, Mark]] = []
+    for batch, key in zip(batches, keys, strict=True):
+        if is_forgotten(batch, removed):
+            stored.append(_pass_over(batch))
+            continue
         try:
-            is_gone = is_forgotten(batch, removed)
-            stored.append(_pass_over(batch) if is_gone else _cut_off_known(batch, marks))
+            mark = check_mark(batch, marks.get(key))
         except FormatError as error:
             stored.append(_refused(error))
-    fresh = [one.batch for one in stored if one.batch is not None]
+            continue
+        one = _cut_off_known(batch, mark)
+        stored.append(one)
+        if one.batch is not None:
+            fresh.append((one.batch, mark))
     if fresh:
-        place_batches(connection, fresh, marks, received_unix_ns)
+        place_batches(connection, fresh, received_unix_ns)
         facts.apply(
             connection,
             [(one.batch.header.identity, one.events) for one in stored if one.batch and one.events],
@@ -196,10 +203,9 @@ def _pass_over(batch: Batch) -> Stored:
     return Stored(reply, num_forgotten=header.num_rows)
 
 
-def _cut_off_known(batch: Batch, marks: dict[StreamKey, Mark]) -> Stored:
+def _cut_off_known(batch: Batch, mark: Mark) -> Stored:
     """Return what is new in the batch, and move its stream's mark behind it."""
     header = batch.header
-    mark = mark_of(batch, marks)
     num_lost = max(0, header.first_seq - mark.last_seq - 1)
     num_known = min(header.num_rows, max(0, mark.last_seq + 1 - header.first_seq))
     if num_known == header.num_rows:

@@ -28,6 +28,7 @@ _LOCK_SEED = 7_460_211
 class Mark:
     """How far one stream is stored, and what is known of its columns."""
 
+    key: StreamKey
     source: str
     last_seq: int = -1
     schema_digest: str = ""
@@ -54,7 +55,8 @@ def read_marks(connection: Connection, batches: Sequence[Batch]) -> dict[StreamK
         found = connection.execute(_MARKS, {"of_run": run_id, "of_writers": sorted(some)})
         for incarnation, stream, last_seq, digest, measured, source in found:
             bits = int(measured, 16) if measured else 0
-            marks[run_id, incarnation, stream] = Mark(source, last_seq, digest, bits)
+            key = run_id, incarnation, stream
+            marks[key] = Mark(key, source, last_seq, digest, bits)
     return marks
 
 
@@ -99,14 +101,13 @@ def introduce(connection: Connection, marks: dict[StreamKey, Mark], new: Sequenc
     marks.update(read_marks(connection, new))
 
 
-def mark_of(batch: Batch, marks: dict[StreamKey, Mark]) -> Mark:
-    """Return the mark of the batch's stream.
+def check_mark(batch: Batch, mark: Mark | None) -> Mark:
+    """Return the mark if the batch may move it.
 
     Raises:
         FormatError: the incarnation is known as another source, or could not be introduced.
     """
     identity = batch.header.identity
-    mark = marks.get(key_of(batch))
     if mark is None:
         raise FormatError("a number in the batch's header does not fit 64 bits")
     if mark.source != identity.source:
@@ -170,9 +171,9 @@ _LOCK = select(
 __all__ = [
     "Mark",
     "StreamKey",
+    "check_mark",
     "introduce",
     "key_of",
-    "mark_of",
     "read_marks",
     "take_turns",
 ]

@@ -10,31 +10,30 @@ from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import Batch
 from vitals_collector import facts
 from vitals_collector.checking import LAST, LIMITS, Summary, summarize
-from vitals_collector.marks import Mark, StreamKey, key_of
+from vitals_collector.marks import Mark
 from vitals_collector.prepared import Prepared
 from vitals_collector.schema import batches, measured_columns, row_schemas, sources, streams
 from vitals_collector.store import insert
 
 
 def place_batches(
-    connection: Connection,
-    fresh: Sequence[Batch],
-    marks: Mapping[StreamKey, Mark],
-    received_unix_ns: int,
+    connection: Connection, fresh: Sequence[tuple[Batch, Mark]], received_unix_ns: int
 ) -> None:
     """Store the rows as they came, move their streams' marks, and say what the sources do."""
-    summaries, schemas = summarize(fresh)
-    _note_columns(connection, fresh, summaries, schemas, marks)
-    placed = [_row_of(*both) for both in zip(fresh, summaries, strict=True)]
+    some = [batch for batch, _ in fresh]
+    marks = [mark for _, mark in fresh]
+    summaries, schemas = summarize(some)
+    _note_columns(connection, marks, summaries, schemas)
+    placed = [_row_of(*both) for both in zip(some, summaries, strict=True)]
     _PLACE.execute(connection, placed)
-    moved = {key: marks[key] for key in map(key_of, fresh)}
-    _MOVE.execute(connection, [_moved(key, mark) for key, mark in moved.items()])
-    _note_sources(connection, fresh, summaries, received_unix_ns)
+    moved = {id(mark): mark for mark in marks}
+    _MOVE.execute(connection, [_moved(mark) for mark in moved.values()])
+    _note_sources(connection, marks, summaries, received_unix_ns)
     facts.note_processes(
         connection,
         (
             (header.identity.run_id, header.stream_schema, rows_of(header.stream_schema, rows))
-            for header, rows in ((batch.header, batch.rows) for batch in fresh)
+            for header, rows in ((batch.header, batch.rows) for batch in some)
             if header.stream == "process"
         ),
     )
@@ -42,22 +41,21 @@ def place_batches(
 
 def _note_columns(
     connection: Connection,
-    fresh: Sequence[Batch],
+    marks: Sequence[Mark],
     summaries: Sequence[Summary],
     schemas: Mapping[str, Schema],
-    marks: Mapping[StreamKey, Mark],
 ) -> None:
     """Write down the schemas and the measured columns that are new in their streams."""
     used: set[str] = set()
     found: dict[tuple[str, str], int] = {}
-    for batch, summary in zip(fresh, summaries, strict=True):
-        mark, digest = marks[key_of(batch)], summary.schema_digest
+    for mark, summary in zip(marks, summaries, strict=True):
+        digest = summary.schema_digest
         if mark.schema_digest != digest:
             mark.schema_digest, mark.measured = digest, 0
             used.add(digest)
         if summary.measured & ~mark.measured:
             mark.measured |= summary.measured
-            about = batch.header.identity.run_id, digest
+            about = mark.key[0], digest
             found[about] = found.get(about, 0) | summary.measured
     bodies = {digest: msgspec.msgpack.encode(schemas[digest]) for digest in sorted(used)}
     if bodies:
@@ -94,23 +92,22 @@ def _row_of(batch: Batch, summary: Summary) -> tuple[Any, ...]:
     )
 
 
-def _moved(key: StreamKey, mark: Mark) -> tuple[Any, ...]:
+def _moved(mark: Mark) -> tuple[Any, ...]:
     bits = f"{mark.measured:x}"
-    return (*key, mark.last_seq, mark.num_rows, mark.num_lost, mark.schema_digest, bits)
+    return (*mark.key, mark.last_seq, mark.num_rows, mark.num_lost, mark.schema_digest, bits)
 
 
 def _note_sources(
     connection: Connection,
-    fresh: Sequence[Batch],
+    marks: Sequence[Mark],
     summaries: Sequence[Summary],
     received_unix_ns: int,
 ) -> None:
     """Say when each writer was last heard, and what a rank's newest step was."""
     heard: dict[tuple[str, str], int] = {}
     newest: dict[tuple[str, str], Summary] = {}
-    for batch, summary in zip(fresh, summaries, strict=True):
-        identity = batch.header.identity
-        writer = identity.run_id, identity.incarnation
+    for mark, summary in zip(marks, summaries, strict=True):
+        writer = mark.key[:2]
         heard[writer] = max(heard.get(writer, summary.newest_unix_ns), summary.newest_unix_ns)
         if summary.last is not None:
             newest[writer] = summary
