@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from vitals_bench.ingest.asked import Asked
-from vitals_bench.ingest.cost import measure_cost
-from vitals_bench.ingest.fleet import measure_fleet
-from vitals_bench.ingest.stored import measure_bytes, measure_store
+from vitals_bench.later import later
 from vitals_bench.rows import Row
 
 __all__ = ["PARTS", "Asked"]
 
 PARTS: Mapping[str, Callable[..., Iterator[Row]]] = {
-    "cost": measure_cost,
-    "fleet": measure_fleet,
-    "store": measure_store,
-    "bytes": measure_bytes,
+    "cost": later("vitals_bench.ingest.cost", "measure_cost"),
+    "fleet": later("vitals_bench.ingest.fleet", "measure_fleet"),
+    "store": later("vitals_bench.ingest.stored", "measure_store"),
+    "bytes": later("vitals_bench.ingest.stored", "measure_bytes"),
 }
 """Each is called with ``quick`` and, where something else was asked for, with ``asked``."""

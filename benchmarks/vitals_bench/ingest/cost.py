@@ -55,7 +55,7 @@ class Size(NamedTuple):
     mlflow_steps: dict[int, int]
 
 
-FULL = Size(4, {1: 60, 10: 600, 100: 2_400}, {1: 10, 10: 40, 100: 100})
+FULL = Size(3, {1: 100, 10: 600, 100: 2_400}, {1: 10, 10: 20, 100: 100})
 QUICK = Size(2, {1: 10, 10: 100, 100: 300}, {1: 5, 10: 20, 100: 100})
 
 
@@ -113,7 +113,6 @@ def _measure(case: Case, size: Size, arms: dict[str, Server]) -> dict[str, list[
             steps = (size.mlflow_steps if name == "MLflow" else size.steps)[case.num_records]
             block = numbers[name].block(sent[name], steps, begin_ns=begin, step_ns=_STEP_NS)
             requests = server.requests(case.key, block, case.num_records, case.per_node)
-            server.started.settle()
             before = server.started.cpu_seconds()
             server.post(requests)
             server.started.settle()

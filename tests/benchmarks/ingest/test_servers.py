@@ -1,6 +1,8 @@
 """Servers beside ours: who sends what, what is missing is said, and records that are lost void."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -97,3 +99,11 @@ def test_the_command_hands_its_options_to_every_part(monkeypatch):
     assert 0 == done.exit_code, done.output
     assert [] == json.loads(done.stdout)
     assert [(True, {"asked": Asked(mlflow="/opt/mlflow", minutes=30.0)})] == asked
+
+
+def test_what_ingest_and_query_need_is_not_asked_of_the_other_benches():
+    code = "import sys, vitals_bench.ingest, vitals_bench.query; " + (
+        "print({'psutil', 'sqlalchemy', 'fastapi', 'httpx'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert "set()\n" == done.stdout, done.stderr
