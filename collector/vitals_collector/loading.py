@@ -140,7 +140,7 @@ def _find(connection: Connection, wanted: Selection) -> list[_Cluster]:
     query = select(*fields, batch_columns.c.summary, batch_columns.c.marks).join(
         batch_columns, joined, isouter=True
     )
-    rows = connection.execute(_narrowed(query, wanted))
+    rows = connection.execute(_narrowed(query, wanted)).all()
     # A compacted batch without the column has no value of it.
     parts = [_Part._make(row) for row in rows if row.summary is not None or not row.is_columnar]
     return _clusters(parts, is_host=wanted.stream in HOST_STREAMS)

@@ -152,11 +152,14 @@ def downsample(points: Points, num_points: int) -> Points:
     is_finite = np.isfinite(points.value)
     finite = np.flatnonzero(is_finite)
     begins = ~is_finite & np.concatenate(([True], is_finite[:-1]))
-    gaps = _evenly(np.flatnonzero(begins), num_points)
-    return points.take(np.union1d(_extremes(points, finite, num_points), gaps))
+    is_drawn = np.zeros(len(points), dtype=np.bool_)
+    is_drawn[_extremes(points, finite, num_points)] = True
+    is_drawn[_evenly(np.flatnonzero(begins), num_points)] = True
+    return points.take(is_drawn)
 
 
 def _extremes(points: Points, finite: Ints, num_points: int) -> Ints:
+    """Return where the finite points are that draw the curve; some of them more than once."""
     num_out = max(2, num_points - 2) // 2 * 2
     if len(finite) <= num_out + 2:
         return finite
@@ -167,9 +170,7 @@ def _extremes(points: Points, finite: Ints, num_points: int) -> Ints:
     along = (points.step if is_by_step else points.time_unix_ns)[finite]
     sampler: Any = MinMaxDownsampler
     chosen = sampler().downsample(along, points.value[finite], n_out=num_out)
-    ends = [0, len(finite) - 1]
-    kept: Ints = finite[np.union1d(chosen.astype(np.int64), ends)]
-    return kept
+    return np.concatenate([finite[:1], finite[chosen], finite[-1:]])
 
 
 def _evenly(which: Ints, num: int) -> Ints:
