@@ -240,8 +240,10 @@ def main() -> None:
         store.after_ingest.clear()
         after = _peak_bytes()
         stored = catch_up(store, num_ranks, 20)
-        waited = sorted(delivery_seconds(store, 100))
         store.close()
+        fresh = open_data_store(Path(folder) / "fresh")
+        waited = sorted(delivery_seconds(fresh, 100))
+        fresh.close()
     print(  # noqa: T201 - a script
         f"{num_ranks} ranks, {num_steps} steps at 1 step/s: {100 * cost.poll_seconds:.2f} % of a "
         f"core in looks, {100 * cost.hook_seconds:.2f} % in hooks, longest look "
