@@ -121,12 +121,10 @@ class Agent:
         chance = rng or random.Random()
         gpus = GpuSampler(nvml, clock=self._clock)
         self.sampling = Sampling(HostSampler(config.base), gpus, self.faults, spawn=spawn)
-        self.shipper = (
-            Shipper(client, backoff=Backoff(rng=chance), faults=self.faults) if client else None
-        )
-        self.relay = Relay(
-            client, backoff=Backoff(rng=chance), clock=self._clock, faults=self.faults
-        )
+        # One backoff each: what one part cannot have says nothing of the other.
+        ships, asks = Backoff(rng=chance), Backoff(rng=chance)
+        self.shipper = Shipper(client, backoff=ships, faults=self.faults) if client else None
+        self.relay = Relay(client, backoff=asks, clock=self._clock, faults=self.faults)
         self.courier = Courier(
             self.shipper,
             self.relay,

@@ -5,12 +5,15 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainvitals.errors import ConfigError, VitalsError
 from trainvitals.identity import check_run_id, safe_node_id
+
+if TYPE_CHECKING:
+    from vitals_agent.link import CollectorLink
 
 _Dir = Annotated[
     Path,
@@ -95,22 +98,10 @@ def serve(
     from vitals_agent.agent import Agent, AgentConfig
     from vitals_agent.daemon import LoopConfig, log_to_stderr, run
     from vitals_agent.leaving import wait_for_leaving
-    from vitals_agent.link import CollectorLink, finder
 
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
-    notice, read_token = "", ""
-    link: CollectorLink | None = None
-    try:
-        find = finder(collector, token_file, os.environ)
-        address = find()
-        read_token = address.tokens.read if address is not None else ""
-        link = CollectorLink(find)
-    except VitalsError as error:
-        if not child:
-            raise
-        # A rank's child can tell nobody but the run, and its folder keeps everything all the same.
-        notice = f"nothing is shipped: {error.text}"
+    link, read_token, notice = _link(collector, token_file, child=child)
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
@@ -125,12 +116,28 @@ def serve(
     if once:
         wait_for_leaving(config.base, config.vitals_dir)
     try:
-        reachable = link.reachable if link is not None else None
-        agent = Agent(config, client=link, reachable=reachable)
+        agent = Agent(config, client=link, reachable=link.reachable if link else None)
         run(agent, LoopConfig(child=child, once=once))
     finally:
         if link is not None:
             link.close()
+
+
+def _link(
+    collector: str, token_file: Path | None, *, child: bool
+) -> "tuple[CollectorLink | None, str, str]":
+    """Return the way to the collector, its token for readers, and what is to be said in runs."""
+    from vitals_agent.link import CollectorLink, finder
+
+    try:
+        find = finder(collector, token_file, os.environ)
+        address = find()
+        return CollectorLink(find), address.tokens.read if address is not None else "", ""
+    except VitalsError as error:
+        if collector and not child:
+            raise
+        # A rank's child can tell nobody but the run, and its folder keeps everything all the same.
+        return None, "", f"nothing is shipped: {error.text}"
 
 
 def _address(listen: str) -> tuple[str, int]:
