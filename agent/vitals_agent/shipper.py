@@ -120,11 +120,13 @@ class Shipper:
             self._note_failure(progress, error, now)
         else:
             self._backoff.succeeded()
-        self._ack(progress, spool, now)
-        if failure is not None:
-            # What comes back may have lost what it had not made durable: all of that goes again.
-            progress.unacked.clear()
-            progress.cursor = spool.acked
+        try:
+            self._ack(progress, spool, now)
+        finally:
+            if failure is not None:
+                # What comes back may have lost what was not durable: all of that goes again.
+                progress.unacked.clear()
+                progress.cursor = spool.acked
 
     def drained(self, run_id: str) -> bool:
         """Return whether the collector holds everything that was in the spool at the last call."""

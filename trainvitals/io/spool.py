@@ -168,7 +168,7 @@ class Spool:
             if gave_up:
                 raise OSError("a file that was left could not be made durable")
             if self._state.dropped_rows != self._saved.dropped_rows:
-                self._save_state()
+                self._save_count()
 
     def read(self, start: Position) -> Iterator[tuple[Position, bytes]]:
         """Yield the batches after ``start``, each with the position after it; counts damage."""
@@ -342,6 +342,14 @@ class Spool:
         with self._disk("cannot be written", self.directory / _STATE):
             replace_file(self.directory / _STATE, raw)
         self._saved = self._state
+
+    def _save_count(self) -> None:
+        try:
+            self._save_state()
+        except StorageError:
+            if self.keep:  # what was refused comes again, is refused again, and counted then
+                self._change(dropped_rows=self._saved.dropped_rows)
+            raise
 
     def _recover(self) -> None:
         """Find what was appended after the state was saved; cut the last file's torn tail off."""

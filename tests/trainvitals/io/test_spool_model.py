@@ -159,7 +159,7 @@ def number_of(raw: bytes) -> int:
 
 def test_a_spool_keeps_its_word_whatever_the_disk_does() -> None:
     run_state_machine_as_test(
-        SpoolMachine, settings=settings(max_examples=60, stateful_step_count=40)
+        SpoolMachine, settings=settings(max_examples=40, stateful_step_count=40)
     )
 
 
