@@ -184,6 +184,7 @@ def _batch_query(settings: VolumeSettings) -> Select[Any]:
         table.min_step,
         table.max_step,
         table.num_rows,
+        table.min_time_unix_ns,
         table.max_time_unix_ns,
         (table.first_seq + table.num_rows - 1).label("last_seq"),
         (~or_(table.min_attempt != table.max_attempt, first != last)).label("is_pure"),

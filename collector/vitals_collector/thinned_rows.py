@@ -67,19 +67,35 @@ class Removed(NamedTuple):
 # ----------------------------------------------------------------------------- steps of ranks
 
 
-def cut_batch(store: Store, batch_id: int, settings: VolumeSettings) -> bool:
-    """Make of one batch several, each of one attempt and one window; the rows stay the same."""
+def cut_batch(
+    store: Store, run: RunAt, batch_id: int, before_unix_ns: int, settings: VolumeSettings
+) -> bool:
+    """Make windows that are due into batches of their own; the rows stay the same.
+
+    Returns:
+        Whether there was one.
+    """
+    assert run.present is not None, "nothing is due where nobody knows how far the run is"
     with store.read() as connection:
         pages = list(read_pages(connection, batches.c.id == batch_id))
     if not pages:
         return False
-    parts = cut(pages[0].schema, pages[0].rows, settings.window_steps)
+    schema = pages[0].schema
+    parts = cut(
+        schema,
+        pages[0].rows,
+        present=run.present,
+        before_unix_ns=before_unix_ns,
+        settings=settings,
+    )
+    if len(parts) == 1:
+        return False
     with store.write() as connection:
         about = connection.execute(_ABOUT.where(batches.c.id == batch_id)).mappings().first()
         if about is None or not rewrite(connection, pages, parts[0]):
             return False
         for part in parts[1:]:
-            put_rows(connection, dict(about), pages[0].schema, part)
+            put_rows(connection, dict(about), schema, part)
     return True
 
 

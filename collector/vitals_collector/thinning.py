@@ -83,6 +83,7 @@ class Batch(NamedTuple):
     first_step: int
     last_step: int
     num_rows: int
+    oldest_unix_ns: int
     newest_unix_ns: int
     last_seq: int
     is_pure: bool = True
@@ -162,12 +163,27 @@ def _any_between(steps: Sequence[int], low: int, high: int) -> bool:
     return i < len(steps) and steps[i] <= high
 
 
-def cut(schema: Schema, rows: Rows, window_steps: int) -> list[Rows]:
-    """Return the rows in parts, each of one attempt and one window, in their order."""
-    steps, attempts = (_whole(schema, rows, name) for name in ("step", "attempt"))
-    windows = steps // window_steps
+def cut(
+    schema: Schema, rows: Rows, *, present: Present, before_unix_ns: int, settings: VolumeSettings
+) -> list[Rows]:
+    """Return the rows in parts, in their order: each window that is due, and all others as one."""
+    steps, attempts, times = (
+        _whole(schema, rows, name) for name in ("step", "attempt", "time_unix_ns")
+    )
+    windows = steps // settings.window_steps
     at = np.flatnonzero((np.diff(windows) != 0) | (np.diff(attempts) != 0)) + 1
-    return np.split(rows, at)
+    ends = [*at.tolist(), len(rows)]
+    start = 0
+    parts: list[Rows] = []
+    for end in ends:
+        number = int(windows[start])
+        window = _window((int(attempts[start]), number), [], (), settings)
+        is_old = times[start:end].max() < before_unix_ns
+        if not is_old or not _is_past(window, present, settings):
+            break
+        parts.append(rows[start:end])
+        start = end
+    return [*parts, rows[start:]] if start < len(rows) else parts
 
 
 # --------------------------------------------------------------------------- over all ranks

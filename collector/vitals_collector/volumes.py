@@ -42,6 +42,8 @@ OVER_CAP = "over_cap"
 VOLUMES = "volumes"
 """The incarnation of notes that no rank wrote."""
 _NEVER = 2**62
+_CUTS = 24
+"""Rows of ranks may stay for so small a part of ``keep_hours`` longer, or until a chunk is old."""
 _LOOK_SECONDS = 600.0
 """How often a run without new rows is looked at: the watchers may have read on, or it got old."""
 _LOG = logging.getLogger("vitals.collector.volumes")
@@ -225,8 +227,8 @@ class _Pass:
         with self._store.read() as connection:
             found = next_batches(connection, run, "steps", settings)
         due = [batch for batch in found if self._is_due(batch, "steps")]
-        if mixed := [batch for batch in due if not batch.is_pure]:
-            return self._cut(mixed)
+        if self._cut([batch for batch in due if not batch.is_pure]):
+            return True
         tried: set[tuple[int, int]] = set()
         for batch in sorted(due, key=lambda one: (one.attempt, one.first_step)):
             key = (batch.attempt, batch.first_step // settings.window_steps)
@@ -238,7 +240,9 @@ class _Pass:
             if not all(run.is_done(one.writer, "steps", one.last_seq) for one in every):
                 continue
             if mixed := [one for one in every if not one.is_pure]:
-                return self._cut(mixed)
+                if self._cut(mixed):
+                    return True
+                continue  # a part of the window is too young
             for window in self._planned(every):
                 return self._thin_window(window)
         return False
@@ -255,7 +259,8 @@ class _Pass:
         return list(planned)
 
     def _cut(self, mixed: list[Batch]) -> bool:
-        done = [cut_batch(self._store, batch.id, self._settings) for batch in mixed]
+        before = self._before_unix_ns
+        done = [cut_batch(self._store, self._run, one.id, before, self._settings) for one in mixed]
         return any(done)
 
     def _thin_window(self, window: Window) -> bool:
@@ -287,6 +292,10 @@ class _Pass:
 
     def _is_due(self, batch: Batch, stream: str) -> bool:
         is_old = batch.newest_unix_ns < self._before_unix_ns
+        if stream == "steps" and not batch.is_pure:
+            # Chunks may hold days: their old windows are cut off, but not one by one.
+            slack_ns = int(self._settings.keep_hours * 3_600e9 / _CUTS)
+            is_old = is_old or batch.oldest_unix_ns < self._before_unix_ns - slack_ns
         return is_old and self._run.is_done(batch.writer, stream, batch.last_seq)
 
     def _is_past(self, batch: Batch, stream: str) -> bool:

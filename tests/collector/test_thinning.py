@@ -29,7 +29,7 @@ NOW = 10**18
 
 
 def a_batch(first: int, last: int, *, attempt: int = 1, at: int = 0, number: int = 0) -> Batch:
-    return Batch(number, f"rank{number}", attempt, first, last, last - first + 1, at, last)
+    return Batch(number, f"rank{number}", attempt, first, last, last - first + 1, at, at, last)
 
 
 def planned(batches: list[Batch], **how: object) -> list[Window]:
@@ -158,15 +158,18 @@ def test_numbers_of_some_ranks_and_of_the_others_are_those_of_all():
 
 
 def test_cutting_keeps_every_row_and_parts_end_with_their_window_or_attempt():
-    first, second = step_rows(range(95, 215)), step_rows(range(180, 260))
-    attempts = second.copy()
-    attempts["c1"] = 2
-    rows = np.concatenate([first, attempts])
-    parts = cut(STEPS, rows, 100)
+    first, second = step_rows(range(95, 215)), step_rows(range(180, 460))
+    again = second.copy()
+    again["c1"] = 2
+    rows = np.concatenate([first, again])
+    settings = VolumeSettings(window_steps=100, margin_steps=100)
+    parts = cut(STEPS, rows, present=Present(2, 420), before_unix_ns=NOW, settings=settings)
     steps = [column_of(STEPS, part, "step")[0] for part in parts]
-    ends = [(95, 99), (100, 199), (200, 214), (180, 199), (200, 259)]
+    ends = [(95, 99), (100, 199), (200, 214), (180, 199), (200, 299), (300, 459)]
     assert ends == [(int(one[0]), int(one[-1])) for one in steps]
     assert np.array_equal(np.concatenate(parts), rows)
+    young = cut(STEPS, first, present=Present(2, 420), before_unix_ns=150, settings=settings)
+    assert [5, 115] == [len(part) for part in young], "what is too young stays together"
 
 
 def host_rows(values: list[float | None]):
