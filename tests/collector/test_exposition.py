@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.collector.both_forms import asked_twice
 from tests.collector.rows import RUN, SECOND, START, Writer
 from trainvitals.catalog import CATALOG, STEP_METRICS
 from trainvitals.identity import new_run_id
@@ -37,10 +38,10 @@ class Page:
         ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
 
     def text(self) -> str:
-        return generate_latest(self.registry).decode()
+        return asked_twice(self.store, lambda: generate_latest(self.registry).decode())
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(name, labels)
+        return asked_twice(self.store, lambda: self.registry.get_sample_value(name, labels))
 
 
 @pytest.fixture

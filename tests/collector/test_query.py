@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from tests.collector.both_forms import QueryOfBothForms
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, STEPS, Writer
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import UsageError
@@ -39,8 +40,8 @@ class At:
         return self.second * SECOND
 
 
-def query(store: Store, second: int = 100) -> Query:
-    return Query(store, clock=At(second))
+def query(store: Store, second: int = 100) -> QueryOfBothForms:
+    return QueryOfBothForms(store, Query(store, clock=At(second)))
 
 
 def decision(**how: object) -> Decision:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.collector.acting import Place, started
+from tests.collector.both_forms import asked_twice
 from tests.collector.rows import RUN, Writer
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, LadderConfig
 from trainvitals.records import (
@@ -16,7 +17,7 @@ from trainvitals.records import (
     StepRecord,
 )
 from trainvitals.testing import judgements, series
-from vitals_collector.replay import replay
+from vitals_collector.replay import Replay, replay
 from vitals_collector.schema import sources
 from vitals_collector.store import Store
 
@@ -24,6 +25,11 @@ from vitals_collector.store import Store
 @pytest.fixture
 def place(store: Store) -> Place:
     return Place(store)
+
+
+def replayed(place: Place, config: JudgeConfig | None = None) -> Replay:
+    """Return the replay, the same of rows as they came and of columns."""
+    return asked_twice(place.store, lambda: replay(place.store, RUN, config=config))
 
 
 # ---------------------------------------------------------------------------------------- replay
@@ -76,7 +82,7 @@ def test_a_recorded_run_is_reproduced_decision_by_decision(place: Place):
     place.send(Writer().events(started("guard")))
     writer = Writer()
     write(place, writer, said)
-    done = replay(place.store, RUN)
+    done = replayed(place)
     assert [] == done.differences()
     assert repr([r for r, _ in said]) == repr(list(done.records))
     assert repr([j.findings for _, j in said]) == repr([j.findings for j in done.judgements])
@@ -121,7 +127,7 @@ def test_a_rollback_is_reproduced_and_the_new_branch_goes_on_from_its_checkpoint
         if judgement.decision is made:
             fork = AttemptStarted(id=2, parent=1, fork_step=40, reason="rollback")
             place.send(writer.events(fork, step=40, attempt=2))
-    done = replay(place.store, RUN)
+    done = replayed(place)
     assert [] == done.differences()
     assert repr([j.findings for _, j in said]) == repr([j.findings for j in done.judgements])
     assert ["rollback", "skip_step"] == [d.action for d in done.decisions]
@@ -134,7 +140,7 @@ def test_a_ledger_that_was_changed_is_found_out(place: Place):
     forged = msgspec.structs.replace(judgement.decision, rank=3, rule="other")
     said[at] = (record, judgement._replace(decision=forged))
     write(place, Writer(), said)
-    differences = replay(place.store, RUN).differences()
+    differences = replayed(place).differences()
     assert 1 == len(differences)
     assert "rule 'nonfinite' instead of 'other', rank -1 instead of 3" in differences[0]
 
@@ -144,7 +150,7 @@ def test_a_row_that_was_changed_shows_in_the_limits_after_it(place: Place):
     record, judgement = said[40]
     said[40] = (msgspec.structs.replace(record, loss=2.9), judgement)
     write(place, Writer(), said)
-    (words,) = replay(place.store, RUN).differences()
+    (words,) = replayed(place).differences()
     assert words.startswith("other limits than recorded in")
     assert words.endswith("the first 42")
 
@@ -153,7 +159,7 @@ def test_other_settings_show_what_would_have_been_decided(place: Place):
     said = judgements(Judge(mode="guard"), "loss 3..2x60 nanx3 2x10")
     write(place, Writer(), said)
     strict = JudgeConfig(ladder=LadderConfig(max_skips_in_a_row=2))
-    done = replay(place.store, RUN, config=strict)
+    done = replayed(place, config=strict)
     assert "halt" in [d.action for d in done.decisions]
     assert done.differences()
 
@@ -167,13 +173,13 @@ def test_ranks_that_the_reduced_row_does_not_name_come_from_their_own_rows(place
     place.send(Writer("rank:1").steps([0], rank_loss=nan))
     place.send(Writer("rank:2").steps([0], rank_loss=nan))
     place.send(Writer("rank:3").steps([0], rank_loss=None))
-    (record,) = replay(place.store, RUN).records
+    (record,) = replayed(place).records
     assert ((1, 2), (3,)) == (record.nonfinite_ranks, record.failed_ranks)
 
 
 def test_missing_and_nan_stay_apart(place: Place):
     place.send(Writer().steps([0, 1], loss=[None, math.nan]))
-    first, second = replay(place.store, RUN).records
+    first, second = replayed(place).records
     assert first.loss is None
     assert second.loss is not None and math.isnan(second.loss)
 
@@ -182,7 +188,7 @@ def test_lost_rows_are_said(place: Place):
     writer = Writer()
     place.send(writer.steps([0], loss=1.0))
     place.send(writer.steps([5], loss=1.0, lose=4))
-    assert 4 == replay(place.store, RUN).num_lost_rows
+    assert 4 == replayed(place).num_lost_rows
 
 
 def test_a_replay_changes_nothing_in_the_store(place: Place):
