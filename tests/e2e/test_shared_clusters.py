@@ -273,6 +273,7 @@ NODES = ("n1", "n2", "n3", "n4")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 class TestFourNodes:
     """The generated batch script on four nodes: told to stop, killed, each time queued again."""
 
@@ -326,7 +327,7 @@ class TestFourNodes:
         self.wait_for_rows(lab, before)
         os.kill(job.pid, signal.SIGUSR1)
         log = lab.log("job-7")
-        assert 0 != job.wait(120), log.read_text()[-3000:]
+        assert 0 != job.wait(300), log.read_text()[-3000:]
         until(lambda: not self.of_the_job(lab), "nothing is left of it")
         return set(num_steps(run_dirs(lab)[0]))
 
@@ -355,7 +356,7 @@ class TestFourNodes:
             rows = num_steps(run_dirs(lab)[0]) if run_dirs(lab) else Counter()
             return sum(rows[writer] > 20 for writer in rows if writer not in known) == len(NODES)
 
-        until(there, "each rank has rows on the disk", 120.0)
+        until(there, "each rank has rows on the disk", 300.0)
 
     def of_the_job(self, lab: Lab) -> dict[int, str]:
         """Return what runs of the job: everything but the nodes themselves."""
