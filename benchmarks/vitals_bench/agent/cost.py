@@ -64,9 +64,13 @@ def agent_cost(*, seconds: float, warm_up_seconds: float = 4.0, ships: bool = Fa
             run_dir.command_key(create=True)
             url = started.enter_context(collector_stub()) if ships else ""
             env = {**os.environ, "VITALS_SHM": shm, "XDG_DATA_HOME": shm}
+            ranks = []
             for rank in range(NUM_RANKS):
                 args = ("rank", str(run_dir.path), str(rank), str(STEPS_PER_SECOND))
-                started.enter_context(_process(*args, env=env))
+                ranks.append(started.enter_context(_process(*args, env=env)))
+            for each in ranks:
+                assert each.stdout is not None
+                each.stdout.readline()  # it writes
             args = ("served", runs, str(warm_up_seconds), str(seconds), url)
             agent = started.enter_context(_process(*args, env=env))
             assert agent.stdout is not None

@@ -47,6 +47,8 @@ def main() -> None:
         row: list[Value] = [i if c.kind == "i8" else i / 7 for i, c in enumerate(schema.columns)]
         row[0] = step
         stream.append(row)
+        if step == 0:
+            print("ready", flush=True)  # noqa: T201
         step += 1
     journal.close()
 
