@@ -11,7 +11,7 @@ import typer
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.policy.hindsight import tally
-from trainvitals.views import DecisionView, RunDetail, RunSummary
+from trainvitals.views import DecisionView, RunDetail, RunSummary, RunVolume
 from vitals_collector.reading import Opened, Reader, find_run, open_reader
 from vitals_collector.tail import Tail
 
@@ -216,6 +216,19 @@ def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
     return [("observed decisions", words)] if words else []
 
 
+def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
+    if volume is None:
+        return []
+    cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
+    kept = ", kept whatever its age" if volume.is_pinned else ""
+    lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{kept}")]
+    for one in volume.thinned:
+        until = f"to step {one.to_step}" if one.to_step >= 0 else f"to {moment(one.to_unix_ns)}"
+        words = f"{one.num_rows} rows {until} for their {one.reason}; left are {one.rule}"
+        lines.append((f"thinned {one.stream}", words))
+    return lines
+
+
 def _facts(detail: RunDetail) -> list[tuple[str, object]]:
     summary, info = detail.summary, detail.info
     lost = sum(source.num_lost_rows for source in detail.sources)
@@ -237,6 +250,7 @@ def _facts(detail: RunDetail) -> list[tuple[str, object]]:
         ("skips", summary.num_skips),
         ("rollbacks", summary.num_rollbacks),
         ("rows lost", lost),
+        *_volume(detail.volume),
         ("git commit", info.git_commit),
         ("folder", info.run_dir),
         ("series", ", ".join(detail.metrics)),

@@ -47,6 +47,7 @@ def explain(run: RunSummary, view: StepView, ledger: Sequence[DecisionView]) -> 
         parts.append(name + _of_attempt(view, attempt))
     if not attempts:
         parts.append("No row of it is stored.")
+    parts += _thinned(view)
     parts += [_fed(one, len(attempts) > 1) for one in view.data]
     parts += [_found(one) for one in view.findings]
     parts += [_decided(one) for one in view.decisions]
@@ -97,6 +98,22 @@ def _of_attempt(view: StepView, attempt: int) -> str:
     if bits and culprit >= 0:
         words.append(f"rank {culprit} alone made it bad{_culprit(rows, culprit)}")
     return "; ".join(words) + "."
+
+
+def _thinned(view: StepView) -> list[str]:
+    """Say of which attempts most ranks' rows were thinned, and what is known of all of them."""
+    said = []
+    for over in view.over_ranks:
+        of_attempt = [row for row in view.rows if row.attempt == over.attempt]
+        num_left = sum(row.source != "rank:0" for row in of_attempt)
+        num_ranks = over.values.get("num_ranks") or 0
+        if num_left >= num_ranks:
+            continue
+        longest = over.values.get("step_duration_seconds:max")
+        words = "" if longest is None else f"; on the slowest of them the step took {longest:.6g} s"
+        left = f"of {num_ranks} ranks beside 0, {num_left} have rows of their own left"
+        said.append(f"Thinned: {left}{words}.")
+    return said
 
 
 def _culprit(rows: Sequence[StepRow], rank: int) -> str:

@@ -25,6 +25,7 @@ from vitals_collector.sizes import measure
 from vitals_collector.store import open_data_store
 from vitals_collector.thinning import VolumeSettings
 from vitals_collector.upkeep import INTERVAL_SECONDS, Upkeep
+from vitals_collector.why import explain
 
 CAP = 200_000
 
@@ -95,6 +96,11 @@ def test_a_thinned_step_says_so_and_tells_the_numbers_over_all_ranks(tmp_path: P
     query = Query(store, clock=ManualClock(), volumes=settings)
     thinned, whole = query.step(RUN, 5), query.step(RUN, 55)
     assert ["rank:0", "rank:10", "rank:11"] == [row.source for row in thinned.rows]
+    summary = query.runs()[0]
+    assert "Thinned: of 11 ranks beside 0, 2 have" in " ".join(
+        explain(summary, thinned, ()).split()
+    )
+    assert "Thinned" not in explain(summary, whole, ())
     (over,) = thinned.over_ranks
     assert 11 == over.values["num_ranks"]
     assert (12, ()) == (len(whole.rows), whole.over_ranks)
