@@ -220,7 +220,8 @@ def bytes_of(connection: Connection, ids: Sequence[int]) -> int:
 
 def _sum(connection: Connection, where: Any) -> int:
     table = batch_columns.c
-    lengths = func.length(table.body) + func.length(table.valid) + func.length(table.summary)
+    columns = (table.body, table.valid, table.summary, table.marks)
+    lengths = sum((func.length(column) for column in columns[1:]), func.length(columns[0]))
     columnar = select(func.sum(lengths)).join(batches, batches.c.id == table.batch_id)
     raw = select(func.sum(func.length(batches.c.row_bytes)))
     total = [connection.execute(query.where(where)).scalar() or 0 for query in (columnar, raw)]
