@@ -27,7 +27,7 @@ from vitals_collector.thinning import VolumeSettings
 from vitals_collector.upkeep import INTERVAL_SECONDS, Upkeep
 from vitals_collector.why import explain
 
-CAP = 200_000
+CAP = 220_000
 
 
 class LongStepped(Writer):
