@@ -21,6 +21,7 @@ NUM_RANKS = 64
 _STEP_NS = 250_000_000
 _PAST_NS = 3_000_000_000_000
 """Records are of the last 50 minutes: Prometheus refuses what lies an hour behind its newest."""
+_IDLE_SECONDS = 4.0
 GOALS = {"VictoriaMetrics": 1 / 4, "Prometheus": 1 / 6, "MLflow": 1 / 400}
 
 
@@ -55,7 +56,7 @@ class Size(NamedTuple):
     mlflow_steps: dict[int, int]
 
 
-FULL = Size(3, {1: 100, 10: 600, 100: 2_400}, {1: 10, 10: 20, 100: 100})
+FULL = Size(4, {1: 60, 10: 600, 100: 2_400}, {1: 10, 10: 20, 100: 100})
 QUICK = Size(2, {1: 10, 10: 100, 100: 300}, {1: 5, 10: 20, 100: 100})
 
 
@@ -82,47 +83,73 @@ def measure_cases(
             yield from _rows(case, size, {"ours": ours, **arms})
 
 
+class Found(NamedTuple):
+    """What a server used in one way of sending."""
+
+    per_record: list[float]
+    """CPU microseconds of a record beyond what it uses while nothing comes, of each round."""
+    idle_share: float
+    """CPU time while nothing comes, as a share of a core."""
+
+
 def _rows(case: Case, size: Size, arms: dict[str, Server]) -> Iterator[Row]:
     found = _measure(case, size, arms)
-    ours = statistics.median(found["ours"])
+    mine = found["ours"]
     for name in list(arms)[1:] or [""]:
         few = arms[name].num_ranks if name else 0
+        others = found.get(name)
         yield Row(
             name=f"collector CPU of a record of 20 values, {case.words} in a request",
-            ours=ours,
+            ours=statistics.median(mine.per_record),
             unit="us",
             peer=arms[name].label if name else "",
-            theirs=statistics.median(found[name]) if name else None,
+            theirs=statistics.median(others.per_record) if others else None,
             goal=ratio_at_most(GOALS[name]) if name else None,
-            spread=halves(found[name]) if name else None,
-            note=f"ours against itself {100 * halves(found['ours']):.0f} %"
-            + (f"; {few} of the ranks, one run each" if few < arms["ours"].num_ranks else ""),
+            spread=halves(others.per_record) if others else None,
+            note=f"ours against itself {100 * halves(mine.per_record):.0f} %; while nothing comes, "
+            f"ours takes {100 * mine.idle_share:.1f} % of a core"
+            + (f" and theirs {100 * others.idle_share:.1f} %" if others else "")
+            + (f"; {few} of the ranks, one run each" * (few < arms["ours"].num_ranks)),
         )
 
 
-def _measure(case: Case, size: Size, arms: dict[str, Server]) -> dict[str, list[float]]:
-    """Return each server's CPU microseconds a record, of each round; check that it has them all."""
+def _measure(case: Case, size: Size, arms: dict[str, Server]) -> dict[str, Found]:
+    """Return what each server used; check that it has every record."""
     begin = time.time_ns() - _PAST_NS
     numbers = {name: Numbers(server.num_ranks) for name, server in arms.items()}
     sent = dict.fromkeys(arms, 0)
-    found: dict[str, list[float]] = {name: [] for name in arms}
+    found = {name: Found([], 0.0) for name in arms}
     names = list(arms)
     for i in range(1 + size.rounds):  # the first makes the series
         for name in names if i % 2 else reversed(names):
-            server = arms[name]
+            server, idle = arms[name], found[name].idle_share
             steps = (size.mlflow_steps if name == "MLflow" else size.steps)[case.num_records]
             block = numbers[name].block(sent[name], steps, begin_ns=begin, step_ns=_STEP_NS)
             requests = server.requests(case.key, block, case.num_records, case.per_node)
-            before = server.started.cpu_seconds()
-            server.post(requests)
-            server.started.settle()
-            used = server.started.cpu_seconds() - before
+            used = _used_for(server, requests, idle)
             sent[name] += steps
             if i:
-                found[name].append(used / steps / server.num_ranks * 1e6)
+                found[name].per_record.append(used / steps / server.num_ranks * 1e6)
+        if i == 0:
+            found = {name: Found([], _idle_share(server)) for name, server in arms.items()}
     for name, server in arms.items():
         expect_all(server, case.key, sent[name] * server.num_ranks)
     return found
+
+
+def _used_for(server: Server, requests: servers.Posts, idle_share: float) -> float:
+    """Return the CPU seconds that the requests took, until the server is idle again."""
+    began, before = time.monotonic(), server.started.cpu_seconds()
+    server.post(requests)
+    server.started.settle()
+    used = server.started.cpu_seconds() - before
+    return max(1e-9, used - idle_share * (time.monotonic() - began))
+
+
+def _idle_share(server: Server) -> float:
+    began, before = time.monotonic(), server.started.cpu_seconds()
+    time.sleep(_IDLE_SECONDS)
+    return (server.started.cpu_seconds() - before) / (time.monotonic() - began)
 
 
 def expect_all(server: Server, config: str, num_sent: int) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -56,6 +56,10 @@ class Server(Protocol):
 
     def num_records(self, config: str) -> float:
         """Return how many whole records its query API finds."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections to it."""
         ...
 
 
@@ -152,6 +156,11 @@ class Ours:
         found = self._reader.run(self._writers[config].run_id).sources
         return sum(source.num_rows - source.num_lost_rows for source in found)
 
+    def close(self) -> None:
+        """Close the connections."""
+        self.agents.close()
+        self._reader.close()
+
 
 class RemoteWrite:
     """Prometheus, and what speaks as it does."""
@@ -209,6 +218,10 @@ class RemoteWrite:
         found = self.agents.ask("/api/v1/query", params=asked).json()["data"]["result"]
         return float(found[0]["value"][1]) if found else 0.0
 
+    def close(self) -> None:
+        """Close the connections."""
+        self.agents.close()
+
 
 class MLflow:
     """The tracking server over SQLite. A request is of one run, so a rank is a run of its own."""
@@ -251,6 +264,10 @@ class MLflow:
                 answer = self.agents.ask("/api/2.0/mlflow/metrics/get-history", params=asked)
                 found += len(answer.json().get("metrics", ()))
         return found / len(NAMES)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.agents.close()
 
     def _new_run(self, config: str, rank: int) -> str:
         said = {"experiment_id": "0", "run_name": f"{config}-{rank}", "start_time": 1}
@@ -300,10 +317,11 @@ def collector(folder: Path, *arguments: str) -> Iterator[tuple[Started, str, Pat
 @contextmanager
 def ours(folder: Path, num_ranks: int) -> Iterator[Server]:
     """Give our own server."""
-    with collector(folder) as (started, url, tokens):
-        server = Ours(started, url, tokens, num_ranks)
+    with (
+        collector(folder) as (started, url, tokens),
+        closing(Ours(started, url, tokens, num_ranks)) as server,
+    ):
         yield server
-        server.agents.close()
 
 
 @contextmanager
@@ -340,9 +358,8 @@ def _remote(
     with Started(name, args, folder) as started:
         health = "/health" if name == "VictoriaMetrics" else "/-/ready"
         started.wait_for(lambda: _answers(url + health))
-        server = RemoteWrite(name, started, url, num_ranks)
-        yield server
-        server.agents.close()
+        with closing(RemoteWrite(name, started, url, num_ranks)) as server:
+            yield server
 
 
 @contextmanager
@@ -355,12 +372,14 @@ def mlflow(folder: Path, num_ranks: int, binary: str) -> Iterator[Server]:
         *("--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"),
         *("--artifacts-destination", str(folder / "artifacts")),
     ]
-    path = f"{Path(binary).parent}:/usr/bin:/bin"  # it starts its workers by name
-    with Started("mlflow", args, folder, env={"PATH": path}) as started:
+    env = {
+        "PATH": f"{Path(binary).parent}:/usr/bin:/bin",  # it starts its workers by name
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # a queue of its own that is never idle
+    }
+    with Started("mlflow", args, folder, env=env) as started:
         started.wait_for(lambda: _answers(f"http://127.0.0.1:{port}/version"), 180.0)
-        server = MLflow(started, f"http://127.0.0.1:{port}", num_ranks)
-        yield server
-        server.agents.close()
+        with closing(MLflow(started, f"http://127.0.0.1:{port}", num_ranks)) as server:
+            yield server
 
 
 def _answers(url: str) -> bool:

@@ -105,7 +105,7 @@ def test_the_cpu_of_a_collector_that_fell_behind_is_void():
     )
     cpu, *_ = fleet.rows_of(Size(num_steps=8, num_probes=1), seen)
     assert (None, None) == (cpu.ours, cpu.met)
-    assert cpu.note.startswith("void, it fell behind: 50 % of the rows")
+    assert cpu.note.startswith("void, it fell behind: rows of 4.0 s were on")
 
 
 @pytest.mark.slow
@@ -113,6 +113,6 @@ def test_a_small_fleet_goes_through_journals_agent_wire_collector_and_webhook(mo
     monkeypatch.setattr(fleet, "_CONNECT_SECONDS", 2.0)
     rows = list(fleet.measure_size(Size(num_nodes=3, num_steps=8, num_probes=3)))
     cpu, _, queryable, alerted, lost = rows
-    assert 0.0 < cpu.ours
+    assert "a post is answered in" in cpu.note
     assert all(0.0 < row.ours < fleet._GIVE_UP_SECONDS for row in (queryable, alerted))
     assert 0 == lost.ours
