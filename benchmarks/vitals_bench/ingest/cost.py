@@ -68,19 +68,23 @@ def measure_cost(*, quick: bool, asked: Asked = Asked()) -> Iterator[Row]:  # no
 def measure_cases(
     cases: Sequence[Case], size: Size, *, asked: Asked, num_ranks: int = NUM_RANKS
 ) -> Iterator[Row]:
-    """Yield the rows of some ways of sending."""
-    with TemporaryDirectory(prefix="vitals-bench-") as folder, ExitStack() as leave:
-        ours = leave.enter_context(servers.ours(Path(folder) / "ours", num_ranks))
-        theirs: dict[str, Server] = {}
-        for peer in servers.peers(asked.mlflow):
-            if peer.missing:
-                yield Row(name="ingest", ours=None, unit="us", note=f"skipped: {peer.missing}")
-                continue
-            place = Path(folder) / peer.name
-            theirs[peer.name] = leave.enter_context(peer.start(place, num_ranks, peer.binary))  # type: ignore[arg-type]
-        for case in cases:
-            arms = {name: s for name, s in theirs.items() if s.groups_nodes or not case.per_node}
-            yield from _rows(case, size, {"ours": ours, **arms})
+    """Yield the rows of some ways of sending.
+
+    Each has servers of its own: what they put off of one is not found in another.
+    """
+    peers = servers.peers(asked.mlflow)
+    for peer in peers:
+        if peer.missing:
+            yield Row(name="ingest", ours=None, unit="us", note=f"skipped: {peer.missing}")
+    for case in cases:
+        with TemporaryDirectory(prefix="vitals-bench-") as folder, ExitStack() as leave:
+            place = Path(folder)
+            arms = {"ours": leave.enter_context(servers.ours(place / "ours", num_ranks))}
+            for peer in peers:
+                if not peer.missing and (peer.groups_nodes or not case.per_node):
+                    started = peer.start(place / peer.name, num_ranks, peer.binary)
+                    arms[peer.name] = leave.enter_context(started)
+            yield from _rows(case, size, arms)
 
 
 class Found(NamedTuple):

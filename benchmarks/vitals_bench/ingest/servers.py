@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -43,8 +43,6 @@ class Server(Protocol):
     started: Started
     num_ranks: int
     """How many of the ranks it is sent: all but where a record takes it milliseconds."""
-    groups_nodes: bool
-    """Whether the ranks of a node may share a request."""
 
     def requests(self, config: str, block: Block, num_steps: int, per_node: bool) -> Posts:
         """Return what each agent posts, in its order."""
@@ -116,8 +114,6 @@ def grouped(bodies: Sequence[Sequence[Request]], num_agents: int) -> Posts:
 class Ours:
     """The real collector."""
 
-    groups_nodes = True
-
     def __init__(self, started: Started, url: str, tokens_file: Path, num_ranks: int) -> None:
         self.label = f"vitals {__version__}"
         self.started = started
@@ -164,8 +160,6 @@ class Ours:
 
 class RemoteWrite:
     """Prometheus, and what speaks as it does."""
-
-    groups_nodes = True
 
     def __init__(self, name: str, started: Started, url: str, num_ranks: int) -> None:
         self.started = started
@@ -225,8 +219,6 @@ class RemoteWrite:
 
 class MLflow:
     """The tracking server over SQLite. A request is of one run, so a rank is a run of its own."""
-
-    groups_nodes = False
 
     def __init__(self, started: Started, url: str, num_ranks: int) -> None:
         self.started = started
@@ -394,8 +386,10 @@ class Peer(NamedTuple):
 
     name: str
     binary: str
-    start: Callable[[Path, int, str], object]
+    start: Callable[[Path, int, str], AbstractContextManager[Server]]
     missing: str
+    groups_nodes: bool = True
+    """Whether the ranks of a node may share a request."""
 
 
 def peers(mlflow_binary: str) -> list[Peer]:
@@ -411,7 +405,7 @@ def peers(mlflow_binary: str) -> list[Peer]:
         if binary and start is not mlflow:
             lacking = [p for p in remote_write.PACKAGES if not _has(p)]
             missing = f"{name}: {', '.join(lacking)} not installed" if lacking else ""
-        found.append(Peer(name, binary, start, missing))
+        found.append(Peer(name, binary, start, missing, start is not mlflow))
     return found
 
 
