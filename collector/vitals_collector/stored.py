@@ -59,15 +59,17 @@ def read_pages(
     known: MutableMapping[str, Schema] = {} if schemas is None else schemas
     order = [order_by] if isinstance(order_by, ColumnElement) else order_by
     query = select(batches).where(*where).order_by(*order).limit(limit)
-    for row in connection.execute(query.execution_options(yield_per=64)):
-        schema = known.get(row.schema_digest)
-        if schema is None:
-            schema = known[row.schema_digest] = read_schema(connection, row.schema_digest)
-        rows = _rows(connection, row, schema, pick)
-        if pick is None or len(rows):
-            yield Page(
-                row.id, row.incarnation, row.source, schema, row.first_seq, row.num_rows, rows
-            )
+    # Closed at once where the caller looks at no more pages: a server keeps a cursor for it.
+    with connection.execute(query.execution_options(yield_per=64)) as found:
+        for row in found:
+            schema = known.get(row.schema_digest)
+            if schema is None:
+                schema = known[row.schema_digest] = read_schema(connection, row.schema_digest)
+            rows = _rows(connection, row, schema, pick)
+            if pick is None or len(rows):
+                yield Page(
+                    row.id, row.incarnation, row.source, schema, row.first_seq, row.num_rows, rows
+                )
 
 
 def _rows(
