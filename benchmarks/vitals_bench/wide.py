@@ -14,7 +14,7 @@ import psutil
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, String, Table, text
 from sqlalchemy.orm import DeclarativeBase
 
-from vitals_collector.store import Store, open_data_store, open_store
+from vitals_collector.storage.store import Store, open_data_store, open_store
 
 _KEYS = ("run_id", "rank", "step")
 

@@ -57,11 +57,15 @@ GRAFANA_UNITS = {
     "bytes": "bytes",
     "ratio": "percentunit",
     "watts": "watt",
+    "joules": "joule",
     "celsius": "celsius",
     "hertz": "hertz",
     "tokens": "short",
     "": "short",
 }
+
+GRAFANA_RATES = {"bytes": "Bps", "joules": "watt", "seconds": "percentunit", "tokens": "cps"}
+"""The unit of what flows per second, where it has one of its own."""
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -156,7 +160,7 @@ def _panel(
     unit = GRAFANA_UNITS[first.unit]
     if first.kind == "counter":
         title += " per second" if first.unit else " in 5 minutes"
-        unit = {"bytes": "Bps", "seconds": "percentunit", "tokens": "cps"}.get(first.unit, unit)
+        unit = GRAFANA_RATES.get(first.unit, unit)
     return {
         "id": panel_id,
         "type": "timeseries",

@@ -12,12 +12,12 @@ from trainvitals.records import (
 )
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
-from vitals_collector.alerts import InboxConfig
-from vitals_collector.engine import Acting, EngineConfig, assemble
-from vitals_collector.ingest import ingest
-from vitals_collector.notifiers import DELIVERED, Result
-from vitals_collector.query import Query
-from vitals_collector.store import Store
+from vitals_collector.acting.alerts import InboxConfig
+from vitals_collector.acting.notifiers import DELIVERED, Result
+from vitals_collector.queries.query import Query
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.store import Store
+from vitals_collector.watch.engine import Acting, EngineConfig, assemble
 
 
 class Heard:

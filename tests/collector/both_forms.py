@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from trainvitals.views import RunDetail
-from vitals_collector import compaction
-from vitals_collector.query import Query
-from vitals_collector.store import Store
+from vitals_collector.queries.query import Query
+from vitals_collector.storage import compaction
+from vitals_collector.storage.store import Store
 
 Answer = TypeVar("Answer")
 

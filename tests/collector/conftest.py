@@ -13,10 +13,10 @@ import sqlalchemy
 import uvicorn
 
 from trainvitals.io.client import CollectorClient, read_tokens
-from vitals_collector.app import TOKENS_FILE, CollectorSettings, create_app
-from vitals_collector.schema import metadata
-from vitals_collector.serve import ListenSettings, bind, url_of
-from vitals_collector.store import Store, open_data_store, open_store
+from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
+from vitals_collector.api.serve import ListenSettings, bind, url_of
+from vitals_collector.storage.schema import metadata
+from vitals_collector.storage.store import Store, open_data_store, open_store
 
 
 class Served:

@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from trainvitals.errors import FormatError, InsecurePathError, StorageError, UsageError
-from vitals_collector import auth
-from vitals_collector.auth import (
+from vitals_collector.api import auth
+from vitals_collector.api.auth import (
     MAX_JSON_BYTES,
     Gate,
     Tokens,
@@ -293,7 +293,7 @@ SCOPES: dict[tuple[str, str], set[str]] = {
 
 @pytest.fixture(scope="module")
 def collector(tmp_path_factory: pytest.TempPathFactory):
-    from vitals_collector.app import CollectorSettings, create_app
+    from vitals_collector.api.app import CollectorSettings, create_app
 
     app = create_app(CollectorSettings(data=tmp_path_factory.mktemp("data")))
     yield app

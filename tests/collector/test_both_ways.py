@@ -27,8 +27,8 @@ from trainvitals.records import (
     RunStarted,
 )
 from trainvitals.views import RunSummary
-from vitals_collector.app import CollectorSettings
-from vitals_collector.reading import Reader, open_reader
+from vitals_collector.api.app import CollectorSettings
+from vitals_collector.queries.reading import Reader, open_reader
 
 Batches = dict[str, list[bytes]]
 """What each node's agent has to tell."""
@@ -125,7 +125,7 @@ def through_a_collector_that_reads_the_folder(told: Batches, tmp_path: Path) -> 
 
 
 def _first_poll(served: Served) -> None:
-    from vitals_collector.folder import FolderIngest
+    from vitals_collector.receiving.folder import FolderIngest
 
     # The follower's first look may not have happened yet; looking as well is harmless.
     FolderIngest(served.store, served.settings.folders).poll()

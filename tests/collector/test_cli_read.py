@@ -15,9 +15,9 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
-from vitals_collector.reading import find_run, open_reader
-from vitals_collector.tail import Tail
-from vitals_collector.why import explain
+from vitals_collector.queries.reading import find_run, open_reader
+from vitals_collector.queries.tail import Tail
+from vitals_collector.queries.why import explain
 
 COMMANDS = ("collector", "runs", "show", "why", "tail")
 
@@ -129,8 +129,8 @@ def test_why_knows_a_step_that_a_rollback_took_back(runs: Path, capsys: pytest.C
 
 def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
     from tests.collector.test_query import query
-    from vitals_collector.ingest import ingest
-    from vitals_collector.store import open_store
+    from vitals_collector.receiving.ingest import ingest
+    from vitals_collector.storage.store import open_store
 
     store = open_store("sqlite://")
     known = {"loss": 9.0, "loss_limit": 3.0, "verdict": 4, "skipped": 1, "culprit_rank": 1}

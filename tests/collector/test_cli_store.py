@@ -10,10 +10,10 @@ from tests.collector.rows import RUN
 from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.cli.main import build_app
 from trainvitals.records import RunEnded, RunInfo, RunStarted
-from vitals_collector.ingest import ingest
-from vitals_collector.schema import audit, runs
-from vitals_collector.serve import only_one
-from vitals_collector.store import open_data_store
+from vitals_collector.api.serve import only_one
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.schema import audit, runs
+from vitals_collector.storage.store import open_data_store
 
 
 @pytest.fixture

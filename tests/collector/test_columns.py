@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import FormatError
 from trainvitals.rows import Column, Schema, Value, column_of, rows_of
-from vitals_collector.columns import (
+from vitals_collector.storage.columns import (
     MARK,
     SEQ,
     SUMMARY,

@@ -22,12 +22,12 @@ from trainvitals.records import (
 )
 from trainvitals.views import CommandRequest
 from trainvitals.wire import BatchHeader, encode_batch
-from vitals_collector import commands
-from vitals_collector.commands import CONFLICT, MAX_PENDING, issue, listed, mark_delivered
-from vitals_collector.ingest import ingest
-from vitals_collector.metrics import UNKNOWN
-from vitals_collector.schema import audit
-from vitals_collector.store import Store
+from vitals_collector.acting import commands
+from vitals_collector.acting.commands import CONFLICT, MAX_PENDING, issue, listed, mark_delivered
+from vitals_collector.queries.metrics import UNKNOWN
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.schema import audit
+from vitals_collector.storage.store import Store
 
 SECOND = 1_000_000_000
 NOW = 1_700_000_000 * SECOND

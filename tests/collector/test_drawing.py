@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
 from trainvitals.policy.judge import Judgement
 from trainvitals.records import Finding, StepRecord
-from vitals_collector.drawing import COLORS, Drawing
+from vitals_collector.replays.drawing import COLORS, Drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 

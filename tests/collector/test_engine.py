@@ -5,9 +5,9 @@ from tests.collector.rows import OTHER_RUN, RUN, START, Writer
 from trainvitals.errors import StorageError
 from trainvitals.records import Note, RunEnded
 from trainvitals.views import AckRequest
-from vitals_collector.looks import Looks
-from vitals_collector.notifiers import DELIVERED, Result
-from vitals_collector.store import Store
+from vitals_collector.acting.notifiers import DELIVERED, Result
+from vitals_collector.storage.store import Store
+from vitals_collector.watch.looks import Looks
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_a_silence_withholds_and_its_end_tells(place: Place):
 
 def test_pending_commands_expire_by_themselves(place: Place):
     from trainvitals.views import CommandRequest
-    from vitals_collector import commands
+    from vitals_collector.acting import commands
 
     place.send(Writer().events(started()))
     request = CommandRequest(action="halt", reason="x")

@@ -14,12 +14,12 @@ from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
 from trainvitals.testing import ManualClock
 from trainvitals.views import CommandRequest
-from vitals_collector import commands
-from vitals_collector.engine import Acting, assemble
-from vitals_collector.exposition import MAX_REASONS, MAX_RUNS, StoreCollector
-from vitals_collector.ingest import ingest
-from vitals_collector.notifiers import LogNotifier
-from vitals_collector.store import Store
+from vitals_collector.acting import commands
+from vitals_collector.acting.notifiers import LogNotifier
+from vitals_collector.api.exposition import MAX_REASONS, MAX_RUNS, StoreCollector
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.store import Store
+from vitals_collector.watch.engine import Acting, assemble
 
 BY_NAME = {metric.name: metric for metric in CATALOG}
 

@@ -10,11 +10,11 @@ from tests.collector.acting import Job
 from tests.collector.rows import RUN, SECOND, START
 from trainvitals.detect.watch import StragglerConfig, WatchConfig
 from trainvitals.records import Finding
-from vitals_collector.following import watch_again
-from vitals_collector.ingest import ingest_all
-from vitals_collector.schema import findings
-from vitals_collector.store import Store
-from vitals_collector.watching import Watching, WatchingConfig
+from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.storage.schema import findings
+from vitals_collector.storage.store import Store
+from vitals_collector.watch.following import watch_again
+from vitals_collector.watch.watching import Watching, WatchingConfig
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_rows_that_were_just_committed_are_not_read_from_the_store(
     job.look()
     job.train(range(1))
     job.look()
-    monkeypatch.setattr("vitals_collector.fresh.read_pages", refuse_to_read)
+    monkeypatch.setattr("vitals_collector.watch.fresh.read_pages", refuse_to_read)
     for first in range(1, 31, 10):
         job.train(range(first, first + 10), slow=True)
         job.look()

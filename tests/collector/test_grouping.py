@@ -16,9 +16,9 @@ from tests.collector.test_ingest import stored_rows
 from trainvitals.errors import FormatError
 from trainvitals.identity import new_run_id
 from trainvitals.records import AttemptStarted, Note
-from vitals_collector import schema as tables
-from vitals_collector.ingest import ingest, ingest_all, ingest_bodies
-from vitals_collector.store import Store, open_store
+from vitals_collector.receiving.ingest import ingest, ingest_all, ingest_bodies
+from vitals_collector.storage import schema as tables
+from vitals_collector.storage.store import Store, open_store
 
 
 @pytest.fixture(scope="module")

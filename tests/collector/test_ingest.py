@@ -31,9 +31,9 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Column, Schema
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
-from vitals_collector import schema as tables
-from vitals_collector.ingest import ingest
-from vitals_collector.store import Store, open_store
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage import schema as tables
+from vitals_collector.storage.store import Store, open_store
 
 
 def stored_rows(store: Store) -> list[tuple[str, int]]:

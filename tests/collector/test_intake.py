@@ -7,8 +7,8 @@ import pytest
 from tests.collector.rows import Writer
 from trainvitals.clock import SystemClock
 from trainvitals.errors import FormatError, StorageError
-from vitals_collector.intake import BUSY, Intake, IntakeLimits, Outcome, Waiting
-from vitals_collector.store import Store, open_store
+from vitals_collector.receiving.intake import BUSY, Intake, IntakeLimits, Outcome, Waiting
+from vitals_collector.storage.store import Store, open_store
 
 Told = list[tuple[Waiting, Outcome]]
 
@@ -148,7 +148,7 @@ def test_a_bug_is_told_and_does_not_end_the_thread(
 
     asker.intake._tell = tell
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.intake.ingest_bodies", lambda *_: 1 / 0)
+        patch.setattr("vitals_collector.receiving.intake.ingest_bodies", lambda *_: 1 / 0)
         asker.put(Writer().steps([0]))
         asker.intake.start()
         assert heard.wait(30)

@@ -14,8 +14,8 @@ from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.detect.watch import WatchSet
 from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import decode_batch
-from vitals_collector.gathering import BEFORE_ALL, MergeConfig, StepMerger
-from vitals_collector.merging import (
+from vitals_collector.watch.gathering import BEFORE_ALL, MergeConfig, StepMerger
+from vitals_collector.watch.merging import (
     LAYER_COLUMNS,
     RANK_COLUMNS,
     LayerPart,

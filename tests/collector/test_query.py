@@ -21,10 +21,10 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Schema
 from trainvitals.views import SeriesReply
-from vitals_collector.ingest import ingest
-from vitals_collector.query import Query
-from vitals_collector.schema import alerts
-from vitals_collector.store import Store
+from vitals_collector.queries.query import Query
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.schema import alerts
+from vitals_collector.storage.store import Store
 
 
 class At:

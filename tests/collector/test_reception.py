@@ -19,11 +19,11 @@ from sqlalchemy import func, select
 from tests.collector.conftest import Served
 from tests.collector.rows import Writer
 from trainvitals.errors import StorageError
-from vitals_collector import auth
-from vitals_collector.app import CollectorSettings
-from vitals_collector.reception import Room
-from vitals_collector.schema import batches
-from vitals_collector.store import DATABASE_FILE, open_data_store
+from vitals_collector.api import auth
+from vitals_collector.api.app import CollectorSettings
+from vitals_collector.api.reception import Room
+from vitals_collector.storage.schema import batches
+from vitals_collector.storage.store import DATABASE_FILE, open_data_store
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 
@@ -177,7 +177,7 @@ def test_who_no_longer_waits_for_room_leaves_none_missing():
 def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A collector that waits for a locked database only a moment."""
     opener = functools.partial(open_data_store, busy_seconds=0.05)
-    monkeypatch.setattr("vitals_collector.app.open_data_store", opener)
+    monkeypatch.setattr("vitals_collector.api.app.open_data_store", opener)
     with Served(CollectorSettings(data=tmp_path / "data")) as collector:
         yield collector
 

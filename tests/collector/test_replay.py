@@ -17,9 +17,9 @@ from trainvitals.records import (
     StepRecord,
 )
 from trainvitals.testing import judgements, series
-from vitals_collector.replay import Replay, replay
-from vitals_collector.schema import sources
-from vitals_collector.store import Store
+from vitals_collector.replays.replay import Replay, replay
+from vitals_collector.storage.schema import sources
+from vitals_collector.storage.store import Store
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
 from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.errors import UsageError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
-from vitals_collector.ingest import ingest, ingest_all
-from vitals_collector.retention import finish, forget, forget_old, pin
-from vitals_collector.schema import audit, forgotten, metadata, runs
-from vitals_collector.state import Liveness
-from vitals_collector.store import Store
+from vitals_collector.keeping.retention import finish, forget, forget_old, pin
+from vitals_collector.receiving.ingest import ingest, ingest_all
+from vitals_collector.storage.schema import audit, forgotten, metadata, runs
+from vitals_collector.storage.store import Store
+from vitals_collector.watch.state import Liveness
 
 DAY = 86_400 * SECOND
 LATER = Liveness(now_unix_ns=START + 40 * DAY)
@@ -74,7 +74,7 @@ def test_a_start_after_the_removal_is_a_run_again(store: Store):
 
 def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch):
     a_run(store)
-    monkeypatch.setattr("vitals_collector.retention._free", lambda *_: None)
+    monkeypatch.setattr("vitals_collector.keeping.retention._free", lambda *_: None)
     forget(store, RUN, by="ann", when=LATER)
     assert {"runs", "batches", "forgotten"} == tables_with(store, RUN)
     monkeypatch.undo()

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitals_collector.series import AttemptRow, Points, downsample, lineage, nonfinite_marks, stitch
+from vitals_collector.queries.series import (
+    AttemptRow,
+    Points,
+    downsample,
+    lineage,
+    nonfinite_marks,
+    stitch,
+)
 
 FLOATS = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
 

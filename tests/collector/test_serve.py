@@ -16,9 +16,9 @@ from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import CollectorClient, discover_collector, read_tokens
 from trainvitals.rows import column_of, rows_of
 from trainvitals.wire import decode_batch
-from vitals_collector.serve import ADDRESS_FILE, CollectorFile, parse_listen
-from vitals_collector.store import open_data_store
-from vitals_collector.stored import read_pages
+from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile, parse_listen
+from vitals_collector.storage.store import open_data_store
+from vitals_collector.storage.stored import read_pages
 
 COMMAND = [sys.executable, "-m", "vitals_collector", "collector"]
 

@@ -12,9 +12,9 @@ from alembic.runtime.migration import MigrationContext
 
 from tests.collector.rows import Writer
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
-from vitals_collector.ingest import ingest
-from vitals_collector.schema import batches, metadata
-from vitals_collector.store import (
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.schema import batches, metadata
+from vitals_collector.storage.store import (
     DATABASE_FILE,
     FULL,
     LOCKED,

@@ -11,7 +11,7 @@ from tests.collector.rows import STEPS
 from trainvitals.catalog import NODE_SCHEMA
 from trainvitals.errors import ConfigError
 from trainvitals.rows import column_of, rows_of
-from vitals_collector.thinning import (
+from vitals_collector.keeping.thinning import (
     Batch,
     OverRanks,
     Present,

@@ -18,14 +18,14 @@ from tests.collector.volume_runs import (
 )
 from trainvitals.records import RunEnded
 from trainvitals.testing import ManualClock
-from vitals_collector.app import CollectorSettings
-from vitals_collector.ingest import ingest
-from vitals_collector.query import Query
-from vitals_collector.sizes import measure
-from vitals_collector.store import open_data_store
-from vitals_collector.thinning import VolumeSettings
-from vitals_collector.upkeep import INTERVAL_SECONDS, Upkeep
-from vitals_collector.why import explain
+from vitals_collector.api.app import CollectorSettings
+from vitals_collector.keeping.sizes import measure
+from vitals_collector.keeping.thinning import VolumeSettings
+from vitals_collector.keeping.upkeep import INTERVAL_SECONDS, Upkeep
+from vitals_collector.queries.query import Query
+from vitals_collector.queries.why import explain
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.store import open_data_store
 
 CAP = 220_000
 

@@ -24,14 +24,14 @@ from tests.collector.volume_runs import (
 )
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.records import AttemptStarted, Finding, FindingRaised
-from vitals_collector.compaction import compact
-from vitals_collector.ingest import ingest
-from vitals_collector.schema import events, thinned
-from vitals_collector.store import DATABASE_FILE, Store, open_data_store
-from vitals_collector.thinnable import run_bytes
-from vitals_collector.thinned_rows import REMOVED
-from vitals_collector.thinning import VolumeSettings
-from vitals_collector.volumes import Volumes
+from vitals_collector.keeping.thinnable import run_bytes
+from vitals_collector.keeping.thinned_rows import REMOVED
+from vitals_collector.keeping.thinning import VolumeSettings
+from vitals_collector.keeping.volumes import Volumes
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.compaction import compact
+from vitals_collector.storage.schema import events, thinned
+from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store
 
 LATER = START + 48 * HOUR
 SMALL = VolumeSettings(

@@ -12,12 +12,12 @@ from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, NODE_SCHEMA
 from trainvitals.detect.watch import WatchSet
 from trainvitals.errors import StorageError
 from trainvitals.records import CheckpointChanged, Finding, FindingRaised, NamesDefined, RunEnded
-from vitals_collector.following import watch_again
-from vitals_collector.gathering import HostRow, NodeMerger
-from vitals_collector.ingest import ingest
-from vitals_collector.schema import engine_state, findings
-from vitals_collector.store import Store
-from vitals_collector.watching import Watching, WatchingConfig
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.schema import engine_state, findings
+from vitals_collector.storage.store import Store
+from vitals_collector.watch.following import watch_again
+from vitals_collector.watch.gathering import HostRow, NodeMerger
+from vitals_collector.watch.watching import Watching, WatchingConfig
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_store_that_refuses_loses_nothing_and_tells_once(
         raise StorageError("no room left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.watching.insert", refuse)
+        patch.setattr("vitals_collector.watch.watching.insert", refuse)
         with pytest.raises(StorageError):
             job.look()
     assert [] == job.found()

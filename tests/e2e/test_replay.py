@@ -10,10 +10,10 @@ from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
 from trainvitals.cli.main import main
 from trainvitals.policy.history import JudgedStep, document, judge_history
 from trainvitals.testing.faults import FaultPlan
-from vitals_collector.folder import FolderIngest
-from vitals_collector.histories import Wanted, read_history
-from vitals_collector.replay import Replay, replay
-from vitals_collector.store import open_store
+from vitals_collector.receiving.folder import FolderIngest
+from vitals_collector.replays.histories import Wanted, read_history
+from vitals_collector.replays.replay import Replay, replay
+from vitals_collector.storage.store import open_store
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -23,7 +23,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
     "resume": ("resume",),
     "agent": ("agent",),
-    "collector": ("collector", "runs", "show", "why", "tail", "replay", "alerts", "command"),
+    "collector": (
+        *("collector", "runs", "show", "why", "tail", "replay", "alerts", "command", "store"),
+    ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),
     "deploy": ("deploy",),

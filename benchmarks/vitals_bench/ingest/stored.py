@@ -20,9 +20,9 @@ from vitals_bench.ingest.records import NAMES, Numbers, Writers
 from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.processes import cpu_seconds_of
 from vitals_bench.rows import Goal, Row, at_most
-from vitals_collector.compaction import Compacted, compact, compact_writer, writers
-from vitals_collector.ingest import ingest_all
-from vitals_collector.store import Store
+from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.storage.compaction import Compacted, compact, compact_writer, writers
+from vitals_collector.storage.store import Store
 
 _STEP_NS = 1_000_000_000
 _BEGIN_NS = 1_700_000_000_000_000_000
@@ -180,7 +180,7 @@ def expect_rows(store: Store, run_id: str, num_rows: int) -> None:
         RuntimeError: it does not.
     """
     from trainvitals.clock import SystemClock
-    from vitals_collector.query import Query
+    from vitals_collector.queries.query import Query
 
     sources = Query(store, clock=SystemClock()).run(run_id).sources
     found = sum(source.num_rows for source in sources)

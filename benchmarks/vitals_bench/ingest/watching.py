@@ -28,12 +28,12 @@ from trainvitals.rows import Schema, Value
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
-from vitals_collector.engine import Acting, EngineConfig, assemble
-from vitals_collector.ingest import ingest_all
-from vitals_collector.notifiers import DELIVERED, Result
-from vitals_collector.schema import sources
-from vitals_collector.store import Store, open_data_store
-from vitals_collector.watching import Watching
+from vitals_collector.acting.notifiers import DELIVERED, Result
+from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.storage.schema import sources
+from vitals_collector.storage.store import Store, open_data_store
+from vitals_collector.watch.engine import Acting, EngineConfig, assemble
+from vitals_collector.watch.watching import Watching
 
 _SECOND = 1_000_000_000
 _POLLS_A_STEP = 5

@@ -29,9 +29,9 @@ from trainvitals.records import (
 from trainvitals.rows import Column, Schema
 from trainvitals.wire import BatchHeader, encode_batch
 from vitals_bench.ingest.records import ATTEMPT, identity_of
-from vitals_collector.compaction import compact
-from vitals_collector.ingest import ingest_all
-from vitals_collector.store import Store
+from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.storage.compaction import compact
+from vitals_collector.storage.store import Store
 
 BATCH_ROWS = 1_000
 _RECEIVED_NS = 1

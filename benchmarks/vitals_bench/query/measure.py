@@ -19,12 +19,12 @@ from vitals_bench import wide
 from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.query.filling import Filling, Planted, Size
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
-from vitals_collector import metrics
-from vitals_collector.loading import load_curve
-from vitals_collector.query import Query
-from vitals_collector.series import AttemptRow, Points
-from vitals_collector.store import Store
-from vitals_collector.why import explain
+from vitals_collector.queries import metrics
+from vitals_collector.queries.loading import load_curve
+from vitals_collector.queries.query import Query
+from vitals_collector.queries.series import AttemptRow, Points
+from vitals_collector.queries.why import explain
+from vitals_collector.storage.store import Store
 
 METRIC = "steps.loss"
 NUM_POINTS = 2_000

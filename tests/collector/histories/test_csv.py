@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
-from vitals_collector.histories import History, Wanted, read_history
+from vitals_collector.replays.histories import History, Wanted, read_history
 
 
 def read(tmp_path: Path, content: str | bytes, **wanted: str) -> History:

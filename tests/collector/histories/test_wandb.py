@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, UsageError
-from vitals_collector.histories import History, Wanted, read_history
-from vitals_collector.histories.wandb_file import (
+from vitals_collector.replays.histories import History, Wanted, read_history
+from vitals_collector.replays.histories.wandb_file import (
     BLOCK,
     FIRST,
     FRAME,

@@ -1,0 +1,1 @@
+"""What is done: the inbox of alerts, its notifiers, and commands to runs."""

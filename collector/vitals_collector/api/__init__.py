@@ -1,0 +1,1 @@
+"""What listens: the socket, who may ask, the routes, and ``/metrics``."""

@@ -1,0 +1,251 @@
+"""Puts the collector together: store, ingest, queries, folders, and what acts on them.
+
+``create_app`` opens everything that can fail before a port is bound, so that a locked database or a
+missing folder is an error on the terminal and not in a log. The app closes it when it ends.
+"""
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from trainvitals import __version__
+from trainvitals.clock import Clock, SystemClock
+from trainvitals.errors import UsageError, VitalsError
+from trainvitals.views import Problem
+from trainvitals.wire import IngestReply
+from vitals_collector.acting.notifiers import build_notifiers
+from vitals_collector.api.auth import (
+    INGEST_PATH,
+    Gate,
+    access_config,
+    load_or_create_tokens,
+    require,
+)
+from vitals_collector.api.control import control_router
+from vitals_collector.api.exposition import StoreCollector, metrics_router
+from vitals_collector.api.query import query_router
+from vitals_collector.api.reception import Reception
+from vitals_collector.api.web import answers, bug, document, problem, problem_of, reply, takes
+from vitals_collector.keeping.thinning import VolumeSettings
+from vitals_collector.keeping.upkeep import Upkeep
+from vitals_collector.queries.query import Query
+from vitals_collector.receiving.folder import FolderIngest
+from vitals_collector.storage.compactor import Compactor
+from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store, open_store
+from vitals_collector.watch.engine import Acting, EngineConfig, assemble
+
+TOKENS_FILE = "tokens.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorSettings:
+    """What a collector needs to know before it starts."""
+
+    data: Path
+    """Its own directory, 0700: database, tokens, address."""
+    database: str = ""
+    """SQLAlchemy URL; "" is an SQLite file in ``data``."""
+    folders: tuple[Path, ...] = ()
+    """Folders with run directories that are read as well."""
+    folder_interval_seconds: float = 0.5
+    """How often they are looked at."""
+    bound: str = "127.0.0.1"
+    """The address it listens on."""
+    hosts: tuple[str, ...] = ()
+    """Other names it is called by, for the ``Host`` check."""
+    origins: tuple[str, ...] = ()
+    """Foreign origins whose pages may call it."""
+    webhooks: tuple[str, ...] = ()
+    """Addresses that alerts are posted to as JSON."""
+    alertmanager: str = ""
+    """Address of an Alertmanager, which then alone routes: webhooks are not used beside it."""
+    lost_after_seconds: float = 60.0
+    """A run that is silent for longer, and its agent too, is lost."""
+    volumes: VolumeSettings = field(default_factory=VolumeSettings)
+    """What is kept of runs, and for how long."""
+
+
+class _App(FastAPI):
+    """Sends what agents post past FastAPI's own handling, which costs more than storing it."""
+
+    ingest: Gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_ingest = scope["type"] == "http" and scope["path"] == INGEST_PATH
+        if is_ingest and scope["method"] == "POST":
+            await self.ingest(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> FastAPI:
+    """Return the app, its store open and migrated; the app's shutdown closes it.
+
+    Raises:
+        UsageError: a folder or URL is wrong.
+        StorageError: data directory, tokens or database cannot be used.
+    """
+    clock = clock or SystemClock()
+    ensure_data_dir(settings.data)
+    tokens = load_or_create_tokens(settings.data / TOKENS_FILE)
+    store = open_store(settings.database) if settings.database else open_data_store(settings.data)
+    try:
+        folder = FolderIngest(store, settings.folders)
+        acting = _acting(store, settings, clock)
+        reception = Reception(store, clock=clock)
+        app = _App(
+            title="Vitals collector",
+            version=__version__,
+            docs_url=None,  # their pages load scripts from elsewhere
+            redoc_url=None,
+            lifespan=_lifespan(store, folder, acting, reception, settings, clock),
+        )
+        _add_routes(app, store, acting, clock, settings)
+        app.include_router(_ingest_router(store, reception))
+        _answer_errors(app)
+        document(app)
+        access = access_config(
+            tokens, bound=settings.bound, hosts=settings.hosts, origins=settings.origins
+        )
+        app.add_middleware(Gate, config=access)
+        app.ingest = Gate(reception, config=access, reads_body=False)
+    except BaseException:
+        store.close()
+        raise
+    return app
+
+
+def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
+    notifiers = build_notifiers(
+        webhooks=settings.webhooks, alertmanager=settings.alertmanager, clock=clock
+    )
+    return assemble(
+        store,
+        notifiers,
+        clock=clock,
+        config=EngineConfig(lost_after_seconds=settings.lost_after_seconds),
+        up_since_unix_ns=clock.time_ns(),
+    )
+
+
+def _add_routes(
+    app: FastAPI, store: Store, acting: Acting, clock: Clock, settings: CollectorSettings
+) -> None:
+    since, lost_after = clock.time_ns(), settings.lost_after_seconds
+    query = Query(
+        store,
+        clock=clock,
+        lost_after_seconds=lost_after,
+        up_since_unix_ns=since,
+        volumes=settings.volumes,
+    )
+    exposed = StoreCollector(
+        store,
+        clock=clock,
+        acting=acting,
+        lost_after_seconds=lost_after,
+        up_since_unix_ns=since,
+    )
+    app.state.store, app.state.query, app.state.acting = store, query, acting
+    app.include_router(query_router(query, guard=require("read")))
+    app.include_router(control_router(store, acting.inbox, clock=clock, folders=settings.folders))
+    app.include_router(metrics_router(exposed))
+
+
+def _lifespan(
+    store: Store,
+    folder: FolderIngest,
+    acting: Acting,
+    reception: Reception,
+    settings: CollectorSettings,
+    clock: Clock,
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        stop = threading.Event()
+        follower = threading.Thread(
+            target=folder.follow,
+            args=(stop,),
+            kwargs={"interval_seconds": settings.folder_interval_seconds},
+            name="vitals-folder",
+        )
+        if settings.folders:
+            follower.start()
+        lost_after = settings.lost_after_seconds
+        upkeep = Upkeep(store, settings.volumes, clock=clock, lost_after_seconds=lost_after)
+        compactor = Compactor(store, upkeep=upkeep)
+        acting.start()
+        reception.start()
+        compactor.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            await run_in_threadpool(reception.close)
+            await run_in_threadpool(compactor.close)
+            if settings.folders:
+                await run_in_threadpool(follower.join)
+            await run_in_threadpool(acting.close)
+            store.close()
+
+    return lifespan
+
+
+def _ingest_router(store: Store, reception: Reception) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(
+        "/v1/ingest",
+        tags=["ingest"],
+        dependencies=[Depends(require("ingest"))],
+        responses=answers(list[IngestReply]),
+        openapi_extra=takes(bytes, "application/octet-stream"),
+    )
+    async def ingest_batches(request: Request) -> Response:
+        """Store batches (``trainvitals.wire``), one after the other; durable when this answers 200.
+
+        One reply for each. Where all are refused, that is the answer; else each has its own words.
+        A body has at most 16 MiB. 503 and 507 say when to send it again (``Retry-After``).
+        """
+        # Reception serves this path without coming here; what is said above is for the document.
+        return await reception.answer(await request.body())
+
+    @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
+    def healthz() -> Response:
+        """Say that the database answers. Needs no token."""
+        with store.read() as connection:
+            connection.exec_driver_sql("SELECT 1")
+        return reply({"status": "ok"})
+
+    return router
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Make every error a Problem: ours, FastAPI's, and those nobody thought of."""
+
+    async def wrong_request(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        said = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
+        return problem(UsageError(said))
+
+    async def no_route(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return reply(Problem(code="V100", text=str(error.detail)), error.status_code)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return bug(request.url.path, error)
+
+    app.add_exception_handler(VitalsError, problem_of)
+    app.add_exception_handler(RequestValidationError, wrong_request)
+    app.add_exception_handler(HTTPException, no_route)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,95 @@
+"""The routes that read: runs, curves, steps, the ledger. All need a token with scope ``read``.
+
+Plain functions, so that FastAPI runs them in its threads: a query never holds up an ingest.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Path
+from fastapi import Query as Parameter
+from starlette.responses import Response
+
+from trainvitals.views import (
+    CheckpointView,
+    DecisionView,
+    EventView,
+    FindingView,
+    RunDetail,
+    RunSummary,
+    SeriesReply,
+    StepView,
+)
+from vitals_collector.api.web import answers, reply
+from vitals_collector.queries.query import MAX_POINTS, Query
+
+_INT64 = 2**63 - 1
+_FromStep = Annotated[int | None, Parameter(ge=-_INT64, le=_INT64)]
+_OneStep = Annotated[int, Path(ge=-_INT64, le=_INT64)]
+
+
+def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
+    """Return the routes over one query; ``guard`` is the dependency that checks the token."""
+    router = APIRouter(prefix="/v1/runs", tags=["query"], dependencies=[Depends(guard)])
+
+    @router.get("", responses=answers(tuple[RunSummary, ...]))
+    def list_runs() -> Response:
+        """Return every run, the newest first."""
+        return reply(query.runs())
+
+    @router.get("/{run_id}", responses=answers(RunDetail))
+    def show_run(run_id: str) -> Response:
+        """Return everything about one run that is not a curve."""
+        return reply(query.run(run_id))
+
+    @router.get("/{run_id}/series", responses=answers(SeriesReply))
+    def show_series(
+        run_id: str,
+        metric: str,
+        source: str = "",
+        branch: Literal["lineage", "discarded", "all"] = "lineage",
+        points: Annotated[int, Parameter(ge=2, le=MAX_POINTS)] = 1_000,
+        from_step: _FromStep = None,
+        to_step: _FromStep = None,
+    ) -> Response:
+        """Return one curve, downsampled so that no extreme and no non-finite value is lost."""
+        found = query.series(
+            run_id,
+            metric,
+            source=source,
+            branch=branch,
+            points=points,
+            from_step=from_step,
+            to_step=to_step,
+        )
+        return reply(found)
+
+    _add_lists(router, query)
+    return router
+
+
+def _add_lists(router: APIRouter, query: Query) -> None:
+    @router.get("/{run_id}/steps/{step}", responses=answers(StepView))
+    def show_step(run_id: str, step: _OneStep) -> Response:
+        """Return what is known of one step."""
+        return reply(query.step(run_id, step))
+
+    @router.get("/{run_id}/decisions", responses=answers(tuple[DecisionView, ...]))
+    def list_decisions(run_id: str) -> Response:
+        """Return the run's ledger."""
+        return reply(query.decisions(run_id))
+
+    @router.get("/{run_id}/findings", responses=answers(tuple[FindingView, ...]))
+    def list_findings(run_id: str) -> Response:
+        """Return what the run's detectors said."""
+        return reply(query.findings(run_id))
+
+    @router.get("/{run_id}/checkpoints", responses=answers(tuple[CheckpointView, ...]))
+    def list_checkpoints(run_id: str) -> Response:
+        """Return the latest state of each checkpoint."""
+        return reply(query.checkpoints(run_id))
+
+    @router.get("/{run_id}/events", responses=answers(tuple[EventView, ...]))
+    def list_events(run_id: str) -> Response:
+        """Return every other event as a line for people."""
+        return reply(query.events(run_id))

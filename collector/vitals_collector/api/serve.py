@@ -1,0 +1,188 @@
+"""Runs the app on a socket: one per data directory, its address in a file, a clean end."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+
+from trainvitals.errors import StorageError, UsageError
+from trainvitals.io.rundir import replace_file
+from vitals_collector.storage.store import ensure_data_dir
+
+ADDRESS_FILE = "collector.json"
+LOCK_FILE = "collector.lock"
+_SHUTDOWN_SECONDS = 3
+_BACKLOG = 2_048
+"""Connections that wait to be accepted: all agents of a fleet, after an outage."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than an agent is silent, so that it need not connect again for every body."""
+
+
+class CollectorFile(msgspec.Struct, frozen=True):
+    """What ``collector.json`` tells programs of the same user."""
+
+    url: str
+    pid: int
+    node: str = ""
+    """The machine it runs on: a home is shared by many, and a loopback address means one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenSettings:
+    """Where to listen, and with which certificate."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; IPv6 hosts stand in brackets.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise UsageError(
+            f"--listen is {text!r}; it must be HOST:PORT", hint="for example 127.0.0.1:8470"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@contextlib.contextmanager
+def only_one(data: Path) -> Iterator[None]:
+    """Hold the data directory's lock; it ends with the process, however that ends.
+
+    Raises:
+        StorageError: another collector has it.
+    """
+    ensure_data_dir(data)
+    with (data / LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StorageError(
+                f"another collector runs on {data}{_address_of(data)}",
+                hint="use that one, stop it, or give another directory with --data",
+            ) from error
+        yield
+
+
+def bind(listen: ListenSettings) -> socket.socket:
+    """Return a listening socket; the caller closes it.
+
+    Raises:
+        UsageError: the address is not this machine's, or the port is taken or not allowed.
+    """
+    try:
+        family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0][0]
+        # With the protocol named, asyncio turns Nagle off; else each answer waits 40 ms.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise UsageError(f"--listen {listen.host}:{listen.port}: {error.strerror}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((listen.host, listen.port))
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise UsageError(
+            f"cannot listen on {listen.host}:{listen.port}: {error.strerror}",
+            hint="another program may have the port; --listen 127.0.0.1:0 takes a free one",
+        ) from error
+    return bound
+
+
+def url_of(bound: socket.socket, listen: ListenSettings) -> str:
+    """Return the address that programs use."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if listen.tls_cert else 'http'}://{shown}:{bound.getsockname()[1]}"
+
+
+def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path) -> None:
+    """Serve until SIGINT or SIGTERM; write the address file once requests are answered."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # whoever asks is known by a token, not by an address
+        ws="none",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        ssl_certfile=listen.tls_cert,
+        ssl_keyfile=listen.tls_key,
+    )
+    url = url_of(bound, listen)
+    _allow_many_files()
+    # uvicorn raises the signal once more when it has shut down: unheard, that kills us right there.
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        _Server(config, data, url).run(sockets=[bound])
+    finally:
+        (data / ADDRESS_FILE).unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _allow_many_files() -> None:
+    """Let there be as many connections as the system allows, not the shell's usual 1,024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def log_to_stderr() -> None:
+    """Send this program's log lines to stderr, and the libraries' warnings."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    logging.getLogger("vitals").setLevel(logging.INFO)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, data: Path, url: str) -> None:
+        super().__init__(config)
+        self._data = data
+        self._url = url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then tell where: nobody reads an address that does not answer yet."""
+        await super().startup(sockets=sockets)
+        if self.should_exit:
+            return
+        body = msgspec.json.encode(
+            CollectorFile(url=self._url, pid=os.getpid(), node=socket.gethostname())
+        )
+        replace_file(self._data / ADDRESS_FILE, body + b"\n", mode=0o600)
+        print(f"vitals collector: {self._url} (data in {self._data})", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _address_of(data: Path) -> str:
+    try:
+        found = msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
+    except (OSError, msgspec.DecodeError):
+        return ""
+    return f": {found.url}, process {found.pid}"

@@ -1,0 +1,303 @@
+"""Commands that act: `vitals command` and `vitals alerts`."""
+
+import contextlib
+import getpass
+import os
+import sys
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.clock import SystemClock
+from trainvitals.errors import UsageError
+from trainvitals.io.client import (
+    CollectorClient,
+    Tokens,
+    discover_collector,
+    read_tokens,
+)
+from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
+from vitals_collector.cli.replay import folder_here
+from vitals_collector.queries.reading import find_run, open_reader
+
+Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]
+Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
+Collector = Annotated[str, typer.Option("--collector", help="Address of a running collector.")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
+Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
+By = Annotated[str, typer.Option("--by", help="Who does it [default: this user].")]
+Fingerprint = Annotated[str, typer.Argument(help="As `vitals alerts` shows it.")]
+
+
+class Action(StrEnum):
+    """What this version offers, and the list of what was asked."""
+
+    HALT = "halt"
+    ROLLBACK = "rollback"
+    LIST = "list"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(
+        "command", epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"'
+    )(command)
+    alerts = typer.Typer(
+        help="Show the inbox of alerts; acknowledge or silence one.",
+        epilog="Example: vitals alerts list --state firing",
+        invoke_without_command=True,
+        no_args_is_help=False,
+        rich_markup_mode=None,
+    )
+    alerts.callback()(_alerts)
+    alerts.command("list", epilog="Example: vitals alerts list --state firing")(list_alerts)
+    alerts.command("ack", epilog="Example: vitals alerts ack 3f2a9c0d11e4b877")(ack)
+    alerts.command(
+        "silence",
+        epilog='Example: vitals alerts silence 3f2a9c0d11e4b877 --hours 2 --reason "known"',
+    )(silence)
+    app.add_typer(alerts, name="alerts")
+
+
+# -------------------------------------------------------------------------------------- command
+
+
+def command(
+    run: Run,
+    action: Annotated[Action, typer.Argument(help="What to propose; list shows what was asked.")],
+    reason: Annotated[str, typer.Option(help="Why: kept in the run's ledger.")] = "",
+    checkpoint: Annotated[
+        str, typer.Option(help="Id to go back to [default: the newest healthy one].")
+    ] = "",
+    ttl: Annotated[float, typer.Option(help="Seconds until the command is void.")] = 60.0,
+    folder: Dir = None,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: Form = Format.TABLE,
+) -> None:
+    """Propose a halt or a rollback to a run; its own ladder accepts or refuses."""
+    if folder is None and Path(run).is_dir():
+        folder, run = Path(run), ""
+    elif folder is None and action is not Action.LIST:
+        folder = _default_folder(collector)
+    if action is Action.LIST:
+        with _control(collector, token_file, needs="read") as client:
+            found = client.commands(find_run(client, run).run_id)
+        _write_commands(found, form)
+        return
+    request = CommandRequest(
+        action=action.value,  # type: ignore[arg-type]
+        reason=reason,
+        checkpoint_id=checkpoint,
+        ttl_seconds=ttl,
+    )
+    if folder is not None:
+        view = _leave(folder, run, request)
+    else:
+        with _control(collector, token_file, needs="control") as client:
+            summary = find_run(client, run)
+            _check_open(summary)
+            view = client.send_command(summary.run_id, request)
+    _write_commands((view,), form)
+
+
+def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
+    """Sign the command with the run's key and leave it in its folder, for the agent beside it."""
+    from trainvitals.io.mailbox import sign_command
+    from trainvitals.io.rundir import RunDir
+    from vitals_collector.acting.commands import check_checkpoint, check_request, make_command
+
+    check_request(request)
+    with open_reader(folder) as opened:
+        summary = find_run(opened.reader, run)
+        announced = opened.reader.checkpoints(summary.run_id)
+    _check_open(summary)
+    check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
+    path = folder.absolute()
+    run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
+    now = time.time_ns()
+    unsigned = make_command(
+        summary.run_id,
+        request,
+        number=now // 1_000,
+        issued_by=_user(),
+        now_unix_ns=now,
+    )
+    signed = sign_command(unsigned, run_dir.command_key())
+    run_dir.put_command(signed)
+    return CommandView(command=signed, status="pending")
+
+
+def _check_open(run: RunSummary) -> None:
+    """Refuse a command for a run that said goodbye; a silent one may be there again."""
+    if run.state not in ("running", "lost"):
+        raise UsageError(
+            f"run {run.run_id} is {run.state}; nobody is there to take a command",
+            hint=f"`vitals show {run.run_id}` says how it ended",
+        )
+
+
+def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
+    if form is Format.JSON:
+        write_json(views)
+        return
+    rows = [
+        (
+            v.command.number,
+            v.command.action,
+            v.status,
+            v.step if v.step >= 0 else None,
+            v.command.reason,
+            v.detail,
+            moment(v.command.expires_unix_ns),
+        )
+        for v in views
+    ]
+    write_rows(("number", "action", "status", "step", "reason", "answer", "expires"), rows, form)
+
+
+# --------------------------------------------------------------------------------------- alerts
+
+
+def _alerts(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_alerts()
+
+
+def list_alerts(
+    run: Annotated[str, typer.Option(help="Only this run's.")] = "",
+    state: Annotated[str, typer.Option(help="pending, firing or resolved.")] = "",
+    folder: Dir = None,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: Form = Format.TABLE,
+) -> None:
+    """Show the inbox, newest first."""
+    if state not in ("", "pending", "firing", "resolved"):
+        raise UsageError(f"--state is {state!r}; it must be pending, firing or resolved")
+    folder = folder or _default_folder(collector)
+    if folder is not None:
+        found = _alerts_of(folder, run, state)
+    else:
+        with _control(collector, token_file, needs="read") as client:
+            run_id = find_run(client, run).run_id if run else ""
+            found = client.alerts(run_id=run_id, state=state)
+    _write_alerts(found, form)
+
+
+def _alerts_of(folder: Path, run: str, state: str) -> tuple[AlertView, ...]:
+    """Return the alerts that the runs in a folder would raise now; nobody is told."""
+    from vitals_collector.queries.query import Query
+    from vitals_collector.receiving.folder import FolderIngest
+    from vitals_collector.storage.store import open_store
+    from vitals_collector.watch.engine import assemble
+
+    clock = SystemClock()
+    with contextlib.closing(open_store("sqlite://")) as store:
+        acting = assemble(store, (), clock=clock)
+        FolderIngest(store, [folder]).poll()
+        acting.engine.poll()
+        run_id = find_run(Query(store, clock=clock), run).run_id if run else ""
+        return acting.inbox.listed(run_id=run_id, state=state)
+
+
+def ack(
+    fingerprint: Fingerprint,
+    by: By = "",
+    reason: Annotated[str, typer.Option(help="What is done about it.")] = "",
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: Form = Format.TABLE,
+) -> None:
+    """Say that somebody looks after an alert."""
+    request = AckRequest(by=by or _user(), reason=reason)
+    with _control(collector, token_file, needs="control") as client:
+        _write_alerts((client.ack_alert(fingerprint, request),), form)
+
+
+def silence(
+    fingerprint: Fingerprint,
+    reason: Annotated[str, typer.Option(help="Why nobody is to be told.")],
+    hours: Annotated[float, typer.Option(help="For how long.", min=0.01)] = 1.0,
+    by: By = "",
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: Form = Format.TABLE,
+) -> None:
+    """Tell nobody of an alert for some hours; it stays in the inbox."""
+    request = AckRequest(by=by or _user(), reason=reason, silence_seconds=hours * 3600.0)
+    with _control(collector, token_file, needs="control") as client:
+        _write_alerts((client.ack_alert(fingerprint, request),), form)
+
+
+def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
+    if form is Format.JSON:
+        write_json(views)
+        return
+    rows = [
+        (
+            v.fingerprint,
+            v.severity,
+            v.state,
+            v.name,
+            v.run_id,
+            v.step if v.step >= 0 else None,
+            moment(v.started_unix_ns),
+            v.acknowledged_by or (f"silenced: {v.silence_reason}" if v.silence_reason else ""),
+            v.summary,
+        )
+        for v in views
+    ]
+    header = (
+        "fingerprint", "severity", "state", "alert", "run", "step", "since", "taken by", "summary",
+    )  # fmt: skip
+    write_rows(header, rows, form)
+
+
+# -------------------------------------------------------------------------------------- helpers
+
+
+def _default_folder(collector: str) -> Path | None:
+    """Return the folder to read where no collector was named and none of this user's is known."""
+    known = collector or discover_collector(os.environ) is not None
+    return None if known else folder_here()
+
+
+@contextlib.contextmanager
+def _control(collector: str, token_file: Path | None, *, needs: str) -> Iterator[CollectorClient]:
+    """Give a client with the token that the call needs; it never comes from the command line."""
+    found = discover_collector(os.environ)
+    url = collector.rstrip("/") or (found.url if found else "")
+    if not url:
+        raise UsageError(
+            "no collector is known here",
+            hint="start `vitals collector`, give --collector URL --token-file FILE, "
+            "or give the run's folder",
+        )
+    tokens = Tokens()
+    if token_file is not None or os.environ.get("VITALS_TOKEN_FILE"):
+        tokens = read_tokens(token_file or os.environ["VITALS_TOKEN_FILE"])
+    elif found is not None and found.url == url:
+        tokens = found.tokens
+    token = tokens.control if needs == "control" else tokens.read or tokens.control
+    with CollectorClient(url, token) as client:
+        yield client
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"uid {os.getuid()}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+__all__ = ["register"]

@@ -1,0 +1,312 @@
+"""`vitals replay`: judges a stored run, or anybody's log, again with the code that judges live."""
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainvitals.cli.output import Format, printable, write_json, write_rows
+from trainvitals.clock import SystemClock
+from trainvitals.errors import StorageError, UsageError
+from trainvitals.io.client import default_data_dir
+from vitals_collector.queries.reading import DEFAULT_DIR, find_run
+
+if TYPE_CHECKING:
+    from trainvitals.policy import JudgeConfig
+    from trainvitals.policy.history import Cadence, JudgedStep
+    from vitals_collector.replays.histories import History
+
+_EPISODE_ROWS = 20
+"""Findings of a kind that lie no further apart are one line of the table."""
+
+_FILE_ENDINGS = (".csv", ".tsv", ".txt", ".json", ".gz", ".wandb")
+
+
+class ModeName(StrEnum):
+    """How far the ladder may climb."""
+
+    OBSERVE = "observe"
+    GUARD = "guard"
+    HEAL = "heal"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("replay", epilog="Example: vitals replay trainer_state.json --plot seen.svg")(
+        replay
+    )
+
+
+def replay(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run: id, beginning of an id, name, or folder (if absent, the newest). Or a "
+            "log: a CSV file, trainer_state.json or its checkpoint's folder, TensorBoard's or "
+            "wandb's folder or file."
+        ),
+    ] = "",
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Folder with run directories.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A collector's own folder, where no --dir is given.")
+    ] = None,
+    mode: Annotated[
+        ModeName | None,
+        typer.Option(help="How far the ladder may climb over a log [default: heal]."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings to judge by, as VITALS_CONFIG [default: a run's own]."),
+    ] = None,
+    step: Annotated[str | None, typer.Option(help="A log's column of steps.")] = None,
+    loss: Annotated[str | None, typer.Option(help="A log's column of losses.")] = None,
+    grad_norm: Annotated[str | None, typer.Option(help="A log's column of gradient norms.")] = None,
+    lr: Annotated[str | None, typer.Option(help="A log's column of learning rates.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="table or json.")] = Format.TABLE,
+) -> None:
+    """Judge a run or a log again: what would be found and done. Exit 1: a run's differs."""
+    from vitals_collector.replays.histories import Wanted, holds_runs, read_history
+
+    if form is Format.CSV:
+        raise UsageError("--format is csv; a replay is written as table or json")
+    if plot is not None and plot.suffix != ".svg":
+        raise UsageError(f"--plot is {plot}; the picture is SVG, so the name must end in .svg")
+    wanted = Wanted(step=step, loss=loss, grad_norm=grad_norm, lr=lr)
+    is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
+    if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
+        history = read_history(Path(run), wanted)
+        _replay_history(history, mode or ModeName.HEAL, _settings(config), plot, form)
+        return
+    if mode is not None or wanted.named():
+        named = [*(["--mode"] if mode is not None else []), *wanted.named()]
+        raise UsageError(
+            f"{', '.join(named)}: only for a log; a run recorded its own",
+            hint="give the log's file or folder as the first argument",
+        )
+    if is_path:
+        folder, run = Path(run), ""
+    _replay_run(run, folder, data, config, plot, form)
+
+
+def _is_path(path: Path) -> bool:
+    """Say whether this is a path and no run's name.
+
+    Raises:
+        UsageError: it can be nothing but a path, and nothing is there.
+    """
+    if path.exists():
+        return True
+    if len(path.parts) > 1 or path.suffix in _FILE_ENDINGS:
+        raise UsageError(f"there is no file or folder {path}", hint="`vitals runs` lists the runs")
+    return False
+
+
+def _settings(config: Path | None) -> "JudgeConfig":
+    """Return what a run started here would be judged by, with ``config`` in place of its file."""
+    from trainvitals.policy import load_judge_config
+
+    environ = dict(os.environ)
+    if config is not None:
+        environ["VITALS_CONFIG"] = str(config)
+    return load_judge_config(environ)
+
+
+# ------------------------------------------------------------------------------- a stored run
+
+
+def _replay_run(
+    run: str,
+    folder: Path | None,
+    data: Path | None,
+    config: Path | None,
+    plot: Path | None,
+    form: Format,
+) -> None:
+    from vitals_collector.queries.query import Query
+    from vitals_collector.receiving.folder import FolderIngest
+    from vitals_collector.replays.replay import replay as judge_again
+    from vitals_collector.storage.store import open_data_store, open_store
+
+    settings = None if config is None else _settings(config)
+    if folder is None and data is None:
+        folder = folder_here()
+    where = data or default_data_dir(os.environ)
+    store = open_data_store(where) if folder is None else open_store("sqlite://")
+    with contextlib.closing(store):
+        if folder is not None:
+            FolderIngest(store, [folder]).poll()
+        summary = find_run(Query(store, clock=SystemClock()), run)
+        done = judge_again(store, summary.run_id, config=settings)
+    name = printable(summary.name or summary.run_id)
+    said = done.judged()
+    if plot is not None:
+        _draw(said, len(said), plot, name)
+    _write(said, done.document(), form)
+    differences = done.differences()
+    for words in differences:
+        _say(words)
+    if done.num_lost_rows:
+        _say(f"{done.num_lost_rows} rows of rank 0 were lost: a replay without them may differ")
+    _say(
+        f"{name}: {len(done.records)} steps, {len(done.decisions)} decisions: "
+        + ("not as recorded" if differences else "all as recorded")
+    )
+    if differences:
+        raise typer.Exit(1)
+
+
+def folder_here() -> Path | None:
+    """Return the folder of runs that VITALS_DIR names, or the one in the working directory."""
+    folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
+    return folder if folder.is_dir() else None
+
+
+# --------------------------------------------------------------------------------------- a log
+
+
+def _replay_history(
+    history: "History", mode: ModeName, config: "JudgeConfig", plot: Path | None, form: Format
+) -> None:
+    from trainvitals.policy.history import cadence_of, document, judge_history
+    from vitals_collector.replays.drawing import Drawing
+
+    cadence = cadence_of(history.steps)
+    for words in (
+        _about(history),
+        *_assumptions(mode, cadence),
+        *_odd(cadence, len(history.steps)),
+        *history.notes,
+    ):
+        _say(printable(words))
+    drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
+    said = []
+    for judged in judge_history(history.steps, config=config, mode=mode.value):
+        if judged.judgement.findings or judged.judgement.decision is not None:
+            said.append(judged)
+        if drawing is not None:
+            drawing.add(judged)
+    if plot is not None and drawing is not None:
+        _save(drawing.svg(), plot)
+    _write(said, document(said), form)
+    _say(_counted(said))
+
+
+def _about(history: "History") -> str:
+    first, last = history.steps[0].step, history.steps[-1].step
+    columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
+    return (
+        f"{history.source}: {history.form}, {len(history.steps)} records, steps {first} to {last}; "
+        f"{columns}"
+    )
+
+
+def _assumptions(mode: ModeName, cadence: "Cadence") -> list[str]:
+    """Say what a log does not tell and had to be assumed."""
+    from trainvitals.policy.history import CHECKPOINT_EVERY, LAG
+
+    unit = "records" if cadence.counts_records else "steps"
+    words = f"judged as in {mode.value} with a readback lag of {LAG} step, as live"
+    if mode is not ModeName.GUARD:
+        words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
+    words += "; the log goes on as it was, whatever would have been done"
+    if not cadence.counts_records:
+        return [words]
+    usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"
+    coarse = f"logged every {usual} steps: windows, budgets and the reasons' numbers count records"
+    return [words, coarse]
+
+
+def _odd(cadence: "Cadence", num_records: int) -> list[str]:
+    words = []
+    if 2 * len(cadence.restarts) > num_records:
+        words.append("nearly all steps go back: is the newest record the first? Turn the log over")
+    elif cadence.restarts:
+        words.append(
+            f"the steps go back {len(cadence.restarts)} times: each time a resumed run is assumed, "
+            "with the detectors as they were at that step"
+        )
+    if cadence.num_repeated:
+        words.append(f"{cadence.num_repeated} records repeat the step before: judged all the same")
+    if cadence.num_out_of_order:
+        words.append(f"{cadence.num_out_of_order} records came late: judged in the log's order")
+    return words
+
+
+def _counted(said: "Sequence[JudgedStep]") -> str:
+    findings = Counter(f.level for judged in said for f in judged.judgement.findings)
+    made = Counter(
+        judged.judgement.decision.action for judged in said if judged.judgement.decision is not None
+    )
+    actions = ", ".join(f"{times} {action}" for action, times in made.items())
+    return (
+        f"{findings['act']} findings to act on, {findings['tell']} to tell; "
+        f"{made.total()} decisions{': ' if actions else ''}{actions}"
+    )
+
+
+# ------------------------------------------------------------------------------------- writing
+
+
+def _write(said: "Sequence[JudgedStep]", body: dict[str, Any], form: Format) -> None:
+    if form is Format.JSON:
+        write_json(body)
+        return
+    rows = _lines(said)
+    if rows:
+        write_rows(("row", "step", "what", "reason"), rows, form)
+
+
+def _lines(said: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
+    """Return the table's lines: what is said again and again is one line with its count."""
+    open_at: dict[str, list[Any]] = {}
+    lines: list[list[Any]] = []
+    for judged in said:
+        made = judged.judgement.decision
+        told = [(f"finding {f.kind}", f.step, f.reason) for f in judged.judgement.findings]
+        told += [] if made is None else [(f"decision {made.action}", made.step, made.reason)]
+        for what, step, reason in told:
+            line = open_at.get(what)
+            if line is not None and judged.row - line[4] <= _EPISODE_ROWS:
+                line[4:] = [judged.row, step, line[6] + 1]
+            else:
+                line = [judged.row, step, what, reason, judged.row, step, 1]
+                lines.append(line)
+                open_at[what] = line
+    return [
+        (row, step, what, reason if times == 1 else f"{reason} ({times} up to step {last})")
+        for row, step, what, reason, _, last, times in lines
+    ]
+
+
+def _draw(said: "Iterable[JudgedStep]", num: int, plot: Path, title: str) -> None:
+    from vitals_collector.replays.drawing import Drawing
+
+    drawing = Drawing(num, title)
+    for judged in said:
+        drawing.add(judged)
+    _save(drawing.svg(), plot)
+
+
+def _save(picture: str, plot: Path) -> None:
+    try:
+        plot.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{plot} cannot be written: {error.strerror}") from error
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+__all__ = ["folder_here", "register"]

@@ -1,0 +1,240 @@
+"""`vitals store`: what runs take, a copy of it all, and what is to go or to stay.
+
+These commands open the collector's database themselves: whoever may read its data directory may do
+so. A collector may run meanwhile, but for `compact`.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.errors import UsageError
+
+if TYPE_CHECKING:
+    from vitals_collector.storage.store import Store
+
+CapGigabytes = Annotated[
+    float,
+    typer.Option(
+        help="Thin a run sooner where it takes more GB (1e9 bytes); 0 is no cap.",
+        envvar="VITALS_COLLECTOR_CAP_GB",
+        min=0.0,
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="The collector's own folder [default: ~/.local/share/trainvitals]."),
+]
+Database = Annotated[
+    str,
+    typer.Option(
+        help="postgresql://USER@HOST/DB, where the collector uses one.",
+        envvar="VITALS_COLLECTOR_DATABASE",
+    ),
+]
+Run = Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")]
+Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    store = typer.Typer(
+        help="Look after the collector's store: sizes, copies, and what is removed.",
+        epilog="Example: vitals store size",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    store.command("size", epilog="Example: vitals store size --format json")(size)
+    store.command("backup", epilog="Example: vitals store backup /backup/vitals-monday.db")(copy)
+    store.command("compact", epilog="Example: vitals store compact")(compact)
+    store.command("forget", epilog="Example: vitals store forget 01JD00 --yes")(forget)
+    store.command("keep", epilog="Example: vitals store keep 01JD00")(keep)
+    app.add_typer(store, name="store")
+
+
+def size(
+    data: Data = None,
+    database: Database = "",
+    cap_gb: CapGigabytes = 5.0,
+    form: Form = Format.TABLE,
+) -> None:
+    """Show what every run takes, what was thinned of it, and which are above the cap."""
+    from vitals_collector.keeping.sizes import measure, store_size
+    from vitals_collector.keeping.thinning import VolumeSettings
+
+    with _store(data, database) as store:
+        volumes = measure(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
+        whole = store_size(store)
+        names = _names(store)
+    if form is Format.JSON:
+        write_json({"store": whole, "runs": volumes})
+        return
+    rows = [
+        (
+            run_id,
+            names[run_id],
+            volume.num_bytes,
+            "above" if 0 < volume.max_bytes < volume.num_bytes else "",
+            "yes" if volume.is_pinned else "",
+            sum(one.num_rows for one in volume.thinned),
+            max((one.to_step for one in volume.thinned if one.stream == "steps"), default=None),
+        )
+        for run_id, volume in volumes.items()
+    ]
+    header = ("run", "name", "bytes", "cap", "pinned", "thinned rows", "thinned to step")
+    write_rows(header, rows, form)
+    _say(f"{whole.where}: {whole.num_bytes} bytes, of them {whole.num_free} free")
+
+
+def copy(
+    file: Annotated[Path, typer.Argument(help="The copy's name; its folder must exist.")],
+    data: Data = None,
+    database: Database = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Copy the store as it is at one moment, while a collector writes to it.
+
+    To restore, put the file as vitals.db into an empty data directory (mode 0700) and start
+    `vitals collector --data` on it: agents send again what they still have. PostgreSQL has its
+    own: pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE".
+    """
+    from vitals_collector.keeping.backup import backup
+
+    if database:
+        raise UsageError(
+            "a PostgreSQL database is copied by its own tool, at one moment and while it is used",
+            hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE"; '
+            "pg_restore --dbname=URL FILE brings it back",
+        )
+    made = backup(_data_dir(data), file, force=force)
+    _say(f"{made.file}: {made.num_bytes} bytes, tables of version {made.version}")
+
+
+def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5.0) -> None:
+    """Compact and thin everything now, and give free room back to the disk. Stop the collector."""
+    import time
+
+    from vitals_collector.api.serve import only_one
+    from vitals_collector.keeping.sizes import store_size
+    from vitals_collector.keeping.thinning import VolumeSettings
+    from vitals_collector.keeping.volumes import Volumes
+    from vitals_collector.storage import compaction
+
+    with only_one(_data_dir(data)), _store(data, database) as store:
+        before = store_size(store)
+        compaction.compact(store)
+        settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
+        num_rows = Volumes(store, settings).maintain(time.time_ns())
+        while store.reclaim():
+            pass
+        after = store_size(store)
+    _say(f"{num_rows} rows thinned; {before.num_bytes} bytes before, {after.num_bytes} now")
+
+
+def forget(
+    run: Run,
+    data: Data = None,
+    database: Database = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove a run that ended, for good: also what late agents still send of it."""
+    import time
+
+    from vitals_collector.keeping import retention
+    from vitals_collector.watch.state import Liveness
+
+    with _store(data, database) as store:
+        run_id = _find(store, run)
+        if not yes:
+            name = _names(store)[run_id]
+            typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
+        when = Liveness(now_unix_ns=time.time_ns())
+        gone = retention.forget(store, run_id, by=_user(), when=when)
+    _say(f"run {gone.run_id} removed: {gone.num_bytes} bytes")
+
+
+def keep(
+    run: Run,
+    data: Data = None,
+    database: Database = "",
+    off: Annotated[bool, typer.Option("--off", help="Let it go with its time again.")] = False,
+) -> None:
+    """Keep a run whatever its age, as the tag `keep` does."""
+    import time
+
+    from vitals_collector.keeping.retention import pin
+
+    with _store(data, database) as store:
+        run_id = _find(store, run)
+        pin(store, run_id, by=_user(), now_unix_ns=time.time_ns(), is_kept=not off)
+    _say(f"run {run_id} is {'no longer ' if off else ''}kept for ever")
+
+
+@contextmanager
+def _store(data: Path | None, database: str) -> "Iterator[Store]":
+    from vitals_collector.storage.store import DATABASE_FILE, open_data_store, open_store
+
+    where = _data_dir(data)
+    if not database and not (where / DATABASE_FILE).is_file():
+        raise UsageError(
+            f"there is no store in {where}", hint="give the collector's --data or --database"
+        )
+    store = open_store(database) if database else open_data_store(where)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _data_dir(data: Path | None) -> Path:
+    from trainvitals.io.client import default_data_dir
+
+    return (data or default_data_dir(os.environ)).expanduser().absolute()
+
+
+def _names(store: "Store") -> dict[str, str]:
+    from sqlalchemy import select
+
+    from vitals_collector.storage.schema import runs
+
+    with store.read() as connection:
+        found = connection.execute(select(runs.c.run_id, runs.c.name)).all()
+    return {row.run_id: row.name for row in found}
+
+
+def _find(store: "Store", wanted: str) -> str:
+    """Return the one run of that id, beginning of an id, or name."""
+    from vitals_collector.storage.store import UNKNOWN
+
+    names = _names(store)
+    by_id = [run_id for run_id in names if run_id.startswith(wanted.upper())]
+    found = by_id or [run_id for run_id, name in names.items() if name == wanted]
+    if len(found) != 1 or not wanted:
+        raise UsageError(
+            f"{wanted!r} fits {len(found)} runs; it must be one",
+            hint="`vitals runs` lists ids and names",
+            code=UNKNOWN,
+        )
+    return found[0]
+
+
+def _user() -> str:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"uid {os.getuid()}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+__all__ = ["CapGigabytes", "register"]

@@ -1,0 +1,1 @@
+"""What stays, and for how long: thinning, caps, removal, sizes, backups."""

@@ -1,0 +1,1 @@
+"""What is asked: runs, curves, steps, the ledger, and why; read from the store."""

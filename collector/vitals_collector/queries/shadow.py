@@ -1,0 +1,39 @@
+"""Says of decisions that nobody carried out whether they would have been needed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+from sqlalchemy import Connection
+
+from trainvitals.errors import UsageError
+from trainvitals.policy.hindsight import AFTER, BEFORE, outcome
+from trainvitals.views import DecisionView
+from vitals_collector.queries import loading, metrics
+
+
+def with_hindsight(
+    connection: Connection, run_id: str, views: Sequence[DecisionView]
+) -> tuple[DecisionView, ...]:
+    """Return the ledger; entries of ``observe`` have the outcome that the run itself shows."""
+    shadows = [view.decision for view in views if not view.decision.acted]
+    if not shadows:
+        return tuple(views)
+    first = min(decision.step for decision in shadows) - 2 * BEFORE
+    last = max(decision.step for decision in shadows) + max(AFTER.values())
+    try:
+        _, wanted = metrics.select_rows(connection, run_id, "steps.loss", "")
+    except UsageError:
+        return tuple(views)  # the run has no loss: nothing can be told
+    found = loading.load(connection, replace(wanted, from_step=first, to_step=last))
+    losses: dict[int, dict[int, float]] = {}
+    for step, attempt, loss in zip(
+        found.step.tolist(), found.attempt.tolist(), found.value.tolist(), strict=True
+    ):
+        losses.setdefault(attempt, {})[step] = loss
+    return tuple(
+        msgspec.structs.replace(
+            view, hindsight=outcome(view.decision, losses.get(view.decision.attempt, {})) or ""
+        )
+        for view in views
+    )

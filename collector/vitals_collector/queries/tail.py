@@ -1,0 +1,68 @@
+"""Writes a run's steps as they come: each once, and again from the fork on after a rollback."""
+
+import sys
+
+import msgspec
+
+from trainvitals.cli.output import Format, write_rows
+from trainvitals.views import RunSummary
+from vitals_collector.queries.reading import Reader
+
+_METRICS = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.skipped")
+_HEADER = ("step", "attempt", "loss", "grad_norm", "learning_rate", "skipped")
+_MAX_STEPS = 20_000
+
+_Row = tuple[object, ...]
+
+
+class Tail:
+    """Remembers how far it wrote."""
+
+    def __init__(self, reader: Reader, run_id: str, form: Format) -> None:
+        self._reader = reader
+        self._run_id = run_id
+        self._form = form
+        self._next_step = 0
+        self._attempt = 0
+
+    def begin(self, from_step: int) -> None:
+        """Write the header and the steps from ``from_step`` on."""
+        attempts = self._reader.run(self._run_id).attempts
+        self._attempt = attempts[-1].id if attempts else 0
+        self._next_step = from_step
+        self._write(self._rows(), with_header=True)
+
+    def go_on(self) -> RunSummary:
+        """Write what came since, and return how the run is."""
+        detail = self._reader.run(self._run_id)
+        newest = detail.attempts[-1] if detail.attempts else None
+        if newest is not None and newest.id != self._attempt:
+            self._attempt, self._next_step = newest.id, newest.fork_step
+        self._write(self._rows(), with_header=False)
+        return detail.summary
+
+    def _rows(self) -> list[_Row]:
+        values: dict[tuple[int, int], dict[str, object]] = {}
+        for metric in _METRICS:
+            found = self._reader.series(
+                self._run_id, metric, points=_MAX_STEPS, from_step=self._next_step
+            )
+            marks = {(mark.step, mark.attempt): mark.kind for mark in found.nonfinite}
+            for step, attempt, value in zip(found.step, found.attempt, found.value, strict=True):
+                said = marks.get((step, attempt), "nan") if value is None else value
+                values.setdefault((step, attempt), {})[metric] = said
+        if values:
+            self._next_step = max(values)[0] + 1
+        return [
+            (*key, *(found.get(metric) for metric in _METRICS))
+            for key, found in sorted(values.items())
+        ]
+
+    def _write(self, rows: list[_Row], *, with_header: bool) -> None:
+        if self._form is Format.JSON:
+            for row in rows:
+                line = msgspec.json.encode(dict(zip(_HEADER, row, strict=True)))
+                sys.stdout.write(line.decode() + "\n")
+        elif rows or with_header:
+            write_rows(_HEADER, rows, self._form, with_header=with_header, min_width=13)
+        sys.stdout.flush()

@@ -1,0 +1,181 @@
+"""Says in a paragraph what happened at a step: its numbers, its limits, findings and decisions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+
+from msgspec.structs import replace
+
+from trainvitals.cli.output import printable
+from trainvitals.io.sample_ids import samples_of
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    LOSS_OUTLIER,
+    NORM_OUTLIER,
+    OVERFLOW,
+    RANK_FAILED,
+    BatchNoted,
+)
+from trainvitals.views import (
+    DecisionView,
+    FindingView,
+    RunSummary,
+    StepData,
+    StepRow,
+    StepView,
+)
+from vitals_collector.receiving.facts import samples
+
+_VERDICT = (
+    (BAD_LOSS, "the loss was not finite"),
+    (BAD_GRADIENTS, "the gradients were not finite"),
+    (LOSS_OUTLIER, "the loss was above its limit"),
+    (NORM_OUTLIER, "the gradient norm was above its limit"),
+    (OVERFLOW, "the loss scaler overflowed"),
+    (RANK_FAILED, "a rank failed to prepare the step"),
+)
+
+
+def explain(run: RunSummary, view: StepView, ledger: Sequence[DecisionView]) -> str:
+    """Return the paragraph: one part for each attempt that trained the step."""
+    head = f"Step {view.step} of {run.name or 'run'} ({run.run_id})."
+    attempts = sorted({row.attempt for row in view.rows})
+    parts = [head]
+    for ordinal, attempt in enumerate(attempts, start=1):
+        name = f"Trained {len(attempts)} times; time {ordinal}: " if len(attempts) > 1 else ""
+        parts.append(name + _of_attempt(view, attempt))
+    if not attempts:
+        parts.append("No row of it is stored.")
+    parts += _thinned(view)
+    parts += [_fed(one, len(attempts) > 1) for one in view.data]
+    parts += [_found(one) for one in view.findings]
+    parts += [_decided(one) for one in view.decisions]
+    if attempts and not view.findings and not view.decisions:
+        parts.append("No detector raised anything about it and nothing was decided.")
+    parts += _rolled_back(view.step, ledger)
+    return fill(printable(" ".join(parts)), width=96, break_long_words=False)
+
+
+def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
+    """Add what the run directory keeps of every step; the first folder of that run is read."""
+    paths = (Path(path) for path in run_dirs)
+    found = next((p for p in paths if p.name == view.run_id and p.is_dir()), None)
+    if found is None:
+        return view
+    data = {(one.source, one.attempt): one for one in view.data}
+    for line in samples_of(found, view.step):
+        key = (f"rank:{line.rank}", line.attempt)
+        told = data.get(key)
+        batch = BatchNoted(
+            epoch=line.epoch,
+            first_batch=line.first_batch,
+            num_batches=line.num_batches,
+            sample_ids=line.sample_ids,
+            num_samples=len(line.sample_ids),
+            file="" if told is None else told.batch.file,
+        )
+        data[key] = StepData(source=key[0], attempt=key[1], batch=batch)
+    return replace(view, data=tuple(data[key] for key in sorted(data)))
+
+
+def _of_attempt(view: StepView, attempt: int) -> str:
+    rows = [row for row in view.rows if row.attempt == attempt]
+    head = next((row for row in rows if row.source == "rank:0"), rows[0])
+    values = head.values
+    words = [
+        f"the loss was {_number(head, 'loss')}{_limit(head, 'loss_limit')}, "
+        f"the gradient norm {_number(head, 'grad_norm')}{_limit(head, 'grad_norm_limit')}"
+    ]
+    if "learning_rate" in values:
+        words.append(f"the learning rate {_number(head, 'learning_rate')}")
+    bits = int(values.get("verdict") or 0)
+    verdict = [text for bit, text in _VERDICT if bits & bit]
+    if verdict:
+        words.append("verdict: " + " and ".join(verdict))
+    words.append("the update was " + ("skipped" if values.get("skipped") else "applied"))
+    culprit = int(values.get("culprit_rank", -1) or 0)
+    if bits and culprit >= 0:
+        words.append(f"rank {culprit} alone made it bad{_culprit(rows, culprit)}")
+    return "; ".join(words) + "."
+
+
+def _thinned(view: StepView) -> list[str]:
+    """Say of which attempts most ranks' rows were thinned, and what is known of all of them."""
+    said = []
+    for over in view.over_ranks:
+        of_attempt = [row for row in view.rows if row.attempt == over.attempt]
+        num_left = sum(row.source != "rank:0" for row in of_attempt)
+        num_ranks = over.values.get("num_ranks") or 0
+        if num_left >= num_ranks:
+            continue
+        longest = over.values.get("step_duration_seconds:max")
+        words = "" if longest is None else f"; on the slowest of them the step took {longest:.6g} s"
+        left = f"of {num_ranks} ranks beside 0, {num_left} have rows of their own left"
+        said.append(f"Thinned: {left}{words}.")
+    return said
+
+
+def _culprit(rows: Sequence[StepRow], rank: int) -> str:
+    row = next((row for row in rows if row.source == f"rank:{rank}"), None)
+    if row is None:
+        return ""
+    said = f" (its own loss was {_number(row, 'rank_loss')}"
+    if row.values.get("batch_index") is not None:
+        said += f", fed by batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
+    return said + ")"
+
+
+def _fed(one: StepData, tells_attempt: bool) -> str:
+    batch = one.batch
+    said = one.source.replace(":", " ") + (f" in attempt {one.attempt}" if tells_attempt else "")
+    num = "batch" if batch.num_batches == 1 else f"{batch.num_batches} batches from"
+    said += f" was fed by {num} {batch.first_batch} of epoch {batch.epoch}: {samples(batch)}"
+    return said + (f"; kept in {batch.file}." if batch.file else ".")
+
+
+def _number(row: StepRow, name: str) -> str:
+    for said in row.nonfinite:
+        if said.startswith(f"{name}="):
+            return said.partition("=")[2]
+    value = row.values.get(name)
+    return "not measured" if value is None else f"{value:.6g}"
+
+
+def _limit(row: StepRow, name: str) -> str:
+    return f" (limit {_number(row, name)})" if name in row.values else " (no limit yet)"
+
+
+def _found(one: FindingView) -> str:
+    finding = one.finding
+    return f"{finding.detector} found {finding.kind}: {finding.reason}."
+
+
+def _decided(one: DecisionView) -> str:
+    decision = one.decision
+    acted = "" if decision.acted else " (observe mode: recorded, not done)"
+    parts = [
+        f"Decision {decision.ledger_seq}{acted}: {decision.action} by rule {decision.rule}, "
+        f"taken at step {decision.decided_at_step}: {decision.reason}."
+    ]
+    if decision.action == "rollback":
+        parts.append(
+            f"Training went back to step {decision.rollback_to_step} "
+            f"(checkpoint {decision.checkpoint_id})."
+        )
+    if decision.budget_left >= 0:
+        parts.append(f"Budget left: {decision.budget_left}.")
+    return " ".join(parts)
+
+
+def _rolled_back(step: int, ledger: Sequence[DecisionView]) -> list[str]:
+    """Name the rollbacks about other steps that took this one back."""
+    return [
+        f"A rollback about step {one.decision.step} took this step back: training went on from "
+        f"step {one.decision.rollback_to_step}."
+        for one in ledger
+        if one.decision.action == "rollback"
+        and one.decision.acted
+        and one.decision.step != step
+        and one.decision.rollback_to_step <= step <= one.decision.decided_at_step
+    ]

@@ -1,0 +1,1 @@
+"""What comes in: checked, placed once, committed together; over HTTP and from folders."""

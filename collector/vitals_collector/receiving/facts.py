@@ -1,0 +1,332 @@
+"""Turns events into the rows people filter by: runs, attempts, decisions, checkpoints and so on.
+
+Applied inside the transaction that stores the events' bytes, each event once. The newest by the
+event's own time wins where a row is a present state, so the order in which spools arrive does not
+matter.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, update
+
+from trainvitals.identity import Identity
+from trainvitals.records import (
+    AttemptStarted,
+    BatchNoted,
+    ChangeExpected,
+    CheckpointChanged,
+    CommandAcknowledged,
+    DataWindowSkipped,
+    DecisionMade,
+    Event,
+    EventRow,
+    FindingRaised,
+    NamesDefined,
+    Note,
+    RankStarted,
+    RunEnded,
+    RunStarted,
+)
+from trainvitals.rows import Schema, column_of
+from vitals_collector.storage.schema import (
+    attempts,
+    checkpoints,
+    commands,
+    decisions,
+    events,
+    findings,
+    names,
+    runs,
+    sources,
+)
+from vitals_collector.storage.store import clean, insert
+
+_encode = msgspec.msgpack.encode
+
+MAX_SAMPLES = 64
+"""Ids of samples that a line for people names."""
+
+
+def apply(connection: Connection, told: Sequence[tuple[Identity, Sequence[EventRow]]]) -> None:
+    """Store each writer's events, and in their order what they mean."""
+    rows = [_event_row(identity, row) for identity, some in told for row in some]
+    if rows:
+        connection.execute(events.insert(), rows)
+    for identity, some in told:
+        for row in some:
+            meaning = _MEANINGS.get(type(row.event))
+            if meaning is not None:
+                meaning(connection, identity, row, row.event)
+
+
+def note_processes(
+    connection: Connection, told: Iterable[tuple[str, Schema, npt.NDArray[np.void]]]
+) -> None:
+    """Keep what agents last said of each rank's process: whether it exists."""
+    last: dict[tuple[str, int, int], int] = {}
+    for run_id, schema, rows in told:
+        ranks, has_rank = column_of(schema, rows, "rank")
+        pids, _ = column_of(schema, rows, "pid")
+        alive, has_alive = column_of(schema, rows, "alive")
+        for i in np.flatnonzero(has_rank & has_alive):
+            last[run_id, int(ranks[i]), int(pids[i])] = int(alive[i] != 0)
+    said = [
+        {"of_run": run_id, "of_source": f"rank:{rank}", "of_pid": pid, "is_alive": is_alive}
+        for (run_id, rank, pid), is_alive in last.items()
+    ]
+    if said:
+        connection.execute(_ALIVE, said)
+
+
+def describe(event: Event | None) -> str:
+    """Return the event as a line for people."""
+    match event:
+        case None:
+            return "an event of a type that this version does not know"
+        case RunStarted(info=info):
+            return f"run {info.name or '(no name)'} started on {info.world_size} ranks, {info.mode}"
+        case RankStarted():
+            return f"rank {event.rank} started on {event.node} as process {event.pid}"
+        case AttemptStarted(parent=None):
+            return f"first attempt: {event.reason}"
+        case AttemptStarted():
+            return f"new attempt from step {event.fork_step}: {event.reason}"
+        case NamesDefined():
+            return f"{len(event.names)} names of {event.stream}"
+        case FindingRaised(finding=finding):
+            return finding.reason
+        case DecisionMade(decision=decision):
+            return f"{decision.action}: {decision.reason}"
+        case CommandAcknowledged(ack=ack):
+            return f"command {ack.number} {ack.status}: {ack.detail}"
+        case CheckpointChanged():
+            return f"checkpoint {event.checkpoint_id} is {event.state} ({event.where})"
+        case DataWindowSkipped():
+            window = f"{event.first_batch} to {event.last_batch}"
+            return f"batches {window} of epoch {event.epoch} skipped: {event.reason}"
+        case BatchNoted():
+            first = f"{event.num_batches} from batch {event.first_batch} of epoch {event.epoch} on"
+            return f"fed by {first}: {samples(event)}"
+        case ChangeExpected():
+            return f"a change is expected for {event.steps} steps: {event.reason}"
+        case Note():
+            return f"{event.text} [{event.code}]"
+        case RunEnded():
+            return f"{event.state}: {event.reason}" if event.reason else event.state
+
+
+def samples(batch: BatchNoted) -> str:
+    """Return which samples those were, in words; the first of them, if they are many."""
+    if not batch.sample_ids:
+        return "samples not known"
+    shown = ", ".join(str(one) for one in batch.sample_ids[:MAX_SAMPLES])
+    num = max(batch.num_samples, len(batch.sample_ids))
+    return f"samples {shown}" + (f" and {num - MAX_SAMPLES} more" if num > MAX_SAMPLES else "")
+
+
+def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
+    event = row.event
+    return {
+        "run_id": identity.run_id,
+        "incarnation": identity.incarnation,
+        "seq": row.seq,
+        "source": identity.source,
+        "time_unix_ns": row.time_unix_ns,
+        "step": row.step,
+        "attempt": row.attempt,
+        "kind": "Unknown" if event is None else type(event).__name__,
+        "summary": clean(describe(event)),
+        "body": b"" if event is None else _encode(event),
+    }
+
+
+def _run_started(
+    connection: Connection, identity: Identity, row: EventRow, event: RunStarted
+) -> None:
+    info = event.info
+    first = case(
+        (runs.c.info_unix_ns == 0, row.time_unix_ns),
+        (runs.c.started_unix_ns > row.time_unix_ns, row.time_unix_ns),
+        else_=runs.c.started_unix_ns,
+    )
+    mine = runs.c.run_id == identity.run_id
+    connection.execute(update(runs).where(mine).values(started_unix_ns=first))
+    connection.execute(
+        update(runs)
+        .where(mine, runs.c.info_unix_ns <= row.time_unix_ns)
+        .values(
+            name=clean(info.name),
+            project=clean(info.project),
+            user_name=clean(info.user),
+            mode=clean(info.mode),
+            world_size=info.world_size,
+            info=_encode(info),
+            info_unix_ns=row.time_unix_ns,
+        )
+    )
+
+
+def _attempt_started(
+    connection: Connection, identity: Identity, row: EventRow, event: AttemptStarted
+) -> None:
+    values = {
+        "run_id": identity.run_id,
+        "id": event.id,
+        "parent": event.parent,
+        "fork_step": event.fork_step,
+        "started_unix_ns": row.time_unix_ns,
+        "reason": clean(event.reason),
+    }
+    connection.execute(insert(connection, attempts).values(values).on_conflict_do_nothing())
+
+
+def _names_defined(
+    connection: Connection, identity: Identity, _row: EventRow, event: NamesDefined
+) -> None:
+    key = {
+        "run_id": identity.run_id,
+        "incarnation": identity.incarnation,
+        "stream": event.stream[:16],
+    }
+    for number, name in event.names.items():
+        _upsert(connection, names, key | {"id": number}, {"name": clean(name)})
+
+
+def _finding_raised(
+    connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
+) -> None:
+    finding = event.finding
+    values = _key_of(identity, row) | {
+        "step": finding.step,
+        "attempt": row.attempt,
+        "rank": finding.rank,
+        "kind": clean(finding.kind),
+        "level": finding.level,
+        "detector": clean(finding.detector),
+        "body": _encode(finding),
+    }
+    connection.execute(findings.insert().values(values))
+
+
+def _decision_made(
+    connection: Connection, identity: Identity, row: EventRow, event: DecisionMade
+) -> None:
+    decision = event.decision
+    values = _key_of(identity, row) | {
+        "ledger_seq": decision.ledger_seq,
+        "action": decision.action,
+        "step": decision.step,
+        "decided_at_step": decision.decided_at_step,
+        "attempt": decision.attempt,
+        "rule": clean(decision.rule),
+        "cause": clean(decision.cause),
+        "rank": decision.rank,
+        "acted": decision.acted,
+        "body": _encode(decision),
+    }
+    connection.execute(decisions.insert().values(values))
+
+
+def _command_acknowledged(
+    connection: Connection, identity: Identity, row: EventRow, event: CommandAcknowledged
+) -> None:
+    ack = event.ack
+    mine = (commands.c.run_id == identity.run_id, commands.c.number == ack.number)
+    connection.execute(
+        update(commands)
+        .where(*mine)
+        .values(
+            status=ack.status,
+            detail=clean(ack.detail),
+            step=ack.step,
+            updated_unix_ns=row.time_unix_ns,
+        )
+    )
+
+
+def _checkpoint_changed(
+    connection: Connection, identity: Identity, row: EventRow, event: CheckpointChanged
+) -> None:
+    key = {
+        "run_id": identity.run_id,
+        "checkpoint_id": clean(event.checkpoint_id)[:255],
+        "place": event.where,
+    }
+    values = {
+        "step": event.checkpoint_step,
+        "attempt": row.attempt,
+        "state": event.state,
+        "num_bytes": event.num_bytes,
+        "detail": clean(event.detail),
+        "time_unix_ns": row.time_unix_ns,
+    }
+    newer = checkpoints.c.time_unix_ns <= row.time_unix_ns
+    _upsert(connection, checkpoints, key, values, where=newer)
+
+
+def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
+    mine = (
+        sources.c.run_id == identity.run_id,
+        sources.c.incarnation == identity.incarnation,
+    )
+    connection.execute(
+        update(sources)
+        .where(*mine)
+        .values(
+            ended_state=event.state,
+            ended_reason=clean(event.reason),
+            ended_unix_ns=row.time_unix_ns,
+        )
+    )
+
+
+def _key_of(identity: Identity, row: EventRow) -> dict[str, Any]:
+    return {
+        "run_id": identity.run_id,
+        "incarnation": identity.incarnation,
+        "seq": row.seq,
+        "time_unix_ns": row.time_unix_ns,
+    }
+
+
+def _upsert(
+    connection: Connection,
+    table: Table,
+    key: dict[str, Any],
+    values: dict[str, Any],
+    where: ColumnElement[bool] | None = None,
+) -> None:
+    statement = insert(connection, table).values(key | values)
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=list(key), set_=values, where=where)
+    )
+
+
+# What is said again every few seconds is not written again.
+_ALIVE = (
+    update(sources)
+    .where(
+        sources.c.run_id == bindparam("of_run"),
+        sources.c.source == bindparam("of_source"),
+        sources.c.pid == bindparam("of_pid"),
+        sources.c.alive != bindparam("is_alive"),
+    )
+    .values(alive=bindparam("is_alive"))
+)
+
+_MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
+    RunStarted: _run_started,
+    AttemptStarted: _attempt_started,
+    NamesDefined: _names_defined,
+    FindingRaised: _finding_raised,
+    DecisionMade: _decision_made,
+    CommandAcknowledged: _command_acknowledged,
+    CheckpointChanged: _checkpoint_changed,
+    RunEnded: _run_ended,
+}
+
+__all__ = ["apply", "clean", "describe", "note_processes", "samples"]

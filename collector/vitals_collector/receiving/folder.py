@@ -1,0 +1,145 @@
+"""Reads run directories into the store: the way in where nothing ships batches over HTTP.
+
+The folder is only read. How far each spool is read lies in the store and moves in the transaction
+that stores the rows, so a restart goes on where it was and a lost position costs time, not rows.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from trainvitals.errors import NewerVersionError, UsageError, VitalsError
+from trainvitals.identity import check_run_id
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Position, read_batches
+from vitals_collector.receiving.checking import check_batches
+from vitals_collector.receiving.ingest import Stored, announce, store_batches
+from vitals_collector.storage.schema import positions
+from vitals_collector.storage.store import Store, insert
+
+_LOG = logging.getLogger("vitals.collector.folder")
+_BATCHES_AT_ONCE = 256
+_BYTES_AT_ONCE = 4 << 20
+"""In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
+
+
+class FolderIngest:
+    """Follows every spool below some folders, each a VITALS_DIR or one run directory.
+
+    Raises:
+        UsageError: a folder is not there.
+    """
+
+    def __init__(self, store: Store, folders: Sequence[Path]) -> None:
+        self._store = store
+        self._folders = [folder.expanduser().absolute() for folder in folders]
+        self._told: set[str] = set()
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise UsageError(
+                    f"{folder} is not a folder",
+                    hint="give the folder that holds the runs (VITALS_DIR), or one run's own",
+                )
+
+    def poll(self, stop: threading.Event | None = None) -> int:
+        """Store everything there is to read now, or until ``stop``; return the number of new rows.
+
+        Raises:
+            StorageError: the store refused; what was read is read again at the next poll.
+        """
+        stop = stop or threading.Event()
+        return sum(self._read(spool, stop) for spool in self._spools())
+
+    def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
+        """Poll until told to stop; say an error once and try again, for a disk may come back."""
+        while not stop.is_set():
+            try:
+                self.poll(stop)
+            except (VitalsError, OSError) as error:
+                self._say_once(str(error))
+            stop.wait(interval_seconds)
+
+    def _spools(self) -> Iterator[Path]:
+        for folder in self._folders:
+            for run_dir in [RunDir(folder)] if _is_run(folder) else RunDir.find_all(folder):
+                yield from run_dir.spool_dirs().values()
+
+    def _read(self, spool: Path, stop: threading.Event) -> int:
+        position = self._position(spool)
+        # Left to the end, so that a file that grows faster than we read cannot keep us here.
+        found = read_batches(spool, position, now=time.time())
+        num_new = 0
+        while not stop.is_set() and (some := _next_of(found)):
+            stored, is_blocked = self._store_some(spool, some)
+            announce(self._store, stored)
+            num_new += sum(one.reply.num_new for one in stored)
+            if is_blocked:
+                break
+        return num_new
+
+    def _store_some(
+        self, spool: Path, some: Sequence[tuple[Position, bytes]]
+    ) -> tuple[list[Stored], bool]:
+        """Store batches and the position after them; stop before one of a newer version."""
+        checked = check_batches([raw for _, raw in some])
+        newer = next((i for i, one in enumerate(checked) if isinstance(one, NewerVersionError)), -1)
+        if newer >= 0:
+            self._say_once(f"{spool}: {checked[newer]}")
+            checked = checked[:newer]
+        if not checked:
+            return [], True
+        with self._store.write() as connection:
+            stored = store_batches(connection, checked)
+            _remember(connection, spool, some[len(checked) - 1][0])
+        for one in stored:
+            if one.error is not None:
+                self._say_once(f"{spool}: a batch is passed over: {one.error}")
+        return stored, newer >= 0
+
+    def _position(self, spool: Path) -> Position:
+        query = select(positions.c.position).where(positions.c.spool == str(spool))
+        with self._store.read() as connection:
+            body = connection.execute(query).scalar()
+        if body is None:
+            return Position()
+        position = msgspec.msgpack.decode(body, type=Position)
+        file = spool / f"{position.file:06d}.tvs"
+        if file.exists() and file.stat().st_size < position.offset:
+            return Position()  # another spool took its place; the store knows what it knows
+        return position
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _LOG.warning("%s", text)
+
+
+def _next_of(found: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:
+    """Return the batches of one transaction, bounded by number and size; none at the end."""
+    some: list[tuple[Position, bytes]] = []
+    num_bytes = 0
+    for one in found:
+        some.append(one)
+        num_bytes += len(one[1])
+        if len(some) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
+            break
+    return some
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        check_run_id(folder.name)
+    except UsageError:
+        return False
+    return True
+
+
+def _remember(connection: Connection, spool: Path, position: Position) -> None:
+    values = {"position": msgspec.msgpack.encode(position)}
+    statement = insert(connection, positions).values(spool=str(spool), **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

@@ -1,0 +1,1 @@
+"""What would have been: stored runs and other people's logs, judged again."""
