@@ -16,6 +16,7 @@ from trainvitals.records import BatchNoted, Command, CommandAction, Decision, Fi
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
 Severity = Literal["page", "notify", "log"]
+TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
 Branch = Literal["lineage", "discarded", "all"]
 """``lineage``: the stitched curve of the present attempt and its ancestors up to their forks;
 ``discarded``: the rows that rollbacks left behind; ``all``: both."""
@@ -245,6 +246,107 @@ class CommandView(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["pending", "delivered", "done", "refused", "expired", "invalid"]
     detail: str = ""
     step: int = -1
+
+
+class CellsReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A heat map: one metric of every rank, GPU, node or layer, over steps."""
+
+    run_id: str
+    metric: str
+    unit: str
+    rows: tuple[str, ...]
+    """Sources (``rank:3``) or names of layers: the most deviating where there are more."""
+    num_rows: int
+    """How many there are."""
+    step: tuple[int, ...]
+    """The first step of each column."""
+    value: tuple[tuple[float | None, ...], ...]
+    """``value[row][column]``: of the steps of a column the value furthest from the row's middle."""
+    nonfinite: tuple[tuple[int, int], ...]
+    """(row, column) of the cells with a NaN or infinite value in them."""
+
+
+class MoverView(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer or rank whose numbers moved before a step, the one that moved most first."""
+
+    row: str
+    metric: str
+    before: float | None
+    """The median of the steps before the window."""
+    peak: float | None
+    """The value furthest from it in the window; None where it is not finite."""
+    peak_step: int
+    score: float
+    """How far the peak is from the median, in scales (1.4826 times the median distance)."""
+
+
+class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person wrote at a step, or announced with ``monitor.expect``."""
+
+    step: int
+    time_unix_ns: int
+    text: str
+    by: str
+    """Empty where the training itself announced it."""
+
+
+class AnnotationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of a person's at a step."""
+
+    step: int
+    text: str
+    by: str = ""
+
+
+class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
+    """What belongs together in time and cause: findings, decisions, alerts, and what was seen."""
+
+    incident_id: str
+    """The same in every answer: the attempt and step it began at."""
+    run_id: str
+    title: str
+    severity: Severity
+    is_open: bool
+    onset_step: int
+    last_step: int
+    started_unix_ns: int
+    ended_unix_ns: int
+    story: tuple[str, ...]
+    """The paragraphs of the answer: what began, where, what was done, how it ended, its cost."""
+    cost_steps: int
+    """Steps trained in vain: skipped ones, and those that a rollback left behind."""
+    cost_seconds: float
+    decisions: tuple[DecisionView, ...]
+    findings: tuple[FindingView, ...]
+    alerts: tuple[AlertView, ...]
+    events: tuple[EventView, ...]
+    data: tuple[StepData, ...]
+
+
+class TableRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A question with filters; ``queries/tables.py`` of the collector says which columns are."""
+
+    table: TableName
+    run_id: str = ""
+    """Empty: of all runs. Steps and ranks are asked of one run."""
+    where: tuple[str, ...] = ()
+    """Conditions that all hold: ``loss > 3``, ``rank = 2``, ``state != running``, ``name ~ gpt``."""
+    columns: tuple[str, ...] = ()
+    """Empty: all of them."""
+    from_step: int | None = None
+    to_step: int | None = None
+    newest_first: bool = False
+    limit: int = 1_000
+
+
+class TableReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A table by columns, all of one length."""
+
+    columns: tuple[str, ...]
+    data: tuple[tuple[str | float | int | bool | None, ...], ...]
+    """``data[column][row]``; numbers that are not finite are the texts nan, inf and -inf."""
+    num_total: int
+    """Rows that met the conditions; more than there are here where ``limit`` cut them."""
 
 
 class AckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

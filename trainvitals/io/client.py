@@ -29,18 +29,25 @@ from trainvitals.io.segments import read_fd
 from trainvitals.views import (
     AckRequest,
     AlertView,
+    AnnotationRequest,
+    AnnotationView,
     Branch,
+    CellsReply,
     CheckpointView,
     CommandRequest,
     CommandView,
     DecisionView,
     EventView,
     FindingView,
+    IncidentView,
+    MoverView,
     Problem,
     RunDetail,
     RunSummary,
     SeriesReply,
     StepView,
+    TableReply,
+    TableRequest,
 )
 from trainvitals.wire import IngestReply
 
@@ -169,16 +176,10 @@ class CollectorClient:
         to_step: int | None = None,
     ) -> SeriesReply:
         """Return one series, downsampled to about ``points``; ``source`` "" lets it choose."""
-        params: dict[str, str | int | None] = {
-            "metric": metric,
-            "source": source or None,
-            "branch": branch,
-            "points": points,
-            "from_step": from_step,
-            "to_step": to_step,
-        }
-        given = {key: value for key, value in params.items() if value is not None}
-        return self._call(SeriesReply, "GET", _path("runs", run_id, "series"), params=given)
+        params = {"metric": metric, "source": source or None, "branch": branch, "points": points}
+        params |= {"from_step": from_step, "to_step": to_step}
+        path = _path("runs", run_id, "series")
+        return self._call(SeriesReply, "GET", path, params=_given(params))
 
     def step(self, run_id: str, step: int) -> StepView:
         """Return what is known of one step."""
@@ -205,7 +206,44 @@ class CollectorClient:
         params = {key: value for key, value in (("run", run_id), ("state", state)) if value}
         return self._call(tuple[AlertView, ...], "GET", "/v1/alerts", params=params)
 
+    def cells(
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        points: int = 200,
+        rows: int = 64,
+        from_step: int | None = None,
+        to_step: int | None = None,
+    ) -> CellsReply:
+        """Return a heat map of one metric: sources or layers by steps."""
+        params = {"metric": metric, "points": points, "rows": rows}
+        params |= {"from_step": from_step, "to_step": to_step}
+        return self._call(CellsReply, "GET", _path("runs", run_id, "cells"), params=_given(params))
+
+    def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
+        """Return which layers and ranks moved most up to a step."""
+        path = _path("runs", run_id, "movers")
+        return self._call(tuple[MoverView, ...], "GET", path, params={"step": step})
+
+    def incidents(self, run_id: str) -> tuple[IncidentView, ...]:
+        """Return what went wrong, each whole, the newest first."""
+        return self._call(tuple[IncidentView, ...], "GET", _path("runs", run_id, "incidents"))
+
+    def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:
+        """Return what people wrote and the training announced, by step."""
+        return self._call(tuple[AnnotationView, ...], "GET", _path("runs", run_id, "annotations"))
+
+    def table(self, request: TableRequest) -> TableReply:
+        """Return the rows that meet the request's conditions."""
+        return self._call(TableReply, "POST", "/v1/tables", **_json(request))
+
     # -------------------------------------------------------------------------- for orders
+
+    def annotate(self, run_id: str, request: AnnotationRequest) -> AnnotationView:
+        """Write a line at a step; it is drawn on the curves and kept for ever."""
+        path = _path("runs", run_id, "annotations")
+        return self._call(AnnotationView, "POST", path, **_json(request))
 
     def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
@@ -309,6 +347,10 @@ def read_tokens(path: Path | str) -> Tokens:
 
 def _path(*parts: str) -> str:
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def _given(params: Mapping[str, str | int | None]) -> dict[str, str | int]:
+    return {key: value for key, value in params.items() if value is not None}
 
 
 def _json(request: msgspec.Struct) -> dict[str, Any]:
