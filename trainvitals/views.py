@@ -330,7 +330,7 @@ class TableRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     run_id: str = ""
     """Empty: of all runs. Steps and ranks are asked of one run."""
     where: tuple[str, ...] = ()
-    """Conditions that all hold: ``loss > 3``, ``rank = 2``, ``state != running``, ``name ~ gpt``."""
+    """Conditions that all hold: ``loss > 3``, ``rank = 2``, ``name ~ gpt``."""
     columns: tuple[str, ...] = ()
     """Empty: all of them."""
     from_step: int | None = None

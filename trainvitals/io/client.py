@@ -176,8 +176,8 @@ class CollectorClient:
         to_step: int | None = None,
     ) -> SeriesReply:
         """Return one series, downsampled to about ``points``; ``source`` "" lets it choose."""
-        params = {"metric": metric, "source": source or None, "branch": branch, "points": points}
-        params |= {"from_step": from_step, "to_step": to_step}
+        params: dict[str, str | int | None] = {"metric": metric, "source": source or None}
+        params |= {"branch": branch, "points": points, "from_step": from_step, "to_step": to_step}
         path = _path("runs", run_id, "series")
         return self._call(SeriesReply, "GET", path, params=_given(params))
 
@@ -217,7 +217,7 @@ class CollectorClient:
         to_step: int | None = None,
     ) -> CellsReply:
         """Return a heat map of one metric: sources or layers by steps."""
-        params = {"metric": metric, "points": points, "rows": rows}
+        params: dict[str, str | int | None] = {"metric": metric, "points": points, "rows": rows}
         params |= {"from_step": from_step, "to_step": to_step}
         return self._call(CellsReply, "GET", _path("runs", run_id, "cells"), params=_given(params))
 
