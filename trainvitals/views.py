@@ -2,7 +2,7 @@
 
 The collector answers with these as JSON (``msgspec.json``), the client and the dashboard decode
 them. JSON has no NaN: a missing or non-finite value is ``null``, and ``nonfinite`` says which were
-NaN or infinite.
+NaN or infinite. Fields of bytes are base64.
 """
 
 from __future__ import annotations
@@ -133,6 +133,22 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: tuple[NonFiniteMark, ...]
     """20,000 at most, evenly chosen; ``num_nonfinite`` says how many there are."""
     num_nonfinite: int = 0
+
+
+class CurveReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One series whole, as numbers lie in memory: little-endian, eight bytes each, side by side."""
+
+    run_id: str
+    metric: str
+    source: str
+    unit: str
+    branch: Branch
+    step: bytes
+    """``int64``, as are the next two."""
+    time_unix_ns: bytes
+    attempt: bytes
+    value: bytes
+    """``float64``; NaN and infinities are themselves."""
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,13 +26,10 @@ DataLoader workers need most of it."""
 PROGRAM_PACKAGES: dict[str, tuple[str, ...]] = {
     "agent": ("prometheus_client", "pynvml", "psutil"),
     "collector": (
-        "sqlalchemy",
-        "alembic",
-        "fastapi",
-        "uvicorn",
-        "prometheus_client",
-        "tsdownsample",
+        *("sqlalchemy", "alembic", "fastapi", "uvicorn", "httptools", "uvloop"),
+        *("prometheus_client", "tsdownsample", "plotext"),
     ),
+    "parquet": ("pyarrow",),
     "postgresql": ("psycopg",),
     "dashboard": ("streamlit",),
     "grafana": ("grafana_api",),

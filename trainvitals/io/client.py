@@ -36,6 +36,7 @@ from trainvitals.views import (
     CheckpointView,
     CommandRequest,
     CommandView,
+    CurveReply,
     DecisionView,
     EventView,
     FindingView,
@@ -180,6 +181,21 @@ class CollectorClient:
         params |= {"branch": branch, "points": points, "from_step": from_step, "to_step": to_step}
         path = _path("runs", run_id, "series")
         return self._call(SeriesReply, "GET", path, params=_given(params))
+
+    def curve(
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        source: str = "",
+        branch: Branch = "lineage",
+        from_step: int | None = None,
+        to_step: int | None = None,
+    ) -> CurveReply:
+        """Return every point of one series."""
+        params = {"metric": metric, "source": source, "branch": branch}
+        params |= _given({"from_step": from_step, "to_step": to_step})
+        return self._call(CurveReply, "GET", _path("runs", run_id, "curve"), params=params)
 
     def step(self, run_id: str, step: int) -> StepView:
         """Return what is known of one step."""

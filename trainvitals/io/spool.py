@@ -1,6 +1,6 @@
-"""The queue on disk: batches one after another in files, as they travel.
+"""The queue on disk: batches one after another in files, with a header each time it changes.
 
-    <directory>/<NNNNNN>.tvs     batches (``trainvitals.wire``), appended and fsynced, never mapped
+    <directory>/<NNNNNN>.tvs     batches (``spool_files``), appended and fsynced, never mapped
     <directory>/state.json       what is acknowledged, and the last number of each stream
 
 One owner appends; anyone may read, also over NFS while it grows. ``keep`` makes the spool the run's
@@ -29,6 +29,7 @@ import msgspec
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.io.rundir import replace_file, sync_folder
 from trainvitals.io.spool_files import (
+    Headers,
     Position,
     read_batches,
     scan_file,
@@ -93,6 +94,7 @@ class Spool:
         self._corrupt_at: set[Position] = set()
         self._fd = -1  # of the newest file, while it is appended to
         self._number = -1
+        self._headers = Headers()
         self._synced_size = 0
         self._unsynced: dict[Key, int] = {}
         self._gave_up = False
@@ -217,13 +219,16 @@ class Spool:
         if self._fd < 0:
             self._begin()
         fd, size = self._fd, self._sizes[self._number]
+        stored = self._headers.stored(raw, size)
         try:
-            _write_all(fd, raw, size)
+            _write_all(fd, stored, size)
         except OSError:
             with contextlib.suppress(OSError):  # the next batch is written over it
                 os.ftruncate(fd, size)
             raise
-        self._resize(self._number, size + len(raw))
+        self._resize(self._number, size + len(stored))
+        if stored is raw:
+            self._headers.note(raw, size)
 
     def _begin(self) -> None:
         """Begin a new file; its number was never used before."""
@@ -237,7 +242,7 @@ class Spool:
             path.unlink(missing_ok=True)
             raise
         empty = [number for number, size in self._sizes.items() if not size]
-        self._fd, self._synced_size = fd, 0
+        self._fd, self._synced_size, self._headers = fd, 0, Headers()
         self._sizes[self._number] = 0
         for number in empty:
             self._remove(number)

@@ -1,6 +1,12 @@
-"""Reads a spool's files: while they grow, with damage in them, also over NFS."""
+"""A spool's files: how a batch lies in them, and reading them: growing, damaged, over NFS.
+
+A batch lies there as it travels, or in short: with the place of its header in the same file instead
+of the header itself, which is most of a batch of one row. Its checksum is that of the whole batch.
+"""
 
 import os
+import re
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +19,14 @@ from trainvitals.wire import MAGIC, PREFIX, batch_size, is_whole
 GROWING_SECONDS = 30.0
 SKEWED_SECONDS = 600.0
 _CHUNK_BYTES = 1 << 20
+
+SHORT = b"TVS2"
+"""Begins a batch that lies there in short: prefix | place of its header u32 | rows."""
+HEADER_EVERY_BYTES = 1 << 18
+"""A header is written again after this much of a file: damage to it costs no more than that."""
+_PLACE = struct.Struct("<I")
+_BEGINNING = re.compile(re.escape(MAGIC) + b"|" + re.escape(SHORT))
+_MAX_HEADERS = 256
 
 
 class Position(msgspec.Struct, frozen=True, order=True):
@@ -75,20 +89,47 @@ def scan_folder(
                 yield Position(number, end), raw
 
 
+class Headers:
+    """Where the headers lie in the file that is being written; ``stored`` says them in short."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, int] = {}
+
+    def stored(self, raw: bytes, offset: int) -> bytes:
+        """Return the bytes that stand for the batch at ``offset``; itself where it lies whole."""
+        place = self._places.get(_header_bytes(raw))
+        if place is None or offset - place > HEADER_EVERY_BYTES:
+            return raw
+        rows = memoryview(raw)[PREFIX.size + len(_header_bytes(raw)) :]
+        prefix = memoryview(raw)[len(MAGIC) : PREFIX.size]
+        return b"".join((SHORT, prefix, _PLACE.pack(place), rows))
+
+    def note(self, raw: bytes, offset: int) -> None:
+        """Take note of a batch that was written whole; the file's size bounds how many they are."""
+        place = offset + PREFIX.size
+        if place < 1 << 32:
+            self._places[_header_bytes(raw)] = place
+
+
+def _header_bytes(raw: bytes) -> bytes:
+    return raw[PREFIX.size : PREFIX.size + int(PREFIX.unpack_from(raw)[2])]
+
+
 def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[int, bytes | None]]:
     """Yield (end, batch) from ``offset`` on, and (end, None) for each damaged stretch.
 
     A tail that holds no batch is damage in a ``complete`` file; else it is torn or still growing,
     and nothing is said of it.
     """
+    headers: dict[int, bytes] = {}
     size = os.fstat(file.fileno()).st_size
     while offset < size:
-        raw = _batch_at(file, offset, size)
-        if raw is not None:
-            offset += len(raw)
+        found = _batch_at(file, offset, size, headers)
+        if found is not None:
+            offset, raw = found
             yield offset, raw
             continue
-        following = _next_batch(file, offset + 1, size)
+        following = _next_batch(file, offset + 1, size, headers)
         if following is None:
             if complete:
                 yield size, None
@@ -97,29 +138,50 @@ def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[
         yield offset, None
 
 
-def _batch_at(file: BinaryIO, offset: int, end: int) -> bytes | None:
+def _batch_at(
+    file: BinaryIO, offset: int, end: int, headers: dict[int, bytes]
+) -> tuple[int, bytes] | None:
+    """Return where the batch at ``offset`` ends, and the batch; None: there is none."""
     file.seek(offset)
     prefix = file.read(PREFIX.size)
+    is_short = prefix.startswith(SHORT)
+    if is_short:
+        prefix = MAGIC + prefix[len(SHORT) :]
     try:
         size = batch_size(prefix)
     except FormatError:
         return None
+    if not is_short:
+        if offset + size > end:
+            return None
+        raw = prefix + file.read(size - len(prefix))
+        return (offset + size, raw) if is_whole(raw) else None
+    header_size = int(PREFIX.unpack_from(prefix)[2])
+    size += _PLACE.size - header_size
     if offset + size > end:
         return None
-    raw = prefix + file.read(size - len(prefix))
-    return raw if is_whole(raw) else None
+    rest = file.read(size - len(prefix))
+    place = int.from_bytes(rest[: _PLACE.size], "little")
+    if place not in headers:
+        file.seek(place)
+        if len(headers) >= _MAX_HEADERS:
+            headers.clear()
+        headers[place] = file.read(header_size)
+    raw = b"".join((prefix, headers[place], memoryview(rest)[_PLACE.size :]))
+    if is_whole(raw):
+        return offset + size, raw
+    del headers[place]  # what lay there may still be arriving
+    return None
 
 
-def _next_batch(file: BinaryIO, offset: int, end: int) -> int | None:
+def _next_batch(file: BinaryIO, offset: int, end: int, headers: dict[int, bytes]) -> int | None:
     """The offset of the next valid batch: the next magic behind which one lies."""
     while offset + PREFIX.size <= end:
         file.seek(offset)
         chunk = file.read(min(_CHUNK_BYTES, end - offset))
-        found = chunk.find(MAGIC)
-        while found >= 0:
-            if _batch_at(file, offset + found, end) is not None:
-                return offset + found
-            found = chunk.find(MAGIC, found + 1)
+        for found in _BEGINNING.finditer(chunk):
+            if _batch_at(file, offset + found.start(), end, headers) is not None:
+                return offset + found.start()
         if len(chunk) < len(MAGIC):
             return None
         offset += len(chunk) - len(MAGIC) + 1
