@@ -56,7 +56,8 @@ def open_page(
         write_settings(settings, tmp_path / "settings.json")
         monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "settings.json"))
         # The run page stands alone; alerts link to it, so they need the navigation around them.
-        start = PAGES.with_name("vitals_page_run.py") if page == "run" else PAGES
+        alone = page in ("run", "compare")
+        start = PAGES.with_name(f"vitals_page_{page}.py") if alone else PAGES
         app = AppTest.from_file(str(start), default_timeout=60)
         if page == "alerts":
             app.run()  # a page can be switched to only from a page

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trainvitals.records import Decision, RunInfo
 from trainvitals.views import (
     AlertView,
+    AnnotationView,
     AttemptView,
     CheckpointView,
     DecisionView,
@@ -37,6 +38,7 @@ class SampleRun:
     decisions: list[DecisionView]
     checkpoints: list[CheckpointView]
     series: dict[tuple[str, str, str], SeriesReply] = field(default_factory=dict)
+    annotations: list[AnnotationView] = field(default_factory=list)
 
 
 def summary(number: int, *, name: str = "", now_ns: int = NOW_NS, **changes: object) -> RunSummary:

@@ -7,8 +7,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from tests.dashboard.samples import SampleRun
-from trainvitals.views import AckRequest, AlertView, Problem, RunSummary, SeriesReply
+from tests.dashboard.samples import NOW_NS, SampleRun
+from trainvitals.views import (
+    AckRequest,
+    AlertView,
+    AnnotationRequest,
+    AnnotationView,
+    Problem,
+    RunSummary,
+    SeriesReply,
+)
 
 READ, CONTROL = "read-token-0123456789", "control-token-0123456789"
 
@@ -27,6 +35,13 @@ class Stub:
         """Serve a whole run."""
         self.runs.append(sample.summary)
         self.samples[sample.summary.run_id] = sample
+
+    def annotate(self, run_id: str, raw: bytes) -> AnnotationView:
+        """Keep what a person wrote at a step."""
+        asked = msgspec.json.decode(raw, type=AnnotationRequest)
+        made = AnnotationView(step=asked.step, text=asked.text, by=asked.by, time_unix_ns=NOW_NS)
+        self.samples[run_id].annotations.append(made)
+        return made
 
     def answer(self, path: str, query: dict[str, str]) -> object:
         """Return the body of a GET, or None for 404."""
@@ -50,8 +65,8 @@ def _series(sample: SampleRun, query: dict[str, str]) -> SeriesReply:
     reply = sample.series.get(key)
     if reply is None:
         return _empty(sample.summary.run_id, *key)
-    first = int(query.get("from_step", 0))
-    keep = [i for i, step in enumerate(reply.step) if step >= first]
+    first, last = int(query.get("from_step", 0)), int(query.get("to_step", 1 << 40))
+    keep = [i for i, step in enumerate(reply.step) if first <= step <= last]
     return msgspec.structs.replace(
         reply,
         step=tuple(reply.step[i] for i in keep),
@@ -105,6 +120,9 @@ class StubServer:
                 fingerprint = self.path.split("/")[-2]
                 if self.headers.get("Authorization") != f"Bearer {CONTROL}":
                     self._send(403, Problem(code="V410", text="the token may not do this"))
+                    return
+                if self.path.endswith("/annotations"):
+                    self._send(200, stub.annotate(self.path.split("/")[-2], raw))
                     return
                 stub.acks.append((fingerprint, msgspec.json.decode(raw, type=AckRequest)))
                 self._send(200, next(a for a in stub.alerts if a.fingerprint == fingerprint))

@@ -16,6 +16,12 @@ st.navigation(
         st.Page("vitals_page_overview.py", title="Overview", icon=":material/list:", default=True),
         st.Page("vitals_page_run.py", title="Run", icon=":material/monitor_heart:", url_path="run"),
         st.Page(
+            "vitals_page_compare.py",
+            title="Compare",
+            icon=":material/compare_arrows:",
+            url_path="compare",
+        ),
+        st.Page(
             "vitals_page_alerts.py",
             title="Alerts",
             icon=":material/notifications:",

@@ -1,0 +1,5 @@
+"""The compare page, as Streamlit wants it: a file."""
+
+from vitals_dashboard.views import compare
+
+compare.render()
