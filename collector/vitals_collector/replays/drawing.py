@@ -5,17 +5,15 @@ stands for, and marks what was not finite, so that no spike is hidden whatever t
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
 from trainvitals.cli.output import printable
 from trainvitals.policy.history import JudgedStep
+from vitals_collector.replays.scales import Column, Scale
 
 COLUMNS = 940
 _LEFT, _TOP, _HEIGHT, _GAP, _RIGHT = 70, 58, 210, 44, 20
-_LOG_FROM = 20.0
-"""Greatest over least value from which an axis is logarithmic."""
 _NUM_TICKS = 5
 
 COLORS = {
@@ -29,28 +27,15 @@ LEGEND = (
 
 
 @dataclass(slots=True)
-class _Column:
-    """The records that one column of a panel stands for."""
-
-    low: float = math.inf
-    high: float = -math.inf
-    limit: float = math.inf
-    num_nonfinite: int = 0
-
-
-@dataclass(slots=True)
 class _Panel:
     name: str
-    columns: dict[int, _Column] = field(default_factory=dict)
+    columns: dict[int, Column] = field(default_factory=dict)
 
     def add(self, at: int, value: float | None, limit: float | None) -> None:
         if value is None:
             return
-        column = self.columns.setdefault(at, _Column())
-        if math.isfinite(value):
-            column.low, column.high = min(column.low, value), max(column.high, value)
-        else:
-            column.num_nonfinite += 1
+        column = self.columns.setdefault(at, Column())
+        column.add(value)
         if limit is not None:
             column.limit = min(column.limit, limit)
 
@@ -107,11 +92,11 @@ class Drawing:
         return "\n".join([*parts, "</svg>"]) + "\n"
 
     def _panel(self, panel: _Panel, *, first: bool) -> list[str]:
-        scale = _Scale(panel.columns.values())
+        scale = Scale(panel.columns.values())
         parts = [f'<rect width="{COLUMNS}" height="{_HEIGHT}" fill="none" stroke="#bbbbbb"/>']
         parts.append(_text(4, 14, panel.name + (" (logarithmic)" if scale.is_log else "")))
         parts += [
-            _text(-6, scale.y(value) + 4, f"{value:.4g}", anchor="end") for value in scale.ticks()
+            _text(-6, _y(scale, value) + 4, f"{value:.4g}", anchor="end") for value in scale.ticks()
         ]
         shown = [at for at in self._steps if at in panel.columns]
         for number in range(_NUM_TICKS if len(shown) > 1 else len(shown)):
@@ -137,58 +122,37 @@ class Drawing:
             if kind not in ("act", "tell")
         ]
 
-    def _said(self, panel: _Panel, scale: "_Scale") -> list[str]:
+    def _said(self, panel: _Panel, scale: Scale) -> list[str]:
         """Mark findings at the value they are about; what is told of lies at the bottom."""
         parts = []
         for (at, kind), words in self._marks.items():
             if kind == "act":
-                column = panel.columns.get(at, _Column())
-                y = scale.y(column.high) if column.low <= column.high else 0.0
+                column = panel.columns.get(at, Column())
+                y = _y(scale, column.high) if column.has_value else 0.0
                 parts.append(_mark(at, y, COLORS[kind], words))
             elif kind == "tell":
                 parts.append(_mark(at, _HEIGHT - 4, COLORS[kind], words))
         return parts
 
 
-class _Scale:
-    """Maps values to a panel's height, logarithmically where they span much and are positive."""
-
-    def __init__(self, columns: Iterable[_Column]) -> None:
-        finite = [column for column in columns if column.low <= column.high]
-        self._low = min((c.low for c in finite), default=0.0)
-        self._high = max((c.high for c in finite), default=1.0)
-        self.is_log = self._low > 0.0 and self._high / _LOG_FROM > self._low
-
-    def y(self, value: float) -> float:
-        """Return how far below the panel's top the value lies, kept within the panel."""
-        low, high = self._at(self._low), self._at(self._high)
-        part = (self._at(value) - low) / (high - low) if high > low else 0.5
-        return round((1.0 - min(max(part, 0.0), 1.0)) * (_HEIGHT - 28) + 22, 1)
-
-    def ticks(self) -> list[float]:
-        """Return the values to be written at the axis."""
-        if not self.is_log:
-            return list(dict.fromkeys((self._low, self._low / 2 + self._high / 2, self._high)))
-        return [self._low, math.sqrt(self._low) * math.sqrt(self._high), self._high]
-
-    def _at(self, value: float) -> float:
-        # Half of each, so that the distance of two floats is always a float.
-        return math.log(max(value, self._low)) if self.is_log else value / 2
+def _y(scale: Scale, value: float) -> float:
+    """Return how far below a panel's top the value lies, kept within the panel."""
+    return round((1.0 - scale.part(value)) * (_HEIGHT - 28) + 22, 1)
 
 
-def _value_line(panel: _Panel, scale: _Scale) -> str:
+def _value_line(panel: _Panel, scale: Scale) -> str:
     points = [
         f"{at},{y}"
         for at, column in panel.columns.items()
-        if column.low <= column.high
-        for y in dict.fromkeys((scale.y(column.low), scale.y(column.high)))
+        if column.has_value
+        for y in dict.fromkeys((_y(scale, column.low), _y(scale, column.high)))
     ]
     return f'<polyline fill="none" stroke="{COLORS["line"]}" points="{" ".join(points)}"/>'
 
 
-def _limit_line(panel: _Panel, scale: _Scale) -> str:
+def _limit_line(panel: _Panel, scale: Scale) -> str:
     points = [
-        f"{at},{scale.y(column.limit)}"
+        f"{at},{_y(scale, column.limit)}"
         for at, column in panel.columns.items()
         if column.limit < math.inf
     ]
