@@ -194,8 +194,9 @@ class CollectorClient:
     ) -> CurveReply:
         """Return every point of one series."""
         params = {"metric": metric, "source": source, "branch": branch}
-        params |= _given({"from_step": from_step, "to_step": to_step})
-        return self._call(CurveReply, "GET", _path("runs", run_id, "curve"), params=params)
+        steps = _given({"from_step": from_step, "to_step": to_step})
+        how = {"params": params | steps}
+        return self._call(CurveReply, "GET", _path("runs", run_id, "curve"), **how)
 
     def step(self, run_id: str, step: int) -> StepView:
         """Return what is known of one step."""

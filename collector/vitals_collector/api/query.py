@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from trainvitals.views import (
     CheckpointView,
+    CurveReply,
     DecisionView,
     EventView,
     FindingView,
@@ -64,8 +65,24 @@ def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
         )
         return reply(found)
 
+    _add_curve(router, query)
     _add_lists(router, query)
     return router
+
+
+def _add_curve(router: APIRouter, query: Query) -> None:
+    @router.get("/{run_id}/curve", responses=answers(CurveReply))
+    def show_curve(
+        run_id: str,
+        metric: str,
+        source: str = "",
+        branch: Literal["lineage", "discarded", "all"] = "lineage",
+        from_step: _FromStep = None,
+        to_step: _FromStep = None,
+    ) -> Response:
+        """Return every point of one curve, for programs."""
+        how = {"source": source, "branch": branch, "from_step": from_step, "to_step": to_step}
+        return reply(query.curve(run_id, metric, **how))
 
 
 def _add_lists(router: APIRouter, query: Query) -> None:

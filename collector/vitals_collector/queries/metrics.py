@@ -1,6 +1,7 @@
 """Which series a run has, and where the rows of each are."""
 
 import difflib
+from dataclasses import replace
 
 from sqlalchemy import Connection, select
 
@@ -8,7 +9,7 @@ from trainvitals import catalog
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from vitals_collector.keeping.thinning import RANKS
-from vitals_collector.queries.loading import Selection
+from vitals_collector.queries.loading import HOST_STREAMS, Selection
 from vitals_collector.storage.schema import batches, measured_columns, names
 from vitals_collector.storage.store import UNKNOWN
 
@@ -55,13 +56,24 @@ def unit_of(metric: str) -> str:
 
 
 def select_rows(
-    connection: Connection, run_id: str, metric: str, source: str
+    connection: Connection,
+    run_id: str,
+    metric: str,
+    source: str,
+    steps: tuple[int | None, int | None] = (None, None),
 ) -> tuple[str, Selection]:
-    """Return whose series it is, and the rows that hold it.
+    """Return whose series it is, and the rows that hold it, of these steps where rows have one.
 
     Raises:
         UsageError: no such metric or source; where a name is close to a known one, that is said.
     """
+    chosen, wanted = _select(connection, run_id, metric, source)
+    if wanted.stream not in HOST_STREAMS:
+        wanted = replace(wanted, from_step=steps[0], to_step=steps[1])
+    return chosen, wanted
+
+
+def _select(connection: Connection, run_id: str, metric: str, source: str) -> tuple[str, Selection]:
     stream, dot, name = metric.partition(".")
     if not (stream and dot and name):
         raise UsageError(

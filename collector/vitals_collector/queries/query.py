@@ -6,7 +6,6 @@ answer differently.
 
 import math
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from trainvitals.views import (
     AttemptView,
     Branch,
     CheckpointView,
+    CurveReply,
     DecisionView,
     EventView,
     FindingView,
@@ -36,7 +36,8 @@ from trainvitals.views import (
 from vitals_collector.keeping.sizes import volume_of
 from vitals_collector.keeping.thinning import RANKS, VolumeSettings
 from vitals_collector.queries import metrics, series
-from vitals_collector.queries.loading import HOST_STREAMS, load_outline
+from vitals_collector.queries.curve import curve_reply
+from vitals_collector.queries.loading import load_curve, load_outline
 from vitals_collector.queries.shadow import with_hindsight
 from vitals_collector.storage.columns import whole
 from vitals_collector.storage.schema import (
@@ -142,9 +143,8 @@ class Query:
             raise UsageError(f"points is {points}; it must be 2 to {MAX_POINTS}")
         with self._store.read() as connection:
             _run_row(connection, run_id)
-            chosen, wanted = metrics.select_rows(connection, run_id, metric, source)
-            if wanted.stream not in HOST_STREAMS:
-                wanted = replace(wanted, from_step=from_step, to_step=to_step)
+            steps = (from_step, to_step)
+            chosen, wanted = metrics.select_rows(connection, run_id, metric, source, steps)
             forks = _attempt_rows(connection, run_id)
             found, num_total = load_outline(connection, wanted, forks, branch, points)
         drawn = series.downsample(found, points)
@@ -162,6 +162,28 @@ class Query:
             nonfinite=series.nonfinite_marks(found, MAX_MARKS),
             num_nonfinite=series.num_nonfinite(found),
         )
+
+    def curve(
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        source: str = "",
+        branch: Branch = "lineage",
+        from_step: int | None = None,
+        to_step: int | None = None,
+    ) -> CurveReply:
+        """Return every point of one curve; the arguments are those of ``series``.
+
+        Raises:
+            UsageError: unknown run, metric or source, or too many points for one answer.
+        """
+        with self._store.read() as connection:
+            _run_row(connection, run_id)
+            steps = (from_step, to_step)
+            chosen, wanted = metrics.select_rows(connection, run_id, metric, source, steps)
+            found = load_curve(connection, wanted, _attempt_rows(connection, run_id), branch)
+        return curve_reply(run_id, metric, chosen, branch, found)
 
     def step(self, run_id: str, step: int) -> StepView:
         """Return what is known of one step, on every attempt that trained it."""

@@ -1,0 +1,199 @@
+"""What ``trainvitals.client`` answers with: a run's numbers as numpy arrays, or for pandas."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainvitals.errors import MissingDependencyError
+from trainvitals.views import Branch, CellsReply, CurveReply, SeriesReply, TableReply
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_NONFINITE = {"nan": np.nan, "inf": np.inf, "+inf": np.inf, "-inf": -np.inf}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One series; its arrays are all of shape ``(len(series),)`` and cannot be written to.
+
+    Rows of GPUs, nodes and processes have the step -1 and are ordered by time, all others by step.
+    """
+
+    metric: str
+    source: str
+    """Whose it is: ``rank:N``, ``gpu:UUID``, ``node:ID``."""
+    unit: str
+    """Base unit: seconds, bytes, ratio (0 to 1), watts, celsius...; "" is a plain number."""
+    branch: Branch
+    step: Ints
+    time_unix_ns: Ints
+    """Nanoseconds since 1970, UTC."""
+    attempt: Ints
+    """Which branch of the run trained the step: the ids of ``Run.detail().attempts``."""
+    value: Floats
+    """In ``unit``. NaN and infinities are what the training measured."""
+    num_total: int
+    """Points that the whole series has; more than are here where fewer were asked for."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __repr__(self) -> str:
+        of = "" if len(self) == self.num_total else f" of {self.num_total}"
+        return f"<Series {self.metric} of {self.source}: {len(self)}{of} points>"
+
+    @property
+    def time(self) -> npt.NDArray[np.datetime64]:
+        """When each point was measured, UTC."""
+        return self.time_unix_ns.view("datetime64[ns]")
+
+    def to_pandas(self) -> Any:
+        """Return a ``DataFrame`` of the columns step, time, attempt and value.
+
+        Raises:
+            MissingDependencyError: pandas is not installed.
+        """
+        columns = {"step": self.step, "time": self.time, "attempt": self.attempt}
+        return _pandas().DataFrame(columns | {"value": self.value})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """A heat map: one metric of every rank, GPU, node or layer, over steps."""
+
+    metric: str
+    unit: str
+    rows: tuple[str, ...]
+    """Sources or layers; of more than were asked for, those that deviate most."""
+    num_rows: int
+    """How many there are."""
+    step: Ints
+    """First step of each column, shape ``(columns,)``."""
+    value: Floats
+    """Shape ``(rows, columns)``: what is furthest from the row's middle; NaN: nothing finite."""
+    is_nonfinite: npt.NDArray[np.bool_]
+    """Shape ``(rows, columns)``: where a NaN or infinite value was measured."""
+
+    def to_pandas(self) -> Any:
+        """Return a ``DataFrame`` with the rows as its index and the steps as its columns."""
+        return _pandas().DataFrame(self.value, index=self.rows, columns=self.step)
+
+
+class Table(Mapping[str, npt.NDArray[Any]]):
+    """Columns by name, all of one length: a mapping to numpy arrays.
+
+    A column of numbers is ``int64``, or ``float64`` where some are not whole, not finite or missing
+    (NaN); of flags ``bool``; all else are objects, None where there is nothing.
+    """
+
+    def __init__(self, reply: TableReply) -> None:
+        pairs = zip(reply.columns, reply.data, strict=True)
+        self._columns = {name: _column(values) for name, values in pairs}
+        self.num_total = reply.num_total
+        """Rows that met the conditions; more than are here where ``limit`` cut them."""
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        num = len(next(iter(self.values()), ()))
+        return f"<Table of {num} rows of {self.num_total}: {', '.join(self)}>"
+
+    def to_pandas(self) -> Any:
+        """Return the table as a ``DataFrame``."""
+        return _pandas().DataFrame(self._columns)
+
+
+def drawn(reply: SeriesReply) -> Series:
+    """Return the points of an answer that was downsampled; what is not finite is itself again."""
+    value = np.array(reply.value, dtype=np.float64)  # None is NaN
+    step, attempt = (np.array(some, dtype=np.int64) for some in (reply.step, reply.attempt))
+    time = np.array(reply.time_unix_ns, dtype=np.int64)
+    kinds = {(mark.step, mark.attempt): mark.kind for mark in reply.nonfinite}
+    for i in np.flatnonzero(np.isnan(value)).tolist():
+        value[i] = _NONFINITE[kinds.get((int(step[i]), int(attempt[i])), "nan")]
+    return Series(
+        metric=reply.metric,
+        source=reply.source,
+        unit=reply.unit,
+        branch=reply.branch,
+        step=step,
+        time_unix_ns=time,
+        attempt=attempt,
+        value=value,
+        num_total=reply.num_total,
+    )
+
+
+def whole(replies: Sequence[CurveReply]) -> Series:
+    """Return the points of consecutive parts of one series; at least one part is needed."""
+    first = replies[0]
+    step = _joined([reply.step for reply in replies], "<i8")
+    return Series(
+        metric=first.metric,
+        source=first.source,
+        unit=first.unit,
+        branch=first.branch,
+        step=step,
+        time_unix_ns=_joined([reply.time_unix_ns for reply in replies], "<i8"),
+        attempt=_joined([reply.attempt for reply in replies], "<i8"),
+        value=_joined([reply.value for reply in replies], "<f8"),
+        num_total=len(step),
+    )
+
+
+def cells(reply: CellsReply) -> Cells:
+    """Return a heat map's answer as arrays."""
+    shape = (len(reply.rows), len(reply.step))
+    is_nonfinite = np.zeros(shape, dtype=np.bool_)
+    for row, column in reply.nonfinite:
+        is_nonfinite[row, column] = True
+    return Cells(
+        metric=reply.metric,
+        unit=reply.unit,
+        rows=reply.rows,
+        num_rows=reply.num_rows,
+        step=np.array(reply.step, dtype=np.int64),
+        value=np.array(reply.value, dtype=np.float64).reshape(shape),
+        is_nonfinite=is_nonfinite,
+    )
+
+
+def _joined(parts: Sequence[bytes], kind: str) -> npt.NDArray[Any]:
+    return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), dtype=kind)
+
+
+def _column(values: Sequence[str | float | int | bool | None]) -> npt.NDArray[Any]:
+    kinds = {type(value) for value in values}
+    if kinds == {int}:
+        return np.array(values, dtype=np.int64)
+    if kinds == {bool}:
+        return np.array(values, dtype=np.bool_)
+    texts = {value for value in values if isinstance(value, str)}
+    if kinds & {int, float} and bool not in kinds and texts <= _NONFINITE.keys():
+        numbers = [_NONFINITE[v] if isinstance(v, str) else v for v in values]
+        return np.array(numbers, dtype=np.float64)
+    return np.array(values, dtype=object)
+
+
+def _pandas() -> Any:
+    try:
+        return importlib.import_module("pandas")
+    except ModuleNotFoundError:
+        raise MissingDependencyError(
+            "to_pandas() needs the package pandas, which is not installed",
+            hint="pip install pandas; without it the arrays are there all the same",
+        ) from None

@@ -1,0 +1,79 @@
+"""Finds what a person means: a collector and its tokens, a folder, a run."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainvitals.errors import UsageError
+from trainvitals.io.client import (
+    CollectorAddress,
+    CollectorClient,
+    Tokens,
+    discover_collector,
+    read_tokens,
+)
+from trainvitals.views import RunSummary
+
+DEFAULT_DIR = "vitals_runs"
+
+
+def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAddress | None:
+    """Return the collector at ``url``, else the one that is found here, with its tokens.
+
+    Found are the collector that the environment names, and this user's own where it answers.
+    """
+    file = token_file or os.environ.get("VITALS_TOKEN_FILE") or None
+    found = discover_collector(os.environ)
+    if url:
+        is_own = found is not None and found.url == url.rstrip("/")
+        own = found.tokens if found is not None and is_own else Tokens()
+        return CollectorAddress(url=url, tokens=read_tokens(file) if file else own)
+    if found is None:
+        return None
+    if token_file:
+        found = CollectorAddress(url=found.url, tokens=read_tokens(token_file))
+    # What the environment names must answer or say why; a file may be left over from a crash.
+    if os.environ.get("VITALS_COLLECTOR_URL"):
+        return found
+    with CollectorClient(found.url, found.tokens.read) as client:
+        return found if client.healthy() else None
+
+
+def default_folder() -> Path:
+    """Return the folder with run directories, where nothing else was named.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
+    if not folder.is_dir():
+        raise UsageError(
+            f"no collector answers, and there is no folder {folder}",
+            hint="start `vitals collector`, or give a folder with run directories",
+        )
+    return folder
+
+
+def choose_run(runs: Sequence[RunSummary], wanted: str) -> RunSummary:
+    """Return the run of that id, beginning of an id, or name; "" is the newest run.
+
+    Raises:
+        UsageError: there is none, or the beginning of an id fits several.
+    """
+    if not runs:
+        raise UsageError("there are no runs yet", hint="`vitals demo` makes one")
+    if not wanted:
+        return runs[0]
+    by_name = [run for run in runs if wanted == run.name]
+    by_id = [run for run in runs if run.run_id.startswith(wanted.upper())]
+    if len(by_id) > 1:
+        raise UsageError(
+            f"{wanted!r} fits {len(by_id)} runs: {', '.join(run.run_id for run in by_id[:3])}",
+            hint="give more of the id",
+        )
+    for found in (by_id, by_name):  # of several runs of one name, the newest
+        if found:
+            return found[0]
+    raise UsageError(
+        f"there is no run {wanted!r}", hint="`vitals runs` lists ids and names", code="V101"
+    )
