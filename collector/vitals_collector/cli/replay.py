@@ -15,7 +15,8 @@ from trainvitals.cli.output import Format, printable, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import default_data_dir
-from vitals_collector.queries.reading import DEFAULT_DIR, find_run
+from trainvitals.io.finding import DEFAULT_DIR
+from vitals_collector.queries.reading import find_run
 
 if TYPE_CHECKING:
     from trainvitals.policy import JudgeConfig
