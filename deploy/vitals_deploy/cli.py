@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainvitals.cli.groups import add_group
 from trainvitals.errors import StorageError, UsageError
 from vitals_deploy import alertmanager, dashboard, prometheus, slurm, systemd
 from vitals_deploy.files import write_files
@@ -28,31 +29,26 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite files that diffe
 
 def register(app: typer.Typer) -> None:
     """Add `vitals deploy` with its commands."""
-    deploy = typer.Typer(
-        help="Write what Prometheus, Grafana, Alertmanager, systemd and Slurm need.",
-        epilog="Example: vitals deploy prometheus --output /etc/prometheus",
-        no_args_is_help=True,
-    )
-    deploy.command(
-        "prometheus",
-        epilog="Example: vitals deploy prometheus --collector 10.0.0.5:8765 --tokens tokens.json",
-    )(deploy_prometheus)
-    deploy.command(
-        "grafana",
-        epilog="Example: vitals deploy grafana --url http://127.0.0.1:3000 --token-file FILE",
-    )(deploy_grafana)
-    deploy.command(
-        "alertmanager",
-        epilog="Example: vitals deploy alertmanager --page-url https://pager.example.org/hook",
-    )(deploy_alertmanager)
-    deploy.command(
-        "systemd", epilog="Example: vitals deploy systemd --vitals /opt/vitals/bin/vitals"
-    )(deploy_systemd)
-    deploy.command("slurm", epilog="Example: vitals deploy slurm --nodes 4 --gpus 8 --script x.py")(
-        deploy_slurm
-    )
-    deploy.command("all", epilog="Example: vitals deploy all --output deploy")(deploy_all)
-    app.add_typer(deploy, name="deploy")
+    commands = {
+        "prometheus": (
+            deploy_prometheus,
+            "vitals deploy prometheus --collector 10.0.0.5:8765 --tokens tokens.json",
+        ),
+        "grafana": (
+            deploy_grafana,
+            "vitals deploy grafana --url http://127.0.0.1:3000 --token-file FILE",
+        ),
+        "alertmanager": (
+            deploy_alertmanager,
+            "vitals deploy alertmanager --page-url https://pager.example.org/hook",
+        ),
+        "systemd": (deploy_systemd, "vitals deploy systemd --vitals /opt/vitals/bin/vitals"),
+        "slurm": (deploy_slurm, "vitals deploy slurm --nodes 4 --gpus 8 --script x.py"),
+        "all": (deploy_all, "vitals deploy all --output deploy"),
+    }
+    about = "Write what Prometheus, Grafana, Alertmanager, systemd and Slurm need."
+    example = "vitals deploy prometheus --output /etc/prometheus"
+    add_group(app, "deploy", commands, about=about, example=example)
 
 
 def deploy_prometheus(

@@ -17,6 +17,7 @@ from trainer_hooks.checkpoints import manifest as manifests
 from trainer_hooks.checkpoints.folder import CheckpointFolder
 from trainer_hooks.checkpoints.index import INDEX, IndexEntry
 from trainer_hooks.checkpoints.manifest import Manifest
+from trainvitals.cli.groups import add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import (
@@ -45,24 +46,18 @@ _LATER = "a job of this run that is running now sees it at its next start"
 
 def register(app: typer.Typer) -> None:
     """Add the ``checkpoints`` commands."""
-    group = typer.Typer(
-        help="Show a run's checkpoints; verify, promote or set one aside.",
-        epilog="Example: vitals checkpoints list my-run",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    group.command("list", epilog="Example: vitals checkpoints list my-run --format json")(show)
-    group.command("verify", epilog="Example: vitals checkpoints verify my-run")(verify)
-    group.command(
-        "promote",
-        epilog="Example: vitals checkpoints promote my-run step-00000120-1763712486000123",
-    )(promote)
-    group.command(
-        "quarantine",
-        epilog="Example: vitals checkpoints quarantine my-run step-00000120-1763712486000123"
-        ' --reason "trained on bad data"',
-    )(quarantine)
-    app.add_typer(group, name="checkpoints")
+    one = "my-run step-00000120-1763712486000123"
+    commands = {
+        "list": (show, "vitals checkpoints list my-run --format json"),
+        "verify": (verify, "vitals checkpoints verify my-run"),
+        "promote": (promote, f"vitals checkpoints promote {one}"),
+        "quarantine": (
+            quarantine,
+            f'vitals checkpoints quarantine {one} --reason "trained on bad data"',
+        ),
+    }
+    about = "Show a run's checkpoints; verify, promote or set one aside."
+    add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
 
 
 # ------------------------------------------------------------------------------------- commands

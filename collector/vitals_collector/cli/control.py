@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from trainvitals.cli.groups import add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
@@ -47,21 +48,18 @@ def register(app: typer.Typer) -> None:
     app.command(
         "command", epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"'
     )(command)
-    alerts = typer.Typer(
-        help="Show the inbox of alerts; acknowledge or silence one.",
-        epilog="Example: vitals alerts list --state firing",
-        invoke_without_command=True,
-        no_args_is_help=False,
-        rich_markup_mode=None,
-    )
-    alerts.callback()(_alerts)
-    alerts.command("list", epilog="Example: vitals alerts list --state firing")(list_alerts)
-    alerts.command("ack", epilog="Example: vitals alerts ack 3f2a9c0d11e4b877")(ack)
-    alerts.command(
-        "silence",
-        epilog='Example: vitals alerts silence 3f2a9c0d11e4b877 --hours 2 --reason "known"',
-    )(silence)
-    app.add_typer(alerts, name="alerts")
+    commands = {
+        "list": (list_alerts, "vitals alerts list --state firing"),
+        "ack": (ack, "vitals alerts ack 3f2a9c0d11e4b877"),
+        "silence": (
+            silence,
+            'vitals alerts silence 3f2a9c0d11e4b877 --hours 2 --reason "known"',
+        ),
+    }
+    about = "Show the inbox of alerts; acknowledge or silence one."
+    example = "vitals alerts list --state firing"
+    alerts = add_group(app, "alerts", commands, about=about, example=example)
+    alerts.callback(invoke_without_command=True, no_args_is_help=False)(_alerts)
 
 
 # -------------------------------------------------------------------------------------- command

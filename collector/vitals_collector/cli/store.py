@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainvitals.cli.groups import add_group
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import UsageError
 
@@ -44,18 +45,15 @@ Form = Annotated[Format, typer.Option("--format", help="How to write the data.")
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    store = typer.Typer(
-        help="Look after the collector's store: sizes, copies, and what is removed.",
-        epilog="Example: vitals store size",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-    )
-    store.command("size", epilog="Example: vitals store size --format json")(size)
-    store.command("backup", epilog="Example: vitals store backup /backup/vitals-monday.db")(copy)
-    store.command("compact", epilog="Example: vitals store compact")(compact)
-    store.command("forget", epilog="Example: vitals store forget 01JD00 --yes")(forget)
-    store.command("keep", epilog="Example: vitals store keep 01JD00")(keep)
-    app.add_typer(store, name="store")
+    commands = {
+        "size": (size, "vitals store size --format json"),
+        "backup": (copy, "vitals store backup /backup/vitals-monday.db"),
+        "compact": (compact, "vitals store compact"),
+        "forget": (forget, "vitals store forget 01JD00 --yes"),
+        "keep": (keep, "vitals store keep 01JD00"),
+    }
+    about = "Look after the collector's store: sizes, copies, and what is removed."
+    add_group(app, "store", commands, about=about, example="vitals store size")
 
 
 def size(
@@ -112,7 +110,7 @@ def copy(
             hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE"; '
             "pg_restore --dbname=URL FILE brings it back",
         )
-    made = backup(_data_dir(data), file, force=force)
+    made = backup(data_dir(data), file, force=force)
     _say(f"{made.file}: {made.num_bytes} bytes, tables of version {made.version}")
 
 
@@ -126,7 +124,7 @@ def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5
     from vitals_collector.keeping.volumes import Volumes
     from vitals_collector.storage import compaction
 
-    with only_one(_data_dir(data)), _store(data, database) as store:
+    with only_one(data_dir(data)), _store(data, database) as store:
         before = store_size(store)
         compaction.compact(store)
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
@@ -149,8 +147,7 @@ def forget(
     from vitals_collector.keeping import retention
     from vitals_collector.watch.state import Liveness
 
-    with _store(data, database) as store:
-        run_id = _find(store, run)
+    with _one_run(run, data, database) as (store, run_id):
         if not yes:
             name = _names(store)[run_id]
             typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
@@ -170,8 +167,7 @@ def keep(
 
     from vitals_collector.keeping.retention import pin
 
-    with _store(data, database) as store:
-        run_id = _find(store, run)
+    with _one_run(run, data, database) as (store, run_id):
         pin(store, run_id, by=_user(), now_unix_ns=time.time_ns(), is_kept=not off)
     _say(f"run {run_id} is {'no longer ' if off else ''}kept for ever")
 
@@ -180,7 +176,7 @@ def keep(
 def _store(data: Path | None, database: str) -> "Iterator[Store]":
     from vitals_collector.storage.store import DATABASE_FILE, open_data_store, open_store
 
-    where = _data_dir(data)
+    where = data_dir(data)
     if not database and not (where / DATABASE_FILE).is_file():
         raise UsageError(
             f"there is no store in {where}", hint="give the collector's --data or --database"
@@ -192,7 +188,15 @@ def _store(data: Path | None, database: str) -> "Iterator[Store]":
         store.close()
 
 
-def _data_dir(data: Path | None) -> Path:
+@contextmanager
+def _one_run(run: str, data: Path | None, database: str) -> "Iterator[tuple[Store, str]]":
+    """Give the store, and the id of the one run that is meant."""
+    with _store(data, database) as store:
+        yield store, _find(store, run)
+
+
+def data_dir(data: Path | None) -> Path:
+    """Return the collector's own folder: the one that was named, else the usual one."""
     from trainvitals.io.client import default_data_dir
 
     return (data or default_data_dir(os.environ)).expanduser().absolute()
@@ -237,4 +241,4 @@ def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
-__all__ = ["CapGigabytes", "register"]
+__all__ = ["CapGigabytes", "data_dir", "register"]

@@ -193,3 +193,13 @@ class TestDoctor:
         checks = json.loads(capsys.readouterr().out)
         assert any(c["status"] == "fail" for c in checks) == bool(exit_.value.code)
         assert {"vitals", "torch", "private base", "shared memory"} <= {c["name"] for c in checks}
+
+
+@pytest.mark.parametrize("group", ["store", "checkpoints", "deploy"])
+def test_a_group_alone_shows_its_commands_and_is_wrong_usage(group, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main.main([group])
+    assert 2 == exit_.value.code
+    shown = "".join(capsys.readouterr())
+    assert f"Usage: vitals {group} [OPTIONS] COMMAND [ARGS]..." in shown
+    assert f"Example: vitals {group} " in shown

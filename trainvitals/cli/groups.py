@@ -1,0 +1,34 @@
+"""Makes groups of commands, such as `vitals store`: all of them look and answer alike."""
+
+from collections.abc import Callable, Mapping
+
+import typer
+
+
+def add_group(
+    app: typer.Typer,
+    name: str,
+    commands: Mapping[str, tuple[Callable[..., None], str]],
+    *,
+    about: str,
+    example: str,
+) -> typer.Typer:
+    """Add a group with its commands; called without one of them it shows its help.
+
+    Args:
+        app: gets the group.
+        name: what the group is called.
+        commands: by name, what each does and an example of it.
+        about: the group's help.
+        example: an example of the group.
+    """
+    group = typer.Typer(
+        help=about,
+        epilog=f"Example: {example}",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+    for command, (function, shown) in commands.items():
+        group.command(command, epilog=f"Example: {shown}")(function)
+    app.add_typer(group, name=name)
+    return group
