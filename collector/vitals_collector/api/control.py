@@ -37,6 +37,7 @@ def control_router(
     """
     router = APIRouter(prefix="/v1")
     _add_commands(router, store, clock, tuple(folders))
+    _add_delivery(router, store, clock)
     _add_alerts(router, inbox)
     return router
 
@@ -77,6 +78,8 @@ def _add_commands(
         """Return the run's commands, newest first; ``pending`` is what an agent has to deliver."""
         return reply(commands.listed(store, run_id, now_unix_ns=clock.time_ns(), status=status))
 
+
+def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/commands/{number}/delivered",
         tags=["commands"],

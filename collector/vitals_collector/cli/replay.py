@@ -37,6 +37,36 @@ class ModeName(StrEnum):
     HEAL = "heal"
 
 
+RunOrLog = Annotated[
+    str,
+    typer.Argument(
+        help="A run: id, beginning of an id, name, or folder (if absent, the newest). Or a "
+        "log: a CSV file, trainer_state.json or its checkpoint's folder, TensorBoard's or "
+        "wandb's folder or file."
+    ),
+]
+Folder = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
+Data = Annotated[
+    Path | None, typer.Option(help="A collector's own folder, where no --dir is given.")
+]
+ModeOption = Annotated[
+    ModeName | None,
+    typer.Option(help="How far the ladder may climb over a log [default: heal]."),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="Settings to judge by, as VITALS_CONFIG [default: a run's own]."),
+]
+StepColumn = Annotated[str | None, typer.Option(help="A log's column of steps.")]
+LossColumn = Annotated[str | None, typer.Option(help="A log's column of losses.")]
+NormColumn = Annotated[str | None, typer.Option(help="A log's column of gradient norms.")]
+LrColumn = Annotated[str | None, typer.Option(help="A log's column of learning rates.")]
+Plot = Annotated[
+    Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
+]
+Form = Annotated[Format, typer.Option("--format", help="table or json.")]
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command("replay", epilog="Example: vitals replay trainer_state.json --plot seen.svg")(
@@ -45,36 +75,17 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="A run: id, beginning of an id, name, or folder (if absent, the newest). Or a "
-            "log: a CSV file, trainer_state.json or its checkpoint's folder, TensorBoard's or "
-            "wandb's folder or file."
-        ),
-    ] = "",
-    folder: Annotated[
-        Path | None, typer.Option("--dir", help="Folder with run directories.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="A collector's own folder, where no --dir is given.")
-    ] = None,
-    mode: Annotated[
-        ModeName | None,
-        typer.Option(help="How far the ladder may climb over a log [default: heal]."),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Settings to judge by, as VITALS_CONFIG [default: a run's own]."),
-    ] = None,
-    step: Annotated[str | None, typer.Option(help="A log's column of steps.")] = None,
-    loss: Annotated[str | None, typer.Option(help="A log's column of losses.")] = None,
-    grad_norm: Annotated[str | None, typer.Option(help="A log's column of gradient norms.")] = None,
-    lr: Annotated[str | None, typer.Option(help="A log's column of learning rates.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
-    ] = None,
-    form: Annotated[Format, typer.Option("--format", help="table or json.")] = Format.TABLE,
+    run: RunOrLog = "",
+    folder: Folder = None,
+    data: Data = None,
+    mode: ModeOption = None,
+    config: Config = None,
+    step: StepColumn = None,
+    loss: LossColumn = None,
+    grad_norm: NormColumn = None,
+    lr: LrColumn = None,
+    plot: Plot = None,
+    form: Form = Format.TABLE,
 ) -> None:
     """Judge a run or a log again: what would be found and done. Exit 1: a run's differs."""
     from vitals_collector.replays.histories import Wanted, holds_runs, read_history
@@ -89,15 +100,18 @@ def replay(
         history = read_history(Path(run), wanted)
         _replay_history(history, mode or ModeName.HEAL, _settings(config), plot, form)
         return
-    if mode is not None or wanted.named():
-        named = [*(["--mode"] if mode is not None else []), *wanted.named()]
+    _refuse_for_runs([*(["--mode"] if mode is not None else []), *wanted.named()])
+    if is_path:
+        folder, run = Path(run), ""
+    _replay_run(run, folder, data, config, plot, form)
+
+
+def _refuse_for_runs(named: Sequence[str]) -> None:
+    if named:
         raise UsageError(
             f"{', '.join(named)}: only for a log; a run recorded its own",
             hint="give the log's file or folder as the first argument",
         )
-    if is_path:
-        folder, run = Path(run), ""
-    _replay_run(run, folder, data, config, plot, form)
 
 
 def _is_path(path: Path) -> bool:
