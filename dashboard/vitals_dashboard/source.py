@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import streamlit as st
 
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import SeriesReply
+from trainvitals.views import RunDetail, SeriesReply
 from vitals_dashboard import states
 from vitals_dashboard.settings import load_settings
 
@@ -63,11 +64,25 @@ def loss_curve(_client: CollectorClient, url: str, run_id: str, last_step: int) 
     return [value for value in reply.value if value is not None]
 
 
-def series_or_none(
-    source: Source, run_id: str, metric: str, known: tuple[str, ...], /, **how: object
-) -> SeriesReply | None:
-    """Return a series, or None where the run has no such metric or no point of it."""
-    if metric not in known:
+@st.cache_data(max_entries=400, ttl=60, show_spinner=False)
+def _series(
+    _client: CollectorClient,
+    url: str,
+    run_id: str,
+    metric: str,
+    how: tuple[tuple[str, Any], ...],
+    seen_unix_ns: int,
+) -> SeriesReply:
+    """Return a series; asked again only when the run was heard of again, or after a minute."""
+    return _client.series(run_id, metric, **dict(how))
+
+
+def series_of(source: Source, detail: RunDetail, metric: str, /, **how: Any) -> SeriesReply | None:
+    """Return a series of a run as it is at present, or None where there is no point of it."""
+    if metric not in detail.metrics:
         return None
-    reply = source.client.series(run_id, metric, **how)  # type: ignore[arg-type]
+    line = detail.summary
+    asked = tuple(sorted(how.items()))
+    client = source.client
+    reply = _series(client, client.url, line.run_id, metric, asked, line.last_seen_unix_ns)
     return reply if reply.step or reply.nonfinite else None

@@ -1,20 +1,71 @@
 """The curves of one run: which are asked for, and where each is drawn."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import streamlit as st
 
 from trainvitals.views import Branch, DecisionView, RunDetail
 from vitals_dashboard import charts, words
-from vitals_dashboard.charts import Line
+from vitals_dashboard.charts import STEPS, Line, Mark, Scale
 from vitals_dashboard.look import Palette
-from vitals_dashboard.source import POINTS, Source, series_or_none
+from vitals_dashboard.source import POINTS, Source, series_of
+from vitals_dashboard.views.controls import Controls, zoom_to
 
 MAX_SOURCES = 8
 """Ranks, GPUs or nodes drawn in one chart; how many there are is said."""
+MAX_POINTS = 60_000
+"""Points a refresh may carry to the browser; beyond it whole charts are left out, and counted."""
+MAX_OWN = 8
+"""Metrics of one's own in one view."""
 DELTA_STEPS = 100
-TALL, LOW = 300, 210
+TALL, LOW, STRIP = 330, 220, 170
+
+SPLIT: tuple[tuple[str, str], ...] = (
+    ("steps.step_duration_seconds", "whole step"),
+    ("steps.data_wait_seconds", "wait for data"),
+    ("steps.forward_backward_seconds", "forward, backward"),
+    ("steps.optimizer_seconds", "optimizer"),
+    ("steps.communication_seconds", "communication"),
+    ("steps.monitor_seconds", "Vitals"),
+)
+
+DRAWN = frozenset(
+    {metric for metric, _ in SPLIT}
+    | {
+        f"steps.{name}"
+        for name in (
+            *("loss", "loss_limit", "grad_norm", "grad_norm_limit", "grad_norm_clipped"),
+            *("learning_rate", "tokens_per_second", "mfu_ratio", "rank_loss", "loss_scale"),
+        )
+    }
+)
+"""Metrics that have a chart without being asked for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Payload:
+    """What one refresh carries to the browser."""
+
+    num_points: int = 0
+    num_left_out: int = 0
+    """Charts not drawn because it was full."""
+
+    def takes(self, spec: charts.Spec) -> bool:
+        """Count a chart in, if it still fits."""
+        more = charts.num_points(spec)
+        if self.num_points + more > MAX_POINTS:
+            self.num_left_out += 1
+            return False
+        self.num_points += more
+        return True
+
+    def words(self) -> str:
+        """Say how much it is."""
+        said = f"{self.num_points:,} points and marks in this refresh, at most {MAX_POINTS:,}."
+        if self.num_left_out:
+            said += f" {words.count(self.num_left_out, 'chart')} did not fit: choose fewer metrics."
+        return said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +74,12 @@ class View:
 
     source: Source
     detail: RunDetail
-    decisions: Sequence[DecisionView]
+    controls: Controls
     look: Palette
-    from_step: int | None
-    log_loss: bool
-    discarded: bool
+    decisions: Sequence[DecisionView] = ()
+    others: Sequence[Mark] = ()
+    scale: Scale = STEPS
+    payload: Payload = field(default_factory=Payload)
 
     @property
     def run_id(self) -> str:
@@ -35,12 +87,19 @@ class View:
         return self.detail.summary.run_id
 
     @property
+    def asked(self) -> tuple[int | None, int | None]:
+        """The first and last step that are asked for."""
+        return self.controls.extent(self.detail.summary.last_step)
+
+    @property
     def extent(self) -> tuple[int, int]:
         """First and last step: the same in all charts, so that marks stand above each other."""
-        return (self.from_step or 0, max(self.detail.summary.last_step, self._furthest()))
+        first, last = self.asked
+        end = max(self.detail.summary.last_step, self._furthest()) if last is None else last
+        return (first or 0, max(end, 0))
 
     def _furthest(self) -> int:
-        if not self.discarded:
+        if not self.controls.discarded:
             return 0
         return max((a.last_step for a in self.detail.attempts), default=0)
 
@@ -55,18 +114,20 @@ class View:
         points: int = POINTS,
     ) -> Iterator[Line]:
         """Yield the series as a line, or nothing where the run has none of it."""
-        how = {"source": source, "branch": branch, "points": points}
+        how: dict[str, object] = {"source": source, "branch": branch, "points": points}
         if not metric.startswith(("gpu.", "node.")):
-            how["from_step"] = self.from_step
-        reply = series_or_none(self.source, self.run_id, metric, self.detail.metrics, **how)
+            how["from_step"], how["to_step"] = self.asked
+        reply = series_of(self.source, self.detail, metric, **how)
         if reply is not None:
             yield Line(name=name, reply=reply, role=role)  # type: ignore[arg-type]
 
-    def with_limit(self, metric: str, name: str) -> list[Line]:
+    def with_limit(self, metric: str, name: str, *, clipped: str = "") -> list[Line]:
         """Return a run's curve, its limit, and what rollbacks left behind of it."""
         lines = list(self.line(metric, name))
+        if clipped:
+            lines += self.line(clipped, "clipped")
         lines += self.line(f"{metric}_limit", "limit", role="limit")
-        if self.discarded and len(self.detail.attempts) > 1:
+        if self.controls.discarded and len(self.detail.attempts) > 1:
             lines += self.line(metric, "rolled back", role="discarded", branch="discarded")
         return lines
 
@@ -74,6 +135,18 @@ class View:
         """Return the distinct sources of a kind, ranks by number."""
         found = {s.source for s in self.detail.sources if s.source.startswith(f"{kind}:")}
         return sorted(found, key=lambda s: (len(s), s) if kind == "rank" else (0, s))
+
+
+def scale_of(view: View) -> Scale | None:
+    """Return where steps stand along x; None where the run has not what that needs."""
+    if view.controls.axis == "step":
+        return STEPS
+    metric = "steps.loss" if view.controls.axis == "time" else "steps.tokens_seen"
+    for line in view.line(metric, "", points=POINTS // 2):
+        make = charts.time_scale if view.controls.axis == "time" else charts.token_scale
+        scale = make(line.reply)
+        return scale if scale.steps else None
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +163,9 @@ class LastValues:
 def last_values(source: Source, detail: RunDetail) -> LastValues:
     """Return the newest values that the summary does not hold."""
     start = max(0, detail.summary.last_step - DELTA_STEPS)
-    run_id = detail.summary.run_id
 
     def tail(metric: str) -> list[tuple[int, float]]:
-        reply = series_or_none(
-            source, run_id, metric, detail.metrics, from_step=start, points=DELTA_STEPS
-        )
+        reply = series_of(source, detail, metric, from_step=start, points=DELTA_STEPS)
         if reply is None:
             return []
         pairs = zip(reply.step, reply.value, strict=True)
@@ -115,32 +185,65 @@ def last_values(source: Source, detail: RunDetail) -> LastValues:
     )
 
 
-def draw(view: View) -> None:
-    """Draw all charts there is something for."""
+def draw(view: View, own: Sequence[str] = ()) -> None:
+    """Draw all charts there is something for; ``own`` are metrics that were asked for."""
     loss = view.with_limit("steps.loss", "loss")
     if not loss:
-        st.caption("No step has been recorded yet; curves begin with the first one.")
+        st.caption(_nothing(view))
         return
-    _steps(view, "Loss", loss, key="loss", height=TALL, log=view.log_loss, legend="marks")
+    _steps(
+        view,
+        "Loss",
+        loss,
+        key="loss",
+        height=TALL,
+        log=view.controls.log_loss,
+        legend="marks",
+        others=view.others,
+        zoom=stands_still(view),
+    )
     left, right = st.columns(2)
     with left:
-        norm = view.with_limit("steps.grad_norm", "grad norm")
-        _steps(view, "Gradient norm (log)", norm, key="grad_norm", log=True)
-        _steps(view, "Learning rate", list(view.line("steps.learning_rate", "lr")), key="lr")
-        _steps(
-            view,
-            "Tokens per second",
-            list(view.line("steps.tokens_per_second", "tokens/s")),
-            key="tokens",
-            unitless=True,
+        norm = view.with_limit(
+            "steps.grad_norm", "before clipping", clipped="steps.grad_norm_clipped"
         )
+        _steps(view, "Gradient norm (log)", norm, key="grad_norm", log=True)
+        tokens = list(view.line("steps.tokens_per_second", "tokens/s"))
+        _steps(view, "Tokens per second", tokens, key="tokens", unitless=True)
+        _steps(view, "Where a step's time goes (rank 0)", _split(view), key="split", log=True)
     with right:
+        _steps(view, "Learning rate", list(view.line("steps.learning_rate", "lr")), key="lr")
+        _steps(view, "MFU", list(view.line("steps.mfu_ratio", "MFU")), key="mfu")
         _steps(view, "Loss of each rank", _ranks(view, "steps.rank_loss"), key="rank_loss")
-        _steps(view, "Step duration", _ranks(view, "steps.step_duration_seconds"), key="duration")
-        mfu = list(view.line("steps.mfu_ratio", "MFU"))
-        wait = _ranks(view, "steps.data_wait_seconds")
-        _steps(view, *(("MFU", mfu) if mfu else ("Wait for data", wait)), key="mfu")
-    _machines(view)
+        duration = _ranks(view, "steps.step_duration_seconds")
+        _steps(view, "Step duration of each rank", duration, key="duration")
+        scale = list(view.line("steps.loss_scale", "loss scale"))
+        _steps(view, "Loss scale (log)", scale, key="scale", log=True)
+    columns = st.columns(2)
+    for i, metric in enumerate(own):
+        name = metric.removeprefix("scalars.")
+        with columns[i % 2]:
+            _steps(view, name, list(view.line(metric, name)), key=f"own_{i}")
+
+
+def stands_still(view: View) -> bool:
+    """Whether a refresh leaves the curves as they are, so that a range can be dragged on them."""
+    return not view.controls.live or view.detail.summary.state != "running"
+
+
+def _nothing(view: View) -> str:
+    if view.asked == (None, None) or view.detail.summary.last_step < 0:
+        return "No step has been recorded yet; curves begin with the first one."
+    first, last = view.extent
+    return (
+        f"No step of this run is between {first:,} and {last:,};"
+        f" its last one is {view.detail.summary.last_step:,}."
+    )
+
+
+def _split(view: View) -> list[Line]:
+    lines = [line for m, name in SPLIT for line in view.line(m, name, points=POINTS // 2)]
+    return lines if len(lines) > 1 else []
 
 
 def _ranks(view: View, metric: str) -> list[Line]:
@@ -163,6 +266,8 @@ def _steps(
     log: bool = False,
     unitless: bool = False,
     legend: charts.Legend = "lines",
+    others: Sequence[Mark] = (),
+    zoom: bool = False,
 ) -> None:
     if not lines:
         return
@@ -171,47 +276,33 @@ def _steps(
         lines,
         look=view.look,
         decisions=view.decisions,
+        others=others,
         extent=view.extent,
         log=log,
         show_unit=not unitless,
         legend=legend,
+        scale=view.scale,
+        smoothing=view.controls.smoothing,
+        zoom=zoom,
+        height=height,
     )
-    st.echarts_chart(spec, key=f"chart_{key}", height=height, alt=f"{title} over steps")
-
-
-def _machines(view: View) -> None:
-    gpus, nodes = view.sources("gpu"), view.sources("node")
-    ranks = view.sources("rank")
-    notes = [] if gpus else ["No GPU reports for this run; the host is shown."]
-    if len(ranks) > MAX_SOURCES:
-        notes.append(f"{MAX_SOURCES} of {len(ranks):,} ranks are drawn.")
-    if gpus:
-        wanted: tuple[tuple[str, str], ...] = (
-            ("GPU utilization", "gpu.utilization_ratio"),
-            ("GPU memory", "gpu.memory_used_bytes"),
-            ("GPU power", "gpu.power_watts"),
-            ("GPU temperature", "gpu.temperature_celsius"),
-        )
+    if not view.payload.takes(spec):
+        return
+    alt = f"{words.plain(title, 60)} over {view.scale.unit}"
+    if zoom:
+        _zoomable(view, spec, height, alt)
     else:
-        wanted = (("Host CPU", "node.cpu_ratio"), ("Host memory", "node.memory_used_bytes"))
-    if not gpus and not nodes:
-        notes = ["Neither a GPU nor a host reports for this run: no agent has seen it."]
-    columns = st.columns(2)
-    for i, (title, metric) in enumerate(wanted):
-        lines = [
-            line
-            for source in (gpus or nodes)[:MAX_SOURCES]
-            for line in view.line(metric, _short(source), source=source, points=POINTS // 2)
-        ]
-        if lines:
-            spec = charts.time_chart(title, lines, look=view.look)
-            with columns[i % 2]:
-                key = f"chart_{metric.replace('.', '_')}"
-                st.echarts_chart(spec, key=key, height=LOW, alt=f"{title} over time")
-    if notes:
-        st.caption(" ".join(notes))
+        st.echarts_chart(spec, key=f"chart_{key}", height=height, alt=alt)
 
 
-def _short(source: str) -> str:
-    kind, _, name = source.partition(":")
-    return words.plain(f"{kind} {name}", 24)
+def _zoomable(view: View, spec: charts.Spec, height: int, alt: str) -> None:
+    """Draw a chart on which a range can be dragged; each range has a chart of its own."""
+    key = "chart_loss_{}_{}_{}".format(*view.extent, view.scale.axis)
+
+    def zoomed() -> None:
+        areas = st.session_state[key].selection.areas
+        if areas:
+            first, last = sorted(areas[-1]["coord_range"])
+            zoom_to(view.scale.step_at(first), view.scale.step_at(last))
+
+    st.echarts_chart(spec, key=key, height=height, alt=alt, on_select=zoomed)

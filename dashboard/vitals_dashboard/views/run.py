@@ -1,13 +1,22 @@
 """One run, live: its curves with every decision drawn on them, the ledger, the checkpoints."""
 
+import getpass
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import streamlit as st
 
+from trainvitals.errors import VitalsError
+from trainvitals.io.client import CollectorClient
 from trainvitals.policy.hindsight import tally
-from trainvitals.views import DecisionView, RunDetail, RunSummary
-from vitals_dashboard import frame, states, tables, words
+from trainvitals.views import (
+    AnnotationRequest,
+    CheckpointView,
+    DecisionView,
+    RunDetail,
+    RunSummary,
+)
+from vitals_dashboard import charts, frame, states, tables, words
 from vitals_dashboard.look import (
     HEALTH_BADGES,
     HEALTH_WORDS,
@@ -15,58 +24,18 @@ from vitals_dashboard.look import (
     STATE_WORDS,
 )
 from vitals_dashboard.source import Source
-from vitals_dashboard.views import curves
-
-WINDOWS = {"all steps": 0, "last 5000": 5_000, "last 1000": 1_000, "last 200": 200}
-"""Words, in the address too, to the number of last steps; 0 is all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Controls:
-    """What the person at the page has chosen."""
-
-    live: bool
-    window: int
-    log_loss: bool
-    discarded: bool
+from vitals_dashboard.views import controls, curves, machines
+from vitals_dashboard.views.controls import Controls
 
 
 def render() -> None:
     """Draw the page."""
-    controls = _controls()
-    frame.refreshing(lambda source: _body(source, controls), live=controls.live, key="run_body")
+    chosen = controls.draw()
+    frame.refreshing(lambda source: _body(source, chosen), live=chosen.live, key="run_body")
 
 
-def _controls() -> Controls:
-    with st.container(horizontal=True, vertical_alignment="center", key="run_controls"):
-        window = st.segmented_control(
-            "Steps",
-            list(WINDOWS),
-            default="all steps",
-            required=True,
-            key="window",
-            bind="query-params",
-            label_visibility="collapsed",
-        )
-        log_loss = st.toggle("Log loss", key="log", bind="query-params")
-        discarded = st.toggle(
-            "Rolled-back branches",
-            value=True,
-            key="discarded",
-            bind="query-params",
-            help="Steps that a rollback left behind, drawn faint.",
-        )
-        st.space("stretch")
-        live = frame.live_toggle()
-    return Controls(
-        live=live,
-        window=WINDOWS.get(str(window), 0),
-        log_loss=bool(log_loss),
-        discarded=bool(discarded),
-    )
-
-
-def _body(source: Source, controls: Controls) -> None:
+def _body(source: Source, chosen: Controls) -> None:
+    controls.follow_zoom()
     runs = tables.matching(source.client.runs(), "", None)
     if not runs:
         states.no_runs()
@@ -81,17 +50,97 @@ def _body(source: Source, controls: Controls) -> None:
     with head:
         _head(detail, source.clock.time_ns())
     _numbers(source, detail)
+    checkpoints = source.client.checkpoints(run_id)
+    own = _tools(source, detail, decisions)
+    view = _view(source, detail, chosen, decisions, checkpoints)
+    curves.draw(view, own)
+    machines.draw(view)
+    st.caption(view.payload.words())
+    _below(detail, decisions, checkpoints)
+
+
+def _view(
+    source: Source,
+    detail: RunDetail,
+    chosen: Controls,
+    decisions: Sequence[DecisionView],
+    checkpoints: Sequence[CheckpointView],
+) -> curves.View:
+    """Return what is to be drawn, with all that happened at its place along x."""
     view = curves.View(
         source=source,
         detail=detail,
-        decisions=decisions,
+        controls=chosen,
         look=frame.present_palette(),
-        from_step=max(0, detail.summary.last_step - controls.window) if controls.window else None,
-        log_loss=controls.log_loss,
-        discarded=controls.discarded,
+        decisions=decisions,
     )
-    curves.draw(view)
-    _below(source, detail, decisions)
+    scale = curves.scale_of(view)
+    if scale is None:
+        st.caption(f"This run has no {chosen.axis} to draw along; steps are shown.")
+        scale = charts.STEPS
+    others = [
+        *charts.alert_marks(source.client.alerts(run_id=view.run_id), scale),
+        *charts.checkpoint_marks(checkpoints, scale),
+        *charts.note_marks(source.client.annotations(view.run_id), scale),
+    ]
+    return replace(view, scale=scale, others=others)
+
+
+def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> list[str]:
+    """Draw what chooses steps and metrics, and the way to a note; return the metrics chosen."""
+    where, what, note = st.columns([3, 5, 1], vertical_alignment="bottom")
+    with where:
+        controls.around(decisions)
+    with what:
+        own = _own_metrics(detail)
+    with note:
+        if source.control is not None:
+            _note(source.control, detail)
+    return own
+
+
+def _own_metrics(detail: RunDetail) -> list[str]:
+    known = [m for m in detail.metrics if m.startswith("scalars.")]
+    known += [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
+    if not known:
+        return []
+    # What the address asks for and this run has not is left out, not refused.
+    asked = [m for m in st.query_params.get_all("also") if m in known][: curves.MAX_OWN]
+    if "also" not in st.session_state or detail.summary.run_id != st.session_state.get("also_of"):
+        st.session_state["also"] = asked
+        st.session_state["also_of"] = detail.summary.run_id
+
+    def follow() -> None:
+        st.query_params["also"] = st.session_state["also"]
+
+    return st.multiselect(
+        "More metrics",
+        known,
+        key="also",
+        on_change=follow,
+        max_selections=curves.MAX_OWN,
+        placeholder=f"Draw more metrics: {len(known):,} more are recorded",
+        label_visibility="collapsed",
+    )
+
+
+def _note(control: CollectorClient, detail: RunDetail) -> None:
+    with (
+        st.popover("Note", icon=":material/edit_note:", key="note_open"),
+        st.form(key="note_form", border=False, enter_to_submit=False, clear_on_submit=True),
+    ):
+        last = max(0, detail.summary.last_step)
+        step = st.number_input("At step", min_value=0, value=last, step=1, key="note_step")
+        text = st.text_input("Note", max_chars=300, key="note_text")
+        by = st.text_input("Who", value=getpass.getuser(), max_chars=80, key="note_by")
+        if st.form_submit_button("Add the note", type="primary") and text.strip():
+            asked = AnnotationRequest(step=int(step), text=text.strip(), by=by.strip())
+            try:
+                control.annotate(detail.summary.run_id, asked)
+            except VitalsError as error:
+                st.text(words.plain(f"Not written: {error.text}", 300))
+            else:
+                st.toast("The note is on the curves.")
 
 
 def _choose(runs: Sequence[RunSummary]) -> str | None:
@@ -177,14 +226,17 @@ def _numbers(source: Source, detail: RunDetail) -> None:
         column.metric(label, value, border=True, height="stretch")
 
 
-def _below(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> None:
+def _below(
+    detail: RunDetail,
+    decisions: Sequence[DecisionView],
+    checkpoints: Sequence[CheckpointView],
+) -> None:
     st.markdown(f"**Decisions** ({len(decisions):,})")
     if shadow := tally(view.hindsight or None for view in decisions):
         st.caption(f"Of what was only observed, {shadow}.")
     _table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
     left, right = st.columns(2)
     with left:
-        checkpoints = source.client.checkpoints(detail.summary.run_id)
         st.markdown(f"**Checkpoints and snapshots** ({len(checkpoints):,})")
         _table(tables.checkpoint_rows(checkpoints), "None yet.", key="checkpoints")
     with right:

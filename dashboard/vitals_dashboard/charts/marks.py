@@ -1,0 +1,258 @@
+"""What happened, drawn on the curves: each kind has a shape, a colour and a word of its own.
+
+Marks stand outside the curves' area on an axis of their own: they never stretch the curve's axis,
+and pointing at one shows its own words and not those of the nearest point of a curve. Marks of one
+kind that are too close to be told apart are one mark, which says how many it stands for.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainvitals.views import (
+    AlertView,
+    AnnotationView,
+    CheckpointView,
+    DecisionView,
+    SeriesReply,
+)
+from vitals_dashboard import words
+from vitals_dashboard.charts.lines import Spec, chart_text
+from vitals_dashboard.charts.scale import STEPS, Scale
+from vitals_dashboard.look import ACTIONS, NON_FINITE_COLOUR
+
+CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
+BELL = "path://M5 0C2 0 2 4 1.4 6L0 8H10L8.6 6C8 4 8 0 5 0ZM3.5 8.6H6.5L5 10Z"
+FLAG = "path://M0 0H1.6V10H0ZM1.6 0L10 3L1.6 6Z"
+BUBBLE = "path://M0 0H10V7H5L2 10V7H0Z"
+
+MARK_AXIS = {"type": "value", "show": False, "min": 0, "max": 1}
+LANE = 13
+"""Pixels between two rows of marks above the curves."""
+APART = 1 / 800
+"""Marks closer than this part of what is shown are one."""
+MAX_TEXT = 320
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkLook:
+    """How one kind of mark is drawn and called."""
+
+    word: str
+    colour: str
+    symbol: str
+    lane: int
+    """Its row above the curves, 0 the lowest; -1 is below them."""
+    line: str = ""
+    """Of the vertical line through the curves; empty: there is none."""
+    width: float = 1.0
+    size: int = 10
+
+
+DECISIONS = {
+    action: MarkLook(
+        word=look.word,
+        colour=look.colour,
+        symbol=look.symbol,
+        lane=0,
+        line=look.line,
+        width=look.width,
+    )
+    for action, look in ACTIONS.items()
+}
+ALERT = MarkLook(word="alert", colour="#D55E00", symbol=BELL, lane=1)
+NOTE = MarkLook(word="note", colour="#56B4E9", symbol=BUBBLE, lane=2, line="dotted")
+CHECKPOINT = MarkLook(word="checkpoint", colour="#009E73", symbol=FLAG, lane=3, size=9)
+NON_FINITE = MarkLook(
+    word="non-finite", colour=NON_FINITE_COLOUR, symbol=CROSS, lane=-1, line="", size=9
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One thing that happened."""
+
+    look: MarkLook
+    step: int
+    place: float
+    text: str
+
+
+def mark_text(view: DecisionView) -> str:
+    """Return a decision in words: what was done, when, and why."""
+    decision = view.decision
+    look = ACTIONS[decision.action]
+    done = look.word if decision.acted else f"{look.word} (observed only)"
+    where = f" to step {decision.rollback_to_step:,}" if decision.rollback_to_step >= 0 else ""
+    return words.plain(f"{done}{where} at step {decision.step:,}: {decision.reason}", MAX_TEXT)
+
+
+def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> list[Mark]:
+    """Return a mark for each decision that did something; ``continue`` is not drawn."""
+    return [
+        Mark(
+            look=DECISIONS[view.decision.action],
+            step=view.decision.step,
+            place=_place(scale, view.decision.step, view.time_unix_ns),
+            text=mark_text(view),
+        )
+        for view in decisions
+        if view.decision.action in DECISIONS
+    ]
+
+
+def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]:
+    """Return a mark for each alert that fired at a step."""
+    return [
+        Mark(
+            look=ALERT,
+            step=alert.step,
+            place=_place(scale, alert.step, alert.started_unix_ns),
+            text=words.plain(
+                f"alert {alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}",
+                MAX_TEXT,
+            ),
+        )
+        for alert in alerts
+        if alert.step >= 0
+    ]
+
+
+def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS) -> list[Mark]:
+    """Return a mark for each checkpoint and snapshot, with its state."""
+    return [
+        Mark(
+            look=CHECKPOINT,
+            step=c.step,
+            place=_place(scale, c.step, 0),
+            text=words.plain(
+                f"checkpoint of step {c.step:,}: {c.state}, in {c.where}, {c.checkpoint_id}", 160
+            ),
+        )
+        for c in checkpoints
+    ]
+
+
+def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> list[Mark]:
+    """Return a mark for each note of a person or of the training itself."""
+    return [
+        Mark(
+            look=NOTE,
+            step=note.step,
+            place=_place(scale, note.step, 0),
+            text=words.plain(
+                f"step {note.step:,}, {note.by or 'the training'}: {note.text}", MAX_TEXT
+            ),
+        )
+        for note in annotations
+    ]
+
+
+def nonfinite_marks(replies: Sequence[SeriesReply], scale: Scale = STEPS) -> list[Mark]:
+    """Return a mark for every non-finite step of the series."""
+    seen: dict[tuple[int, str, str], float] = {}
+    for reply in replies:
+        places = scale.place([mark.step for mark in reply.nonfinite])
+        own = dict(zip(zip(reply.step, reply.attempt, strict=True), scale.xs(reply), strict=True))
+        for mark, place in zip(reply.nonfinite, places, strict=True):
+            where = own.get((mark.step, mark.attempt), place)
+            seen.setdefault((mark.step, mark.kind, reply.source), where)
+    return [
+        Mark(
+            look=NON_FINITE,
+            step=step,
+            place=place,
+            text=f"{kind} at step {step:,} ({words.plain(source, 40)})",
+        )
+        for (step, kind, source), place in sorted(seen.items())
+    ]
+
+
+def _place(scale: Scale, step: int, time_unix_ns: int) -> float:
+    """Where a step is; what has a time of its own stands there, for a step may be trained twice."""
+    if scale.axis == "time" and time_unix_ns > 0:
+        return time_unix_ns / 1_000_000
+    return scale.place([step])[0]
+
+
+def merged(marks: Sequence[Mark], apart: float) -> list[Mark]:
+    """Return the marks of one kind, those that nobody could tell apart as one."""
+    result: list[Mark] = []
+    group: list[Mark] = []
+    for mark in sorted(marks, key=lambda m: m.place):
+        if group and mark.place - group[0].place > apart:
+            result.append(_one(group))
+            group = []
+        group.append(mark)
+    return [*result, _one(group)] if group else result
+
+
+def _one(group: Sequence[Mark]) -> Mark:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    steps = [mark.step for mark in group]
+    text = (
+        f"{len(group):,} times {first.look.word}, steps {min(steps):,} to {max(steps):,};"
+        f" the first: {first.text}"
+    )
+    return Mark(
+        look=first.look, step=first.step, place=first.place, text=words.plain(text, MAX_TEXT)
+    )
+
+
+def mark_series(marks: Sequence[Mark], width: float, plot_height: int) -> list[Spec]:
+    """Return a series for each kind of mark, in rows above and below the curves.
+
+    Args:
+        marks: of all kinds.
+        width: how much of x is shown: marks are one where it is too little to tell them apart.
+        plot_height: pixels of the curves' area.
+    """
+    result: list[Spec] = []
+    lanes = sorted({mark.look.lane for mark in marks if mark.look.lane >= 0})
+    for look in dict.fromkeys(sorted((m.look for m in marks), key=lambda k: (k.lane, k.word))):
+        chosen = merged([m for m in marks if m.look == look], width * APART)
+        height = -5 / plot_height
+        if look.lane >= 0:
+            height = 1 + (9 + LANE * lanes.index(look.lane)) / plot_height
+        result.append(_heads(look, chosen, height) | _uprights(look, chosen))
+    return result
+
+
+def num_lanes(marks: Sequence[Mark]) -> int:
+    """Return how many rows of marks stand above the curves."""
+    return len({mark.look.lane for mark in marks if mark.look.lane >= 0})
+
+
+def _heads(look: MarkLook, marks: Sequence[Mark], height: float) -> Spec:
+    return {
+        "name": look.word,
+        "type": "scatter",
+        "yAxisIndex": 1,
+        "clip": False,
+        "symbol": look.symbol,
+        "symbolSize": look.size,
+        "itemStyle": {"color": look.colour, "opacity": 1},
+        "dimensions": ["step", "height", {"name": "why", "type": "ordinal"}],
+        "encode": {"x": 0, "y": 1, "tooltip": [2]},
+        "tooltip": {"trigger": "item"},
+        "data": [[mark.place, height, chart_text(mark.text, MAX_TEXT)] for mark in marks],
+        "z": 5,
+    }
+
+
+def _uprights(look: MarkLook, marks: Sequence[Mark]) -> dict[str, Any]:
+    if not look.line:
+        return {}
+    style = {"type": look.line, "color": look.colour, "width": look.width, "opacity": 0.75}
+    return {
+        "markLine": {
+            "silent": True,
+            "symbol": "none",
+            "animation": False,
+            "label": {"show": False},
+            "lineStyle": style,
+            "data": [{"xAxis": place} for place in sorted({mark.place for mark in marks})],
+        }
+    }

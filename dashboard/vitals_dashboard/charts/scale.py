@@ -1,0 +1,70 @@
+"""Where steps stand along x: as themselves, at the time they were trained, or at their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from trainvitals.views import SeriesReply
+
+Axis = Literal["step", "time", "tokens"]
+
+_TOKEN_UNITS = ((1e12, "trillion tokens"), (1e9, "billion tokens"), (1e6, "million tokens"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Steps to places along x, interpolated between those that are known."""
+
+    axis: Axis = "step"
+    unit: str = "step"
+    steps: tuple[float, ...] = ()
+    places: tuple[float, ...] = ()
+
+    def place(self, steps: Sequence[float]) -> list[float]:
+        """Return where the steps are; beyond what is known, at its ends."""
+        if not self.steps:
+            return list(steps)
+        found: list[float] = np.interp(steps, self.steps, self.places).tolist()
+        return found
+
+    def step_at(self, place: float) -> int:
+        """Return the step nearest to a place."""
+        if not self.steps:
+            return round(place)
+        return round(float(np.interp(place, self.places, self.steps)))
+
+    def xs(self, reply: SeriesReply) -> list[float]:
+        """Return where the points of a series are; each has a time of its own."""
+        if self.axis == "time":
+            return [time / 1_000_000 for time in reply.time_unix_ns]
+        return self.place(reply.step)
+
+
+STEPS = Scale()
+TIMES = Scale(axis="time", unit="time")
+
+
+def time_scale(reply: SeriesReply) -> Scale:
+    """Return the scale of wall time, in milliseconds, by a series that has most of the steps."""
+    return _rising(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", "time")
+
+
+def token_scale(reply: SeriesReply, *, unit: str = "") -> Scale:
+    """Return the scale of tokens by a run's ``steps.tokens_seen``; ``unit`` "" lets it choose."""
+    known = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
+    most = max((value for _, value in known), default=0.0)
+    size, word = next(
+        (u for u in _TOKEN_UNITS if u[1] == unit or (not unit and most >= u[0])), (1.0, "tokens")
+    )
+    places = [value / size for _, value in known]
+    return _rising([step for step, _ in known], places, "tokens", word)
+
+
+def _rising(steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str) -> Scale:
+    """Make a scale; a clock or a count that was set back stands still until it is passed."""
+    if not steps:
+        return Scale(axis=axis, unit=unit)
+    rising = np.maximum.accumulate(np.asarray(places, dtype=np.float64)).tolist()
+    return Scale(axis=axis, unit=unit, steps=tuple(map(float, steps)), places=tuple(rising))

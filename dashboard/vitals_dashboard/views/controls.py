@@ -1,0 +1,154 @@
+"""The controls of the run page, every one a part of its address."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import streamlit as st
+
+from trainvitals.views import DecisionView
+from vitals_dashboard import frame
+from vitals_dashboard.charts import Axis
+from vitals_dashboard.charts.marks import mark_text
+
+RANGE = "range"
+WINDOWS = {"all steps": 0, "last 5000": 5_000, "last 1000": 1_000, "last 200": 200, RANGE: 0}
+"""Words, in the address too, to the number of last steps; 0 is all."""
+AXES: tuple[Axis, ...] = ("step", "time", "tokens")
+MARGIN = 100
+"""Steps shown on each side of what happened."""
+MAX_EVENTS = 50
+_ZOOMED = "run_zoomed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controls:
+    """What the person at the page has chosen."""
+
+    live: bool
+    window: int
+    """Number of last steps; 0 is all, or the range."""
+    first: int | None
+    last: int | None
+    axis: Axis
+    smoothing: float
+    log_loss: bool
+    discarded: bool
+
+    def extent(self, last_step: int) -> tuple[int | None, int | None]:
+        """Return the first and last step asked for; None is the run's own."""
+        if self.window:
+            return max(0, last_step - self.window), None
+        first, last = self.first, self.last
+        if first is not None and last is not None and last < first:
+            first, last = last, first
+        return first, last
+
+
+def draw() -> Controls:
+    """Draw the controls and return what they say."""
+    with st.container(horizontal=True, vertical_alignment="bottom", key="run_controls"):
+        window = st.segmented_control(
+            "Steps",
+            list(WINDOWS),
+            default="all steps",
+            required=True,
+            key="window",
+            bind="query-params",
+            help="The charts load finer points for the steps shown. Paused, a range can also be"
+            " dragged on the loss: press the icon at its top right first.",
+        )
+        first, last = _range() if window == RANGE else (None, None)
+        axis = st.segmented_control(
+            "Along x", AXES, default="step", required=True, key="x", bind="query-params"
+        )
+        smoothing = st.slider(
+            "Smoothing",
+            0.0,
+            0.99,
+            0.0,
+            0.01,
+            key="smooth",
+            bind="query-params",
+            width=150,
+            help="Debiased exponential mean over the points drawn. The raw curve stays behind it;"
+            " decisions are made on every raw value.",
+        )
+        log_loss = st.toggle("Log loss", key="log", bind="query-params")
+        discarded = st.toggle(
+            "Rolled-back branches",
+            value=True,
+            key="discarded",
+            bind="query-params",
+            help="Steps that a rollback left behind, drawn faint.",
+        )
+        st.space("stretch")
+        live = frame.live_toggle()
+    return Controls(
+        live=live,
+        window=WINDOWS.get(str(window), 0),
+        first=first,
+        last=last,
+        axis=axis if axis in AXES else "step",
+        smoothing=float(smoothing),
+        log_loss=bool(log_loss),
+        discarded=bool(discarded),
+    )
+
+
+def _range() -> tuple[int | None, int | None]:
+    found = [
+        st.number_input(
+            label, min_value=0, value=None, step=1, key=key, bind="query-params", width=130
+        )
+        for label, key in (("From step", "from"), ("To step", "to"))
+    ]
+    first, last = (None if value is None else int(value) for value in found)
+    return first, last
+
+
+def zoom_to(first: int, last: int) -> None:
+    """Choose a range of steps; for callbacks, and the address follows."""
+    st.session_state["window"] = RANGE
+    st.session_state["from"], st.session_state["to"] = max(0, first), max(0, last)
+    st.session_state[_ZOOMED] = True
+
+
+def follow_zoom() -> None:
+    """Draw the whole page again if a chart has chosen a range: the controls must follow it."""
+    if st.session_state.pop(_ZOOMED, False):
+        st.rerun()
+
+
+def around(decisions: Sequence[DecisionView]) -> None:
+    """Draw the way to the steps around a decision."""
+    newest = sorted(decisions, key=lambda view: view.decision.ledger_seq, reverse=True)
+    shown = {view.decision.ledger_seq: view for view in newest if _is_marked(view)}
+    if not shown:
+        return
+
+    def go() -> None:
+        chosen = shown.get(st.session_state["around"])
+        if chosen is not None:
+            decision = chosen.decision
+            first = min(decision.step, _back_to(decision.rollback_to_step, decision.step))
+            zoom_to(first - MARGIN, decision.step + MARGIN)
+            st.session_state["around"] = None
+
+    st.selectbox(
+        "Go to a decision",
+        list(shown)[:MAX_EVENTS],
+        index=None,
+        key="around",
+        format_func=lambda seq: mark_text(shown[seq])[:90],
+        on_change=go,
+        placeholder="Go to a decision",
+        label_visibility="collapsed",
+    )
+
+
+def _is_marked(view: DecisionView) -> bool:
+    return view.decision.action != "continue"
+
+
+def _back_to(rollback_to_step: int, step: int) -> int:
+    return rollback_to_step if rollback_to_step >= 0 else step
