@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import TextIO
 
 import msgspec
 
 MAX_CELL = 60
 """Characters of a table's cell, but in its last column."""
+
+_FORMULA = ("=", "+", "-", "@")
 
 
 class Format(StrEnum):
@@ -21,9 +24,10 @@ class Format(StrEnum):
     CSV = "csv"
 
 
-def write_json(body: object) -> None:
-    """Write the body as indented JSON."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n")
+def write_json(body: object, *, to: TextIO | None = None) -> None:
+    """Write the body as indented JSON, to stdout where nothing else is given."""
+    text = msgspec.json.format(msgspec.json.encode(body), indent=2).decode()
+    (to or sys.stdout).write(text + "\n")
 
 
 def write_rows(
@@ -33,24 +37,28 @@ def write_rows(
     *,
     with_header: bool = True,
     min_width: int = 0,
+    to: TextIO | None = None,
 ) -> None:
     """Write rows as CSV or as aligned columns, never cut to a terminal's width.
 
-    A cell of a table that others follow is cut where it would push them out of sight.
+    A cell of a table that others follow is cut where it would push them out of sight. Text that a
+    spreadsheet would take for a formula has an apostrophe before it in CSV.
     """
-    lines = [[_cell(value) for value in row] for row in rows]
+    to = to or sys.stdout
     if form is Format.CSV:
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerows([header, *lines] if with_header else lines)
-        sys.stdout.write(buffer.getvalue())
+        guarded = [[_no_formula(value) for value in row] for row in rows]
+        writer.writerows([header, *guarded] if with_header else guarded)
+        to.write(buffer.getvalue())
         return
+    lines = [[_cell(value) for value in row] for row in rows]
     lines = [[*map(_short, line[:-1]), *line[-1:]] for line in lines]
     shown = [[name.upper() for name in header], *lines] if with_header else lines
     widths = [max(min_width, max(map(len, column))) for column in zip(*shown, strict=True)]
     for line in shown:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+        to.write("  ".join(cells).rstrip() + "\n")
 
 
 def moment(time_unix_ns: int) -> str:
@@ -71,6 +79,18 @@ def printable(text: str) -> str:
 
 def _short(cell: str) -> str:
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
+
+
+def _no_formula(value: object) -> str:
+    """Return the cell; a stranger's text must not be run by whoever opens the file."""
+    cell = _cell(value)
+    if not isinstance(value, str) or not cell.lstrip().startswith(_FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def _cell(value: object) -> str:

@@ -1,6 +1,7 @@
 """Writes a run's steps as they come: each once, and again from the fork on after a rollback."""
 
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,12 +19,18 @@ _Row = tuple[object, ...]
 class Tail:
     """Remembers how far it wrote."""
 
-    def __init__(self, reader: Reader, run_id: str, form: Format) -> None:
+    def __init__(self, reader: Reader, run_id: str, form: Format = Format.TABLE) -> None:
         self._reader = reader
         self._run_id = run_id
         self._form = form
         self._next_step = 0
         self._attempt = 0
+
+    def columns(self, from_step: int) -> dict[str, Sequence[object]]:
+        """Return the steps from ``from_step`` on as columns, and write nothing."""
+        self._next_step = from_step
+        rows = self._rows()
+        return {name: [row[at] for row in rows] for at, name in enumerate(_HEADER)}
 
     def begin(self, from_step: int) -> None:
         """Write the header and the steps from ``from_step`` on."""

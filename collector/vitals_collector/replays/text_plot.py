@@ -17,7 +17,8 @@ NONFINITE = "x"
 LEFT = "~"
 """Where there is only what a rollback left behind."""
 
-_BRAILLE = 0x2800
+BRAILLE = "\u2800"
+"""The empty one; each dot is a bit."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot of a braille character, by row and column."""
 _PLAIN = " '.:"
@@ -117,7 +118,7 @@ def _character(dots: set[tuple[int, int]], row: int, at: int, *, has_braille: bo
         for across, bit in enumerate(pair)
         if (4 * row + down, 2 * at + across) in dots
     )
-    return chr(_BRAILLE + bits) if bits else " "
+    return chr(ord(BRAILLE) + bits) if bits else " "
 
 
 def _axis(span: tuple[int, int], num: int) -> str:

@@ -1,0 +1,197 @@
+"""`vitals show`: one run with its curves, decisions and checkpoints, or one curve as data."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from typing import Annotated, TextIO
+
+import typer
+
+from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.errors import UsageError
+from trainvitals.policy.hindsight import tally
+from trainvitals.views import DecisionView, RunDetail, RunVolume, SeriesReply
+from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
+from vitals_collector.cli.writing import (
+    Force,
+    Output,
+    TableForm,
+    TableFormat,
+    write_columns,
+    written_to,
+)
+from vitals_collector.queries.reading import Reader
+
+MAX_EVENTS = 20
+"""The newest events that ``show`` writes; ``--format json`` has all."""
+MIN_WIDTH, MAX_WIDTH = 50, 160
+_COLORS = {"not finite": 208, "decided": 33}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("show", epilog="Example: vitals show my-run --metric steps.loss --format csv")(show)
+
+
+def show(
+    run: Run = "",
+    folder: Dir = None,
+    metric: Annotated[str, typer.Option(help="A curve instead, such as steps.loss.")] = "",
+    source: Annotated[str, typer.Option(help="Whose curve: rank:N, gpu:UUID, node:ID.")] = "",
+    points: Annotated[int, typer.Option(help="At most about this many points.")] = 1_000,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: TableForm = TableFormat.TABLE,
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Show one run: its curves, attempts, decisions and checkpoints, or one curve as data.
+
+    Below the curves' axes stand what was not finite and what was decided. With NO_COLOR, or where
+    stdout is no terminal, nothing is colored.
+    """
+    if form is TableFormat.PARQUET and not metric:
+        raise UsageError(
+            "--format is parquet, which holds one table; a run is several",
+            hint="add --metric steps.loss, or ask for a table with `vitals query`",
+        )
+    with open_run(run, folder, collector, token_file) as (opened, summary):
+        if metric:
+            found = opened.reader.series(summary.run_id, metric, source=source, points=points)
+            write_columns(_columns(found, form), form, output, force=force, body=found)
+            return
+        with written_to(output, force=force) as to:
+            _write_run(opened.reader, summary.run_id, form, to)
+
+
+def _columns(found: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
+    marks = {(mark.step, mark.attempt): mark.kind for mark in found.nonfinite}
+    points = zip(found.step, found.attempt, found.value, strict=True)
+    values = [marks.get((s, a), "nan") if value is None else value for s, a, value in points]
+    times: dict[str, Sequence[object]] = (
+        {"time_unix_ns": found.time_unix_ns}
+        if form is TableFormat.PARQUET
+        else {"time": [moment(time) for time in found.time_unix_ns]}
+    )
+    return {"step": found.step, "attempt": found.attempt} | times | {found.metric: values}
+
+
+def _write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> None:
+    detail = reader.run(run_id)
+    ledger = reader.decisions(run_id)
+    saved = reader.checkpoints(run_id)
+    said = reader.events(run_id)
+    if form is TableFormat.JSON:
+        body = {"run": detail, "decisions": ledger, "checkpoints": saved, "events": said}
+        write_json(body, to=to)
+        return
+    facts = [*_facts(detail), *_shadow(ledger)]
+    write_rows(("what", "value"), facts, Format(form.value), to=to)
+    if form is TableFormat.CSV:
+        return
+    to.write("\n" + "".join(f"{line}\n" for line in _pictures(reader, detail, ledger, to)))
+    for header, rows in (
+        (
+            ("attempt", "from step", "to step", "reason"),
+            [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts],
+        ),
+        (("step", "decision", "rule", "rank", "done", "reason"), [_decided(one) for one in ledger]),
+        (
+            ("checkpoint", "step", "state", "where", "bytes"),
+            [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved],
+        ),
+        (
+            ("time", "source", "step", "what was said"),
+            [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in said[-MAX_EVENTS:]],
+        ),
+    ):
+        to.write("\n")
+        write_rows(header, rows, Format.TABLE, to=to)
+
+
+def _decided(view: DecisionView) -> tuple[object, ...]:
+    one = view.decision
+    done = "yes" if one.acted else view.hindsight or "no"
+    return one.step, one.action, one.rule, one.rank, done, one.reason
+
+
+def _pictures(
+    reader: Reader, detail: RunDetail, ledger: Sequence[DecisionView], to: TextIO
+) -> list[str]:
+    """Return loss and gradient norm as a terminal draws them, as wide as it is."""
+    from vitals_collector.replays import curves, text_plot
+
+    marks = curves.marks(ledger)
+    width = min(max(shutil.get_terminal_size((100, 24)).columns, MIN_WIDTH), MAX_WIDTH)
+    has_braille = can_write(to, text_plot.BRAILLE)
+    lines: list[str] = []
+    for curve in curves.curves(reader, detail.summary.run_id, detail.metrics):
+        lines += [*text_plot.draw(curve, marks, width=width, has_braille=has_braille), ""]
+    if not lines:
+        return ["no loss and no gradient norm is stored"]
+    if to.isatty() and not os.environ.get("NO_COLOR"):
+        lines = [_colored(line) for line in lines]
+    return [*lines, text_plot.legend(marks)]
+
+
+def can_write(to: TextIO, text: str) -> bool:
+    """Return whether the encoding of a terminal, a pipe or a file has these characters."""
+    try:
+        text.encode(to.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _colored(line: str) -> str:
+    """Color the rows below an axis: orange and blue, which nearly everybody tells apart."""
+    name, bar, marks = line.partition("|")
+    color = _COLORS.get(name.strip())
+    return line if color is None else f"{name}{bar}{typer.style(marks, fg=color, bold=True)}"
+
+
+def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
+    """Say how often what was only observed would have been right."""
+    words = tally(view.hindsight or None for view in ledger)
+    return [("observed decisions", words)] if words else []
+
+
+def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
+    if volume is None:
+        return []
+    cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
+    kept = ", kept whatever its age" if volume.is_pinned else ""
+    lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{kept}")]
+    for one in volume.thinned:
+        until = f"to step {one.to_step}" if one.to_step >= 0 else f"to {moment(one.to_unix_ns)}"
+        words = f"{one.num_rows} rows {until} for their {one.reason}; left are {one.rule}"
+        lines.append((f"thinned {one.stream}", words))
+    return lines
+
+
+def _facts(detail: RunDetail) -> list[tuple[str, object]]:
+    summary, info = detail.summary, detail.info
+    lost = sum(source.num_lost_rows for source in detail.sources)
+    return [
+        ("run", summary.run_id),
+        ("name", summary.name),
+        ("project", summary.project),
+        ("user", summary.user),
+        ("tags", ", ".join(summary.tags)),
+        ("state", summary.state),
+        ("health", summary.health),
+        ("mode", summary.mode),
+        ("ranks", summary.world_size),
+        ("started", moment(summary.started_unix_ns)),
+        ("last seen", moment(summary.last_seen_unix_ns)),
+        ("last step", summary.last_step),
+        ("loss", summary.loss),
+        ("gradient norm", summary.grad_norm),
+        ("skips", summary.num_skips),
+        ("rollbacks", summary.num_rollbacks),
+        ("rows lost", lost),
+        *_volume(detail.volume),
+        ("git commit", info.git_commit),
+        ("folder", info.run_dir),
+        ("series", ", ".join(detail.metrics)),
+    ]

@@ -1,0 +1,142 @@
+"""Tables and reports to stdout or into a file, never over a file that says something else."""
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from trainvitals.cli.output import Format, write_json, write_rows
+from trainvitals.errors import MissingDependencyError, StorageError, UsageError
+
+_NONFINITE = {"nan": float("nan"), "inf": float("inf"), "+inf": float("inf"), "-inf": -float("inf")}
+
+
+class TableFormat(StrEnum):
+    """How a table is written."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+    PARQUET = "parquet"
+
+
+TableForm = Annotated[TableFormat, typer.Option("--format", help="How to write the data.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Write to this file, not stdout.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite a file that is there with another content.")
+]
+
+
+def write_columns(
+    columns: Mapping[str, Sequence[object]],
+    form: TableFormat,
+    output: Path | None = None,
+    *,
+    force: bool = False,
+    body: object = None,
+) -> None:
+    """Write columns of one length as a table.
+
+    Args:
+        columns: by name; ``nan``, ``inf`` and ``-inf`` may stand for numbers.
+        form: parquet needs ``output``.
+        output: None is stdout.
+        force: overwrite what is there.
+        body: what JSON has in place of one object for each row.
+    """
+    if form is TableFormat.PARQUET:
+        if output is None:
+            raise UsageError(
+                "--format is parquet, which is no text; it is written to a file only",
+                hint="add --output FILE.parquet",
+            )
+        write_file(output, _parquet(columns), force=force)
+        return
+    with written_to(output, force=force) as to:
+        rows = zip(*columns.values(), strict=True)
+        if form is TableFormat.JSON:
+            records = [dict(zip(columns, row, strict=True)) for row in rows]
+            write_json(records if body is None else body, to=to)
+        else:
+            write_rows(tuple(columns), rows, Format(form.value), to=to)
+
+
+@contextlib.contextmanager
+def written_to(output: Path | None, *, force: bool = False) -> Iterator[TextIO]:
+    """Give stdout, or what becomes the file once all was written."""
+    if output is None:
+        yield sys.stdout
+        return
+    text = io.StringIO()
+    yield text
+    write_file(output, text.getvalue().encode(), force=force)
+
+
+def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
+    """Write a file as a whole; one that is there with another content stays without ``force``.
+
+    Raises:
+        UsageError: such a file is there.
+        StorageError: it cannot be written; what was there before is as it was.
+    """
+    try:
+        if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is an OSError
+            path.write_bytes(content)
+            return
+        if path.exists() and not force and path.read_bytes() != content:
+            raise UsageError(
+                f"{path} exists with another content",
+                hint="write to another file, or overwrite it with --force",
+            )
+        _replace(path.resolve(), content)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}",
+            hint="choose a file in a folder that is there and that you may write to",
+        ) from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Put the content in the file's place in one move."""
+    part = path.with_name(f".{path.name[:40]}-{os.getpid()}")
+    try:
+        with part.open("xb") as to:
+            to.write(content)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _parquet(columns: Mapping[str, Sequence[object]]) -> bytes:
+    try:
+        arrow: Any = importlib.import_module("pyarrow")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"--format parquet needs the package {error.name}, which is not installed",
+            hint="pip install 'trainvitals[parquet]'",
+        ) from None
+    arrays = {name: _typed(values) for name, values in columns.items()}
+    buffer = io.BytesIO()
+    parquet.write_table(arrow.table(arrays), buffer)
+    return buffer.getvalue()
+
+
+def _typed(values: Sequence[object]) -> list[object]:
+    """Return the values as one type: numbers where all are, else texts where types are mixed."""
+    known = [value for value in values if value is not None]
+    numbers = [v for v in known if isinstance(v, int | float) and not isinstance(v, bool)]
+    texts = [v for v in known if isinstance(v, str)]
+    if len(numbers) + len(texts) == len(known) and all(text in _NONFINITE for text in texts):
+        return [_NONFINITE[v] if isinstance(v, str) else v for v in values]
+    if len({type(value) for value in known}) > 1:
+        return [None if value is None else str(value) for value in values]
+    return list(values)
