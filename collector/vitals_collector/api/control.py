@@ -54,15 +54,15 @@ def _add_commands(
     )
     def send_command(
         run_id: str,
-        caller: Annotated[str, Depends(_caller)],
-        body: Annotated[CommandRequest, Depends(_body(CommandRequest))],
+        who: Annotated[str, Depends(caller)],
+        body: Annotated[CommandRequest, Depends(body_of(CommandRequest))],
     ) -> Response:
         """Propose something to the run's ladder; it is stored before this answers."""
         view = commands.issue(
             store,
             run_id,
             body,
-            issued_by=caller,
+            issued_by=who,
             now_unix_ns=clock.time_ns(),
             folders=folders,
         )
@@ -89,12 +89,10 @@ def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
     def mark_delivered(
         run_id: str,
         number: Annotated[int, Path(ge=0, le=2**63 - 1)],
-        caller: Annotated[str, Depends(_caller)],
+        who: Annotated[str, Depends(caller)],
     ) -> Response:
         """Note that a command lies in the run's mailbox."""
-        view = commands.mark_delivered(
-            store, run_id, number, by=caller, now_unix_ns=clock.time_ns()
-        )
+        view = commands.mark_delivered(store, run_id, number, by=who, now_unix_ns=clock.time_ns())
         return reply(view)
 
 
@@ -117,18 +115,18 @@ def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
         openapi_extra=takes(AckRequest),
     )
     def acknowledge_alert(
-        fingerprint: str, body: Annotated[AckRequest, Depends(_body(AckRequest))]
+        fingerprint: str, body: Annotated[AckRequest, Depends(body_of(AckRequest))]
     ) -> Response:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
         return reply(inbox.acknowledge(fingerprint, body))
 
 
-def _caller(request: Request) -> str:
+def caller(request: Request) -> str:
     """Return who asks, as far as a token can say: where the request came from."""
     return f"api from {request.client.host if request.client else 'this process'}"
 
 
-def _body(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
+def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     """Return a dependency that decodes the body strictly: no unknown field, no wrong type."""
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
 
@@ -142,4 +140,4 @@ def _body(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
     return decode
 
 
-__all__ = ["control_router"]
+__all__ = ["body_of", "caller", "control_router"]

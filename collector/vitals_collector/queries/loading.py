@@ -65,6 +65,7 @@ class _Part(NamedTuple):
     """A batch that may hold some of it."""
 
     id: int
+    source: str
     incarnation: str
     first_seq: int
     num_rows: int
@@ -90,7 +91,7 @@ _Cluster = list[_Part]
 
 def load(connection: Connection, wanted: Selection) -> Points:
     """Return every measured point of the selection, as good as ordered by step or time."""
-    clusters = _find(connection, wanted)
+    clusters = _clusters(_find(connection, wanted), wanted)
     return join(list(_read(connection, wanted, [part for some in clusters for part in some])))
 
 
@@ -115,15 +116,47 @@ def load_outline(
     Returns:
         The points, and how many the whole curve has.
     """
+    clusters = _clusters(_find(connection, wanted), wanted)
+    return _outline(connection, wanted, attempts, branch, num_points, clusters)
+
+
+def load_outlines(
+    connection: Connection,
+    wanted: Selection,
+    attempts: Sequence[AttemptRow],
+    branch: Branch,
+    num_points: int,
+) -> dict[str, Points]:
+    """Return what ``load_outline`` would, of every source that has rows, in one search."""
+    by_source: dict[str, list[_Part]] = {}
+    for part in _find(connection, wanted):
+        by_source.setdefault(part.source, []).append(part)
+    return {
+        source: _outline(
+            connection, wanted, attempts, branch, num_points, _clusters(parts, wanted)
+        )[0]
+        for source, parts in by_source.items()
+    }
+
+
+def _outline(
+    connection: Connection,
+    wanted: Selection,
+    attempts: Sequence[AttemptRow],
+    branch: Branch,
+    num_points: int,
+    clusters: Sequence[_Cluster],
+) -> tuple[Points, int]:
     side_of = _sides(wanted, attempts, branch)
-    clusters = _find(connection, wanted)
     summed = [c[0] for c in clusters if len(c) == 1 and c[0].is_summed and side_of(c[0]) == "in"]
     is_summed = {part.id for part in summed}
     others = [part for c in clusters for part in c if part.id not in is_summed]
     others = [part for part in others if side_of(part) != "out"]
     entries = _entries(summed)
     if 2 * len(entries) + sum(part.num_rows for part in others) < num_points:
-        curve = load_curve(connection, wanted, attempts, branch)
+        parts = [part for c in clusters for part in c]
+        curve = join(list(_read(connection, wanted, parts)))
+        curve = _arranged(curve, wanted, attempts, branch)
         return curve, len(curve)
     read = _arranged(join(list(_read(connection, wanted, others))), wanted, attempts, branch)
     drawn = [read, _extremes(summed, entries), _marks(summed)]
@@ -142,8 +175,8 @@ def _arranged(
 # ------------------------------------------------------------------------------------ finding
 
 
-def _find(connection: Connection, wanted: Selection) -> list[_Cluster]:
-    """Return the batches to look into, in the order of their steps, or of their times."""
+def _find(connection: Connection, wanted: Selection) -> list[_Part]:
+    """Return the batches to look into."""
     joined = and_(batch_columns.c.batch_id == batches.c.id, batch_columns.c.name == wanted.column)
     fields = (is_columnar if n == "is_columnar" else batches.c[n] for n in _Part._fields[:-2])
     query = select(*fields, batch_columns.c.summary, batch_columns.c.marks).join(
@@ -151,8 +184,7 @@ def _find(connection: Connection, wanted: Selection) -> list[_Cluster]:
     )
     rows = connection.execute(_narrowed(query, wanted)).all()
     # A compacted batch without the column has no value of it.
-    parts = [_Part._make(row) for row in rows if row.summary is not None or not row.is_columnar]
-    return _clusters(parts, is_host=wanted.stream in HOST_STREAMS)
+    return [_Part._make(row) for row in rows if row.summary is not None or not row.is_columnar]
 
 
 def _narrowed(query: Select[Any], wanted: Selection) -> Select[Any]:
@@ -166,10 +198,11 @@ def _narrowed(query: Select[Any], wanted: Selection) -> Select[Any]:
     return query
 
 
-def _clusters(parts: Iterable[_Part], *, is_host: bool) -> list[_Cluster]:
+def _clusters(parts: Iterable[_Part], wanted: Selection) -> list[_Cluster]:
+    """Return the batches in the order of their steps, or of their times; together what overlaps."""
     clusters: list[_Cluster] = []
     end = 0
-    if is_host:
+    if wanted.stream in HOST_STREAMS:
         spans = [(p.min_time_unix_ns, p.max_time_unix_ns, p) for p in parts]
     else:
         spans = [(p.min_step, p.max_step, p) for p in parts]
@@ -304,4 +337,4 @@ def _whole(column: Callable[[str], _Column], name: str) -> Ints:
     return column(name)[0].astype(np.int64, copy=False)
 
 
-__all__ = ["HOST_STREAMS", "Selection", "load", "load_curve", "load_outline"]
+__all__ = ["HOST_STREAMS", "Selection", "load", "load_curve", "load_outline", "load_outlines"]

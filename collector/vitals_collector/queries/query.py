@@ -9,23 +9,33 @@ import math
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.views import (
+    AlertView,
+    AnnotationView,
     Branch,
+    CellsReply,
     CheckpointView,
     CurveReply,
     DecisionView,
     EventView,
     FindingView,
+    MoverView,
     RunDetail,
     RunSummary,
     SeriesReply,
     StepView,
+    TableReply,
+    TableRequest,
 )
 from vitals_collector.keeping.sizes import volume_of
 from vitals_collector.keeping.thinning import RANKS, VolumeSettings
-from vitals_collector.queries import metrics, series
+from vitals_collector.queries import metrics, series, tables
+from vitals_collector.queries.annotations import annotations_of
+from vitals_collector.queries.cells import cells
 from vitals_collector.queries.curve import curve_reply
 from vitals_collector.queries.loading import load_curve, load_outline
+from vitals_collector.queries.movers import movers
 from vitals_collector.queries.recorded import (
+    alerts_of,
     attempt_rows,
     attempts_of,
     checkpoints_of,
@@ -202,6 +212,44 @@ class Query:
         with self._store.read() as connection:
             run_row(connection, run_id)
             return events_of(connection, run_id)
+
+    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
+        """Return the alerts that the store has, the newest first."""
+        with self._store.read() as connection:
+            return alerts_of(connection, run_id=run_id, state=state)
+
+    def cells(
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        points: int = 200,
+        rows: int = 64,
+        from_step: int | None = None,
+        to_step: int | None = None,
+    ) -> CellsReply:
+        """Return a heat map of one metric; ``queries.cells`` says more."""
+        with self._store.read() as connection:
+            run_row(connection, run_id)
+            steps = {"from_step": from_step, "to_step": to_step}
+            return cells(connection, run_id, metric, points=points, rows=rows, **steps)
+
+    def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
+        """Return which layers and ranks moved most up to a step."""
+        with self._store.read() as connection:
+            run_row(connection, run_id)
+            return movers(connection, run_id, step)
+
+    def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:
+        """Return what people wrote and the training announced, by step."""
+        with self._store.read() as connection:
+            run_row(connection, run_id)
+            return annotations_of(connection, run_id)
+
+    def table(self, request: TableRequest) -> TableReply:
+        """Return the rows that meet the request's conditions."""
+        with self._store.read() as connection:
+            return tables.ask(connection, request, self._liveness())
 
     def _liveness(self) -> Liveness:
         return Liveness(

@@ -10,16 +10,22 @@ from trainvitals.clock import SystemClock
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.finding import choose_run, default_folder, find_collector
 from trainvitals.views import (
+    AlertView,
+    AnnotationView,
     Branch,
+    CellsReply,
     CheckpointView,
     CurveReply,
     DecisionView,
     EventView,
     FindingView,
+    MoverView,
     RunDetail,
     RunSummary,
     SeriesReply,
     StepView,
+    TableReply,
+    TableRequest,
 )
 
 
@@ -79,6 +85,35 @@ class Reader(Protocol):
 
     def events(self, run_id: str) -> tuple[EventView, ...]:
         """Return all other events."""
+        ...
+
+    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
+        """Return the alerts; a folder without a collector has none."""
+        ...
+
+    def cells(
+        self,
+        run_id: str,
+        metric: str,
+        *,
+        points: int = 200,
+        rows: int = 64,
+        from_step: int | None = None,
+        to_step: int | None = None,
+    ) -> CellsReply:
+        """Return a heat map."""
+        ...
+
+    def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
+        """Return which layers and ranks moved most up to a step."""
+        ...
+
+    def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:
+        """Return what people wrote and the training announced."""
+        ...
+
+    def table(self, request: TableRequest) -> TableReply:
+        """Return the rows that meet the request's conditions."""
         ...
 
 

@@ -12,6 +12,7 @@ from trainvitals.identity import Source
 from trainvitals.records import BatchNoted, Decision, Finding
 from trainvitals.rows import Schema
 from trainvitals.views import (
+    AlertView,
     AttemptView,
     CheckpointView,
     DecisionView,
@@ -21,10 +22,12 @@ from trainvitals.views import (
     StepData,
     StepRow,
 )
+from vitals_collector.acting.alert_rows import entry_of
 from vitals_collector.keeping.thinning import RANKS
 from vitals_collector.queries import series
 from vitals_collector.storage.columns import whole
 from vitals_collector.storage.schema import (
+    alerts,
     attempts,
     batches,
     checkpoints,
@@ -213,6 +216,19 @@ def event_view(row: Row[Any]) -> EventView:
     )
 
 
+def alerts_of(
+    connection: Connection, *, run_id: str = "", state: str = ""
+) -> tuple[AlertView, ...]:
+    """Return the alerts of one run or all, in one state or any, the newest first."""
+    query = select(alerts).order_by(alerts.c.started_unix_ns.desc(), alerts.c.fingerprint)
+    if run_id:
+        query = query.where(alerts.c.run_id == run_id)
+    if state:
+        query = query.where(alerts.c.state == state)
+    rows = connection.execute(query.limit(MAX_EVENTS))
+    return tuple(entry_of(row).view for row in rows)
+
+
 def step_rows(
     connection: Connection, run_id: str, step: int, stream: str = "steps"
 ) -> tuple[StepRow, ...]:
@@ -249,6 +265,6 @@ def _step_row(schema: Schema, raw: bytes, source: str, incarnation: str) -> Step
 
 
 __all__ = [
-    *("attempt_rows", "attempts_of", "checkpoints_of", "data_of", "decisions_of", "event_view"),
-    *("events_of", "findings_of", "run_row", "sources_of", "step_rows"),
+    *("alerts_of", "attempt_rows", "attempts_of", "checkpoints_of", "data_of", "decisions_of"),
+    *("event_view", "events_of", "findings_of", "run_row", "sources_of", "step_rows"),
 ]

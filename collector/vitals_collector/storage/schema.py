@@ -336,6 +336,19 @@ audit = Table(
 )
 """Who asked for what: appended, never changed."""
 
+annotations = Table(
+    "annotations",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    _run_id(),
+    _number("step"),
+    _number("time_unix_ns"),
+    _text("text"),
+    _text("written_by"),
+    Index("ix_annotations_lookup", "run_id", "step"),
+)
+"""Lines that people wrote at a step; what the training itself announced is an event."""
+
 positions = Table(
     "positions",
     metadata,

@@ -1,0 +1,93 @@
+"""The routes of the look back: heat maps, movers, incidents, annotations, tables."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from fastapi import Query as Parameter
+from starlette.responses import Response
+
+from trainvitals.clock import Clock
+from trainvitals.views import (
+    AnnotationRequest,
+    AnnotationView,
+    CellsReply,
+    MoverView,
+    TableReply,
+    TableRequest,
+)
+from vitals_collector.acting.annotations import annotate
+from vitals_collector.api.auth import require
+from vitals_collector.api.control import body_of, caller
+from vitals_collector.api.web import answers, reply, takes
+from vitals_collector.queries.cells import MAX_COLUMNS, MAX_ROWS
+from vitals_collector.queries.query import Query
+from vitals_collector.storage.store import Store
+
+_INT64 = 2**63 - 1
+_Step = Annotated[int, Parameter(ge=-_INT64, le=_INT64)]
+_Bound = Annotated[int | None, Parameter(ge=-_INT64, le=_INT64)]
+
+
+def lookback_router(query: Query, store: Store, *, clock: Clock) -> APIRouter:
+    """Return the routes; writing an annotation needs a token with scope ``control``."""
+    router = APIRouter(prefix="/v1")
+    reading = APIRouter(tags=["look back"], dependencies=[Depends(require("read"))])
+    _add_maps(reading, query)
+    _add_lists(reading, query)
+    _add_annotate(router, store, clock)
+    router.include_router(reading)
+    return router
+
+
+def _add_maps(router: APIRouter, query: Query) -> None:
+    @router.get("/runs/{run_id}/cells", responses=answers(CellsReply))
+    def show_cells(
+        run_id: str,
+        metric: str,
+        points: Annotated[int, Parameter(ge=1, le=MAX_COLUMNS)] = 200,
+        rows: Annotated[int, Parameter(ge=1, le=MAX_ROWS)] = 64,
+        from_step: _Bound = None,
+        to_step: _Bound = None,
+    ) -> Response:
+        """Return a heat map of one metric, ranks, GPUs, nodes or layers by steps."""
+        found = query.cells(
+            run_id, metric, points=points, rows=rows, from_step=from_step, to_step=to_step
+        )
+        return reply(found)
+
+    @router.get("/runs/{run_id}/movers", responses=answers(tuple[MoverView, ...]))
+    def list_movers(run_id: str, step: _Step) -> Response:
+        """Return the layers and ranks that moved most up to a step, the first of them first."""
+        return reply(query.movers(run_id, step))
+
+
+def _add_lists(router: APIRouter, query: Query) -> None:
+    @router.get("/runs/{run_id}/annotations", responses=answers(tuple[AnnotationView, ...]))
+    def list_annotations(run_id: str) -> Response:
+        """Return what people wrote and the training announced, by step."""
+        return reply(query.annotations(run_id))
+
+    @router.post("/tables", responses=answers(TableReply), openapi_extra=takes(TableRequest))
+    def ask_table(body: Annotated[TableRequest, Depends(body_of(TableRequest))]) -> Response:
+        """Return the rows of a table that meet conditions, ``COLUMN OP VALUE`` each."""
+        return reply(query.table(body))
+
+
+def _add_annotate(router: APIRouter, store: Store, clock: Clock) -> None:
+    @router.post(
+        "/runs/{run_id}/annotations",
+        tags=["look back"],
+        dependencies=[Depends(require("control"))],
+        responses=answers(AnnotationView),
+        openapi_extra=takes(AnnotationRequest),
+    )
+    def write_annotation(
+        run_id: str,
+        who: Annotated[str, Depends(caller)],
+        body: Annotated[AnnotationRequest, Depends(body_of(AnnotationRequest))],
+    ) -> Response:
+        """Write a line at a step; it is kept as long as the run."""
+        return reply(annotate(store, run_id, body, caller=who, now_unix_ns=clock.time_ns()))
+
+
+__all__ = ["lookback_router"]

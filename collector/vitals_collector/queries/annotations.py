@@ -1,0 +1,31 @@
+"""What people wrote at steps of a run, and what the training announced itself."""
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from trainvitals.records import ChangeExpected
+from trainvitals.views import AnnotationView
+from vitals_collector.storage.schema import annotations, events
+
+MAX_ANNOUNCED = 10_000
+_expected = msgspec.msgpack.Decoder(ChangeExpected).decode
+
+
+def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView, ...]:
+    """Return them by step and time; of announced changes the newest, if they are many."""
+    table = annotations.c
+    fields = (table.step, table.time_unix_ns, table.text, table.written_by)
+    written = connection.execute(select(*fields).where(table.run_id == run_id))
+    views = [AnnotationView(step=s, time_unix_ns=t, text=x, by=b) for s, t, x, b in written]
+    said = events.c
+    of_run = (said.run_id == run_id, said.kind == ChangeExpected.__name__)
+    query = select(said.step, said.time_unix_ns, said.body).where(*of_run)
+    newest = query.order_by(said.time_unix_ns.desc(), said.id.desc()).limit(MAX_ANNOUNCED)
+    for step, time, body in connection.execute(newest):
+        change = _expected(body)
+        text = f"{change.reason} (a change expected for {change.steps} steps)"
+        views.append(AnnotationView(step=step, time_unix_ns=time, text=text, by=""))
+    return tuple(sorted(views, key=lambda view: (view.step, view.time_unix_ns, view.by, view.text)))
+
+
+__all__ = ["annotations_of"]

@@ -1,0 +1,277 @@
+"""Heat maps: one metric of every rank, GPU, node or layer over the steps of a run's lineage.
+
+A column of the map stands for some steps. Of these a cell shows the value that lies furthest from
+the row's middle thereabouts, so that a spike of one step is as visible among a million steps as it
+is in a hundred. Ranks, GPUs and nodes come out of the summaries beside the stored columns; layers
+have none and are decoded.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection, select
+
+from trainvitals import catalog
+from trainvitals.errors import UsageError
+from trainvitals.identity import Source
+from trainvitals.views import CellsReply
+from vitals_collector.queries import layer_cells, metrics
+from vitals_collector.queries.loading import Selection, load_outline, load_outlines
+from vitals_collector.queries.recorded import attempt_rows
+from vitals_collector.queries.series import AttemptRow, Points
+from vitals_collector.storage.schema import measured_columns
+from vitals_collector.storage.store import UNKNOWN
+
+MAX_COLUMNS = 2_000
+MAX_ROWS = 1_024
+MAX_CELLS = 200_000
+STREAMS = ("steps", "gpu", "node", "layers")
+_POINTS_A_COLUMN = 4
+"""A summary's entry stands for 256 values: it is taken where a column holds two of them."""
+_NEIGHBOURS = 9
+"""Columns whose middle a cell is compared with."""
+_TIMED = ("loss", "step_duration_seconds", "grad_norm")
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Extremes(NamedTuple):
+    """The least and the greatest finite value of each cell, and whether it has others."""
+
+    low: Floats
+    high: Floats
+    is_marked: npt.NDArray[np.bool_]
+
+
+def cells(
+    connection: Connection,
+    run_id: str,
+    metric: str,
+    *,
+    points: int,
+    rows: int,
+    from_step: int | None = None,
+    to_step: int | None = None,
+) -> CellsReply:
+    """Return the heat map.
+
+    Args:
+        connection: one moment of the store.
+        run_id: of which run.
+        metric: ``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``.
+        points: at most so many columns.
+        rows: at most so many rows: those that deviate most.
+        from_step: first step wanted.
+        to_step: last step wanted, inclusive.
+
+    Raises:
+        UsageError: no such metric, or a number out of bounds.
+    """
+    _check(points, rows)
+    stream, column = _known(connection, run_id, metric)
+    attempts = attempt_rows(connection, run_id)
+    wanted = Selection(
+        run_id=run_id, stream=stream, column=column, from_step=from_step, to_step=to_step
+    )
+    if stream == "layers":
+        curves = layer_cells.load(connection, wanted, attempts)
+    elif stream == "steps":
+        curves = load_outlines(connection, wanted, attempts, "lineage", _POINTS_A_COLUMN * points)
+    else:
+        curves = _host(connection, wanted, attempts, points)
+    curves = {name: curves[name] for name in _ordered(curves) if len(curves[name])}
+    starts = _columns(list(curves.values()), points)
+    found = _extremes(list(curves.values()), starts)
+    value = _furthest(found)
+    chosen = _most(value, found, rows, is_alike=stream != "layers")
+    names = list(curves)
+    marks = np.argwhere(found.is_marked[chosen])
+    return CellsReply(
+        run_id=run_id,
+        metric=metric,
+        unit=metrics.unit_of(metric),
+        rows=tuple(names[i] for i in chosen),
+        num_rows=len(names),
+        step=tuple(starts.tolist()),
+        value=tuple(tuple(None if v != v else v for v in row) for row in value[chosen].tolist()),
+        nonfinite=tuple((int(r), int(c)) for r, c in marks),
+    )
+
+
+def _check(points: int, rows: int) -> None:
+    if not 1 <= points <= MAX_COLUMNS:
+        raise UsageError(f"points is {points}; it must be 1 to {MAX_COLUMNS}")
+    if not 1 <= rows <= MAX_ROWS:
+        raise UsageError(f"rows is {rows}; it must be 1 to {MAX_ROWS}")
+    if points * rows > MAX_CELLS:
+        raise UsageError(f"{points} points of {rows} rows; at most {MAX_CELLS} cells are drawn")
+
+
+def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
+    """Return the stream and column of the metric."""
+    table = measured_columns.c
+    there = select(table.stream, table.name).where(
+        table.run_id == run_id, table.stream.in_(STREAMS)
+    )
+    plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
+    known = sorted(f"{s}.{name}" for s, name in connection.execute(there) if name not in plain)
+    if {"layers.update_norm", "layers.weight_norm"} <= set(known):
+        known.append("layers.update_ratio")
+    if metric in known:
+        stream, _, column = metric.partition(".")
+        return stream, column
+    close = difflib.get_close_matches(metric[:200], known, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise UsageError(
+        f"run {run_id} has no heat map of {metric[:200]!r}",
+        hint=f"{meant}it has {', '.join(known)}" if known else "the run has no rows yet",
+        code=UNKNOWN,
+    )
+
+
+def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
+    """Return ranks by their number, all others in their own order."""
+
+    def key(name: str) -> tuple[str, int]:
+        kind, _, rest = name.partition(":")
+        if kind == "rank" and rest.isdigit():
+            return "", Source.parse(name).rank or 0
+        return name, 0
+
+    is_of_sources = all(name.partition(":")[0] in ("rank", "gpu", "node") for name in names)
+    return sorted(names, key=key) if is_of_sources else list(names)
+
+
+# ------------------------------------------------------------------------------------- columns
+
+
+def _columns(curves: Sequence[Points], points: int) -> Ints:
+    """Return the first step of each column."""
+    none = np.zeros(0, dtype=np.int64)
+    if not curves:
+        return none
+    if all(len(curve) <= points for curve in curves):
+        there = np.unique(np.concatenate([curve.step for curve in curves]))
+        if len(there) <= points:
+            return there
+    first = min(int(curve.step.min()) for curve in curves)
+    last = max(int(curve.step.max()) for curve in curves)
+    width = -(-(last - first + 1) // points)
+    return np.arange(first, last + 1, width, dtype=np.int64)
+
+
+def _extremes(curves: Sequence[Points], starts: Ints) -> Extremes:
+    shape = (len(curves), len(starts))
+    found = Extremes(np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape, dtype=bool))
+    for i, curve in enumerate(curves):
+        at = np.searchsorted(starts, curve.step, side="right") - 1
+        is_finite = np.isfinite(curve.value)
+        found.is_marked[i, at[~is_finite]] = True
+        at, value = at[is_finite], curve.value[is_finite]
+        if not len(at):
+            continue
+        if np.any(at[1:] < at[:-1]):
+            order = np.argsort(at, kind="stable")
+            at, value = at[order], value[order]
+        begins = np.flatnonzero(np.concatenate(([True], at[1:] != at[:-1])))
+        found.low[i, at[begins]] = np.minimum.reduceat(value, begins)
+        found.high[i, at[begins]] = np.maximum.reduceat(value, begins)
+    return found
+
+
+def _furthest(found: Extremes) -> Floats:
+    """Return of each cell the extreme that lies further from the row's middle thereabouts."""
+    if not found.low.size:
+        return found.low
+    middle = _nanmedian(_around(found.low / 2 + found.high / 2))  # halves first: no overflow
+    with np.errstate(over="ignore"):
+        is_low = middle - found.low > found.high - middle
+    return np.where(is_low, found.low, found.high)
+
+
+def _around(values: Floats) -> Floats:
+    """Return beside each cell its neighbours in the row, as a last axis."""
+    num = min(_NEIGHBOURS, values.shape[1])
+    half = num // 2
+    padded = np.pad(values, ((0, 0), (half, num - 1 - half)), constant_values=np.nan)
+    return np.lib.stride_tricks.sliding_window_view(padded, num, axis=1)
+
+
+def _nanmedian(values: Floats) -> Floats:
+    """Return the median along the last axis; NaN, without a warning, where there is no value."""
+    ordered = np.sort(values, axis=-1)  # NaN comes last
+    num = np.count_nonzero(~np.isnan(ordered), axis=-1, keepdims=True)
+    low, high = np.maximum(num - 1, 0) // 2, np.minimum(num // 2, values.shape[-1] - 1)
+    pick = np.take_along_axis
+    return (pick(ordered, low, axis=-1) / 2 + pick(ordered, high, axis=-1) / 2)[..., 0]
+
+
+def _most(value: Floats, found: Extremes, num: int, *, is_alike: bool) -> list[int]:
+    """Return which rows deviate most, in their order.
+
+    Rows that measure the same are compared with each other, layers with themselves.
+    """
+    if len(value) <= num or not value.size:
+        return list(range(len(value)))
+
+    def middle_of(values: Floats) -> Floats:
+        return _nanmedian(values.T)[np.newaxis, :] if is_alike else _nanmedian(values)[:, None]
+
+    middle = middle_of(value)
+    with np.errstate(over="ignore", invalid="ignore"):
+        away = np.abs(value - middle)
+        scale = 1.4826 * middle_of(away)
+        score = away / np.maximum(scale, np.maximum(np.abs(middle) * 1e-6, 1e-300))
+    score = np.where(np.isnan(score), 0.0, score).max(axis=1)
+    score = np.where(found.is_marked.any(axis=1), np.inf, score)
+    return sorted(np.argsort(-score, kind="stable")[:num].tolist())
+
+
+# ------------------------------------------------------------------------------- GPUs and nodes
+
+
+def _host(
+    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], points: int
+) -> dict[str, Points]:
+    """Return the curves of GPUs or nodes with the steps that ran as they were measured.
+
+    What was measured before the first step ended, or after the last, belongs to none.
+    """
+    times, steps = clock_of_steps(connection, wanted.run_id, attempts, _POINTS_A_COLUMN * points)
+    if not len(times):
+        return {}
+    of_host = Selection(run_id=wanted.run_id, stream=wanted.stream, column=wanted.column)
+    found = load_outlines(connection, of_host, attempts, "all", _POINTS_A_COLUMN * points)
+    curves = {}
+    for name, curve in found.items():
+        at = np.interp(curve.time_unix_ns, times, steps, left=-1.0, right=-1.0)
+        step = np.floor(at).astype(np.int64)
+        is_in = at >= 0
+        if wanted.from_step is not None:
+            is_in &= step >= wanted.from_step
+        if wanted.to_step is not None:
+            is_in &= step <= wanted.to_step
+        with_steps = Points(step, curve.attempt, curve.time_unix_ns, curve.value)
+        curves[name] = with_steps.take(is_in)
+    return curves
+
+
+def clock_of_steps(
+    connection: Connection, run_id: str, attempts: Sequence[AttemptRow], num_points: int
+) -> tuple[Floats, Floats]:
+    """Return moments and the steps of the lineage that ended then, both rising."""
+    for column in _TIMED:
+        wanted = Selection(run_id=run_id, stream="steps", column=column, source="rank:0")
+        found, _ = load_outline(connection, wanted, attempts, "lineage", max(num_points, 1_000))
+        if len(found):
+            order = np.argsort(found.time_unix_ns, kind="stable")
+            steps = np.maximum.accumulate(found.step[order])
+            return found.time_unix_ns[order].astype(np.float64), steps.astype(np.float64)
+    return np.zeros(0), np.zeros(0)
+
+
+__all__ = ["MAX_COLUMNS", "MAX_ROWS", "cells", "clock_of_steps"]

@@ -1,0 +1,162 @@
+"""The filters of a table, ``COLUMN OP VALUE``: their grammar, and which rows meet them. Pure.
+
+A value that is missing meets no condition but ``= none``, and ``!= none`` is met by all others. NaN
+is a value: ``loss = nan`` finds it, and no comparison by size does.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainvitals.errors import UsageError
+
+Kind = Literal["number", "text", "bool"]
+Mask = npt.NDArray[np.bool_]
+
+MAX_CONDITIONS = 32
+MAX_LENGTH = 500
+OPERATORS = ("=", "!=", "<", "<=", ">", ">=", "~")
+_SHAPE = re.compile(
+    r"\s*(?P<column>[^\W\d][\w.:]*)\s*(?P<op>[=!<>~]+)\s*(?P<value>.*?)\s*", re.DOTALL
+)
+_TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
+_WORDS = 40
+"""Characters of what was given that an error repeats."""
+
+
+class Cells(NamedTuple):
+    """One column of a table."""
+
+    values: npt.NDArray[np.generic]
+    """Numbers, truth values, or texts as objects."""
+    valid: Mask | None = None
+    """Which were measured; None where all were."""
+
+    def take(self, which: npt.NDArray[np.intp] | Mask) -> "Cells":
+        """Return the chosen cells, in the order of the choice."""
+        return Cells(self.values[which], None if self.valid is None else self.valid[which])
+
+
+class Condition(NamedTuple):
+    """A condition as it was understood."""
+
+    column: str
+    op: str
+    value: float | int | str | bool | None
+    """None asks whether the value is missing."""
+
+    def met(self, cells: Cells) -> Mask:
+        """Return which cells meet the condition."""
+        there = np.ones(len(cells.values), bool) if cells.valid is None else cells.valid
+        if self.value is None:
+            return ~there if self.op == "=" else there.copy()
+        return _compare(cells.values, self.op, self.value) & there
+
+
+def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[Condition, ...]:
+    """Return the conditions.
+
+    Args:
+        texts: as they were written.
+        columns: the columns there are.
+
+    Raises:
+        UsageError: one is not understood; it names the columns or operators there are.
+    """
+    if len(texts) > MAX_CONDITIONS:
+        raise UsageError(f"{len(texts)} conditions; there may be {MAX_CONDITIONS}")
+    return tuple(_parse(text, columns) for text in texts)
+
+
+def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
+    """Return the error that says which columns there are, and which is meant perhaps."""
+    close = difflib.get_close_matches(name[:MAX_LENGTH], columns, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return UsageError(
+        f"there is no column {_short(name)}", hint=f"{meant}There are {', '.join(columns)}"
+    )
+
+
+def _parse(text: str, columns: Mapping[str, Kind]) -> Condition:
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"a condition has {len(text)} characters; it may have {MAX_LENGTH}")
+    found = _SHAPE.fullmatch(text)
+    if found is None:
+        raise UsageError(
+            f"the condition {_short(text)} is not COLUMN OP VALUE",
+            hint=f"such as `step >= 100` or `name ~ gpt`; OP is one of {' '.join(OPERATORS)}",
+        )
+    column, op, value = found["column"], found["op"], found["value"]
+    op = "=" if op == "==" else op
+    kind = columns.get(column)
+    if kind is None:
+        raise unknown_column(column, columns)
+    if op not in OPERATORS:
+        close = difflib.get_close_matches(op, OPERATORS, n=1, cutoff=0.1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(
+            f"{_short(op)} in {_short(text)} is no operator",
+            hint=f"{meant}There are {' '.join(OPERATORS)}",
+        )
+    if value.lower() == "none" and op in ("=", "!="):
+        return Condition(column, op, None)
+    return Condition(column, op, _value(text, column, op, value, kind))
+
+
+def _value(text: str, column: str, op: str, value: str, kind: Kind) -> float | int | str | bool:
+    if kind == "text":
+        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        if not value:
+            raise UsageError(f"{_short(text)} has no value", hint=f"write {column} {op} ''")
+        return value[1:-1] if is_quoted else value
+    if op == "~" or (kind == "bool" and op not in ("=", "!=")):
+        raise UsageError(
+            f"{column} is a {'number' if kind == 'number' else 'yes or no'}; {op} is not for it",
+            hint="~ looks into texts, < and > compare numbers and texts",
+        )
+    if kind == "bool":
+        if value.lower() in _TRUE + _FALSE:
+            return value.lower() in _TRUE
+        raise UsageError(f"{column} is yes or no, not {_short(value)}", hint="write true or false")
+    for read in (int, float):
+        try:
+            return read(value)
+        except ValueError:
+            continue
+    raise UsageError(f"{column} is a number; {_short(value)} is none")
+
+
+def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str | bool) -> Mask:
+    if op == "~":
+        wanted = str(value).casefold()
+        return np.fromiter((wanted in str(v).casefold() for v in values), bool, len(values))
+    if isinstance(value, float) and math.isnan(value):
+        is_nan = np.isnan(values.astype(np.float64))
+        if op in ("=", "!="):
+            return is_nan if op == "=" else ~is_nan
+        return np.zeros(len(values), dtype=bool)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        value = float(value) if abs(value) < 2**1023 else math.copysign(math.inf, value)
+    how = {
+        "=": np.equal,
+        "!=": np.not_equal,
+        "<": np.less,
+        "<=": np.less_equal,
+        ">": np.greater,
+        ">=": np.greater_equal,
+    }
+    if values.dtype != object:
+        return np.asarray(how[op](values, value), dtype=np.bool_)
+    return np.fromiter((bool(how[op](v, value)) for v in values), bool, len(values))
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")
+
+
+__all__ = ["OPERATORS", "Cells", "Condition", "Kind", "parse", "unknown_column"]

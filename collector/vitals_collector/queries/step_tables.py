@@ -1,0 +1,224 @@
+"""The tables of steps and of ranks: found by the columns of their conditions, then read for good.
+
+First only the columns that conditions ask for are decoded, one source after the other, so that a
+question about a million steps of many ranks holds one rank's at a time. Of the rows that meet them,
+as many as are wanted are read with all their columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from sqlalchemy import Connection, select
+
+from trainvitals.errors import UsageError
+from trainvitals.identity import Source
+from trainvitals.metrics import STEP_METRICS
+from trainvitals.views import TableRequest
+from vitals_collector.queries.blocks import (
+    KEYS,
+    Block,
+    Ints,
+    Part,
+    find_parts,
+    join_blocks,
+    read_blocks,
+)
+from vitals_collector.queries.conditions import Cells, Condition, Kind
+from vitals_collector.queries.recorded import attempt_rows
+from vitals_collector.queries.series import AttemptRow, Points, stitch
+from vitals_collector.storage.schema import batches, measured_columns
+
+MAX_SCANNED_ROWS = 200_000_000
+"""Rows that one question may look at."""
+_PLAIN = ("step", "attempt", "time_unix_ns")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows that met the conditions: of which rank, and where they lie."""
+
+    rank: Ints
+    step: Ints
+    batch: Ints
+    at: Ints
+
+    def take(self, which: Ints) -> "Found":
+        """Return the chosen rows, in the order of the choice."""
+        return Found(self.rank[which], self.step[which], self.batch[which], self.at[which])
+
+
+def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[str, Kind]:
+    """Return the columns of the table, those without any value in this run last."""
+    measured = select(measured_columns.c.name).where(
+        measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
+    )
+    there = set(connection.execute(measured).scalars()) - {*KEYS, "monotonic_ns"}
+    known = {m.column: m.scope for m in STEP_METRICS}
+    if table == "ranks":  # what is equal on all ranks is a column of the steps
+        there = {name for name in there if known.get(name) == "rank"}
+        known = {name: scope for name, scope in known.items() if scope == "rank"}
+    first = (*_PLAIN, "rank") if table == "ranks" else _PLAIN
+    names = (*first, *(n for n in known if n in there), *sorted(there - known.keys()), *known)
+    return dict.fromkeys(names, "number")
+
+
+def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kind]) -> list[str]:
+    """Return the columns that have a value in this run."""
+    measured = select(measured_columns.c.name).where(
+        measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
+    )
+    there = {*connection.execute(measured).scalars(), *_PLAIN, "rank"}
+    return [name for name in columns if name in there]
+
+
+def find_steps(
+    connection: Connection, request: TableRequest, conditions: Sequence[Condition]
+) -> tuple[Found, int]:
+    """Return the rows wanted, in their order, and how many meet the conditions.
+
+    Raises:
+        UsageError: they are too many to look at.
+    """
+    attempts = attempt_rows(connection, request.run_id)
+    low, high = _bounds(request, conditions)
+    found: list[Found] = []
+    total = 0
+    parts = _parts(connection, request, conditions, low, high)
+    for source, some in parts.items():
+        one = _of_source(connection, source, some, conditions, attempts, (low, high))
+        total += len(one.step)
+        found = [_first(_joined([*found, one]), request)]
+    return (_joined(found), total)
+
+
+def read_steps(connection: Connection, found: Found, names: Sequence[str]) -> dict[str, Cells]:
+    """Return the named columns of the rows."""
+    columns = {"rank": Cells(found.rank), "step": Cells(found.step)}
+    rest = [name for name in names if name not in columns]
+    ids = np.unique(found.batch)
+    blocks: list[Block] = []
+    for i in range(0, len(ids), 500):
+        some = [int(one) for one in ids[i : i + 500]]
+        parts = _known_parts(connection, some)
+        for block in read_blocks(connection, parts, rest):
+            key = np.isin(_key(block.batch, block.at), _key(found.batch, found.at))
+            blocks.append(block.take(key))
+    whole = join_blocks(blocks, rest)
+    order = np.argsort(_key(whole.batch, whole.at))
+    at = order[np.searchsorted(_key(whole.batch, whole.at)[order], _key(found.batch, found.at))]
+    return columns | {name: whole.column(name).take(at) for name in rest}
+
+
+def _key(batch: Ints, at: Ints) -> Ints:
+    return (batch << 24) | at  # a batch has far fewer rows than 2**24
+
+
+def _bounds(
+    request: TableRequest, conditions: Sequence[Condition]
+) -> tuple[int | None, int | None]:
+    """Return the steps asked for, conditions on the step included: less is read."""
+    lows = [] if request.from_step is None else [request.from_step]
+    highs = [] if request.to_step is None else [request.to_step]
+    for column, op, value in conditions:
+        if column == "step" and isinstance(value, int):
+            lows += [value] if op in ("=", ">", ">=") else []
+            highs += [value] if op in ("=", "<", "<=") else []
+    most = 2**63 - 1
+    low = min(max(lows), most) if lows else None
+    return low, max(min(highs), -most) if highs else None
+
+
+def _parts(
+    connection: Connection,
+    request: TableRequest,
+    conditions: Sequence[Condition],
+    low: int | None,
+    high: int | None,
+) -> dict[str, list[Part]]:
+    """Return the batches to look into, by source, the lowest rank first."""
+    ranks = [c.value for c in conditions if c.column == "rank" and c.op == "="]
+    where = []
+    if request.table == "steps":
+        where = [batches.c.source == "rank:0"]
+    elif ranks:
+        where = [batches.c.source == f"rank:{ranks[0]}"]
+    found = find_parts(connection, request.run_id, "steps", *where, from_step=low, to_step=high)
+    num = sum(part.num_rows for part in found)
+    if num > MAX_SCANNED_ROWS:
+        raise UsageError(
+            f"the question looks at {num} rows; {MAX_SCANNED_ROWS} is the most",
+            hint="narrow it with from_step and to_step, or ask for one rank: rank = 3",
+        )
+    by_source: dict[str, list[Part]] = {}
+    for part in found:
+        by_source.setdefault(part.source, []).append(part)
+    return {source: by_source[source] for source in sorted(by_source, key=_rank)}
+
+
+def _rank(source: str) -> int:
+    rank = Source.parse(source).rank
+    return -1 if rank is None else rank
+
+
+def _of_source(
+    connection: Connection,
+    source: str,
+    parts: Sequence[Part],
+    conditions: Sequence[Condition],
+    attempts: Sequence[AttemptRow],
+    bounds: tuple[int | None, int | None],
+) -> Found:
+    asked = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
+    names = list(dict.fromkeys([*_PLAIN, *asked]))
+    low, high = bounds
+    blocks = list(read_blocks(connection, parts, names, from_step=low, to_step=high))
+    rows = join_blocks(blocks, names)
+    step, attempt = rows.whole("step"), rows.whole("attempt")
+    rank = _rank(source)
+    index = np.arange(len(rows), dtype=np.float64)
+    points = Points(step, attempt, rows.whole("time_unix_ns"), index)
+    which = stitch(points, attempts, "lineage").value.astype(np.int64)
+    for condition in conditions:
+        if condition.column == "rank":
+            cells = Cells(np.full(len(which), rank, dtype=np.int64))
+        else:
+            cells = rows.column(condition.column).take(which)
+        which = which[condition.met(cells)]
+    ranks = np.full(len(which), rank, dtype=np.int64)
+    return Found(ranks, step[which], rows.batch[which], rows.at[which])
+
+
+def _joined(parts: Sequence[Found]) -> Found:
+    if len(parts) == 1:
+        return parts[0]
+    none = np.zeros(0, dtype=np.int64)
+    if not parts:
+        return Found(none, none, none, none)
+    return Found(
+        np.concatenate([part.rank for part in parts]),
+        np.concatenate([part.step for part in parts]),
+        np.concatenate([part.batch for part in parts]),
+        np.concatenate([part.at for part in parts]),
+    )
+
+
+def _first(found: Found, request: TableRequest) -> Found:
+    """Return the rows in the order wanted, as many as are."""
+    step = -found.step if request.newest_first else found.step
+    return found.take(np.lexsort((found.rank, step))[: request.limit])
+
+
+def _known_parts(connection: Connection, ids: Sequence[int]) -> list[Part]:
+    from vitals_collector.storage.stored import is_columnar
+
+    table = batches.c
+    query = select(
+        table.id, table.source, table.incarnation, table.num_rows, is_columnar,
+        table.min_step, table.max_step,
+    ).where(table.id.in_(ids))  # fmt: skip
+    rows = connection.execute(query.order_by(table.source, table.incarnation, table.first_seq))
+    return [Part(*row) for row in rows]
+
+
+__all__ = ["Found", "columns_of_steps", "find_steps", "read_steps", "shown_columns"]

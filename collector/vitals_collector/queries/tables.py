@@ -1,0 +1,244 @@
+"""Answers questions with filters: runs, steps, ranks, decisions, findings, alerts and events.
+
+Every table is a list of columns with a kind each; conditions are parsed against it before anything
+is read. Only what meets them all is answered, and counted.
+"""
+
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from sqlalchemy import Connection, Row, Select, Table, select
+
+from trainvitals.errors import UsageError
+from trainvitals.records import Decision, Finding
+from trainvitals.views import AlertView, EventView, RunSummary, TableReply, TableRequest
+from vitals_collector.acting.alert_rows import entry_of
+from vitals_collector.queries.conditions import Cells, Condition, Kind, parse, unknown_column
+from vitals_collector.queries.recorded import event_view, run_row
+from vitals_collector.queries.step_tables import (
+    columns_of_steps,
+    find_steps,
+    read_steps,
+    shown_columns,
+)
+from vitals_collector.storage.schema import alerts, decisions, events, findings
+from vitals_collector.watch import overview
+from vitals_collector.watch.state import Liveness
+
+MAX_ROWS = 1_000_000
+"""Rows of one answer."""
+MAX_LISTED = 1_000_000
+"""Decisions, findings, alerts or events that one question may look at."""
+_INT64 = 2**63 - 1
+_OF_STEPS = ("steps", "ranks")
+
+_decision = msgspec.msgpack.Decoder(Decision).decode
+_finding = msgspec.msgpack.Decoder(Finding).decode
+
+
+def ask(connection: Connection, request: TableRequest, when: Liveness) -> TableReply:
+    """Return the rows that meet the request's conditions.
+
+    Raises:
+        UsageError: an unknown run, column or operator, or a number out of bounds.
+    """
+    _check(request)
+    if request.run_id:
+        run_row(connection, request.run_id)
+    if request.table in _OF_STEPS:
+        return _steps(connection, request)
+    columns = _COLUMNS[request.table]
+    conditions = parse(request.where, columns)
+    shown = _shown(request, columns, list(columns))
+    rows = _READ[request.table](connection, request, when)
+    which = _met(rows, columns, conditions)
+    if request.newest_first:
+        which = which[::-1]
+    wanted = [rows[i] for i in which[: request.limit]]
+    data = tuple(tuple(_jsonable(row[name]) for row in wanted) for name in shown)
+    return TableReply(columns=tuple(shown), data=data, num_total=len(which))
+
+
+def _check(request: TableRequest) -> None:
+    if not 1 <= request.limit <= MAX_ROWS:
+        raise UsageError(f"limit is {request.limit}; it must be 1 to {MAX_ROWS}")
+    for name in ("from_step", "to_step"):
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if not -_INT64 <= value <= _INT64:
+            raise UsageError(f"{name} is {value}; it must be {-_INT64} to {_INT64}")
+        if request.table == "runs":
+            raise UsageError(f"{name} was given; runs have none", hint="such as last_step >= 100")
+    if request.table in _OF_STEPS and not request.run_id:
+        raise UsageError(
+            f"run_id is empty; {request.table} are asked of one run",
+            hint="the table runs has the ids",
+        )
+
+
+def _shown(
+    request: TableRequest, columns: Mapping[str, Kind], default: Sequence[str]
+) -> Sequence[str]:
+    for name in request.columns:
+        if name not in columns:
+            raise unknown_column(name, columns)
+    return tuple(dict.fromkeys(request.columns)) or default
+
+
+# ---------------------------------------------------------------------------- steps and ranks
+
+
+def _steps(connection: Connection, request: TableRequest) -> TableReply:
+    columns = columns_of_steps(connection, request.run_id, request.table)
+    conditions = parse(request.where, columns)
+    shown = _shown(request, columns, shown_columns(connection, request.run_id, columns))
+    found, total = find_steps(connection, request, conditions)
+    read = read_steps(connection, found, shown)
+    return TableReply(
+        columns=tuple(shown), data=tuple(_listed(read[name]) for name in shown), num_total=total
+    )
+
+
+def _listed(cells: Cells) -> tuple[Any, ...]:
+    """Return a column as JSON can have it."""
+    values: list[Any] = cells.values.tolist()
+    if cells.values.dtype.kind == "f":
+        for i in np.flatnonzero(~np.isfinite(cells.values)).tolist():
+            values[i] = _word(values[i])
+    if cells.valid is not None:
+        for i in np.flatnonzero(~cells.valid).tolist():
+            values[i] = None
+    return tuple(values)
+
+
+def _word(value: float) -> str:
+    if math.isnan(value):
+        return "nan"
+    return "inf" if value > 0 else "-inf"
+
+
+# ------------------------------------------------------------------------------- what is listed
+
+
+def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
+    """Return the columns that a record becomes, by the types of its fields."""
+    found: dict[str, Kind] = {}
+    for name, of in typing.get_type_hints(kind).items():
+        if name in but:
+            continue
+        kinds = set(typing.get_args(of) or (of,)) - {type(None)}
+        found[name] = "bool" if kinds == {bool} else "number" if kinds <= {int, float} else "text"
+    return found
+
+
+def _row(record: msgspec.Struct, **own: object) -> dict[str, Any]:
+    return own | {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def _jsonable(value: Any) -> str | float | int | bool | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _word(value)
+    if value is None or isinstance(value, str | float | int | bool):
+        return value
+    if isinstance(value, tuple):
+        return ", ".join(str(one) for one in value)
+    return msgspec.json.encode(value, order="sorted").decode()
+
+
+def _met(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Kind], conditions: Sequence[Condition]
+) -> list[int]:
+    which = np.arange(len(rows))
+    for condition in conditions:
+        given = [rows[i][condition.column] for i in which.tolist()]
+        which = which[condition.met(_cells(given, columns[condition.column]))]
+    return [int(i) for i in which]
+
+
+def _cells(given: Sequence[Any], kind: Kind) -> Cells:
+    valid = np.array([value is not None for value in given], dtype=bool)
+    if kind == "text":
+        values = np.empty(len(given), dtype=object)
+        values[:] = [_jsonable(value) or "" for value in given]
+        return Cells(values, valid)
+    is_whole = all(value is None or isinstance(value, int) for value in given)
+    dtype = np.int64 if is_whole and kind == "number" else bool if kind == "bool" else np.float64
+    return Cells(np.array([value or 0 for value in given], dtype=dtype), valid)
+
+
+def _runs(connection: Connection, request: TableRequest, when: Liveness) -> list[dict[str, Any]]:
+    views = overview.summaries(connection, when, request.run_id or None)
+    return [_row(view) for view in reversed(views)]
+
+
+def _decisions(
+    connection: Connection, request: TableRequest, _when: Liveness
+) -> list[dict[str, Any]]:
+    query = _of(select(decisions), decisions, request)
+    rows = _all(connection, query.order_by(decisions.c.run_id, decisions.c.ledger_seq))
+    return [_row(_decision(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows]
+
+
+def _findings(
+    connection: Connection, request: TableRequest, _when: Liveness
+) -> list[dict[str, Any]]:
+    query = _of(select(findings), findings, request)
+    order = (findings.c.run_id, findings.c.step, findings.c.time_unix_ns, findings.c.seq)
+    rows = _all(connection, query.order_by(*order))
+    return [_row(_finding(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows]
+
+
+def _alerts(connection: Connection, request: TableRequest, _when: Liveness) -> list[dict[str, Any]]:
+    query = _of(select(alerts), alerts, request)
+    rows = _all(connection, query.order_by(alerts.c.started_unix_ns, alerts.c.fingerprint))
+    return [_row(entry_of(row).view) for row in rows]
+
+
+def _events(connection: Connection, request: TableRequest, _when: Liveness) -> list[dict[str, Any]]:
+    query = _of(select(events), events, request)
+    rows = _all(connection, query.order_by(events.c.run_id, events.c.time_unix_ns, events.c.id))
+    return [_row(event_view(row), run_id=row.run_id) for row in rows]
+
+
+def _all(connection: Connection, query: Select[Any]) -> Sequence[Row[Any]]:
+    rows = connection.execute(query.limit(MAX_LISTED + 1)).all()
+    if len(rows) > MAX_LISTED:
+        raise UsageError(
+            f"the question looks at more than {MAX_LISTED} rows",
+            hint="narrow it with run_id, from_step and to_step",
+        )
+    return rows
+
+
+def _of(query: Select[Any], table: Table, request: TableRequest) -> Select[Any]:
+    if request.run_id:
+        query = query.where(table.c.run_id == request.run_id)
+    if request.from_step is not None:
+        query = query.where(table.c.step >= request.from_step)
+    if request.to_step is not None:
+        query = query.where(table.c.step <= request.to_step)
+    return query
+
+
+_OWN: dict[str, Kind] = {"run_id": "text", "time_unix_ns": "number"}
+_COLUMNS: dict[str, dict[str, Kind]] = {
+    "runs": _fields(RunSummary),
+    "decisions": _OWN | _fields(Decision),
+    "findings": _OWN | _fields(Finding),
+    "alerts": _fields(AlertView, but=("silenced_until_unix_ns", "silence_reason")),
+    "events": _OWN | _fields(EventView),
+}
+_READ: dict[str, Callable[[Connection, TableRequest, Liveness], list[dict[str, Any]]]] = {
+    "runs": _runs,
+    "decisions": _decisions,
+    "findings": _findings,
+    "alerts": _alerts,
+    "events": _events,
+}
+
+__all__ = ["MAX_ROWS", "ask"]
