@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trainvitals.clock import Clock
-from trainvitals.errors import VitalsError
+from trainvitals.errors import TransportError, VitalsError
 from trainvitals.io.mailbox import Mailbox, sign_command, verify_command
 from trainvitals.records import Command, Note
 from trainvitals.views import CommandView
@@ -92,7 +92,8 @@ class Relay:
                         found.append((view.command, False))
                 self._backoff.succeeded()
             except VitalsError as error:
-                self._backoff.failed(now)
+                asked = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
+                self._backoff.failed(now, retry_after=asked)
                 self._faults.record("relay", error)
         desk.waiting.extend(sorted(found, key=lambda item: item[0].number))
 

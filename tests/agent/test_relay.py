@@ -195,3 +195,15 @@ def test_no_command_is_asked_for_while_the_collector_is_away_more_often_than_the
         agent.cycle(float(second))
     asked = [path for method, path in stub.requests if method == "GET"]
     assert 1 <= len(asked) < 30
+
+
+def test_no_command_is_asked_for_before_the_time_that_the_collector_named(world, stub, client):
+    world.rank().step(0)
+    agent = world.agent(client=client)
+    stub.failing, stub.retry_after = True, 40
+    for second in range(40):
+        agent.cycle(float(second))
+    assert 1 == sum(method == "GET" for method, _ in stub.requests)
+    stub.failing = False
+    agent.cycle(81.0)
+    assert 2 == sum(method == "GET" for method, _ in stub.requests)
