@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.lab import Lab, open_lab, until
+from tests.agent.builders import World
+from tests.e2e.lab import Lab, open_lab, stored_rows, until
+from trainvitals.cli.supervise import Stack
+from trainvitals.identity import safe_node_id
+from trainvitals.io.private import private_base
 
 pytestmark = pytest.mark.dist
 
@@ -68,6 +72,33 @@ def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
     assert 130 == up.wait(STOP_SECONDS), lab.log("up").read_text()
     assert {} == lab.alive()
     assert "Traceback" not in lab.log("up").read_text()
+
+
+def test_the_agent_finds_a_collector_that_was_started_again_at_another_port(lab):
+    environ = lab.environ()
+    with Stack(lab.folder / "home", environ) as stack, socket.socket() as squatter:
+        first = stack.start_collector()
+        stack.start_agent()
+        rank = World(private_base(environ), stack.runs).rank(
+            node=safe_node_id(socket.gethostname())
+        )
+
+        def num_stored() -> int:
+            keys = [key for key, _ in stored_rows(stack.data)]
+            return sum(key[2] == "steps" for key in keys)
+
+        rank.step(0)
+        until(lambda: num_stored() == 1, "the first collector has the row")
+        (pid,) = [pid for pid, words in lab.alive().items() if "trainvitals collector" in words]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: (stack.dead() or pid) != pid, "the collector is gone")
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        squatter.bind(("127.0.0.1", int(first.rpartition(":")[2])))
+        assert first != stack.start_collector()
+        rank.step(1)
+        until(lambda: num_stored() == 2, "the second collector has the next row")
+        rank.close()
+    assert {} == lab.alive()
 
 
 def test_run_keeps_the_commands_output_and_exit_code(lab):

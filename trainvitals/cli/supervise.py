@@ -91,8 +91,11 @@ class Stack:
         return address.url
 
     def start_agent(self) -> None:
-        """Start the agent for the folder of runs, shipping to the collector."""
-        options = ["--dir", str(self.runs), "--collector", self.collector_url]
+        """Start the agent for the folder of runs, shipping to the collector, wherever that is.
+
+        It is told the collector's data folder: one that is started again may have another port.
+        """
+        options = ["--dir", str(self.runs), "--collector", str(self.data)]
         self._start("agent", [*options, "--token-file", str(self.token_file)])
 
     def start_dashboard(self, *, port: int = 0) -> str:
