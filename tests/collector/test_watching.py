@@ -16,7 +16,7 @@ from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import engine_state, findings
 from vitals_collector.storage.store import Store
 from vitals_collector.watch.following import watch_again
-from vitals_collector.watch.gathering import HostRow, NodeMerger
+from vitals_collector.watch.nodes import HostRow, NodeMerger
 from vitals_collector.watch.watching import Watching, WatchingConfig
 
 
@@ -382,13 +382,13 @@ def test_what_a_node_wrote_between_two_of_its_own_rows_is_one_sample():
     def row(seq: int, at: int, **values: float) -> HostRow:
         return HostRow(seq, at, at * 10, values)
 
-    merger.add(("a", "node"), "n", "", [row(0, 100, cpu=1.0), row(1, 200, cpu=2.0)])
+    merger.add(("a", "node"), "n", "", [row(0, 100), row(1, 200)])
     merger.add(("b", "gpu"), "n", "G", [row(0, 101, x=1.0), row(1, 201, x=2.0)])
     assert [] == merger.ready({"n": 150})
     (found,) = merger.ready({})
-    assert ("n", 1_000, {"cpu": 1.0}, {"G": {"x": 1.0}}) == found
+    assert ("n", 1_000, {"G": {"x": 1.0}}) == found
     assert {("a", "node"): 0, ("b", "gpu"): 0} == merger.done()
-    merger.add(("a", "node"), "n", "", [row(2, 5, cpu=3.0)])  # the node was started again
+    merger.add(("a", "node"), "n", "", [row(2, 5)])  # the node was started again
     assert [{"G": {"x": 2.0}}] == [found.gpus for found in merger.ready({})]
 
 

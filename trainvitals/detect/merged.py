@@ -35,13 +35,12 @@ class MergedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
-    """One sample of a node by its agent: its GPUs' and its own numbers."""
+    """One sample of a node's GPUs by its agent."""
 
     node: str
     time_unix_ns: int
     step: int
     """The newest step of the run that was known then."""
-    host: Mapping[str, Value] = field(default_factory=dict)
     gpus: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     """Columns of every GPU, by its UUID."""
 

@@ -71,8 +71,8 @@ def agent_cost(*, seconds: float, warm_up_seconds: float = 4.0, ships: bool = Fa
             for each in ranks:
                 assert each.stdout is not None
                 each.stdout.readline()  # it writes
-            args = ("served", runs, str(warm_up_seconds), str(seconds), url)
-            agent = started.enter_context(_process(*args, env=env))
+            served = ("served", runs, str(warm_up_seconds), str(seconds), url)
+            agent = started.enter_context(_process(*served, env=env))
             assert agent.stdout is not None
             return msgspec.json.decode(agent.stdout.read(), type=Cost)
     finally:

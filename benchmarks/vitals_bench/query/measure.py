@@ -126,7 +126,7 @@ def num_hidden(reply: SeriesReply, planted: Planted) -> int:
 def _overview(asked: Asking, theirs: Store, table: Table) -> Iterator[Row]:
     bucket = table.c.step / max(1, asked.size.num_steps // (NUM_POINTS // 2))
     value, bucket = table.c.loss, sqlalchemy.cast(bucket, sqlalchemy.Integer)
-    grouped = select(
+    grouped: sqlalchemy.Select[Any] = select(
         bucket, func.min(value), func.max(value), func.count() - func.count(value)
     ).group_by(bucket)
     times = interleave(

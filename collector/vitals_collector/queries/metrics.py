@@ -31,8 +31,8 @@ def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
         for stream, name in connection.execute(query)
         if stream != "events" and stream not in NAMED and name not in _KEYS
     }
-    query = select(table.name).where(table.run_id == run_id, table.stream == "layers")
-    measured = {name for (name,) in connection.execute(query)}
+    of_layers = select(table.name).where(table.run_id == run_id, table.stream == "layers")
+    measured = set(connection.execute(of_layers).scalars())
     query = select(names.c.stream, names.c.name).where(names.c.run_id == run_id)
     for stream, name in connection.execute(query):
         if stream in NAMED:

@@ -12,35 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from sqlalchemy import Connection, select
 
-from trainvitals.catalog import GPU_METRICS, NODE_METRICS
-from trainvitals.detect.merged import MergedStep, NodeSample, Value
+from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.detect.watch import WatchConfig, WatchSet
 from trainvitals.records import Finding
-from trainvitals.rows import Schema
 from vitals_collector.storage.schema import checkpoints, engine_state
 from vitals_collector.watch.fresh import HOSTS, STEPS, Block, FreshRows
-from vitals_collector.watch.gathering import (
-    BEFORE_ALL,
-    HostRow,
-    MergeConfig,
-    NodeMerger,
-    Round,
-    StepMerger,
-    Writer,
-)
+from vitals_collector.watch.gathering import BEFORE_ALL, MergeConfig, StepMerger, Writer
 from vitals_collector.watch.live import Taken
 from vitals_collector.watch.merging import LAYER_COLUMNS, Key, LayerPart, Rows, decode, step_columns
+from vitals_collector.watch.nodes import NodeMerger, Round, host_rows
 
 _ROWS_AT_ONCE = 50_000
 _LOOK_NS = 30_000_000_000
 """How often the store is asked for rows that nobody told of: another process may write there."""
-_HOST_COLUMNS = frozenset(m.column for m in (*NODE_METRICS, *GPU_METRICS))
-_MORE_COLUMNS = frozenset({"ecc_corrected_errors", "last_xid"})
-"""Columns that newer agents may send, and watchers know."""
 _SAVED_STATES = ("verified", "healthy", "retired")
 _LOG = logging.getLogger("vitals.collector.watching")
 
@@ -186,7 +172,7 @@ class Followed:
     def _take_hosts(self, block: Block) -> None:
         for stream, raw in block.by_stream():
             uuid = stream.source.removeprefix("gpu:") if stream.writer[1] == "gpu" else ""
-            rows = _host_rows(block.schema, raw)
+            rows = host_rows(block.schema, raw)
             self.hosts.add(stream.writer, stream.node, uuid, rows)
 
     def _new_checkpoints(self, connection: Connection) -> list[tuple[Key, int]]:
@@ -259,7 +245,6 @@ class Followed:
             node=found.node,
             time_unix_ns=found.time_unix_ns,
             step=self.saved.last[1],
-            host=found.host,
             gpus=found.gpus,
         )
         return self._told(self.watchers.update_node(sample), found.time_unix_ns)
@@ -350,22 +335,6 @@ def watch_again(
 def state_name(run_id: str) -> str:
     """Return the name under which a run's state is kept in ``engine_state``."""
     return f"watching/{run_id}"
-
-
-def _host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
-    known = _HOST_COLUMNS | _MORE_COLUMNS
-    raw, size = rows.tobytes(), schema.row_size
-    found = []
-    for i, seq in enumerate(rows["seq"].tolist()):
-        fields = schema.unpack(raw[i * size : (i + 1) * size])
-        values: dict[str, Value] = {name: v for name, v in fields.items() if name in known}
-        at, when = fields.get("monotonic_ns"), fields.get("time_unix_ns")
-        found.append(
-            HostRow(
-                seq, at if isinstance(at, int) else 0, when if isinstance(when, int) else 0, values
-            )
-        )
-    return found
 
 
 __all__ = ["Followed", "Saved", "Told", "open_run", "state_name", "watch_again"]

@@ -1,4 +1,4 @@
-"""Holds rows until what they belong to is whole: steps of all ranks, and samples of a node. Pure.
+"""Holds rows of ranks until the step that they belong to is whole. Pure.
 
 Ranks' rows arrive in batches, each rank's in order and none in step with another's. A step is
 merged once every awaited rank has come past it. A rank that stays away is waited for so long, and
@@ -6,14 +6,13 @@ then no more until it speaks again: its values are missing from what is merged, 
 Steps are ordered by (attempt, step), for attempts' ids grow with time and a newer one may go back.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from trainvitals.detect.merged import MergedStep, Value
+from trainvitals.detect.merged import MergedStep
 from vitals_collector.watch.merging import Ints, Key, LayerPart, Mask, Rows, merge
 
 Writer = tuple[str, str]
@@ -22,8 +21,6 @@ Writer = tuple[str, str]
 BEFORE_ALL: Key = (-(2**63), -(2**63))
 MOST_RANKS = 16_384
 """Ranks that are merged: a number in a batch's header must not cost memory without end."""
-_MOST_SAMPLES = 4_096
-"""Rows of GPUs that wait for the node's own row; beyond, the oldest are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,112 +301,4 @@ class StepMerger:
         self.num_missing, self.num_late = int(state["num_missing"]), int(state["num_late"])
 
 
-# ------------------------------------------------------------------------------------- nodes
-
-
-class HostRow(NamedTuple):
-    """One row of a node or of one of its GPUs."""
-
-    seq: int
-    monotonic_ns: int
-    time_unix_ns: int
-    values: Mapping[str, Value]
-
-
-class Round(NamedTuple):
-    """What an agent sampled at one time: a ``NodeSample`` without a step."""
-
-    node: str
-    time_unix_ns: int
-    host: Mapping[str, Value]
-    gpus: Mapping[str, Mapping[str, Value]]
-
-
-class _Waiting(NamedTuple):
-    writer: Writer
-    uuid: str
-    row: HostRow
-
-
-@dataclass(slots=True)
-class _Node:
-    hosts: deque[_Waiting] = field(default_factory=deque)
-    gpus: list[_Waiting] = field(default_factory=list)
-
-
-class NodeMerger:
-    """Joins the rows of a node's GPUs to the node's own.
-
-    An agent writes its node's row first in each round, then those of the GPUs: what it wrote from
-    one row of the node to before the next belongs together, by its monotonic clock. So the newest
-    round comes out when the next begins; a GPU whose row has not arrived yet would seem lost.
-    """
-
-    def __init__(self) -> None:
-        self.num_dropped = 0
-        self._nodes: dict[str, _Node] = {}
-        self._read: dict[Writer, int] = {}
-
-    def add(self, writer: Writer, node: str, uuid: str, rows: Iterable[HostRow]) -> None:
-        """Take rows in, the node's own where ``uuid`` is empty; those of a writer in order."""
-        kept = self._nodes.setdefault(node, _Node())
-        for row in rows:
-            self._read[writer] = row.seq
-            waiting = _Waiting(writer, uuid, row)
-            if not uuid:
-                kept.hosts.append(waiting)
-            else:
-                kept.gpus.append(waiting)
-        excess = len(kept.gpus) - _MOST_SAMPLES
-        if excess > 0:
-            self.num_dropped += excess
-            del kept.gpus[:excess]
-
-    def ready(self, gates: Mapping[str, int]) -> list[Round]:
-        """Return the rounds that are whole, by time.
-
-        Args:
-            gates: of a node that has rows which were not added yet, the monotonic time up to which
-                all have been.
-        """
-        rounds: list[Round] = []
-        for node, kept in self._nodes.items():
-            gate = gates.get(node)
-            while len(kept.hosts) > 1 and (gate is None or kept.hosts[1].row.monotonic_ns <= gate):
-                rounds.append(_next_round(node, kept))
-        return sorted(rounds, key=lambda found: found.time_unix_ns)
-
-    def done(self) -> dict[Writer, int]:
-        """Return the sequence number up to which each writer's rows need not be read again."""
-        done = dict(self._read)
-        for kept in self._nodes.values():
-            for writer, _, row in (*kept.hosts, *kept.gpus):
-                done[writer] = min(done[writer], row.seq - 1)
-        return done
-
-
-def _next_round(node: str, kept: _Node) -> Round:
-    begin = kept.hosts.popleft().row
-    end = kept.hosts[0].row.monotonic_ns
-    is_rebooted = end < begin.monotonic_ns
-    mine: list[_Waiting] = []
-    rest: list[_Waiting] = []
-    for waiting in kept.gpus:
-        at = waiting.row.monotonic_ns
-        belongs = at >= begin.monotonic_ns if is_rebooted else at < end
-        (mine if belongs else rest).append(waiting)
-    kept.gpus = rest
-    gpus = {waiting.uuid: waiting.row.values for waiting in mine}
-    return Round(node, begin.time_unix_ns, begin.values, gpus)
-
-
-__all__ = [
-    "BEFORE_ALL",
-    "MOST_RANKS",
-    "HostRow",
-    "MergeConfig",
-    "NodeMerger",
-    "Round",
-    "StepMerger",
-    "Writer",
-]
+__all__ = ["BEFORE_ALL", "MOST_RANKS", "MergeConfig", "StepMerger", "Writer"]

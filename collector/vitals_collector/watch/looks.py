@@ -133,7 +133,7 @@ def _look_of(
     decided: _Decided,
     when: Liveness,
 ) -> RunLook:
-    state = run_state([SourceState(*row[1:8]) for row in rows], when)
+    state = run_state([SourceState._make(row[1:8]) for row in rows], when)
     heads = [row for row in rows if row.source == "rank:0" and row.last_step >= 0]
     head = max(heads, key=lambda row: row.last_step_unix_ns, default=None)
     last_step = -1 if head is None else head.last_step

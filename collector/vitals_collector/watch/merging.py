@@ -187,14 +187,14 @@ def _merge_block(
     times = np.where(of_root > _NO_TIME, of_root, times)
     names = [name for name in RANK_COLUMNS if valid[name].any()]
     columns = [_with_gaps(values[name], valid[name]) for name in names]
-    ranks = list(zip(*columns, strict=True)) if columns else [()] * len(steps)
+    of_ranks = list(zip(*columns, strict=True)) if columns else [()] * len(steps)
     merged = [
         MergedStep(
             step=step,
             attempt=attempt,
             time_unix_ns=time,
             run=run[i],
-            ranks=dict(zip(names, ranks[i], strict=True)),
+            ranks=dict(zip(names, of_ranks[i], strict=True)),
             layers=layers.get((attempt, step), {}),
         )
         for i, (step, time) in enumerate(zip(steps.tolist(), times.tolist(), strict=True))

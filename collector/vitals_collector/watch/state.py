@@ -46,7 +46,7 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     agents = [one for name, one in newest.items() if not name.startswith("rank:")]
     ended = {one.ended_state for one in ranks} & set(_FINAL)
     if head is not None and head.ended_state:
-        said = next((state for state in _FINAL if state in ended), "finished")
+        said: RunState = next((state for state in _FINAL if state in ended), "finished")
         # A launcher that loses one rank interrupts the others: theirs is not the story.
         return "failed" if said == "interrupted" and _lost_one_first(ranks) else said
     is_gone = bool(ranks) and all(one.alive == 0 or one.ended_state for one in ranks)
