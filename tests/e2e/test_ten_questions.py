@@ -120,6 +120,9 @@ def test_which_signal_moved_first(asked: Asked):
     moved = {name: first_away(asked.near(name, shard)) for name in names}
     assert [shard.onset, shard.onset + 20, shard.bad] == sorted(moved.values())
     assert [names[2], names[1], names[0]] == sorted(moved, key=moved.__getitem__)
+    assert [f"rank:{shard.rank}", "run", shard.layer, "run"] == [
+        mover.row for mover in asked.run.movers(shard.bad)[:4]
+    ]
     pace = asked.near("steps.step_duration_seconds", gpu, source=f"rank:{gpu.rank}")
     assert (gpu.onset, gpu.bad) == (
         int(pace.step[pace.value > 1.5 * np.median(pace.value)][0]),
@@ -131,6 +134,8 @@ def test_which_layer(asked: Asked):
     moved = {name: first_away(asked.near(f"layers.{name}", asked.made.shard)) for name in LAYERS}
     assert asked.made.shard.layer == min(moved, key=moved.__getitem__)
     assert asked.made.shard.onset == min(moved.values())
+    movers = asked.run.movers(asked.made.shard.bad)
+    assert [asked.made.shard.layer] == [one.row for one in movers if one.row in LAYERS]
 
 
 @pytest.mark.parametrize("which", ["shard", "gpu"])

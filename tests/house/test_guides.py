@@ -19,11 +19,13 @@ def blocks(page: Path) -> list[re.Match[str]]:
     return list(BLOCK.finditer(page.read_text()))
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+WITH_FILES = [page for page in GUIDES if "<!-- generated: " in page.read_text()]
+
+
+@pytest.mark.parametrize("page", WITH_FILES, ids=lambda page: page.stem)
 def test_a_file_that_is_shown_is_the_one_that_is_generated(page):
     marked = [b for b in blocks(page) if (b["mark"] or "").startswith("generated: ")]
     shown = {b["mark"].removeprefix("generated: "): b["body"] for b in marked}
-    assert shown, "a guide without a generated file needs no place here"
     for path, body in shown.items():
         assert (ROOT / path).read_text() == body, f"{page.name} shows an older {path}"
 
