@@ -11,6 +11,7 @@ from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,
     CellsReply,
+    IncidentView,
     MoverView,
     TableReply,
     TableRequest,
@@ -62,6 +63,11 @@ def _add_maps(router: APIRouter, query: Query) -> None:
 
 
 def _add_lists(router: APIRouter, query: Query) -> None:
+    @router.get("/runs/{run_id}/incidents", responses=answers(tuple[IncidentView, ...]))
+    def list_incidents(run_id: str) -> Response:
+        """Return what went wrong, each whole and told as a story, the newest first."""
+        return reply(query.incidents(run_id))
+
     @router.get("/runs/{run_id}/annotations", responses=answers(tuple[AnnotationView, ...]))
     def list_annotations(run_id: str) -> Response:
         """Return what people wrote and the training announced, by step."""

@@ -18,6 +18,7 @@ from trainvitals.views import (
     DecisionView,
     EventView,
     FindingView,
+    IncidentView,
     MoverView,
     RunDetail,
     RunSummary,
@@ -32,6 +33,7 @@ from vitals_collector.queries import metrics, series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.cells import cells
 from vitals_collector.queries.curve import curve_reply
+from vitals_collector.queries.incidents import incidents
 from vitals_collector.queries.loading import load_curve, load_outline
 from vitals_collector.queries.movers import movers
 from vitals_collector.queries.recorded import (
@@ -239,6 +241,13 @@ class Query:
         with self._store.read() as connection:
             run_row(connection, run_id)
             return movers(connection, run_id, step)
+
+    def incidents(self, run_id: str) -> tuple[IncidentView, ...]:
+        """Return what went wrong, each whole and told as a story, the newest first."""
+        with self._store.read() as connection:
+            run_row(connection, run_id)
+            run = overview.summaries(connection, self._liveness(), run_id)[0]
+            return incidents(connection, run)
 
     def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:
         """Return what people wrote and the training announced, by step."""

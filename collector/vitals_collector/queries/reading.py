@@ -19,6 +19,7 @@ from trainvitals.views import (
     DecisionView,
     EventView,
     FindingView,
+    IncidentView,
     MoverView,
     RunDetail,
     RunSummary,
@@ -106,6 +107,10 @@ class Reader(Protocol):
 
     def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
         """Return which layers and ranks moved most up to a step."""
+        ...
+
+    def incidents(self, run_id: str) -> tuple[IncidentView, ...]:
+        """Return what went wrong, each whole."""
         ...
 
     def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:

@@ -44,13 +44,13 @@ def explain(run: RunSummary, view: StepView, ledger: Sequence[DecisionView]) -> 
     parts = [head]
     for ordinal, attempt in enumerate(attempts, start=1):
         name = f"Trained {len(attempts)} times; time {ordinal}: " if len(attempts) > 1 else ""
-        parts.append(name + _of_attempt(view, attempt))
+        parts.append(name + of_attempt(view, attempt))
     if not attempts:
         parts.append("No row of it is stored.")
     parts += _thinned(view)
-    parts += [_fed(one, len(attempts) > 1) for one in view.data]
+    parts += [fed(one, len(attempts) > 1) for one in view.data]
     parts += [_found(one) for one in view.findings]
-    parts += [_decided(one) for one in view.decisions]
+    parts += [decided(one) for one in view.decisions]
     if attempts and not view.findings and not view.decisions:
         parts.append("No detector raised anything about it and nothing was decided.")
     parts += _rolled_back(view.step, ledger)
@@ -79,7 +79,8 @@ def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
     return replace(view, data=tuple(data[key] for key in sorted(data)))
 
 
-def _of_attempt(view: StepView, attempt: int) -> str:
+def of_attempt(view: StepView, attempt: int) -> str:
+    """Return what the step's rows say of one attempt: numbers, limits, verdict, outcome."""
     rows = [row for row in view.rows if row.attempt == attempt]
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values
@@ -126,7 +127,8 @@ def _culprit(rows: Sequence[StepRow], rank: int) -> str:
     return said + ")"
 
 
-def _fed(one: StepData, tells_attempt: bool) -> str:
+def fed(one: StepData, tells_attempt: bool) -> str:
+    """Return which samples fed a rank."""
     batch = one.batch
     said = one.source.replace(":", " ") + (f" in attempt {one.attempt}" if tells_attempt else "")
     num = "batch" if batch.num_batches == 1 else f"{batch.num_batches} batches from"
@@ -151,7 +153,8 @@ def _found(one: FindingView) -> str:
     return f"{finding.detector} found {finding.kind}: {finding.reason}."
 
 
-def _decided(one: DecisionView) -> str:
+def decided(one: DecisionView) -> str:
+    """Return what was decided, by which rule, when and why."""
     decision = one.decision
     acted = "" if decision.acted else " (observe mode: recorded, not done)"
     parts = [

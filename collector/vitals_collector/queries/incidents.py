@@ -1,0 +1,370 @@
+"""Incidents: what belongs together (``grouping``), read whole and told as a story (``story``)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, Row, select
+
+from trainvitals.alerting import alerts_for_decision, alerts_for_finding, point_is_over
+from trainvitals.records import BatchNoted, Finding, Note, RunEnded
+from trainvitals.views import (
+    AlertView,
+    DecisionView,
+    EventView,
+    FindingView,
+    IncidentView,
+    RunSummary,
+    Severity,
+    StepData,
+)
+from vitals_collector.queries import story
+from vitals_collector.queries.evidence import gather
+from vitals_collector.queries.grouping import (
+    NEAR_STEPS,
+    SEVERITIES,
+    Item,
+    domain_of,
+    group,
+    incident_ids,
+    item_of_decision,
+    item_of_finding,
+)
+from vitals_collector.queries.recorded import (
+    alerts_of,
+    decisions_of,
+    event_view,
+)
+from vitals_collector.storage.schema import events, findings
+
+HEALTHY_STEPS = 100
+"""Steps without trouble after which an incident is over."""
+MAX_INCIDENTS = 200
+"""Incidents of one answer: the newest."""
+MAX_EVIDENCE = 20
+"""Of these, so many are told with the numbers around them: the gravest, then the newest."""
+MAX_RECORDS = 20_000
+"""Findings, and events of note, that are looked at: the newest."""
+MAX_LISTED = 200
+"""Records of one kind that an incident carries; its story counts them all."""
+_NEAR_NS = 120 * 10**9
+"""What an agent says has no step: it belongs to what happened so near in time."""
+_OF_NOTE = (
+    "Note", "RunEnded", "CheckpointChanged", "CommandAcknowledged", "DataWindowSkipped",
+    "AttemptStarted", "ChangeExpected",
+)  # fmt: skip
+
+_finding = msgspec.msgpack.Decoder(Finding).decode
+_batch = msgspec.msgpack.Decoder(BatchNoted).decode
+_note = msgspec.msgpack.Decoder(Note).decode
+_ended = msgspec.msgpack.Decoder(RunEnded).decode
+
+
+class Said(NamedTuple):
+    """An event of note."""
+
+    view: EventView
+    severity: str
+    code: str
+    """What it is alone an incident of; "" where it only belongs to others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Everything of a run that may be part of an incident."""
+
+    findings: tuple[FindingView, ...]
+    attempts: tuple[int, ...]
+    """Of each finding."""
+    decisions: tuple[DecisionView, ...]
+    alerts: tuple[AlertView, ...]
+    events: tuple[Said, ...]
+    data: tuple[StepData, ...]
+    data_steps: tuple[int, ...]
+
+
+def incidents(connection: Connection, run: RunSummary) -> tuple[IncidentView, ...]:
+    """Return what went wrong in a run, the newest first."""
+    records = read_records(connection, run.run_id)
+    items, raised = items_of(records)
+    groups = group(items)
+    names = incident_ids(groups)
+    bundles = [_bundle(name, some, records) for name, some in zip(names, groups, strict=True)]
+    _attach_alerts(bundles, records, raised)
+    bundles.sort(key=lambda one: (one.started_unix_ns, one.name), reverse=True)
+    bundles = bundles[:MAX_INCIDENTS]
+    gravest = sorted(bundles, key=lambda one: -SEVERITIES.index(severity_of(one, records)))
+    told = {id(one) for one in gravest[:MAX_EVIDENCE]}
+    return tuple(_view(connection, run, one, records, id(one) in told) for one in bundles)
+
+
+@dataclass(slots=True)
+class Bundle:
+    """What belongs to one incident, as numbers into the records."""
+
+    name: str
+    attempt: int
+    onset: int
+    last: int
+    started_unix_ns: int
+    ended_unix_ns: int
+    cause: str
+    rank: int
+    findings: list[int]
+    decisions: list[int]
+    alerts: list[int]
+    events: list[int]
+    data: list[int]
+
+
+def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, int]]]]:
+    """Return what incidents are made of, and which alert each of it raised, at which step.
+
+    Alerts that nothing here raised, such as that of a lost run, stand for themselves.
+    """
+    items: list[Item] = []
+    raised: dict[str, list[tuple[int, int]]] = {}
+    for i, found in enumerate(records.findings):
+        one = item_of_finding(i, found.finding, records.attempts[i], found.time_unix_ns)
+        _note_raised(raised, alerts_for_finding(found.finding, run_id=found.run_id), len(items))
+        items.append(one)
+    for i, view in enumerate(records.decisions):
+        if view.decision.action == "continue":
+            continue
+        alerts = alerts_for_decision(view.decision, run_id=view.run_id)
+        _note_raised(raised, alerts, len(items))
+        items.append(item_of_decision(i, view.decision, view.time_unix_ns))
+    last = max((one.attempt for one in items), default=0)
+    for i, alert in enumerate(records.alerts):
+        if alert.fingerprint not in raised:
+            step, when = max(alert.step, 0), alert.started_unix_ns
+            items.append(Item("alert", i, last, step, step, step, when, alert.name, "run"))
+    for i, said in enumerate(records.events):
+        if said.code:
+            step, view_ = max(said.view.step, 0), said.view
+            attempt = view_.attempt or last
+            domain = "run" if said.code == "RunFailed" else domain_of(said.code)
+            items.append(
+                Item("event", i, attempt, step, step, step, view_.time_unix_ns, said.code, domain)
+            )
+    return items, raised
+
+
+def _note_raised(
+    raised: dict[str, list[tuple[int, int]]], alerts: Iterable[Any], index: int
+) -> None:
+    for alert in alerts:
+        raised.setdefault(alert.fingerprint, []).append((alert.step, index))
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+def read_records(connection: Connection, run_id: str) -> Records:
+    """Return the newest findings, decisions and events of note of a run, and its alerts."""
+    table = findings.c
+    query = select(table.time_unix_ns, table.attempt, table.body).where(table.run_id == run_id)
+    order = (table.time_unix_ns.desc(), table.step.desc(), table.seq.desc(), table.incarnation)
+    found = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
+    said, data = _read_events(connection, run_id)
+    return Records(
+        findings=tuple(
+            FindingView(run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body))
+            for row in found
+        ),
+        attempts=tuple(row.attempt for row in found),
+        decisions=decisions_of(connection, run_id)[-MAX_RECORDS:],
+        alerts=alerts_of(connection, run_id=run_id),
+        events=tuple(said),
+        data=tuple(
+            StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)) for row in data
+        ),
+        data_steps=tuple(row.step for row in data),
+    )
+
+
+def _read_events(connection: Connection, run_id: str) -> tuple[list[Said], Sequence[Row[Any]]]:
+    table = events.c
+
+    def newest(*kinds: str) -> Sequence[Row[Any]]:
+        query = select(events).where(table.run_id == run_id, table.kind.in_(kinds))
+        order = (table.time_unix_ns.desc(), table.id.desc())
+        return connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
+
+    said = [_said(row) for row in newest(*_OF_NOTE)]
+    return [one for one in said if one is not None], newest("BatchNoted")
+
+
+def _said(row: Row[Any]) -> Said | None:
+    view = event_view(row)
+    if row.kind == "Note":
+        note = _note(row.body)
+        if note.severity == "info":
+            return None
+        return Said(view, note.severity, note.code if note.severity == "error" else "")
+    if row.kind == "RunEnded":
+        ended = _ended(row.body)
+        return Said(view, "info", "RunFailed" if ended.state == "failed" else "")
+    if row.kind == "CheckpointChanged" and " is bad " not in row.summary:
+        return None
+    return Said(view, "info", "")
+
+
+# ------------------------------------------------------------------------------------ bundling
+
+
+def _bundle(name: str, some: Sequence[Item], records: Records) -> Bundle:
+    def of(kind: str) -> list[int]:
+        return [one.which for one in some if one.kind == kind]
+
+    times = [one.time_unix_ns for one in some]
+    ranks = {one.rank for one in some if one.rank >= 0}
+    one = Bundle(
+        name=name,
+        attempt=some[0].attempt,
+        onset=some[0].onset,
+        last=max(item.last for item in some),
+        started_unix_ns=min(times),
+        ended_unix_ns=max(times),
+        cause=some[0].cause,
+        rank=ranks.pop() if len(ranks) == 1 else -1,
+        findings=of("finding"),
+        decisions=of("decision"),
+        alerts=of("alert"),
+        events=of("event"),
+        data=[],
+    )
+    _attach(one, some, records)
+    return one
+
+
+def _attach(one: Bundle, some: Sequence[Item], records: Records) -> None:
+    """Add the events near to it, and the data of its steps."""
+    spans: dict[int, tuple[int, int]] = {}
+    for item in some:
+        low, high = spans.get(item.attempt, (item.onset, item.last))
+        spans[item.attempt] = (min(low, item.onset), max(high, item.last))
+        if item.new_attempt:
+            spans.setdefault(item.new_attempt, (item.first, item.first))
+    for i, said in enumerate(records.events):
+        view = said.view
+        if said.code or i in one.events:
+            continue
+        if view.step < 0 or not view.attempt:
+            early, late = one.started_unix_ns - _NEAR_NS, one.ended_unix_ns + _NEAR_NS
+            is_near = early <= view.time_unix_ns <= late
+        else:
+            low, high = spans.get(view.attempt, (1, 0))
+            is_near = low - NEAR_STEPS <= view.step <= high + NEAR_STEPS and low <= high
+        if is_near:
+            one.events.append(i)
+    steps = {(item.attempt, item.last) for item in some} | {(i.attempt, i.onset) for i in some}
+    for i, (data, step) in enumerate(zip(records.data, records.data_steps, strict=True)):
+        if (data.attempt, step) in steps:
+            one.data.append(i)
+
+
+def _attach_alerts(
+    bundles: Sequence[Bundle], records: Records, raised: dict[str, list[tuple[int, int]]]
+) -> None:
+    """Give each alert to the bundle with what raised it last: one is raised again and again."""
+    num = len(records.findings)
+    order = [i for i, view in enumerate(records.decisions) if view.decision.action != "continue"]
+    of_finding = {i: one for one in bundles for i in one.findings}
+    of_decision = {i: one for one in bundles for i in one.decisions}
+    for i, alert in enumerate(records.alerts):
+        by = raised.get(alert.fingerprint)
+        if not by:
+            continue
+        _, index = min(by, key=lambda found: (abs(found[0] - alert.step), -found[1]))
+        bundle = of_finding[index] if index < num else of_decision[order[index - num]]
+        bundle.alerts.append(i)
+
+
+# ------------------------------------------------------------------------------------- telling
+
+
+def severity_of(one: Bundle, records: Records) -> Severity:
+    """Return how loud the gravest part of it is."""
+    found: list[Severity] = [records.alerts[i].severity for i in one.alerts]
+    for i in one.findings:
+        finding = records.findings[i].finding
+        found += [a.severity for a in alerts_for_finding(finding, run_id="")]
+    for i in one.decisions:
+        decision = records.decisions[i].decision
+        found += [a.severity for a in alerts_for_decision(decision, run_id="")]
+    found += ["notify" for i in one.events if records.events[i].code]
+    return max(found, key=SEVERITIES.index, default="log")
+
+
+def _is_open(one: Bundle, records: Records, run: RunSummary) -> bool:
+    if run.state == "finished":
+        return False
+    conditions = (records.alerts[i] for i in one.alerts)
+    if any(alert.state == "firing" for alert in conditions):
+        return True
+    decisions = [records.decisions[i].decision for i in one.decisions]
+    if run.state in ("halted", "failed") and any(d.action == "halt" and d.acted for d in decisions):
+        return True
+    if not one.findings and not one.decisions:
+        return run.state in ("lost", "failed") and not one.alerts
+    return not point_is_over(
+        raised_step=one.onset,
+        last_step=run.last_step,
+        last_unhealthy_step=one.last,
+        healthy_steps=HEALTHY_STEPS,
+    )
+
+
+def _view(
+    connection: Connection,
+    run: RunSummary,
+    one: Bundle,
+    records: Records,
+    is_whole: bool,
+) -> IncidentView:
+    found = tuple(records.findings[i] for i in one.findings)
+    decided = tuple(records.decisions[i] for i in one.decisions)
+    said = tuple(records.events[i].view for i in sorted(one.events))
+    data = tuple(records.data[i] for i in one.data)
+    is_open = _is_open(one, records, run)
+    evidence = gather(connection, run, one.attempt, one.onset, one.last, decided, is_whole=is_whole)
+    told = story.Told(
+        run=run,
+        attempt=one.attempt,
+        onset=one.onset,
+        last=one.last,
+        started_unix_ns=one.started_unix_ns,
+        is_open=is_open,
+        cause=one.cause,
+        rank=one.rank,
+        findings=found,
+        decisions=decided,
+        alerts=tuple(records.alerts[i] for i in one.alerts),
+        events=said,
+        data=data,
+        evidence=evidence,
+    )
+    return IncidentView(
+        incident_id=one.name,
+        run_id=run.run_id,
+        title=story.title(told),
+        severity=severity_of(one, records),
+        is_open=is_open,
+        onset_step=one.onset,
+        last_step=one.last,
+        started_unix_ns=one.started_unix_ns,
+        ended_unix_ns=0 if is_open else one.ended_unix_ns,
+        story=story.tell(told),
+        cost_steps=evidence.cost_steps,
+        cost_seconds=evidence.cost_seconds or 0.0,
+        decisions=decided[:MAX_LISTED],
+        findings=found[:MAX_LISTED],
+        alerts=tuple(told.alerts[:MAX_LISTED]),
+        events=said[:MAX_LISTED],
+        data=data[:MAX_LISTED],
+    )
+
+
+__all__ = ["Bundle", "incidents", "items_of", "read_records"]
