@@ -26,7 +26,13 @@ def open_run(
     run: str, folder: Path | None, collector: str, token_file: Path | None
 ) -> Iterator[tuple[Opened, RunSummary]]:
     """Open what is asked about; a run given as a folder is read without any server."""
-    if run and folder is None and Path(run).is_dir():
-        folder, run = Path(run), ""
+    folder, run = as_folder(run, folder)
     with open_reader(folder, collector=collector, token_file=token_file) as opened:
         yield opened, find_run(opened.reader, run)
+
+
+def as_folder(run: str, folder: Path | None) -> tuple[Path | None, str]:
+    """Return the folder to read, and the run in it; a run may be given as a folder itself."""
+    if run and folder is None and Path(run).is_dir():
+        return Path(run), ""
+    return folder, run

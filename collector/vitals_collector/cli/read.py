@@ -9,7 +9,7 @@ import typer
 
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
-from vitals_collector.cli import show
+from vitals_collector.cli import postmortem, query, show
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
 from vitals_collector.queries.reading import open_reader
@@ -20,6 +20,8 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("runs", epilog="Example: vitals runs --format csv")(list_runs)
     show.register(app)
+    query.register(app)
+    postmortem.register(app)
     app.command("why", epilog="Example: vitals why my-run 31219")(why)
     app.command("tail", epilog="Example: vitals tail my-run --follow")(tail)
 

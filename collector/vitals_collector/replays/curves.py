@@ -51,6 +51,14 @@ class Curve:
             steps += self.discarded.step
         return (min(steps), max(steps)) if steps else (0, 0)
 
+    def left_behind(self, num: int) -> list[dict[int, Column]]:
+        """Return the columns of each branch that a rollback left behind."""
+        series = self.discarded
+        if series is None:
+            return []
+        branches = sorted({*series.attempt, *(mark.attempt for mark in series.nonfinite)})
+        return [columns(series, self.span, num, attempt) for attempt in branches]
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to draw."""
@@ -106,13 +114,15 @@ def place(step: int, span: tuple[int, int], num: int) -> int:
     return (step - first) * (num - 1) // max(1, last - first)
 
 
-def columns(series: SeriesReply, span: tuple[int, int], num: int) -> dict[int, Column]:
+def columns(
+    series: SeriesReply, span: tuple[int, int], num: int, attempt: int | None = None
+) -> dict[int, Column]:
     """Return the columns with a value in them; no value and no NaN is left out of them."""
     found: dict[int, Column] = {}
-    for step, value in zip(series.step, series.value, strict=True):
-        if value is not None and span[0] <= step <= span[1]:
+    for step, branch, value in zip(series.step, series.attempt, series.value, strict=True):
+        if value is not None and attempt in (None, branch) and span[0] <= step <= span[1]:
             found.setdefault(place(step, span, num), Column()).add(value)
     for mark in series.nonfinite:
-        if span[0] <= mark.step <= span[1]:
+        if attempt in (None, mark.attempt) and span[0] <= mark.step <= span[1]:
             found.setdefault(place(mark.step, span, num), Column()).num_nonfinite += 1
     return found

@@ -33,11 +33,13 @@ def draw(
     across, down = (2, 4) if has_braille else (1, 2)
     span = curve.span
     found = columns(curve.series, span, num * across)
-    left = {} if curve.discarded is None else columns(curve.discarded, span, num * across)
-    everything = [*found.values(), *left.values()]
+    left = curve.left_behind(num * across)
+    everything = [column for one in (found, *left) for column in one.values()]
     scale = Scale(everything)
     dots = _dots(found, scale, HEIGHT * down)
-    behind = {(row // down, at // across) for row, at in _dots(left, scale, HEIGHT * down)}
+    behind = {
+        (row // down, at // across) for one in left for row, at in _dots(one, scale, HEIGHT * down)
+    }
     lines = [_title(curve, scale)]
     shown = scale.ticks() if any(column.has_value for column in everything) else ()
     ticks = {round((HEIGHT - 1) * (1 - scale.part(value))): f"{value:.4g}" for value in shown}
@@ -48,7 +50,8 @@ def draw(
         )
         lines.append(f"{ticks.get(row, ''):>{LABEL}} |{''.join(cells)}".rstrip())
     lines.append(f"{'step':>{LABEL}} +{_axis(span, num)}")
-    lost = {at // across for at, c in (*found.items(), *left.items()) if c.num_nonfinite}
+    pairs = [pair for one in (found, *left) for pair in one.items()]
+    lost = {at // across for at, c in pairs if c.num_nonfinite}
     lines += _below(lost, marks, span, num, across)
     return lines
 

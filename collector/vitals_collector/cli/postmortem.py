@@ -1,0 +1,58 @@
+"""`vitals postmortem`: a page about a run that one can attach to a ticket."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainvitals.errors import UsageError
+from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
+from vitals_collector.cli.writing import Force, write_file
+
+Incident = Annotated[str, typer.Option(help="Only this incident; the report lists their ids.")]
+Html = Annotated[Path | None, typer.Option(help="Write one page of HTML, with pictures.")]
+Markdown = Annotated[Path | None, typer.Option(help="Write Markdown [default: to stdout].")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    example = "Example: vitals postmortem my-run --html incident.html"
+    app.command("postmortem", epilog=example)(postmortem)
+
+
+def postmortem(
+    run: Run = "",
+    incident: Incident = "",
+    html: Html = None,
+    md: Markdown = None,
+    force: Force = False,
+    folder: Dir = None,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Tell what went wrong in a run: when, where, what was done about it, and what it cost.
+
+    The page needs nothing but itself: no script, no picture beside it, nothing from a network.
+    """
+    from vitals_collector.replays.postmortem import markdown, page
+    from vitals_collector.replays.postmortem.facts import gather
+    from vitals_collector.replays.postmortem.story import tell
+
+    if html is not None and html == md:
+        raise UsageError(f"--html and --md are both {html}; they must be two files")
+    with open_run(run, folder, collector, token_file) as (opened, summary):
+        facts = gather(
+            opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident
+        )
+    blocks = tell(facts)
+    if html is not None:
+        write_file(html, page.write(blocks).encode(), force=force)
+    if md is not None:
+        write_file(md, markdown.write(blocks).encode(), force=force)
+    if html is None and md is None:
+        sys.stdout.write(markdown.write(blocks))
+
+
+__all__ = ["register"]

@@ -1,0 +1,84 @@
+"""`vitals query`: rows of runs, steps, ranks, decisions and so on, by conditions."""
+
+import sys
+from typing import Annotated, cast, get_args
+
+import typer
+from msgspec.structs import replace
+
+from trainvitals.errors import UsageError
+from trainvitals.views import TableName, TableRequest
+from vitals_collector.cli.opening import Collector, Dir, TokenFile, as_folder
+from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
+from vitals_collector.queries.reading import find_run, open_reader
+
+_OF_ONE_RUN = ("steps", "ranks")
+_NAMES = ", ".join(get_args(TableName))
+
+Table = Annotated[str, typer.Argument(help=f"One of {_NAMES}.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        help="Id, beginning of an id, name, or folder; if absent, all runs, and of steps and "
+        "ranks the newest run."
+    ),
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option("--where", help='A condition, such as "loss > 3" or "name ~ gpt"; repeatable.'),
+]
+Columns = Annotated[str, typer.Option(help="Columns wanted, by commas [default: all].")]
+FromStep = Annotated[int | None, typer.Option(help="First step wanted.")]
+ToStep = Annotated[int | None, typer.Option(help="Last step wanted, inclusive.")]
+NewestFirst = Annotated[bool, typer.Option("--newest-first", help="Turn the order over.")]
+Limit = Annotated[int, typer.Option(help="At most so many rows.", min=1)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    example = 'Example: vitals query steps my-run --where "loss > 3" --columns step,loss'
+    app.command("query", epilog=example)(query)
+
+
+def query(
+    table: Table,
+    run: Run = "",
+    folder: Dir = None,
+    where: Where = None,
+    columns: Columns = "",
+    from_step: FromStep = None,
+    to_step: ToStep = None,
+    newest_first: NewestFirst = False,
+    limit: Limit = 1_000,
+    collector: Collector = "",
+    token_file: TokenFile = None,
+    form: TableForm = TableFormat.TABLE,
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Filter what is stored and write it as a table. All conditions must hold."""
+    known = get_args(TableName)
+    if table not in known:
+        raise UsageError(
+            f"the table is {table!r}; it must be one of {_NAMES}",
+            hint="the table comes before the run: vitals query steps my-run",
+        )
+    request = TableRequest(
+        table=cast(TableName, table),
+        where=tuple(where or ()),
+        columns=tuple(name.strip() for name in columns.split(",") if name.strip()),
+        from_step=from_step,
+        to_step=to_step,
+        newest_first=newest_first,
+        limit=limit,
+    )
+    folder, run = as_folder(run, folder)
+    with open_reader(folder, collector=collector, token_file=token_file) as opened:
+        if run or table in _OF_ONE_RUN:
+            request = replace(request, run_id=find_run(opened.reader, run).run_id)
+        found = opened.reader.table(request)
+    shown = dict(zip(found.columns, found.data, strict=True))
+    write_columns(shown, form, output, force=force)
+    num = len(found.data[0]) if found.data else 0
+    if num < found.num_total:
+        sys.stderr.write(f"{num} of {found.num_total} rows; --limit {found.num_total} has all\n")

@@ -1,0 +1,311 @@
+"""Tells what was gathered as blocks: the run, each incident, the ledger, what it all rests on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from trainvitals.cli.output import moment
+from trainvitals.policy.hindsight import tally
+from trainvitals.views import DecisionView, IncidentView, MoverView
+from vitals_collector.receiving.facts import samples
+from vitals_collector.replays.curves import Mark, marks
+from vitals_collector.replays.postmortem.blocks import Block, Heading, HeatMap, Plot, Table, Words
+from vitals_collector.replays.postmortem.facts import HEAT_MAPS, Facts, IncidentFacts
+
+MAX_LINES = 200
+"""Rows of the longest tables; what is left out is said."""
+_MOVERS = 10
+
+Row = Sequence[object]
+
+
+def tell(facts: Facts) -> list[Block]:
+    """Return the report."""
+    summary = facts.detail.summary
+    made = marks(facts.ledger)
+    spans = [(one.onset_step, one.last_step) for one in facts.all_incidents]
+    ordinals = {one.id: one.ordinal for one in facts.detail.attempts}
+    return [
+        Heading(1, f"Post-mortem of {summary.name or summary.run_id}"),
+        Words(_in_short(facts)),
+        Table(("what", "value"), _about(facts)),
+        *(Plot(curve, made, spans) for curve in facts.curves),
+        *_incidents(facts),
+        *chain.from_iterable(_incident(one, made, ordinals) for one in facts.incidents),
+        *_decisions(facts),
+        *_timeline(facts),
+        *_checkpoints(facts),
+        *_settings(facts),
+        *_end(facts),
+    ]
+
+
+def _in_short(facts: Facts) -> str:
+    summary, num = facts.detail.summary, len(facts.all_incidents)
+    ended = "is running" if summary.state == "running" else f"is {summary.state}"
+    words = f"The run {ended} at step {summary.last_step}, its health is {summary.health}. "
+    if not num:
+        return words + "It never had an incident."
+    open_now = sum(one.is_open for one in facts.all_incidents)
+    steps, seconds = _cost(facts.all_incidents)
+    words += f"It had {num} incident{'s' if num > 1 else ''}"
+    words += f", {open_now} of them not over" if open_now else ", all of them over"
+    return words + f". In vain were {steps} steps, {seconds:.4g} seconds of training."
+
+
+def _cost(incidents: Sequence[IncidentView]) -> tuple[int, float]:
+    return sum(one.cost_steps for one in incidents), sum(one.cost_seconds for one in incidents)
+
+
+def _about(facts: Facts) -> list[Row]:
+    summary, info = facts.detail.summary, facts.detail.info
+    rows: list[Row] = [
+        ("run", summary.run_id),
+        ("name", summary.name),
+        ("project", summary.project),
+        ("user", summary.user),
+        ("tags", ", ".join(summary.tags)),
+        ("state", summary.state),
+        ("health", summary.health),
+        ("mode", summary.mode),
+        ("ranks", summary.world_size),
+        ("started", moment(summary.started_unix_ns)),
+        ("last seen", moment(summary.last_seen_unix_ns)),
+        ("last step", summary.last_step),
+        ("loss, gradient norm", _pair(summary.loss, summary.grad_norm)),
+        ("skips, rollbacks", f"{summary.num_skips}, {summary.num_rollbacks}"),
+        ("attempts", len(facts.detail.attempts)),
+        ("rows lost on the way", sum(one.num_lost_rows for one in facts.detail.sources)),
+        ("git commit", info.git_commit),
+        ("torch", info.torch_version),
+        ("folder", info.run_dir),
+        ("observed decisions", tally(one.hindsight or None for one in facts.ledger)),
+    ]
+    return [row for row in rows if row[1] != ""]
+
+
+def _pair(*values: float | None) -> str:
+    return ", ".join("not measured" if value is None else f"{value:.6g}" for value in values)
+
+
+def _incidents(facts: Facts) -> Iterator[Block]:
+    if not facts.all_incidents:
+        return
+    yield Heading(2, "Incidents")
+    shown = facts.all_incidents[:MAX_LINES]
+    yield Table(
+        ("incident", "what", "severity", "steps", "began", "state", "in vain"),
+        [
+            (
+                one.incident_id,
+                one.title,
+                one.severity,
+                _steps(one),
+                moment(one.started_unix_ns),
+                "open" if one.is_open else "over",
+                f"{one.cost_steps} steps",
+            )
+            for one in shown
+        ],
+    )
+    yield from _left_out(len(facts.all_incidents) - len(shown), "older incidents")
+    if len(facts.incidents) < len(facts.all_incidents):
+        yield Words(f"Told whole below: {len(facts.incidents)}; --incident ID tells another.")
+
+
+def _steps(one: IncidentView) -> str:
+    alone = one.onset_step == one.last_step
+    return str(one.onset_step) if alone else f"{one.onset_step} to {one.last_step}"
+
+
+def _left_out(num: int, what: str) -> list[Block]:
+    return [Words(f"{num} {what} are left out here.")] if num > 0 else []
+
+
+def _incident(
+    told: IncidentFacts, made: Sequence[Mark], ordinals: Mapping[int, int]
+) -> Iterator[Block]:
+    one = told.incident
+    yield Heading(2, f"Incident {one.incident_id}: {one.title}")
+    for paragraph in one.story:
+        yield Words(paragraph)
+    span = (one.onset_step, one.last_step)
+    for curve in told.curves:
+        yield Plot(curve, made, (span,))
+    for reply in told.heat_maps:
+        yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, one.onset_step)
+    if told.movers:
+        yield Heading(3, "What moved first")
+        header = ("layer or rank", "metric", "before", "peak", "at step", "scales away")
+        yield Table(
+            header,
+            [
+                (m.row, m.metric, m.before, _peak(m.peak), m.peak_step, _score(m))
+                for m in told.movers[:_MOVERS]
+            ],
+        )
+    yield from _found(one)
+    yield from _of_time(one, ordinals)
+
+
+def _peak(peak: float | None) -> object:
+    return "not finite" if peak is None else peak
+
+
+def _score(mover: MoverView) -> float | None:
+    return None if mover.peak is None else round(mover.score, 1)
+
+
+def _found(one: IncidentView) -> Iterator[Block]:
+    if one.decisions:
+        yield Heading(3, "Decisions and their evidence")
+        yield Table(_DECIDED, [_decided(view) for view in one.decisions[:MAX_LINES]])
+        yield from _left_out(len(one.decisions) - MAX_LINES, "decisions")
+    if one.findings:
+        yield Heading(3, "Findings")
+        found = [view.finding for view in one.findings[:MAX_LINES]]
+        yield Table(
+            ("step", "level", "found", "rank", "value", "limit", "reason"),
+            [(f.step, f.level, f.kind, _rank(f.rank), f.value, f.limit, f.reason) for f in found],
+        )
+        yield from _left_out(len(one.findings) - MAX_LINES, "findings")
+    if one.alerts:
+        yield Heading(3, "Alerts")
+        yield Table(
+            ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
+            [
+                (
+                    a.name, a.severity, a.state, a.step, moment(a.started_unix_ns),
+                    moment(a.ended_unix_ns or 0), a.acknowledged_by, a.summary,
+                )
+                for a in one.alerts[:MAX_LINES]
+            ],
+        )  # fmt: skip
+        yield from _left_out(len(one.alerts) - MAX_LINES, "alerts")
+
+
+def _of_time(one: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
+    if one.events:
+        yield Heading(3, "Events")
+        yield Table(
+            ("time", "source", "step", "what was said"),
+            [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in one.events[:MAX_LINES]],
+        )
+        yield from _left_out(len(one.events) - MAX_LINES, "events")
+    if one.data:
+        yield Heading(3, "What fed the bad steps")
+        yield Table(
+            ("source", "attempt", "epoch", "batch", "samples", "file"),
+            [
+                (
+                    d.source,
+                    d.attempt,
+                    d.batch.epoch,
+                    d.batch.first_batch,
+                    samples(d.batch),
+                    d.batch.file,
+                )
+                for d in one.data[:MAX_LINES]
+            ],
+        )
+        yield from _left_out(len(one.data) - MAX_LINES, "batches")
+
+
+_DECIDED = ("step", "decision", "rule", "rank", "done", "reason", "evidence", "budget left")
+
+
+def _decided(view: DecisionView) -> Row:
+    one = view.decision
+    done = "yes" if one.acted else f"observed, {_HINDSIGHT.get(view.hindsight, 'not done')}"
+    evidence = [f"{name} {value:.6g}" for name, value in one.evidence.items()]
+    if one.rollback_to_step >= 0:
+        evidence.append(f"back to step {one.rollback_to_step} by {one.checkpoint_id}")
+    budget = one.budget_left if one.budget_left >= 0 else None
+    rank = _rank(one.rank)
+    return one.step, one.action, one.rule, rank, done, one.reason, ", ".join(evidence), budget
+
+
+_HINDSIGHT = {
+    "needed": "would have been needed",
+    "unneeded": "would not have been needed",
+    "open": "cannot be told yet",
+}
+
+
+def _rank(rank: int) -> object:
+    return rank if rank >= 0 else "all"
+
+
+def _decisions(facts: Facts) -> Iterator[Block]:
+    yield Heading(2, "All decisions")
+    if not facts.ledger:
+        yield Words("Nothing was ever decided.")
+        return
+    yield Table(_DECIDED, [_decided(view) for view in facts.ledger[-MAX_LINES:]])
+    yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier decisions")
+
+
+def _timeline(facts: Facts) -> Iterator[Block]:
+    rows: list[tuple[int, str, object, str]] = [
+        (a.started_unix_ns, "attempt", a.fork_step, f"attempt {a.ordinal} began: {a.reason}")
+        for a in facts.detail.attempts
+    ]
+    rows += [(e.time_unix_ns, e.source, e.step, e.text) for e in facts.events]
+    rows += [(n.time_unix_ns, n.by or "training", n.step, n.text) for n in facts.annotations]
+    rows += [
+        (d.time_unix_ns, "decision", d.decision.step, f"{d.decision.action}: {d.decision.reason}")
+        for d in facts.ledger
+    ]
+    alerts = {a.fingerprint: a for one in facts.all_incidents for a in one.alerts}
+    for alert in alerts.values():
+        rows.append((alert.started_unix_ns, "alert", alert.step, f"{alert.name}: {alert.summary}"))
+        if alert.ended_unix_ns:
+            rows.append((alert.ended_unix_ns, "alert", "", f"{alert.name}: resolved"))
+    rows.sort(key=lambda row: row[0])
+    if not rows:
+        return
+    yield Heading(2, "Timeline")
+    yield from _left_out(len(rows) - MAX_LINES, "earlier lines")
+    shown = [(moment(time), who, step, text) for time, who, step, text in rows[-MAX_LINES:]]
+    yield Table(("time", "who", "step", "what"), shown)
+
+
+def _checkpoints(facts: Facts) -> Iterator[Block]:
+    if not facts.checkpoints:
+        return
+    yield Heading(2, "Checkpoints")
+    yield from _left_out(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
+    yield Table(
+        ("checkpoint", "step", "state", "where", "bytes", "detail"),
+        [
+            (c.checkpoint_id, c.step, c.state, c.where, c.num_bytes, c.detail)
+            for c in facts.checkpoints[-MAX_LINES:]
+        ],
+    )
+
+
+def _settings(facts: Facts) -> Iterator[Block]:
+    info = facts.detail.info
+    if info.config:
+        yield Heading(2, "Configuration")
+        yield Table(("key", "value"), [*info.config.items()][:MAX_LINES])
+        yield from _left_out(len(info.config) - MAX_LINES, "keys")
+    judged = [
+        (f"{section}.{key}", value)
+        for section, settings in info.judge.items()
+        for key, value in settings.items()
+    ]
+    if judged:
+        yield Heading(2, "Judged by")
+        yield Table(("setting", "value"), judged[:MAX_LINES])
+
+
+def _end(facts: Facts) -> Iterator[Block]:
+    if facts.missing:
+        yield Heading(2, "Not in this report")
+        for words in facts.missing:
+            yield Words(f"{words}.")
+    version = facts.detail.info.vitals_version
+    by = f"Vitals {version}" if version else "Vitals"
+    yield Words(
+        f"Written by `vitals postmortem` at {moment(facts.made_unix_ns)}; recorded by {by}."
+    )
