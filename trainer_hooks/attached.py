@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.arguments import Arguments, as_list
 from trainer_hooks.device import Device
 from trainer_hooks.guard import agree_on_overflow
 from trainer_hooks.host import Host
@@ -27,7 +28,7 @@ from trainer_hooks.parts import Orders, Prepared
 from trainer_hooks.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.route import Route
 from trainer_hooks.verdict import Verdict
-from trainer_hooks.wrap import as_list, set_up
+from trainer_hooks.wrap import set_up
 from trainvitals.errors import UsageError
 from trainvitals.records import Note
 
@@ -85,9 +86,9 @@ def attach(
             "monitor.step(loss)",
         )
     refuse_max_norm(max_norm)
-    made = set_up(
-        model,
-        optimizers,
+    given = Arguments(
+        model=model,
+        optimizers=tuple(as_list(optimizers)),
         run=run,
         mode=mode,
         scaler=scaler,
@@ -98,10 +99,11 @@ def attach(
         state=state,
         signals=signals,
     )
+    made = set_up(given)
     if made is None:
         from trainer_hooks.off import Unattached
 
-        return cast(Attached, Unattached(as_list(optimizers), scaler, max_norm, state))
+        return cast(Attached, Unattached(given.optimizers, scaler, max_norm, state))
     return Attached(made.device, made.host, tokens_per_step=made.tokens_per_step, max_norm=max_norm)
 
 

@@ -107,26 +107,10 @@ def lay_out(
     engine: Engine | None = None,
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
-    params: dict[str, Tensor] = {}
-    pieces: dict[int, Piece] = {}
-    guards: list[OptimizerGuard] = []
     state = state or {}
-
-    def local() -> list[str]:
-        refuse_unguardable(model, optimizers, schedulers, state)
-        refuse_averages(state, optimizers, has_engine=engine is not None)
-        _refuse_guarded(optimizers)
-        _refuse_signals(signals)
-        if engine is not None:
-            return [type(optimizer).__name__ for optimizer in optimizers]
-        reshard(model)
-        pieces.update(flat_pieces(model))
-        params.update(named_parameters(model, optimizers))
-        guards.extend(OptimizerGuard(o, scaler) for o in optimizers)
-        return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in guards]
-
-    kinds = on_every_rank(ranks, local)
-    check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
+    params, pieces, guards = _take_hold(
+        model, optimizers, schedulers, scaler, ranks, state, signals, engine
+    )
     norms = GradNorms(params, ranks, pieces) if engine is None else engine.norms(ranks)
     sampler = _sampler(signals or SignalSettings(), model, norms, ranks, faults)
     layout = PackLayout.of(len(norms.names), ranks, sampler.pack_size)
@@ -155,6 +139,39 @@ def lay_out(
         sampler=sampler,
         memory=MemoryEstimate(model, optimizers, norms.device),
     )
+
+
+def _take_hold(
+    model: nn.Module,
+    optimizers: tuple[Optimizer, ...],
+    schedulers: tuple[Any, ...],
+    scaler: torch.amp.GradScaler | None,
+    ranks: Ranks,
+    state: Mapping[str, Any],
+    signals: SignalSettings | None,
+    engine: Engine | None,
+) -> tuple[dict[str, Tensor], dict[int, Piece], list[OptimizerGuard]]:
+    """Refuse what cannot be guarded, find the parameters, and guard the optimizers. Collective."""
+    params: dict[str, Tensor] = {}
+    pieces: dict[int, Piece] = {}
+    guards: list[OptimizerGuard] = []
+
+    def local() -> list[str]:
+        refuse_unguardable(model, optimizers, schedulers, state)
+        refuse_averages(state, optimizers, has_engine=engine is not None)
+        _refuse_guarded(optimizers)
+        _refuse_signals(signals)
+        if engine is not None:
+            return [type(optimizer).__name__ for optimizer in optimizers]
+        reshard(model)
+        pieces.update(flat_pieces(model))
+        params.update(named_parameters(model, optimizers))
+        guards.extend(OptimizerGuard(o, scaler) for o in optimizers)
+        return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in guards]
+
+    kinds = on_every_rank(ranks, local)
+    check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
+    return params, pieces, guards
 
 
 def _sampler(

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, cast
+from typing import Any, cast
 
 import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_hooks.agree import check_same, on_every_rank
+from trainer_hooks.arguments import Arguments, Mode, as_list
 from trainer_hooks.attributes import run_info
 from trainer_hooks.columns import RootColumns
-from trainer_hooks.device import Device, Engine, lay_out
+from trainer_hooks.device import Device, lay_out
 from trainer_hooks.early_stopping import Evaluations, Unevaluated
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
@@ -38,15 +38,10 @@ from trainer_hooks.signals import Utilization
 from trainer_hooks.snapshots import Restored
 from trainer_hooks.starter import missing_packages, start_agent
 from trainvitals.clock import Clock, SystemClock
-from trainvitals.errors import MissingDependencyError, UsageError
-from trainvitals.io.rundir import RunDir
 from trainvitals.policy import Judge
 from trainvitals.policy.stopping import EarlyStopping
 from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
 
-Mode = Literal["off", "observe", "guard", "heal"]
-_MODES = ("off", "observe", "guard", "heal")
-_OLDEST_TORCH = (2, 6)
 _LOG = logging.getLogger("trainvitals")
 
 
@@ -100,10 +95,10 @@ def watch(
         UsageError: an argument cannot work; the text says which and what to do.
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
-    made = set_up(
-        model,
-        optimizers,
-        schedulers,
+    given = Arguments(
+        model=model,
+        optimizers=tuple(as_list(optimizers)),
+        schedulers=tuple(as_list(schedulers)),
         run=run,
         mode=mode,
         scaler=scaler,
@@ -116,11 +111,11 @@ def watch(
         signals=signals,
         early_stopping=early_stopping,
     )
+    made = set_up(given)
     if made is None:
         from trainer_hooks.off import Unwatched
 
-        everything = tuple(as_list(optimizers)), tuple(as_list(schedulers))
-        return cast(Monitor, Unwatched(*everything, scaler, state))
+        return cast(Monitor, Unwatched(given.optimizers, given.schedulers, scaler, state))
     return Monitor(
         made.device,
         made.host,
@@ -140,65 +135,38 @@ class Made:
     restored: Restored | None
 
 
-def set_up(
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    schedulers: Any | Sequence[Any] | None = None,
-    *,
-    run: str | None,
-    mode: str,
-    scaler: torch.amp.GradScaler | None,
-    checkpoints: CheckpointSettings | str | Path | bool | None = None,
-    dir: str | Path | None,
-    tokens_per_step: int | None,
-    config: Mapping[str, object] | None,
-    tags: Sequence[str],
-    state: Mapping[str, Any] | None,
-    signals: SignalSettings | None = None,
-    engine: Engine | None = None,
-    early_stopping: EarlyStopping | None = None,
-) -> Made | None:
+def set_up(given: Arguments) -> Made | None:
     """Put together what ``watch`` and ``attach`` share, and begin the run; None where it is off.
 
-    Collective. The arguments are those of ``watch``, and a framework's engine that owns the step.
+    Collective.
     """
     environ = dict(os.environ)
-    tokens, settings = _tokens(tokens_per_step), _mapping(config)
-    all_optimizers, all_schedulers = tuple(as_list(optimizers)), tuple(as_list(schedulers))
+    tokens, config = given.tokens(), given.hyperparameters()
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
-    chosen = _agreed_mode(ranks, mode, environ, checkpoints, scaler, early_stopping)
-    if chosen == "off":
+    mode = given.agreed_mode(ranks, environ)
+    if mode == "off":
         return None
     device = lay_out(
-        model, all_optimizers, all_schedulers, scaler, ranks, faults, state, signals, engine
+        given.model,
+        given.optimizers,
+        given.schedulers,
+        given.scaler,
+        ranks,
+        faults,
+        given.state,
+        given.signals,
+        given.engine,
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
-        place = open_run(ranks, environ, dir, clock, faults)
-        emitter = _emitter(ranks, device, place, faults, clock)
-        plan = PlanJournal(
-            plan=place.plan, run_dir=place.run_dir, is_root=ranks.rank == 0, faults=faults
-        )
-        healer = None
-        if checkpoints:
-            healer = Healer.make(
-                _settings(checkpoints, place.run_dir),
-                model=model,
-                device=device,
-                ranks=ranks,
-                plan=plan,
-                emitter=emitter,
-                clock=clock,
-                keep_evaluated=early_stopping is not None and early_stopping.keep_best,
-            )
-        host = _host(chosen, ranks, device, place, healer, plan, emitter, faults, clock)
-        host.evaluations = _evaluations(early_stopping, host)
+        place = open_run(ranks, environ, given.dir, clock, faults)
+        host = _host(mode, given, ranks, device, place, faults, clock)
         info = run_info(
-            name=run or "",
+            name=given.run or "",
             environ=environ,
-            mode=chosen,
-            config=settings,
-            tags=tags,
+            mode=mode,
+            config=config,
+            tags=given.tags,
             world_size=ranks.world_size,
             readback_lag=device.readback.lag,
             num_params=device.norms.num_parameters,
@@ -228,24 +196,52 @@ def _emitter(
     )
 
 
-def _host(
-    mode: Mode,
+def _healer(
+    given: Arguments,
     ranks: Ranks,
     device: Device,
     place: Place,
-    healer: Healer | None,
     plan: PlanJournal,
     emitter: Emitter,
+    clock: Clock,
+) -> Healer | None:
+    """Lay out snapshots and checkpoints, where they are kept. Collective."""
+    settings, stopping = given.checkpoint_settings(place.run_dir), given.early_stopping
+    if settings is None:
+        return None
+    return Healer.make(
+        settings,
+        model=given.model,
+        device=device,
+        ranks=ranks,
+        plan=plan,
+        emitter=emitter,
+        clock=clock,
+        keep_evaluated=stopping is not None and stopping.keep_best,
+    )
+
+
+def _host(
+    mode: Mode,
+    given: Arguments,
+    ranks: Ranks,
+    device: Device,
+    place: Place,
     faults: FaultCounter,
     clock: Clock,
 ) -> Host:
-    """Put the host's part together, with what earlier starts of the run have spent."""
+    """Put the host's part together, with what earlier starts of the run have spent. Collective."""
     assert mode != "off", "an unwatched run has no host part"
+    emitter = _emitter(ranks, device, place, faults, clock)
+    plan = PlanJournal(
+        plan=place.plan, run_dir=place.run_dir, is_root=ranks.rank == 0, faults=faults
+    )
+    healer = _healer(given, ranks, device, place, plan, emitter, clock)
     judge = Judge(place.judge, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, world_size, sampler = device.norms, ranks.world_size, device.sampler
     flops_per_token = sampler.settings.flops_per_token
     utilization = Utilization(norms.num_parameters, world_size, norms.device, flops_per_token)
-    return Host(
+    host = Host(
         mode=mode,
         ranks=ranks,
         layout=device.packer.layout,
@@ -261,6 +257,8 @@ def _host(
         columns=RootColumns(utilization, sampler, world_size),
         attempt=place.attempt,
     )
+    host.evaluations = _evaluations(given.early_stopping, host)
+    return host
 
 
 def _evaluations(early_stopping: EarlyStopping | None, host: Host) -> Unevaluated:
@@ -331,114 +329,3 @@ def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
         return
     with host.faults.fail_open("agent.start"):
         start_agent(place.run_dir, place.folder.parent, place.node, environ)
-
-
-def _agreed_mode(
-    ranks: Ranks,
-    mode: str,
-    environ: Mapping[str, str],
-    checkpoints: CheckpointSettings | str | Path | bool | None,
-    scaler: torch.amp.GradScaler | None,
-    early_stopping: EarlyStopping | None,
-) -> Mode:
-    """Return the mode, once all ranks were told the same; one that differs would part from them."""
-
-    def told() -> tuple[Mode, bool, object, object]:
-        _check_torch()
-        _check_agent_choice(environ)
-        settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
-        how = bool(checkpoints) if settings is None else replace(settings, directory=Path("/"))
-        _check_early_stopping(early_stopping)
-        scaled = scaler is not None and scaler.is_enabled()
-        return _mode(mode, environ, checkpoints), scaled, how, early_stopping
-
-    modes, scaled, kept, ends = zip(*on_every_rank(ranks, told), strict=True)
-    check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
-    check_same("gradient scaler", scaled, "give the scaler on all ranks or on none")
-    check_same("checkpoints", kept, "give the same CheckpointSettings on all ranks")
-    check_same("early_stopping", ends, "give the same EarlyStopping on all ranks")
-    return cast(Mode, modes[0])
-
-
-def _check_early_stopping(given: object) -> None:
-    if given is not None and not isinstance(given, EarlyStopping):
-        raise UsageError(
-            f"early_stopping is a {type(given).__name__}; it must be an EarlyStopping",
-            hint="watch(..., early_stopping=EarlyStopping(metric='loss', patience=5))",
-        )
-
-
-def _check_agent_choice(environ: Mapping[str, str]) -> None:
-    choice = environ.get("VITALS_AGENT", "auto")
-    if choice not in ("auto", "off"):
-        raise UsageError(
-            f"VITALS_AGENT is {choice!r}; it must be auto or off",
-            hint="unset it to let the first rank of each node start its agent",
-        )
-
-
-def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
-    override = environ.get("VITALS_MODE") or None  # set and empty, as launchers pass it, is unset
-    if override is not None and override not in ("off", "observe"):
-        raise UsageError(
-            f"VITALS_MODE is {override!r}; the environment can only say off or observe",
-            hint="guard and heal are chosen in the code: watch(..., mode='heal')",
-        )
-    if mode not in _MODES:
-        raise UsageError(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}")
-    chosen = mode if override is None else min(mode, override, key=_MODES.index)
-    if chosen == "heal" and not checkpoints:
-        raise UsageError(
-            "mode 'heal' rolls back, and needs checkpoints to go back to",
-            hint="watch(..., mode='heal', checkpoints=True) keeps them in the run directory",
-        )
-    return cast(Mode, chosen)
-
-
-def _settings(
-    checkpoints: CheckpointSettings | str | Path | bool | None, run_dir: RunDir
-) -> CheckpointSettings:
-    if isinstance(checkpoints, CheckpointSettings):
-        return checkpoints
-    if isinstance(checkpoints, str | Path):
-        return CheckpointSettings(directory=Path(checkpoints))
-    return CheckpointSettings(directory=run_dir.checkpoints_dir)
-
-
-def _check_torch() -> None:
-    numbers = torch.__version__.split("+")[0].split(".")[:2]
-    if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
-        raise MissingDependencyError(
-            f"torch is {torch.__version__}; at least 2.6 is needed",
-            hint="upgrade torch in the way your cluster installs it",
-        )
-
-
-def _tokens(value: float | None) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
-        raise UsageError(
-            f"tokens_per_step is {value!r}; it must be a number above 0",
-            hint="the tokens of all ranks in one step; leave it out where they vary",
-        )
-    return int(value)
-
-
-def _mapping(config: object) -> Mapping[str, object]:
-    if isinstance(config, Mapping):
-        return config
-    if config is None:
-        return {}
-    raise UsageError(
-        f"config is a {type(config).__name__}; it must be a mapping",
-        hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
-    )
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return what was given as one or as several, as a list."""
-    if value is None:
-        return []
-    many = isinstance(value, Iterable) and not isinstance(value, Optimizer)
-    return list(value) if many else [value]

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer_hooks
+from trainer_hooks.arguments import as_list
 from trainer_hooks.attached import Attached
 from trainer_hooks.guard import AfterLoad
 from trainer_hooks.integrations import framework
 from trainer_hooks.integrations.framework import Options, is_off, require
-from trainer_hooks.wrap import as_list
 from trainvitals.errors import UsageError
 
 OLDEST = "1.4"

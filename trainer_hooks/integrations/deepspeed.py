@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Unpack, cast
 import torch
 from torch.optim import Optimizer
 
+from trainer_hooks.arguments import Arguments
 from trainer_hooks.attached import Attached, Judged
 from trainer_hooks.guard import scaled_rates
 from trainer_hooks.integrations.framework import Options, is_off, replace, require
@@ -45,9 +46,9 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _seat_of(engine)
-    made = set_up(
-        getattr(engine, "module", engine),
-        [] if seat is None else [seat.optimizer],
+    given = Arguments(
+        model=getattr(engine, "module", engine),
+        optimizers=() if seat is None else (seat.optimizer,),
         scaler=None if seat is None else seat.scaler,
         engine=None if seat is None else seat.holder,
         run=options.get("run"),
@@ -59,6 +60,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         state=options.get("state"),
         signals=options.get("signals"),
     )
+    made = set_up(given)
     if made is None or seat is None:
         return cast(Attached, Unattached([], None, None))
     return DeepSpeedAttached(made, engine, seat)

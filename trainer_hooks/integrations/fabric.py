@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer_hooks
+from trainer_hooks.arguments import as_list
 from trainer_hooks.attached import Attached
 from trainer_hooks.guard import unscale
 from trainer_hooks.integrations.framework import Options, replace, require
-from trainer_hooks.wrap import as_list
 from trainvitals.errors import UsageError
 
 _GUARDED = "_vitals_attached"

@@ -1,0 +1,158 @@
+"""What ``watch`` and ``attach`` were given: kept together, and checked before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, SupportsIndex, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_hooks.agree import check_same, on_every_rank
+from trainer_hooks.device import Engine
+from trainer_hooks.healer import CheckpointSettings
+from trainer_hooks.measures.settings import SignalSettings
+from trainer_hooks.ranks import Ranks
+from trainvitals.errors import MissingDependencyError, UsageError
+from trainvitals.io.rundir import RunDir
+from trainvitals.policy.stopping import EarlyStopping
+
+Mode = Literal["off", "observe", "guard", "heal"]
+_MODES = ("off", "observe", "guard", "heal")
+_OLDEST_TORCH = (2, 6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What ``watch`` documents, and a framework's engine that owns the step."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[Any, ...] = ()
+    run: str | None
+    mode: str
+    scaler: torch.amp.GradScaler | None
+    checkpoints: CheckpointSettings | str | Path | bool | None = None
+    dir: str | Path | None
+    tokens_per_step: int | None
+    config: Mapping[str, object] | None
+    tags: Sequence[str]
+    state: Mapping[str, Any] | None
+    signals: SignalSettings | None
+    engine: Engine | None = None
+    early_stopping: EarlyStopping | None = None
+
+    def tokens(self) -> int | None:
+        """Return the tokens of a step as a number, checked."""
+        return _tokens(self.tokens_per_step)
+
+    def hyperparameters(self) -> Mapping[str, object]:
+        """Return the configuration as a mapping, checked."""
+        return _mapping(self.config)
+
+    def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
+        """Return the mode, once all ranks were told the same; one that differs would part."""
+
+        def told() -> tuple[Mode, bool, object, object]:
+            _check_torch()
+            _check_agent_choice(environ)
+            given = self.checkpoints
+            settings = given if isinstance(given, CheckpointSettings) else None
+            how = bool(given) if settings is None else replace(settings, directory=Path("/"))
+            _check_early_stopping(self.early_stopping)
+            scaled = self.scaler is not None and self.scaler.is_enabled()
+            return _mode(self.mode, environ, given), scaled, how, self.early_stopping
+
+        modes, scaled, kept, ends = zip(*on_every_rank(ranks, told), strict=True)
+        check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
+        check_same("gradient scaler", scaled, "give the scaler on all ranks or on none")
+        check_same("checkpoints", kept, "give the same CheckpointSettings on all ranks")
+        check_same("early_stopping", ends, "give the same EarlyStopping on all ranks")
+        return cast(Mode, modes[0])
+
+    def checkpoint_settings(self, run_dir: RunDir) -> CheckpointSettings | None:
+        """Return where and how checkpoints are kept; None where they are not."""
+        if not self.checkpoints:
+            return None
+        if isinstance(self.checkpoints, CheckpointSettings):
+            return self.checkpoints
+        if isinstance(self.checkpoints, str | Path):
+            return CheckpointSettings(directory=Path(self.checkpoints))
+        return CheckpointSettings(directory=run_dir.checkpoints_dir)
+
+
+def _check_early_stopping(given: object) -> None:
+    if given is not None and not isinstance(given, EarlyStopping):
+        raise UsageError(
+            f"early_stopping is a {type(given).__name__}; it must be an EarlyStopping",
+            hint="watch(..., early_stopping=EarlyStopping(metric='loss', patience=5))",
+        )
+
+
+def _check_agent_choice(environ: Mapping[str, str]) -> None:
+    choice = environ.get("VITALS_AGENT", "auto")
+    if choice not in ("auto", "off"):
+        raise UsageError(
+            f"VITALS_AGENT is {choice!r}; it must be auto or off",
+            hint="unset it to let the first rank of each node start its agent",
+        )
+
+
+def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
+    override = environ.get("VITALS_MODE") or None  # set and empty, as launchers pass it, is unset
+    if override is not None and override not in ("off", "observe"):
+        raise UsageError(
+            f"VITALS_MODE is {override!r}; the environment can only say off or observe",
+            hint="guard and heal are chosen in the code: watch(..., mode='heal')",
+        )
+    if mode not in _MODES:
+        raise UsageError(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}")
+    chosen = mode if override is None else min(mode, override, key=_MODES.index)
+    if chosen == "heal" and not checkpoints:
+        raise UsageError(
+            "mode 'heal' rolls back, and needs checkpoints to go back to",
+            hint="watch(..., mode='heal', checkpoints=True) keeps them in the run directory",
+        )
+    return cast(Mode, chosen)
+
+
+def _check_torch() -> None:
+    numbers = torch.__version__.split("+")[0].split(".")[:2]
+    if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
+        raise MissingDependencyError(
+            f"torch is {torch.__version__}; at least 2.6 is needed",
+            hint="upgrade torch in the way your cluster installs it",
+        )
+
+
+def _tokens(value: float | None) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
+        raise UsageError(
+            f"tokens_per_step is {value!r}; it must be a number above 0",
+            hint="the tokens of all ranks in one step; leave it out where they vary",
+        )
+    return int(value)
+
+
+def _mapping(config: object) -> Mapping[str, object]:
+    if isinstance(config, Mapping):
+        return config
+    if config is None:
+        return {}
+    raise UsageError(
+        f"config is a {type(config).__name__}; it must be a mapping",
+        hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
+    )
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return what was given as one or as several, as a list."""
+    if value is None:
+        return []
+    many = isinstance(value, Iterable) and not isinstance(value, Optimizer)
+    return list(value) if many else [value]
