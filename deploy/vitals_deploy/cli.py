@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.cli.groups import add_group
+from trainvitals.cli.groups import Commands, add_group
 from trainvitals.errors import StorageError, UsageError
 from vitals_deploy import alertmanager, dashboard, prometheus, slurm, systemd
 from vitals_deploy.files import write_files
@@ -29,7 +29,7 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite files that diffe
 
 def register(app: typer.Typer) -> None:
     """Add `vitals deploy` with its commands."""
-    commands = {
+    commands: Commands = {
         "prometheus": (
             deploy_prometheus,
             "vitals deploy prometheus --collector 10.0.0.5:8765 --tokens tokens.json",

@@ -17,7 +17,7 @@ from trainer_hooks.checkpoints import manifest as manifests
 from trainer_hooks.checkpoints.folder import CheckpointFolder
 from trainer_hooks.checkpoints.index import INDEX, IndexEntry
 from trainer_hooks.checkpoints.manifest import Manifest
-from trainvitals.cli.groups import add_group
+from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.cli.resume import find_fitting
 from trainvitals.errors import (
@@ -47,7 +47,7 @@ _LATER = "a job of this run that is running now sees it at its next start"
 def register(app: typer.Typer) -> None:
     """Add the ``checkpoints`` commands."""
     one = "my-run step-00000120-1763712486000123"
-    commands = {
+    commands: Commands = {
         "list": (show, "vitals checkpoints list my-run --format json"),
         "verify": (verify, "vitals checkpoints verify my-run"),
         "promote": (promote, f"vitals checkpoints promote {one}"),

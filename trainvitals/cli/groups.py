@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping
 
 import typer
 
+Commands = Mapping[str, tuple[Callable[..., None], str]]
+"""By name, what a command does and an example of it."""
+
 
 def add_group(
     app: typer.Typer,
     name: str,
-    commands: Mapping[str, tuple[Callable[..., None], str]],
+    commands: Commands,
     *,
     about: str,
     example: str,
@@ -18,7 +21,7 @@ def add_group(
     Args:
         app: gets the group.
         name: what the group is called.
-        commands: by name, what each does and an example of it.
+        commands: what is in it.
         about: the group's help.
         example: an example of the group.
     """

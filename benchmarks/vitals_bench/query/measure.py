@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import msgspec
 import sqlalchemy
@@ -126,7 +125,7 @@ def num_hidden(reply: SeriesReply, planted: Planted) -> int:
 def _overview(asked: Asking, theirs: Store, table: Table) -> Iterator[Row]:
     bucket = table.c.step / max(1, asked.size.num_steps // (NUM_POINTS // 2))
     value, bucket = table.c.loss, sqlalchemy.cast(bucket, sqlalchemy.Integer)
-    grouped: sqlalchemy.Select[Any] = select(
+    grouped = select(
         bucket, func.min(value), func.max(value), func.count() - func.count(value)
     ).group_by(bucket)
     times = interleave(
@@ -187,7 +186,7 @@ def _whole(asked: Asking, theirs: Store, table: Table) -> Iterator[Row]:
     )
 
 
-def _fetch(store: Store, query: sqlalchemy.Select[Any]) -> list[object]:
+def _fetch(store: Store, query: sqlalchemy.Executable) -> list[object]:
     with store.read() as connection:
         return list(connection.execute(query).all())
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.cli.groups import add_group
+from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "command", epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"'
     )(command)
-    commands = {
+    commands: Commands = {
         "list": (list_alerts, "vitals alerts list --state firing"),
         "ack": (ack, "vitals alerts ack 3f2a9c0d11e4b877"),
         "silence": (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainvitals.cli.groups import add_group
+from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.errors import UsageError
 
@@ -45,7 +45,7 @@ Form = Annotated[Format, typer.Option("--format", help="How to write the data.")
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    commands = {
+    commands: Commands = {
         "size": (size, "vitals store size --format json"),
         "backup": (copy, "vitals store backup /backup/vitals-monday.db"),
         "compact": (compact, "vitals store compact"),
