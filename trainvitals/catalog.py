@@ -265,6 +265,17 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         "without them.",
     ),
     _plain(
+        "collector_rows_left_to_store_total",
+        "collector",
+        "Rows that memory had no room for until the watchers looked: they read them from the "
+        "store.",
+    ),
+    _plain(
+        "collector_dropped_samples_total",
+        "collector",
+        "Samples of GPUs that the watchers did not see: their node's own rows did not come.",
+    ),
+    _plain(
         "collector_thinned_rows_total",
         "collector",
         "Rows taken away because they were old (age), or their run above its cap (size).",
@@ -287,6 +298,12 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
         "collector_deferred_bodies_total",
         "collector",
         "Bodies sent away because no memory was left for them, to be sent again later.",
+    ),
+    _plain(
+        "collector_part_failures_total",
+        "collector",
+        "Failures that one part of the collector kept from the others; it tries again.",
+        labels=("part",),
     ),
     _plain(
         "collector_alert_firing",

@@ -81,7 +81,7 @@ def test_a_store_that_refuses_is_told_and_asked_again(
         patch.setattr(compactor_module, "compact_writer", refuse)
         compactor.compact_due()
         compactor.compact_due()
-    assert (2, 0) == (compactor.num_errors, compactor.done.num_after)
+    assert ({"compaction": 2}, 0) == (store.counters.failures, compactor.done.num_after)
     compactor.compact_due()
     assert 1 == compactor.done.num_after
 
@@ -102,7 +102,7 @@ def test_one_writers_bad_rows_do_not_keep_the_others_back(
 
     monkeypatch.setattr(compactor_module, "compact_writer", stumble)
     compactor.compact_due()
-    assert (1, 600) == (compactor.num_errors, compactor.done.num_rows)
+    assert ({"compaction": 1}, 600) == (store.counters.failures, compactor.done.num_rows)
 
 
 def test_it_runs_beside_the_ingest_and_ends_when_it_is_told(store: Store):

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.collector.both_forms import asked_twice
 from tests.collector.rows import RUN, SECOND, START, Writer
-from trainvitals.catalog import CATALOG, STEP_METRICS
+from trainvitals.catalog import CATALOG, GPU_SCHEMA, STEP_METRICS
 from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
 from trainvitals.testing import ManualClock
@@ -181,6 +181,22 @@ def test_a_run_that_ended_stays_for_an_hour_and_then_goes(page: Page):
 
 def test_an_empty_store_is_a_valid_page(page: Page):
     assert 0.0 == page.value("collector_ingested_rows_total")
+
+
+def test_what_failed_and_what_the_watchers_did_not_take_at_once_is_counted(page: Page):
+    page.store.counters.fail("compaction")
+    page.store.counters.fail("compaction")
+    assert 2.0 == page.value("collector_part_failures_total", part="compaction")
+    watching = page.acting.engine.watching
+    watching._live._most = 1  # no room: the store has the rows
+    page.send(Writer().steps(range(10), loss=1.0))
+    page.acting.engine.poll()
+    assert 10.0 == page.value("collector_rows_left_to_store_total")
+    row = [None] * (len(GPU_SCHEMA.columns) - 4)
+    rows = [[-1, 0, START + i, i, *row] for i in range(4_100)]
+    page.send(Writer("gpu:G").batch(GPU_SCHEMA, rows))
+    page.acting.engine.poll()
+    assert 4.0 == page.value("collector_dropped_samples_total")
 
 
 def test_nothing_is_registered_globally():

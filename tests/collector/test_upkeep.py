@@ -66,7 +66,7 @@ def test_hours_of_sixteen_ranks_stay_below_the_cap_and_lose_no_spike(tmp_path: P
         upkeep(threading.Event())
         (volume,) = measure(store, settings).values()
         assert volume.num_bytes <= CAP, f"after {start + 90} steps"
-    assert 0 == upkeep.num_errors
+    assert {} == store.counters.failures
     assert {"age", "size"} == {one.reason for one in volume.thinned}
     to_step = max(one.to_step for one in volume.thinned)
     assert to_step > 600
@@ -139,10 +139,10 @@ def test_an_error_ends_a_round_and_not_the_thread(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(upkeep.volumes, "maintain", broken)
     upkeep(threading.Event())
     upkeep(threading.Event())
-    assert 1 == upkeep.num_errors, "it is not called again at once"
+    assert {"upkeep": 1} == store.counters.failures, "it is not called again at once"
     clock.advance(INTERVAL_SECONDS)
     upkeep(threading.Event())
-    assert 2 == upkeep.num_errors
+    assert {"upkeep": 2} == store.counters.failures
     store.close()
 
 

@@ -131,7 +131,7 @@ def test_a_rank_that_died_is_waited_for_and_then_the_others_are_judged(job: Job)
     job.place.clock.advance(20)
     job.look()
     followed = engine._watching._open[RUN]
-    assert 35 == engine.num_unmerged
+    assert 35 == engine.watching.num_unmerged
     assert ((1, 39), {2}, 35) == (
         followed.steps.merged,
         followed.steps.absent,
@@ -182,7 +182,7 @@ def test_one_runs_broken_watching_silences_nobody_else(job: Job, monkeypatch: py
     job.train(range(5))
     job.place.send(job.ranks[0].events(started(), decision()))
     assert ["StepSkipped firing"] == job.look()
-    assert 1 == job.place.acting.engine._watching.num_errors
+    assert {"watching": 1} == job.place.store.counters.failures
 
 
 def test_a_run_whose_watching_met_an_error_is_watched_again_after_a_growing_pause(
@@ -191,7 +191,6 @@ def test_a_run_whose_watching_met_an_error_is_watched_again_after_a_growing_paus
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    watching = job.place.acting.engine._watching
     job.train(range(30), slow=True)
     with monkeypatch.context() as patch:
         patch.setattr(WatchSet, "update", broken)
@@ -199,7 +198,7 @@ def test_a_run_whose_watching_met_an_error_is_watched_again_after_a_growing_paus
         for seconds in (0, 9, 1, 19, 1, 39):
             job.place.clock.advance(seconds)
             job.look()
-            errors.append(watching.num_errors)
+            errors.append(job.place.store.counters.failures["watching"])
     assert [1, 1, 2, 2, 3, 3] == errors
     assert [] == job.found()
     job.place.clock.advance(1)

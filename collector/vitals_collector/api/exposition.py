@@ -80,8 +80,10 @@ class StoreCollector(Collector):
         families["collector_commands_total"] = {
             (status,): num for status, num in commands.counts(self._store).items()
         }
-        unmerged = self._acting.engine.num_unmerged
-        families["collector_unmerged_rows_total"] = {(): float(unmerged)}
+        watching = self._acting.engine.watching
+        families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
+        families["collector_dropped_samples_total"] = {(): float(watching.num_dropped_samples)}
+        families["collector_rows_left_to_store_total"] = {(): float(watching.num_left_to_store)}
         fired, told = self._acting.inbox.fired(), self._acting.dispatcher.outcomes()
         families["collector_alerts_total"] = {key: float(num) for key, num in fired.items()}
         families["collector_notifications_total"] = {key: float(num) for key, num in told.items()}
@@ -236,6 +238,7 @@ def _own_families(connection: Connection, store: Store) -> dict[str, Samples]:
     )
     rejected = counters.rejected.items()
     removed = counters.removed_runs.items()
+    failures = counters.failures.items()
     return {
         "collector_ingested_rows_total": {(): float(counters.num_rows)},
         "collector_duplicate_rows_total": {(): float(counters.num_duplicate)},
@@ -246,6 +249,7 @@ def _own_families(connection: Connection, store: Store) -> dict[str, Samples]:
         "collector_forgotten_rows_total": {(): float(counters.num_forgotten)},
         "collector_runs_over_cap": {(): float(counters.num_over_cap)},
         "collector_deferred_bodies_total": {(): float(counters.num_deferred)},
+        "collector_part_failures_total": {(part,): float(num) for part, num in failures},
         "collector_alert_firing": {tuple(row): 1.0 for row in connection.execute(query)},
     }
 

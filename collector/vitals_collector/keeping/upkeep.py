@@ -29,8 +29,6 @@ class Upkeep:
         lost_after_seconds: float = 60.0,
     ) -> None:
         self.volumes = Volumes(store, settings)
-        self.num_errors = 0
-        """Rounds that ended in an error; the next begins anew."""
         self._store = store
         self._clock = clock
         self._lost_after_seconds = lost_after_seconds
@@ -51,7 +49,7 @@ class Upkeep:
             )
             forget_old(self._store, self.volumes.settings.keep_days, when)
         except Exception:  # noqa: BLE001 - the thread compacts as well; it must not end
-            self.num_errors += 1
+            self._store.counters.fail("upkeep")
             _LOG.exception("upkeep_failed again_in=%gs", INTERVAL_SECONDS)
         self._next_ns = self._clock.monotonic_ns() + int(INTERVAL_SECONDS * 1e9)
 

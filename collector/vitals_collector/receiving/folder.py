@@ -61,6 +61,7 @@ class FolderIngest:
             try:
                 self.poll(stop)
             except (VitalsError, OSError) as error:
+                self._store.counters.fail("folder")
                 self._say_once(str(error))
             stop.wait(interval_seconds)
 

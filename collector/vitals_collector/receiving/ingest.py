@@ -130,7 +130,7 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
         try:
             hook(new)
         except Exception:  # noqa: BLE001 - the one place where a hook's error is counted
-            counters.num_hook_errors += 1
+            counters.fail("after_ingest")
             _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
 
 

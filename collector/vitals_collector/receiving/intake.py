@@ -138,6 +138,7 @@ class Intake:
             try:
                 self._tell(list(zip(group, outcomes, strict=True)))
             except Exception:  # noqa: BLE001 - nobody may end this thread but close
+                self._store.counters.fail("ingest")
                 _LOG.exception("answers_not_given num=%d", len(group))
 
     def _next_group(self) -> list[Waiting]:
@@ -166,6 +167,7 @@ class Intake:
         except VitalsError as error:
             return [error] * len(group)
         except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on
+            self._store.counters.fail("ingest")
             _LOG.exception("ingest_failed num=%d", len(group))
             return [error] * len(group)
 

@@ -47,7 +47,6 @@ class Compactor:
         self._thread = threading.Thread(target=self._run, name="vitals-compactor")
         self._told: set[str] = set()
         self.done = Compacted()
-        self.num_errors = 0
         store.after_ingest.append(self._note)
 
     def start(self) -> None:
@@ -136,7 +135,7 @@ class Compactor:
             self._waiting[key] = FIRST_ROWS, 0 if is_over else heard
 
     def _tell(self, key: Key | None, error: Exception) -> None:
-        self.num_errors += 1
+        self._store.counters.fail("compaction")
         if str(error) not in self._told and len(self._told) < 100:
             self._told.add(str(error))
             _LOG.warning("compaction_failed writer=%s: %s", key, error, exc_info=True)

@@ -41,12 +41,11 @@ that were committed together at once."""
 
 @dataclass(slots=True)
 class IngestCounters:
-    """What came in since this process started; read by ``/metrics``."""
+    """What came in, and what failed, since this process started; read by ``/metrics``."""
 
     num_rows: int = 0
     num_duplicate: int = 0
     num_lost: int = 0
-    num_hook_errors: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     """Refused batches by error code."""
     num_deferred: int = 0
@@ -59,6 +58,8 @@ class IngestCounters:
     """Runs removed, by reason."""
     num_over_cap: int = 0
     """Runs that are above their cap now, with nothing left to thin."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Errors that one part of the collector kept from the others, by part."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever counts."""
 
@@ -66,6 +67,11 @@ class IngestCounters:
         """Count a body that holds no batches; single batches are counted where they are stored."""
         with self.lock:
             self.rejected[code] = self.rejected.get(code, 0) + 1
+
+    def fail(self, part: str) -> None:
+        """Count an error that ended nothing but what a part was at; it is tried again."""
+        with self.lock:
+            self.failures[part] = self.failures.get(part, 0) + 1
 
     def defer(self) -> None:
         """Count a body for which there was no room."""

@@ -103,7 +103,6 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._retold_ns: int | None = None
         self._is_first = True
-        self.num_errors = 0
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
@@ -180,9 +179,9 @@ class Engine:
         return look.told
 
     @property
-    def num_unmerged(self) -> int:
-        """Rows of ranks that steps were merged without, since the start."""
-        return self._watching.num_unmerged
+    def watching(self) -> Watching:
+        """What looks at the steps of all ranks."""
+        return self._watching
 
     def start(self) -> None:
         """Start the thread that polls."""
@@ -208,7 +207,7 @@ class Engine:
             try:
                 self.poll(only_new=not is_due)
             except VitalsError as error:
-                self.num_errors += 1
+                self._store.counters.fail("engine")
                 _LOG.warning("engine: %s", error)
                 self._stopping.wait(self._config.interval_seconds)
                 continue

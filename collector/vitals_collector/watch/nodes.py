@@ -66,7 +66,7 @@ class NodeMerger:
     """
 
     def __init__(self) -> None:
-        self.num_dropped = 0
+        self._num_dropped = 0
         self._nodes: dict[str, _Node] = {}
         self._read: dict[Writer, int] = {}
 
@@ -82,7 +82,7 @@ class NodeMerger:
                 kept.gpus.append(waiting)
         excess = len(kept.gpus) - _MOST_SAMPLES
         if excess > 0:
-            self.num_dropped += excess
+            self._num_dropped += excess
             del kept.gpus[:excess]
 
     def ready(self, gates: Mapping[str, int]) -> list[Round]:
@@ -98,6 +98,11 @@ class NodeMerger:
             while len(kept.hosts) > 1 and (gate is None or kept.hosts[1].row.monotonic_ns <= gate):
                 rounds.append(_next_round(node, kept))
         return sorted(rounds, key=lambda found: found.time_unix_ns)
+
+    def take_dropped(self) -> int:
+        """Return how many rows of GPUs were dropped since it was last asked."""
+        num, self._num_dropped = self._num_dropped, 0
+        return num
 
     def done(self) -> dict[Writer, int]:
         """Return the sequence number up to which each writer's rows need not be read again."""

@@ -80,10 +80,10 @@ class Watching:
         self._save_ns: dict[str, int] = {}
         self._pauses: dict[str, _Pause] = {}
         self._is_first = True
-        self.num_errors = 0
-        """How often a run was left alone because watching it met an error of our own."""
         self.num_unmerged = 0
         """Rows of ranks that steps were merged without."""
+        self.num_dropped_samples = 0
+        """Samples of GPUs that had to be let go before their node's own row was there."""
 
     @property
     def num_left_to_store(self) -> int:
@@ -171,6 +171,7 @@ class Watching:
             before = followed.steps.absent
             told = followed.advance(now_ns, is_running=is_running)
             self.num_unmerged += followed.num_unmerged()
+            self.num_dropped_samples += followed.hosts.take_dropped()
             if gone := followed.steps.absent - before:
                 _LOG.warning("ranks_not_waited_for run=%s ranks=%s", run_id, sorted(gone)[:16])
             is_over = followed.is_drained and not is_running
@@ -183,7 +184,7 @@ class Watching:
         except Exception:  # noqa: BLE001 - one run's watchers must not silence all runs' alerts
             self._forget(run_id)
             seconds = self._pause(run_id, now_ns)
-            self.num_errors += 1
+            self._store.counters.fail("watching")
             _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
             return 0, False
         if num:
