@@ -212,7 +212,7 @@ class RunDir:
         try:
             end = _end_of_lines(fd)
             os.ftruncate(fd, end)  # a torn line was never durable, so nobody acted on it
-            _write_all(fd, line, end)
+            write_all(fd, line, end)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -266,6 +266,14 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def write_all(fd: int, raw: bytes, offset: int) -> None:
+    """Write all of it at the offset, in as many calls as the system takes."""
+    view = memoryview(raw)
+    while view:
+        num = os.pwrite(fd, view, offset)
+        view, offset = view[num:], offset + num
+
+
 def _read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
@@ -273,16 +281,9 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _write_all(fd: int, raw: bytes, offset: int) -> None:
-    view = memoryview(raw)
-    while view:
-        num = os.pwrite(fd, view, offset)
-        view, offset = view[num:], offset + num
-
-
 def _write_and_close(fd: int, raw: bytes) -> None:
     try:
-        _write_all(fd, raw, 0)
+        write_all(fd, raw, 0)
         os.fsync(fd)
     finally:
         os.close(fd)

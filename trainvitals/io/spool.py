@@ -19,7 +19,6 @@ What must hold after a crash, or an error of the disk, at any point:
 import contextlib
 import os
 import threading
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -27,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from trainvitals.errors import FormatError, StorageError, UsageError
-from trainvitals.io.rundir import replace_file, sync_folder
+from trainvitals.io.rundir import replace_file, sync_folder, write_all
 from trainvitals.io.spool_files import (
     Headers,
     Position,
@@ -36,6 +35,7 @@ from trainvitals.io.spool_files import (
     scan_folder,
     spool_files,
 )
+from trainvitals.io.spool_state import load_state, sealed_state
 from trainvitals.wire import BatchHeader, decode_batch
 
 __all__ = ["Position", "Spool", "read_batches"]
@@ -49,20 +49,6 @@ _STATE = "state.json"
 _HINT = "free some space; what is in the journal is sent when there is room again"
 
 Key = tuple[str, str, str]
-
-
-class _State(msgspec.Struct, kw_only=True):
-    acked: Position = Position()
-    scanned: Position = Position()
-    dropped_rows: int = 0
-    last_seqs: list[tuple[str, str, str, int]] = []
-
-
-class _Sealed(msgspec.Struct):
-    """The state with its checksum: a flipped digit would have rows passed over in silence."""
-
-    crc: int
-    state: msgspec.Raw
 
 
 class Spool:
@@ -97,10 +83,11 @@ class Spool:
         self._headers = Headers()
         self._synced_size = 0
         self._unsynced: dict[Key, int] = {}
+        self._refused: dict[Key, int] = {}  # dealt with once their count is saved
         self._gave_up = False
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._state = self._saved = _load_state(directory / _STATE)
+            self._state = self._saved = load_state(directory / _STATE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
             self._sizes = {n: path.stat().st_size for n, path in spool_files(directory)}
             self._num_bytes = sum(self._sizes.values())
@@ -146,13 +133,14 @@ class Spool:
         with self._lock, self._disk("nothing was added"):
             if self._gave_up:
                 raise OSError("what was added before was lost on the way to the disk")
-            has_room = self._make_room(len(raw))
+            key = (header.identity.run_id, header.identity.incarnation, header.stream)
+            has_room = key not in self._refused and self._make_room(len(raw))
             if has_room:
                 self._write(raw)
             else:
                 self._change(dropped_rows=self._state.dropped_rows + header.num_rows)
-            key = (header.identity.run_id, header.identity.incarnation, header.stream)
-            self._unsynced[key] = max(header.last_seq, self._unsynced.get(key, -1))
+            added = self._unsynced if has_room else self._refused
+            added[key] = max(header.last_seq, added.get(key, -1))
             return has_room
 
     def sync(self) -> None:
@@ -221,7 +209,7 @@ class Spool:
         fd, size = self._fd, self._sizes[self._number]
         stored = self._headers.stored(raw, size)
         try:
-            _write_all(fd, stored, size)
+            write_all(fd, stored, size)
         except OSError:
             with contextlib.suppress(OSError):  # the next batch is written over it
                 os.ftruncate(fd, size)
@@ -273,6 +261,7 @@ class Spool:
         A reader may have seen the bytes, so nothing else may ever come to lie in their place.
         """
         self._unsynced.clear()
+        self._take_refusals_back()
         self._gave_up = True
         fd, number, size = self._fd, self._number, self._synced_size
         with contextlib.suppress(OSError):  # else they stay: rows that come twice count once
@@ -340,21 +329,28 @@ class Spool:
         self._flush()  # the state must not speak of bytes that a crash could take
         newest = max(self._sizes, default=-1)
         scanned = Position(newest, self._sizes[newest]) if newest >= 0 else self._state.scanned
-        last_seqs = [(*key, seq) for key, seq in self._last.items()]
+        last = dict(self._last)
+        for key, seq in self._refused.items():
+            _note(last, key, seq)
+        last_seqs = [(*key, seq) for key, seq in last.items()]
         self._change(scanned=scanned, last_seqs=last_seqs)
-        state = msgspec.json.encode(self._state)
-        raw = msgspec.json.encode(_Sealed(zlib.crc32(state), msgspec.Raw(state)))
         with self._disk("cannot be written", self.directory / _STATE):
-            replace_file(self.directory / _STATE, raw)
-        self._saved = self._state
+            replace_file(self.directory / _STATE, sealed_state(self._state))
+        self._saved, self._last = self._state, last
+        self._refused.clear()
 
     def _save_count(self) -> None:
         try:
             self._save_state()
         except StorageError:
-            if self.keep:  # what was refused comes again, is refused again, and counted then
-                self._change(dropped_rows=self._saved.dropped_rows)
+            self._take_refusals_back()
             raise
+
+    def _take_refusals_back(self) -> None:
+        """What was refused comes again, is refused again, and counted then."""
+        self._refused.clear()
+        if self.keep:
+            self._change(dropped_rows=self._saved.dropped_rows)
 
     def _recover(self) -> None:
         """Find what was appended after the state was saved; cut the last file's torn tail off."""
@@ -371,13 +367,9 @@ class Spool:
                 self._resize(number, end)
         used = (self._state.acked, self._state.scanned)
         self._number = max(newest, *(p.file if p.offset else p.file - 1 for p in used))
+        sync_folder(self.directory)  # what a killed owner wrote last is there, but on no disk yet
         if newest >= 0:
-            # A killed owner's last batches are there, but on no disk yet.
-            fd = os.open(self._path(newest), os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            self._write_anew(newest, scanned.offset if newest == scanned.file else 0)
         if not self.keep:
             for number in [n for n in self._sizes if n < self._state.acked.file]:
                 self._remove(number)
@@ -402,6 +394,19 @@ class Spool:
                     _note(self._last, key, header.last_seq)
         return end
 
+    def _write_anew(self, number: int, start: int) -> None:
+        """Make durable what lies in the file after ``start``, whoever tried that before.
+
+        To be asked for it again is not enough for a kernel that failed to write it: it may take it
+        for written. The same bytes at the same place are what a reader has seen.
+        """
+        fd = os.open(self._path(number), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            write_all(fd, os.pread(fd, self._sizes[number] - start, start), start)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     @contextlib.contextmanager
     def _disk(self, outcome: str, path: Path | None = None) -> Iterator[None]:
         """Make what the system says our own error."""
@@ -411,16 +416,6 @@ class Spool:
             where = path or (self._path(self._number) if self._fd >= 0 else self.directory)
             text = f"{where}: {error.strerror or error}; {outcome}"
             raise StorageError(text, hint=_HINT) from error
-
-
-def _load_state(path: Path) -> _State:
-    try:
-        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
-        if sealed.crc != zlib.crc32(sealed.state):
-            return _State()
-        return msgspec.json.decode(sealed.state, type=_State)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return _State()
 
 
 def _note(last: dict[Key, int], key: Key, seq: int) -> None:
@@ -436,10 +431,3 @@ def _header(raw: bytes) -> BatchHeader | None:
         return decode_batch(raw).header
     except FormatError:
         return None
-
-
-def _write_all(fd: int, raw: bytes, offset: int) -> None:
-    view = memoryview(raw)
-    while view:
-        num = os.pwrite(fd, view, offset)
-        view, offset = view[num:], offset + num

@@ -143,6 +143,10 @@ class FaultyDisk:
             self._names[Path(args[1]).name] = self._names.pop(where)
         elif name == "unlink":
             del self._names[where]
+        elif name == "pwrite":
+            begin, end = self._forgotten.get(self._names[where], (0, 0))
+            if args[2] <= begin < end <= args[2] + result:
+                del self._forgotten[self._names[where]]  # the kernel has to write it again
         elif name == "fsync" and not where:
             self._durable_names = dict(self._names)
         elif name == "fsync" and where in self._names:

@@ -52,6 +52,36 @@ def test_a_flipped_bit_loses_its_batch_and_no_other(
     spool.close()
 
 
+def test_a_header_lies_once_in_a_stretch_and_damage_to_it_costs_that_stretch_of_its_writer(
+    tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = an_identity(source="rank:1")
+    size = len(a_batch(identity, 0, 1))
+    monkeypatch.setattr("trainvitals.io.spool_files.HEADER_EVERY_BYTES", 3 * size)
+    spool = Spool(tmp_path, max_bytes=GB, keep=True)
+    written = [a_batch(who, i, 1) for i in range(60) for who in (identity, other)]
+    for raw in written:
+        spool.append(raw)
+    spool.close()
+    (path,) = tvs_files(tmp_path)
+    assert written == [raw for _, raw in read_batches(tmp_path)]
+    raw = bytearray(path.read_bytes())
+    whole = raw.count(b"TVB2")
+    assert 4 <= whole <= 60
+    assert len(raw) < len(written) * size / 2
+    raw[60] ^= 4  # within the first header
+    path.write_bytes(raw)
+    found = [decode_batch(raw).header for _, raw in read_batches(tmp_path)]
+    assert list(range(60)) == [h.first_seq for h in found if h.identity == other]
+    kept = [h.first_seq for h in found if h.identity == identity]
+    assert list(range(kept[0], 60)) == kept
+    assert 0 < kept[0] <= 60 * 2 // whole + 1
+    again = Spool(tmp_path, max_bytes=GB, keep=True)
+    assert len(kept) + 60 == len(again.pending(999))
+    assert again.corrupt
+    again.close()
+
+
 def test_damage_at_the_end_of_an_older_file_is_counted(tmp_path: Path, identity: Identity) -> None:
     (tmp_path / "000000.tvs").write_bytes(a_batch(identity, 0, 1) + b"TVB2 torn")
     (tmp_path / "000001.tvs").write_bytes(a_batch(identity, 1, 1))

@@ -25,13 +25,13 @@ from trainvitals.io.spool import Spool
 from trainvitals.wire import decode_batch
 
 ROWS = 5
-IDENTITY = an_identity()
-SIZE = len(a_batch(IDENTITY, 0, ROWS))
+WRITERS = (an_identity(source="rank:0"), an_identity(source="rank:1"))
+SIZE = len(a_batch(WRITERS[0], 0, ROWS))
 AFTER = st.integers(1, 6)
 
 
 class SpoolMachine(RuleBasedStateMachine):
-    """An agent that appends numbered batches, and a shipper that acknowledges some.
+    """An agent that appends numbered batches of two writers, and a shipper that acknowledges some.
 
     As a tailer does, it goes back to what was synced where a sync fails, and after a restart goes
     on behind the last number that the spool knows.
@@ -41,9 +41,12 @@ class SpoolMachine(RuleBasedStateMachine):
         keep=st.booleans(),
         num_batches=st.integers(4, 15),
         saved_after=st.sampled_from([-1, 1 << 18]),
+        header_every=st.sampled_from([0, SIZE, 1 << 18]),
         seed=st.integers(0, 99),
     )
-    def begin(self, keep: bool, num_batches: int, saved_after: int, seed: int) -> None:
+    def begin(
+        self, keep: bool, num_batches: int, saved_after: int, header_every: int, seed: int
+    ) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="vitals-test-spool-"))
         self.keep, self.max_bytes = keep, num_batches * SIZE
         self.rng = random.Random(seed)
@@ -52,6 +55,7 @@ class SpoolMachine(RuleBasedStateMachine):
         self.mount.enter_context(self.disk.mounted())
         patch = self.mount.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("trainvitals.io.spool.SAVE_BYTES", saved_after)
+        patch.setattr("trainvitals.io.spool_files.HEADER_EVERY_BYTES", header_every)
         self.next = self.synced = self.newest = 0
         self.acked: set[int] = set()
         self.is_pristine = True
@@ -63,7 +67,7 @@ class SpoolMachine(RuleBasedStateMachine):
     @rule(num=st.integers(1, 6))
     def append(self, num: int) -> None:
         for _ in range(num):
-            if self.attempt(lambda spool: spool.append(a_batch(IDENTITY, ROWS * self.next, ROWS))):
+            if self.attempt(lambda spool: spool.append(batch_of(self.next))):
                 self.next += 1
                 self.newest = max(self.newest, self.next)
 
@@ -126,8 +130,9 @@ class SpoolMachine(RuleBasedStateMachine):
         if power:
             self.disk.lose_power(self.rng)
         self.spool = self.made()
-        last = self.spool.last_seqs().get((IDENTITY.run_id, IDENTITY.incarnation, "steps"), -1)
-        known = (last + 1) // ROWS
+        last = self.spool.last_seqs()
+        keys = [(writer.run_id, writer.incarnation, "steps") for writer in WRITERS]
+        known = sum((last.get(key, -1) + 1) // ROWS for key in keys)
         assert self.synced <= known <= self.newest
         self.next = self.synced = known
 
@@ -153,8 +158,16 @@ class SpoolMachine(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
+def batch_of(number: int) -> bytes:
+    """The batch of that number: the writers take turns."""
+    turn, index = divmod(number, len(WRITERS))
+    return a_batch(WRITERS[index], ROWS * turn, ROWS)
+
+
 def number_of(raw: bytes) -> int:
-    return decode_batch(raw).header.first_seq // ROWS
+    header = decode_batch(raw).header
+    index = [writer.source for writer in WRITERS].index(header.identity.source)
+    return header.first_seq // ROWS * len(WRITERS) + index
 
 
 def test_a_spool_keeps_its_word_whatever_the_disk_does() -> None:
