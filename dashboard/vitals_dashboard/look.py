@@ -88,6 +88,13 @@ HEALTH_WORDS = {
 }
 HEALTH_BADGES = {"healthy": "green", "acting": "orange", "critical": "red", "unknown": "gray"}
 SEVERITY_BADGES = {"page": "red", "notify": "orange", "log": "gray"}
+CHECKPOINT_WORDS = {
+    "candidate": "\N{HORIZONTAL ELLIPSIS} candidate",
+    "verified": "\N{CHECK MARK} verified",
+    "healthy": "\N{CHECK MARK}\N{CHECK MARK} healthy",
+    "retired": "\N{EN DASH} retired",
+    "bad": "\N{MULTIPLICATION X} bad",
+}
 ALERT_WORDS = {
     "pending": "\N{HORIZONTAL ELLIPSIS} pending",
     "firing": "\N{BLACK UP-POINTING TRIANGLE} firing",
@@ -103,6 +110,10 @@ class Palette:
     lines: tuple[str, ...]
     faint: str
     """Limits and rolled-back branches."""
+    diverging: tuple[str, ...]
+    """Below, near and above the middle: blue to orange, told apart by colour-blind people too."""
+    over: str
+    """Lines drawn over the cells of a heat map."""
     quiet: str = "#858B96"
     grid: str = "rgba(128,136,148,0.20)"
     """These two suit both backgrounds: a browser tells its theme only after the first drawing."""
@@ -112,11 +123,15 @@ LIGHT = Palette(
     main=BLUE,
     lines=(BLUE, GREEN, PURPLE, SKY, ORANGE, "#5D4A9C", "#7A5C00", GREY),
     faint="#A9AFB8",
+    diverging=("#0B4F8A", "#5B9BD0", "#E4E7EB", "#E8A15C", "#9A4207"),
+    over="#FFFFFF",
 )
 DARK = Palette(
     main=SKY,
     lines=(SKY, "#33C7A0", "#E3A6C8", "#4F8FD6", ORANGE, "#A99BE0", YELLOW, GREY),
     faint="#6C7480",
+    diverging=("#7CC4F2", "#2E79AE", "#343A43", "#C27A16", "#FFCB6B"),
+    over="#FFFFFF",
 )
 
 
@@ -124,6 +139,9 @@ def palette(theme: str | None) -> Palette:
     """Return the palette of a theme; light where the browser has not said yet."""
     return DARK if theme == "dark" else LIGHT
 
+
+SEQUENTIAL = ("#440154", "#414487", "#2A788E", "#22A884", "#7AD151", "#FDE725")
+"""Viridis: its lightness rises evenly, so it reads the same in grey and to colour-blind people."""
 
 UNITS: dict[str, tuple[str, float]] = {
     "bytes": ("GiB", 1 / 2**30),
@@ -147,5 +165,15 @@ line-height:1.25;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit
 [data-testid="stMetricLabel"] p{font-size:.78rem}
 [data-testid="stMetricDelta"]{font-size:.72rem;padding-top:0;padding-bottom:0}
 [class*="st-key-alert_text"] [data-testid="stText"]{font-family:inherit;overflow-wrap:anywhere}
+[class*="st-key-prose_"] [data-testid="stText"]{font-family:inherit;font-size:1rem;line-height:1.5;
+white-space:pre-wrap;overflow-wrap:anywhere;max-width:75ch}
+[class*="st-key-facts_"] [data-testid="stText"]{font-family:inherit;font-size:.85rem;opacity:.75;
+white-space:pre-wrap;overflow-wrap:anywhere}
+.st-key-run_links{flex-wrap:wrap}
+[data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}
 </style>"""
-"""Our own constant text: the only HTML the pages ever send."""
+"""Our own constant text: the only HTML the pages ever send.
+
+A table's own download is hidden: it writes what a spreadsheet would run as a formula. The page of
+questions offers one that does not.
+"""

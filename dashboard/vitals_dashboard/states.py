@@ -14,15 +14,22 @@ def _notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None
         st.text(words.plain(hint, 400))
 
 
-def collector_down(error: TransportError) -> None:
-    """Say that the collector does not answer, and that nothing is lost by it."""
+def collector_down(error: TransportError, *, again: bool = True) -> None:
+    """Say that the collector does not answer, and that nothing is lost by it.
+
+    Args:
+        error: what went wrong.
+        again: whether the page tries again by itself; else there is a button for it.
+    """
     _notice(
         "The collector does not answer",
         error,
         "Training goes on and its numbers are kept; they appear here when the collector is back."
-        " This page tries again by itself.",
+        + (" This page tries again by itself." if again else ""),
         ":material/cloud_off:",
     )
+    if not again:
+        st.button("Try again", key="again")
 
 
 def wrong_token(error: UnauthorizedError) -> None:
@@ -60,3 +67,8 @@ def no_such_run(run_id: str) -> None:
         f"The address asks for {words.plain(run_id, 60)}; choose one of those above.",
         ":material/search_off:",
     )
+
+
+def not_understood(error: VitalsError) -> None:
+    """Say what of a question was not understood, and what may be asked."""
+    _notice("This question is not understood", error, error.hint, ":material/help:")

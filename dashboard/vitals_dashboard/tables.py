@@ -1,12 +1,31 @@
 """Tables as rows of plain values: pure functions from the query API's replies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from trainvitals.views import AlertView, AttemptView, CheckpointView, DecisionView, RunSummary
+from trainvitals.views import (
+    AlertView,
+    AttemptView,
+    CheckpointView,
+    CommandView,
+    DecisionView,
+    EventView,
+    FindingView,
+    IncidentView,
+    MoverView,
+    RunSummary,
+    SourceView,
+    StepData,
+)
 from vitals_dashboard import words
-from vitals_dashboard.look import ACTIONS, ALERT_WORDS, HEALTH_WORDS, STATE_WORDS
+from vitals_dashboard.look import (
+    ACTIONS,
+    ALERT_WORDS,
+    CHECKPOINT_WORDS,
+    HEALTH_WORDS,
+    STATE_WORDS,
+)
 
 Row = dict[str, Any]
 
@@ -19,7 +38,7 @@ def moment(time_unix_ns: int) -> datetime | None:
 def run_rows(
     runs: Sequence[RunSummary], *, now_unix_ns: int, curves: dict[str, list[float]]
 ) -> list[Row]:
-    """Return the overview's rows, in the order given."""
+    """Return the fleet's rows, in the order given."""
     return [
         {
             "Run": words.run_label(run.name, run.run_id),
@@ -29,12 +48,14 @@ def run_rows(
             "Step": run.last_step,
             "Loss": run.loss,
             "Loss curve": curves.get(run.run_id, []),
+            "Seen": words.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
+            "Last decision": words.plain(run.last_decision, 160),
             "Skips": run.num_skips,
             "Rollbacks": run.num_rollbacks,
-            "Last step": words.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
-            "Last decision": words.plain(run.last_decision, 160),
             "Ranks": run.world_size,
             "Project": words.plain(run.project, 60),
+            "User": words.plain(run.user, 40),
+            "Tags": words.plain(", ".join(run.tags), 120),
             "Started": moment(run.started_unix_ns),
             "Id": run.run_id,
         }
@@ -42,16 +63,42 @@ def run_rows(
     ]
 
 
-def matching(runs: Sequence[RunSummary], text: str, state: str | None) -> list[RunSummary]:
-    """Return the runs whose name, project, user, tags or id hold the text, newest first."""
-    needle = text.strip().lower()
+_HEALTH_ORDER = ("critical", "acting", "unknown", "healthy")
+ORDERS: dict[str, Callable[[RunSummary], Any]] = {
+    "newest first": lambda run: -run.started_unix_ns,
+    "worst first": lambda run: (
+        _HEALTH_ORDER.index(run.health),
+        -run.num_firing_alerts,
+        -run.started_unix_ns,
+    ),
+    "last seen first": lambda run: -run.last_seen_unix_ns,
+    "most steps": lambda run: -run.last_step,
+    "most skips": lambda run: (-run.num_skips, -run.num_rollbacks),
+    "by name": lambda run: (run.name.casefold(), -run.started_unix_ns),
+}
+"""What a list of runs can be sorted by, in words that are a part of the address."""
+
+
+def matching(
+    runs: Sequence[RunSummary],
+    text: str,
+    state: str | None,
+    health: str | None = None,
+    order: str = "newest first",
+) -> list[RunSummary]:
+    """Return the runs whose name, project, user, tags or id hold all the words, in order."""
+    needles = text.casefold().split()
+
+    def holds(run: RunSummary) -> bool:
+        said = " ".join((run.name, run.project, run.user, run.run_id, *run.tags)).casefold()
+        return all(needle in said for needle in needles)
+
     chosen = [
         run
         for run in runs
-        if (not state or run.state == state)
-        and needle in " ".join((run.name, run.project, run.user, run.run_id, *run.tags)).lower()
+        if (not state or run.state == state) and (not health or run.health == health) and holds(run)
     ]
-    return sorted(chosen, key=lambda run: run.started_unix_ns, reverse=True)
+    return sorted(chosen, key=ORDERS.get(order, ORDERS["newest first"]))
 
 
 def _observed(view: DecisionView) -> str:
@@ -93,7 +140,7 @@ def checkpoint_rows(checkpoints: Sequence[CheckpointView]) -> list[Row]:
     return [
         {
             "Step": c.step,
-            "State": words.plain(c.state, 20),
+            "State": CHECKPOINT_WORDS.get(c.state, words.plain(c.state, 20)),
             "Where": words.plain(c.where, 20),
             "Size": words.size(c.num_bytes) if c.num_bytes else "",
             "Id": words.plain(c.checkpoint_id, 60),
@@ -135,4 +182,119 @@ def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
             "Ended": moment(alert.ended_unix_ns or 0),
         }
         for alert in sorted(alerts, key=lambda a: a.updated_unix_ns, reverse=True)
+    ]
+
+
+def finding_rows(findings: Sequence[FindingView]) -> list[Row]:
+    """Return what the detectors said, newest first."""
+    return [
+        {
+            "Step": view.finding.step,
+            "Kind": words.plain(view.finding.kind, 40),
+            "Reason": words.plain(view.finding.reason, 400),
+            "Rank": view.finding.rank if view.finding.rank >= 0 else None,
+            "Value": words.number(view.finding.value),
+            "Limit": words.number(view.finding.limit),
+            "Since step": view.finding.onset_step if view.finding.onset_step >= 0 else None,
+            "Level": view.finding.level,
+            "When": moment(view.time_unix_ns),
+        }
+        for view in sorted(findings, key=lambda v: v.time_unix_ns, reverse=True)
+    ]
+
+
+def mover_rows(movers: Sequence[MoverView]) -> list[Row]:
+    """Return what moved before a step, in the order given: what moved most comes first."""
+    return [
+        {
+            "Layer or rank": words.plain(mover.row, 120),
+            "Metric": words.plain(mover.metric, 60),
+            "Before": words.number(mover.before),
+            "Peak": words.number(mover.peak) if mover.peak is not None else "not finite",
+            "At step": mover.peak_step,
+            "How far": mover.score,
+        }
+        for mover in movers
+    ]
+
+
+def source_rows(sources: Sequence[SourceView], *, now_unix_ns: int) -> list[Row]:
+    """Return who reports: ranks, GPUs and nodes, the last to be heard of first."""
+    return [
+        {
+            "Source": words.plain(source.source, 80),
+            "Node": words.plain(source.node, 80),
+            "Process": source.pid or None,
+            "Seen": words.age(source.last_seen_unix_ns, now_unix_ns) + " ago",
+            "Rows": source.num_rows,
+            "Lost rows": source.num_lost_rows,
+            "Streams": words.plain(", ".join(source.streams), 80),
+            "Started": moment(source.started_unix_ns),
+        }
+        for source in sorted(sources, key=lambda s: s.last_seen_unix_ns, reverse=True)
+    ]
+
+
+def event_rows(events: Sequence[EventView]) -> list[Row]:
+    """Return events, oldest first: a story is read that way."""
+    return [
+        {
+            "Step": event.step if event.step >= 0 else None,
+            "Source": words.plain(event.source, 60),
+            "Kind": words.plain(event.kind, 40),
+            "What": words.plain(event.text, 400),
+            "When": moment(event.time_unix_ns),
+        }
+        for event in sorted(events, key=lambda e: e.time_unix_ns)
+    ]
+
+
+def data_rows(data: Sequence[StepData]) -> list[Row]:
+    """Return which batches and samples fed the steps."""
+    return [
+        {
+            "Source": words.plain(one.source, 40),
+            "Epoch": one.batch.epoch,
+            "First batch": one.batch.first_batch,
+            "Batches": one.batch.num_batches,
+            "Samples": one.batch.num_samples if one.batch.num_samples >= 0 else None,
+            "Ids": words.plain(", ".join(str(i) for i in one.batch.sample_ids[:50]), 300),
+            "Kept in": words.plain(one.batch.file, 200),
+        }
+        for one in data
+    ]
+
+
+def command_rows(commands: Sequence[CommandView]) -> list[Row]:
+    """Return what people asked for and what became of it, newest first."""
+    return [
+        {
+            "Action": view.command.action,
+            "Answer": view.status,
+            "Reason": words.plain(view.command.reason, 300),
+            "Detail": words.plain(view.detail, 300),
+            "Step": view.step if view.step >= 0 else None,
+            "Checkpoint": words.plain(view.command.checkpoint_id, 60),
+            "By": words.plain(view.command.issued_by, 60),
+            "When": moment(view.command.issued_unix_ns),
+        }
+        for view in sorted(commands, key=lambda v: v.command.number, reverse=True)
+    ]
+
+
+def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
+    """Return incidents in the order given."""
+    return [
+        {
+            "Step": one.onset_step,
+            "To step": one.last_step,
+            "Incident": words.plain(one.title, 200),
+            "Severity": one.severity,
+            "State": "open" if one.is_open else "over",
+            "Cost": words.count(one.cost_steps, "step"),
+            "Decisions": len(one.decisions),
+            "Alerts": len(one.alerts),
+            "Began": moment(one.started_unix_ns),
+        }
+        for one in incidents
     ]

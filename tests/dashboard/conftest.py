@@ -55,13 +55,10 @@ def open_page(
         (tmp_path / "settings.json").unlink(missing_ok=True)
         write_settings(settings, tmp_path / "settings.json")
         monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "settings.json"))
-        # The run page stands alone; alerts link to it, so they need the navigation around them.
-        alone = page in ("run", "compare")
-        start = PAGES.with_name(f"vitals_page_{page}.py") if alone else PAGES
-        app = AppTest.from_file(str(start), default_timeout=60)
-        if page == "alerts":
+        app = AppTest.from_file(str(PAGES), default_timeout=60)
+        if page != "overview":
             app.run()  # a page can be switched to only from a page
-            app.switch_page("vitals_page_alerts.py")
+            app.switch_page(f"vitals_page_{page}.py")
         app.query_params.update(query)
         return app.run()
 

@@ -9,8 +9,14 @@ from trainvitals.views import (
     AlertView,
     AnnotationView,
     AttemptView,
+    CellsReply,
     CheckpointView,
+    CommandView,
     DecisionView,
+    EventView,
+    FindingView,
+    IncidentView,
+    MoverView,
     NonFiniteMark,
     RunDetail,
     RunSummary,
@@ -39,6 +45,12 @@ class SampleRun:
     checkpoints: list[CheckpointView]
     series: dict[tuple[str, str, str], SeriesReply] = field(default_factory=dict)
     annotations: list[AnnotationView] = field(default_factory=list)
+    cells: dict[str, CellsReply] = field(default_factory=dict)
+    movers: list[MoverView] = field(default_factory=list)
+    incidents: list[IncidentView] = field(default_factory=list)
+    findings: list[FindingView] = field(default_factory=list)
+    events: list[EventView] = field(default_factory=list)
+    commands: list[CommandView] = field(default_factory=list)
 
 
 def summary(number: int, *, name: str = "", now_ns: int = NOW_NS, **changes: object) -> RunSummary:

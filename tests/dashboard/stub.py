@@ -8,14 +8,20 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from tests.dashboard.samples import NOW_NS, SampleRun
+from trainvitals.records import Command
 from trainvitals.views import (
     AckRequest,
     AlertView,
     AnnotationRequest,
     AnnotationView,
+    CellsReply,
+    CommandRequest,
+    CommandView,
     Problem,
     RunSummary,
     SeriesReply,
+    TableReply,
+    TableRequest,
 )
 
 READ, CONTROL = "read-token-0123456789", "control-token-0123456789"
@@ -29,6 +35,12 @@ class Stub:
     samples: dict[str, SampleRun] = field(default_factory=dict)
     alerts: list[AlertView] = field(default_factory=list)
     acks: list[tuple[str, AckRequest]] = field(default_factory=list)
+    commands: list[tuple[str, CommandRequest]] = field(default_factory=list)
+    questions: list[TableRequest] = field(default_factory=list)
+    table: TableReply | Problem = field(
+        default_factory=lambda: TableReply(columns=(), data=(), num_total=0)
+    )
+    num_series: int = 0
     url: str = ""
 
     def add(self, sample: SampleRun) -> None:
@@ -53,11 +65,60 @@ class Stub:
         sample = self.samples.get(parts[1]) if parts[0] == "runs" and len(parts) > 1 else None
         if sample is None:
             line = next((r for r in self.runs if r.run_id in parts), None)
-            return _bare_series(line, query) if line and parts[-1] == "series" else None
+            if line is None or len(parts) < 3:
+                return None
+            self.num_series += parts[-1] == "series"
+            return _bare_series(line, query) if parts[-1] == "series" else ()
         kind = parts[2] if len(parts) > 2 else "detail"
         if kind == "series":
+            self.num_series += 1
             return _series(sample, query)
+        if kind == "cells":
+            return _cells(sample, query)
         return {"detail": sample.detail}.get(kind, getattr(sample, kind, None))
+
+    def take(self, path: str, raw: bytes) -> object:
+        """Return the body of a POST, and keep what was asked."""
+        parts = path.strip("/").split("/")[1:]
+        if parts == ["tables"]:
+            self.questions.append(msgspec.json.decode(raw, type=TableRequest))
+            return self.table
+        if parts[-1] == "ack":
+            self.acks.append((parts[1], msgspec.json.decode(raw, type=AckRequest)))
+            return next(a for a in self.alerts if a.fingerprint == parts[1])
+        if parts[-1] == "annotations":
+            return self.annotate(parts[1], raw)
+        asked = msgspec.json.decode(raw, type=CommandRequest)
+        self.commands.append((parts[1], asked))
+        return _sent(parts[1], asked, len(self.commands))
+
+
+def _sent(run_id: str, asked: CommandRequest, number: int) -> CommandView:
+    command = Command(
+        number=number,
+        run_id=run_id,
+        action=asked.action,
+        reason=asked.reason,
+        issued_by="test",
+        issued_unix_ns=1,
+        expires_unix_ns=2,
+        checkpoint_id=asked.checkpoint_id,
+    )
+    return CommandView(command=command, status="pending")
+
+
+def _cells(sample: SampleRun, query: dict[str, str]) -> CellsReply | Problem:
+    reply = sample.cells.get(query["metric"])
+    if reply is None:
+        return Problem(code="V101", text=f"there is no heat map of {query['metric']}")
+    first, last = int(query.get("from_step", 0)), int(query.get("to_step", 1 << 60))
+    keep = [i for i, step in enumerate(reply.step) if first <= step <= last]
+    return msgspec.structs.replace(
+        reply,
+        step=tuple(reply.step[i] for i in keep),
+        value=tuple(tuple(row[i] for i in keep) for row in reply.value),
+        nonfinite=tuple((row, keep.index(c)) for row, c in reply.nonfinite if c in keep),
+    )
 
 
 def _series(sample: SampleRun, query: dict[str, str]) -> SeriesReply:
@@ -110,22 +171,21 @@ class StubServer:
                     self._send(401, Problem(code="V410", text="the token is wrong"))
                     return
                 body = stub.answer(parts.path, query)
-                if body is None:
-                    self._send(404, Problem(code="V100", text="there is no such run"))
-                else:
-                    self._send(200, body)
+                self._say(body)
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["Content-Length"]))
-                fingerprint = self.path.split("/")[-2]
-                if self.headers.get("Authorization") != f"Bearer {CONTROL}":
+                needed = (READ, CONTROL) if self.path == "/v1/tables" else (CONTROL,)
+                if self.headers.get("Authorization") not in [f"Bearer {t}" for t in needed]:
                     self._send(403, Problem(code="V410", text="the token may not do this"))
                     return
-                if self.path.endswith("/annotations"):
-                    self._send(200, stub.annotate(self.path.split("/")[-2], raw))
-                    return
-                stub.acks.append((fingerprint, msgspec.json.decode(raw, type=AckRequest)))
-                self._send(200, next(a for a in stub.alerts if a.fingerprint == fingerprint))
+                self._say(stub.take(self.path, raw))
+
+            def _say(self, body: object) -> None:
+                if body is None:
+                    self._send(404, Problem(code="V100", text="there is no such run"))
+                else:
+                    self._send(404 if isinstance(body, Problem) else 200, body)
 
             def _send(self, status: int, body: object) -> None:
                 raw = msgspec.json.encode(body)

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -6,10 +7,13 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
 from tests.dashboard.conftest import texts
+from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub, StubServer
+from trainvitals.views import TableReply
 
 Open = Callable[..., AppTest]
-PAGES = ("overview", "run", "alerts")
+OF_A_RUN = ("run", "incident", "layers", "ranks", "decisions", "checkpoints")
+PAGES = ("overview", "alerts", "query", "compare", *OF_A_RUN)
 
 
 def shown(app: AppTest) -> str:
@@ -21,36 +25,80 @@ def shown(app: AppTest) -> str:
 # ----------------------------------------------------------------------- states of the other side
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_collector_that_is_down_is_said_in_words(page: str, stub: Stub, open_page: Open) -> None:
+def each_page(open_page: Open, pages: tuple[str, ...] = PAGES, **how: str) -> dict[str, str]:
+    """Return what each page says, opened one after the other as by a person."""
+    app, said = open_page(**how), {}
+    for page in pages:
+        said[page] = shown(app.switch_page(f"vitals_page_{page}.py").run())
+    return said
+
+
+def test_every_page_says_that_the_collector_is_down(stub: Stub, open_page: Open) -> None:
     gone = Stub()
     StubServer(gone).close()
-    said = shown(open_page(page, url=gone.url))
-    assert "The collector does not answer" in said
-    assert "tries again by itself" in said
+    for page, said in each_page(open_page, url=gone.url).items():
+        assert "The collector does not answer" in said, page
+        assert ("tries again by itself" in said) == (page != "query"), page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_wrong_token_is_said_in_words(page: str, stub: Stub, open_page: Open) -> None:
+def test_every_page_says_that_the_token_is_wrong(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
-    said = shown(open_page(page, read="some-other-token"))
-    assert "refused this dashboard's token" in said
-    assert "--token-file" in said
-    assert "bytes-gpt" not in said
+    for page, said in each_page(open_page, read="some-other-token").items():
+        assert "refused this dashboard's token" in said, page
+        assert "--token-file" in said, page
+        assert "bytes-gpt" not in said, page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_missing_token_file_is_said_in_words(page: str, open_page: Open, tmp_path) -> None:
-    app = open_page(page)
+def test_a_missing_token_file_is_said_in_words(open_page: Open, tmp_path) -> None:
+    app = open_page()
     (tmp_path / "tokens.json").unlink()
-    assert "token file" in shown(app.run())
+    for page in PAGES:
+        assert "token file" in shown(app.switch_page(f"vitals_page_{page}.py").run()), page
 
 
-@pytest.mark.parametrize("page", ["overview", "run"])
-def test_no_runs_yet_says_how_the_first_comes_here(page: str, stub: Stub, open_page: Open) -> None:
-    said = shown(open_page(page))
-    assert "No runs yet" in said
-    assert "vitals demo" in said
+def test_every_page_of_an_empty_store_says_how_the_first_run_comes_here(
+    stub: Stub, open_page: Open
+) -> None:
+    pages = tuple(page for page in PAGES if page != "alerts")
+    for page, said in each_page(open_page, pages).items():
+        assert "No runs yet" in said, page
+        assert "vitals demo" in said, page
+
+
+def test_every_page_shows_one_run_without_a_past_and_one_with(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run(name="only")
+    stub.add(sample)
+    before = each_page(open_page, OF_A_RUN)
+    with_look_back(sample)
+    after = each_page(open_page, OF_A_RUN)
+    for page in OF_A_RUN:
+        assert "only" in before[page] and "only" in after[page], page
+    assert "No incident in this run." in before["incident"]
+    assert "No layer has been measured" in before["layers"]
+    assert "no straggler can be named" in before["ranks"]
+    assert "Loss spike at step 180" in after["incident"]
+
+
+def test_every_page_opens_among_hundreds_of_runs(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    stub.runs += [samples.summary(n, name=f"sweep-{n:03d}") for n in range(2, 400)]
+    app = open_page(run=samples.run_id(1))
+    for page in PAGES:
+        shown(app.switch_page(f"vitals_page_{page}.py").run())
+        assert samples.run_id(1) == app.query_params.get("run", samples.run_id(1)), page
+
+
+def test_a_page_of_a_run_keeps_the_run_in_its_address_and_its_links(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    stub.runs.append(samples.summary(0, name="newer"))
+    app = open_page("decisions", run=samples.run_id(1))
+    links = {link.label: link.query_string for link in (e.proto for e in app.get("page_link"))}
+    assert {"Curves", "Incidents", "Layers", "Ranks and nodes", "Checkpoints"} <= set(links)
+    assert {f"run={samples.run_id(1)}"} == {links[name] for name in ("Curves", "Layers")}
+    app.switch_page("vitals_page_layers.py").run()
+    assert samples.run_id(1) in app.query_params["run"], "the run looked at last"
 
 
 def test_no_alerts_says_that_nothing_fires(stub: Stub, open_page: Open) -> None:
@@ -77,18 +125,29 @@ def test_the_overview_shows_each_run_with_its_state(stub: Stub, open_page: Open)
     assert 60 < len(table["Loss curve"][0]), "the curve came from the collector"
 
 
-def test_two_hundred_runs_are_listed_and_searched(stub: Stub, open_page: Open) -> None:
-    stub.runs += [samples.summary(n, name=f"sweep-{n:03d}") for n in range(200)]
-    assert 200 == len(open_page().dataframe[0].value)
-    stub.runs[7] = msgspec.structs.replace(stub.runs[7], tags=("ablation",))
+def test_hundreds_of_runs_are_paged_and_few_curves_are_asked_for(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.runs += [samples.summary(n, name=f"sweep-{n:03d}") for n in range(300)]
+    app = open_page()
+    assert 25 == len(app.dataframe[0].value) == stub.num_series
+    assert "300 of 300 runs; 1 to 25 here" in shown(app)
+    app.run()
+    assert 25 == stub.num_series, "a run that has not grown is not asked again"
+    assert "sweep-299" == list(open_page(p="12").dataframe[0].value["Run"])[-1]
 
 
-def test_the_search_and_the_state_come_from_the_address(stub: Stub, open_page: Open) -> None:
+def test_search_filters_and_order_come_from_the_address(stub: Stub, open_page: Open) -> None:
     stub.runs += [samples.summary(n, name=f"sweep-{n:03d}") for n in range(40)]
-    stub.runs[12] = msgspec.structs.replace(stub.runs[12], state="lost")
+    stub.runs[12] = msgspec.structs.replace(stub.runs[12], state="lost", health="critical")
+    stub.runs[13] = msgspec.structs.replace(stub.runs[13], health="acting", tags=("ablation",))
     app = open_page(q="sweep-01", state="lost")
     assert ["sweep-012"] == list(app.dataframe[0].value["Run"])
     assert "1 of 40 runs" in shown(app)
+    app = open_page(order="worst first")
+    assert ["sweep-012", "sweep-013"] == list(app.dataframe[0].value["Run"])[:2]
+    assert ["sweep-013"] == list(open_page(q="abl 13").dataframe[0].value["Run"])
+    assert "No run is like that" in shown(open_page(q="no such run"))
 
 
 # ------------------------------------------------------------------------------ hostile text
@@ -96,10 +155,12 @@ def test_the_search_and_the_state_come_from_the_address(stub: Stub, open_page: O
 
 @pytest.mark.parametrize("name", [samples.HOSTILE, "x" * 300, "a\u202eb\x00\n[click](http://e.x)"])
 def test_a_hostile_name_is_shown_as_plain_text(name: str, stub: Stub, open_page: Open) -> None:
-    stub.add(samples.sample_run(name=name))
+    stub.add(with_look_back(samples.sample_run(name=name)))
     stub.alerts.append(samples.alert(summary=name, name=name, acknowledged_by=name))
+    stub.table = TableReply(columns=("name",), data=((name,),), num_total=1)
+    app = open_page()
     for page in PAGES:
-        app = open_page(page)
+        app = app.switch_page(f"vitals_page_{page}.py").run()
         shown(app)
         as_markup = [str(e.value) for e in (*app.markdown, *app.caption)]
         as_markup += [str(e.proto.body) for e in app.get("html")]
@@ -130,24 +191,42 @@ def test_without_a_control_token_it_says_why_nothing_can_be_done(
     assert 0 == len(app.button)
 
 
-def test_with_a_control_token_an_alert_is_acknowledged_with_a_reason(
+def press(app: AppTest, label: str) -> AppTest:
+    return next(button for button in app.button if button.label == label).click().run()
+
+
+def test_with_a_control_token_an_alert_is_acknowledged_or_silenced(
     stub: Stub, open_page: Open
 ) -> None:
     stub.alerts.append(samples.alert())
     key = stub.alerts[0].fingerprint
     app = open_page("alerts", control=True)
     app.text_input(key=f"by_{key}").set_value("ada")
-    app.text_input(key=f"reason_{key}").set_value("known bad shard")
-    app.selectbox(key=f"silence_{key}").set_value("1 h")
-    next(button for button in app.button if button.label == "Acknowledge").click().run()
-    shown(app)
-    ((fingerprint, request),) = stub.acks
-    assert key == fingerprint
-    assert ("ada", "known bad shard", 3600.0) == (
-        request.by, request.reason, request.silence_seconds,
-    )  # fmt: skip
+    press(app, "Acknowledge")
+    app.selectbox(key=f"silence_{key}").set_value("8 h")
+    assert "A silence needs a reason" in shown(press(app, "Silence"))
+    app.text_input(key=f"silence_by_{key}").set_value("ada")
+    app.text_input(key=f"silence_reason_{key}").set_value("known bad shard")
+    shown(press(app, "Silence"))
+    assert [(key, "ada", "", 0.0), (key, "ada", "known bad shard", 28_800.0)] == [
+        (name, r.by, r.reason, r.silence_seconds) for name, r in stub.acks
+    ]
+
+
+def test_silenced_alerts_have_a_place_of_their_own(stub: Stub, open_page: Open) -> None:
+    end = time.time_ns() + 3_600_000_000_000
+    stub.alerts += [
+        samples.alert(1, silenced_until_unix_ns=end, silence_reason="known"),
+        samples.alert(2, summary="Another one."),
+    ]
+    app = open_page("alerts")
+    assert "1 firing alert silenced" in shown(app)
+    assert "Another one." in shown(app) and "Rolled back from" not in shown(app)
+    said = shown(open_page("alerts", show="silenced"))
+    assert "Rolled back from" in said and "known" in said
 
 
 def test_hundreds_of_firing_alerts_are_bounded_and_counted(stub: Stub, open_page: Open) -> None:
     stub.alerts += [samples.alert(n) for n in range(300)]
     assert "40 of 300 firing alerts are shown" in shown(open_page("alerts"))
+    assert "Nothing fires." in shown(open_page("alerts", alert="no such alert"))

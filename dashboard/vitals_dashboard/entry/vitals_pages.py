@@ -13,7 +13,7 @@ st.set_page_config(page_title="Vitals", page_icon=str(ICON), layout="wide")
 frame.style()
 st.navigation(
     [
-        st.Page("vitals_page_overview.py", title="Overview", icon=":material/list:", default=True),
+        st.Page("vitals_page_overview.py", title="Fleet", icon=":material/list:", default=True),
         st.Page("vitals_page_run.py", title="Run", icon=":material/monitor_heart:", url_path="run"),
         st.Page(
             "vitals_page_compare.py",
@@ -26,6 +26,23 @@ st.navigation(
             title="Alerts",
             icon=":material/notifications:",
             url_path="alerts",
+        ),
+        st.Page(
+            "vitals_page_query.py",
+            title="Query",
+            icon=":material/manage_search:",
+            url_path="query",
+        ),
+        # Pages of one run: the bar on each of them links to the others, and keeps the run.
+        *(
+            st.Page(file, title=label, icon=icon, url_path=path, visibility="hidden")
+            for path, file, (label, icon) in (
+                ("layers", frame.LAYERS, frame.RUN_PAGES[frame.LAYERS]),
+                ("ranks", frame.RANKS, frame.RUN_PAGES[frame.RANKS]),
+                ("decisions", frame.DECISIONS, frame.RUN_PAGES[frame.DECISIONS]),
+                ("checkpoints", frame.CHECKPOINTS, frame.RUN_PAGES[frame.CHECKPOINTS]),
+                ("incident", frame.INCIDENTS, frame.RUN_PAGES[frame.INCIDENTS]),
+            )
         ),
     ],
     position="top",

@@ -1,6 +1,5 @@
-"""The inbox: what fires, what has passed, and a word from a person about it."""
+"""The inbox: what fires, what is silenced, what has passed, and a person's word about it."""
 
-import getpass
 from collections.abc import Sequence
 
 import streamlit as st
@@ -13,7 +12,9 @@ from vitals_dashboard.look import SEVERITY_BADGES
 from vitals_dashboard.source import Source
 
 MAX_CARDS = 40
-SILENCES = {"no": 0.0, "15 min": 900.0, "1 h": 3_600.0, "8 h": 28_800.0, "24 h": 86_400.0}
+SILENCES = {"15 min": 900.0, "1 h": 3_600.0, "8 h": 28_800.0, "24 h": 86_400.0, "7 d": 604_800.0}
+"""A silence has an end: nobody remembers one that has not."""
+SHOWN = ("firing", "silenced", "resolved", "all")
 
 
 def render() -> None:
@@ -21,49 +22,73 @@ def render() -> None:
     with st.container(horizontal=True, vertical_alignment="center", key="alert_controls"):
         shown = st.segmented_control(
             "Show",
-            ["firing", "resolved", "all"],
+            SHOWN,
             default="firing",
             required=True,
             key="show",
             bind="query-params",
             label_visibility="collapsed",
         )
+        text = st.text_input(
+            "Search",
+            key="alert",
+            bind="query-params",
+            max_chars=200,
+            placeholder="Search alert, summary or run",
+            label_visibility="collapsed",
+            icon=":material/search:",
+            width=320,
+        )
         st.space("stretch")
         live = frame.live_toggle()
-    frame.refreshing(lambda source: _body(source, str(shown)), live=live, key="alerts_body")
+    frame.refreshing(
+        lambda source: _body(source, str(shown), str(text or "")), live=live, key="alerts_body"
+    )
 
 
-def _body(source: Source, shown: str) -> None:
-    alerts = source.client.alerts()
-    names = {run.run_id: run.name for run in source.client.runs()} if alerts else {}
-    firing = [alert for alert in alerts if alert.state == "firing"]
-    rest = [alert for alert in alerts if alert.state != "firing"]
-    if shown in ("firing", "all"):
-        _firing(source, firing, names)
-    if shown in ("resolved", "all"):
-        st.markdown(f"**Resolved and pending** ({len(rest):,})")
-        if rest:
-            _history(tables.alert_rows(rest, names))
-        else:
-            st.caption("None.")
-
-
-def _firing(source: Source, firing: Sequence[AlertView], names: dict[str, str]) -> None:
-    st.markdown(f"**Firing** ({len(firing):,})")
-    if not firing:
-        st.caption("Nothing fires.")
-        return
-    if source.control is None:
+def _body(source: Source, shown: str, text: str) -> None:
+    every = source.client.alerts()
+    names = {run.run_id: run.name for run in source.client.runs()} if every else {}
+    alerts = [alert for alert in every if _holds(alert, names, text)]
+    now = source.clock.time_ns()
+    firing = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns <= now]
+    silenced = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns > now]
+    rest = [a for a in alerts if a.state != "firing"]
+    if source.control is None and (firing or silenced):
         st.caption(
             "This dashboard can only look: it was started without a control token, so alerts cannot"
             " be acknowledged or silenced here. Give it the collector's token file with"
             " --token-file, or use `vitals alerts ack`."
         )
-    newest = sorted(firing, key=lambda alert: alert.updated_unix_ns, reverse=True)
+    if shown in ("firing", "all"):
+        _cards(source, firing, names, title="Firing", empty="Nothing fires.")
+    if shown in ("silenced", "all"):
+        _cards(source, silenced, names, title="Silenced", empty="Nothing is silenced.")
+    elif silenced:
+        st.caption(f"{words.count(len(silenced), 'firing alert')} silenced; see Silenced above.")
+    if shown in ("resolved", "all"):
+        st.markdown(f"**Resolved and pending** ({len(rest):,})")
+        frame.table(tables.alert_rows(rest, names), "None.", key="alert_history", height=600)
+
+
+def _holds(alert: AlertView, names: dict[str, str], text: str) -> bool:
+    said = f"{alert.name} {alert.summary} {names.get(alert.run_id, '')} {alert.run_id}".casefold()
+    return all(needle in said for needle in text.casefold().split())
+
+
+def _cards(
+    source: Source, alerts: Sequence[AlertView], names: dict[str, str], *, title: str, empty: str
+) -> None:
+    st.markdown(f"**{title}** ({len(alerts):,})")
+    if not alerts:
+        st.caption(empty)
+        return
+    newest = sorted(alerts, key=lambda alert: alert.updated_unix_ns, reverse=True)
     for alert in newest[:MAX_CARDS]:
         _card(source, alert, names)
     if len(newest) > MAX_CARDS:
-        st.caption(f"{MAX_CARDS} of {len(newest):,} firing alerts are shown, the newest ones.")
+        what = f"{title.lower()} alerts"
+        st.caption(f"{MAX_CARDS} of {len(newest):,} {what} are shown, the newest ones.")
 
 
 def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
@@ -82,9 +107,20 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
             st.text(words.plain(alert.summary, 400))
             st.text(_facts(alert, names, now))
         with acts, st.container(horizontal=True, horizontal_alignment="right"):
-            st.page_link("vitals_page_run.py", label="Open run", query_params={"run": alert.run_id})
+            st.page_link(
+                frame.RUN,
+                label="Open run",
+                icon=":material/monitor_heart:",
+                query_params=_address(alert),
+            )
             if source.control is not None:
                 _act(source.control, alert)
+
+
+def _address(alert: AlertView) -> dict[str, str]:
+    if alert.step < 0:
+        return {"run": alert.run_id}
+    return frame.around(alert.run_id, alert.step, alert.step)
 
 
 def _facts(alert: AlertView, names: dict[str, str], now: int) -> str:
@@ -108,38 +144,34 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
         st.popover("Acknowledge", key=f"open_{key}"),
         st.form(key=f"form_{key}", border=False, enter_to_submit=False),
     ):
-        person = st.text_input("Who", value=getpass.getuser(), max_chars=80, key=f"by_{key}")
+        person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"reason_{key}")
-        silence = st.selectbox("Silence as well", list(SILENCES), key=f"silence_{key}")
         if st.form_submit_button("Acknowledge", type="primary"):
+            request = AckRequest(by=person.strip() or "dashboard", reason=reason.strip())
+            _send(control, key, request, "Acknowledged.")
+    with (
+        st.popover("Silence", key=f"open_silence_{key}"),
+        st.form(key=f"form_silence_{key}", border=False, enter_to_submit=False),
+    ):
+        person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"silence_by_{key}")
+        reason = st.text_input("Reason", max_chars=300, key=f"silence_reason_{key}")
+        length = st.selectbox("For", list(SILENCES), key=f"silence_{key}")
+        if st.form_submit_button("Silence", type="primary"):
+            if not reason.strip():
+                st.text("A silence needs a reason: others will ask why nobody was told.")
+                return
             request = AckRequest(
                 by=person.strip() or "dashboard",
                 reason=reason.strip(),
-                silence_seconds=SILENCES[silence],
+                silence_seconds=SILENCES[length],
             )
-            _send(control, alert.fingerprint, request)
+            _send(control, key, request, f"Silenced for {length}.")
 
 
-def _send(control: CollectorClient, fingerprint: str, request: AckRequest) -> None:
+def _send(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> None:
     try:
         control.ack_alert(fingerprint, request)
     except VitalsError as error:
         st.text(words.plain(f"Not done: {error.text}", 300))
     else:
-        st.toast("Acknowledged.")
-
-
-def _history(rows: list[tables.Row]) -> None:
-    time = st.column_config.DatetimeColumn(format="distance")
-    st.dataframe(
-        rows,
-        key="alert_history",
-        hide_index=True,
-        placeholder="",
-        height=min(38 + 35 * len(rows), 600),
-        column_config={
-            "Summary": st.column_config.TextColumn(width="large"),
-            "Began": time,
-            "Ended": time,
-        },
-    )
+        st.toast(done)

@@ -1,31 +1,50 @@
-"""All runs at a glance: state, health, step, loss, what was done about them."""
+"""The fleet: every run with its state, health, curve, alerts, and what was done about it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import streamlit as st
 
 from trainvitals.views import RunSummary
 from vitals_dashboard import frame, states, tables, words
-from vitals_dashboard.look import BLUE, STATE_WORDS
+from vitals_dashboard.look import BLUE, HEALTH_WORDS, STATE_WORDS
 from vitals_dashboard.source import Source, loss_curve
 
-RUN_PAGE = "vitals_page_run.py"
-MAX_CURVES = 30
-"""Sparklines drawn: each is a question to the collector. The newest runs have one."""
+PAGE_SIZE = 25
+"""Runs on a page: each has a sparkline, and that is a question to the collector."""
+CURVE_STEPS = 50
+"""A sparkline is asked for again when its run has grown by one part in so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which runs are to be seen, and in which order."""
+
+    text: str
+    state: str | None
+    health: str | None
+    order: str
 
 
 def render() -> None:
     """Draw the page."""
-    left, middle, right = st.columns([5, 3, 1], vertical_alignment="center")
-    text = left.text_input(
+    with st.container(horizontal=True, vertical_alignment="center", key="fleet_controls"):
+        wanted = _controls()
+        live = frame.live_toggle()
+    frame.refreshing(lambda source: _body(source, wanted), live=live, key="overview_body")
+
+
+def _controls() -> Wanted:
+    text = st.text_input(
         "Search",
         key="q",
         bind="query-params",
         placeholder="Search name, project, user, tag or id",
         label_visibility="collapsed",
         max_chars=200,
+        icon=":material/search:",
     )
-    state = middle.selectbox(
+    state = st.selectbox(
         "State",
         list(STATE_WORDS),
         index=None,
@@ -33,56 +52,94 @@ def render() -> None:
         bind="query-params",
         placeholder="Any state",
         label_visibility="collapsed",
+        width=150,
     )
-    with right:
-        live = frame.live_toggle()
-    frame.refreshing(
-        lambda source: _body(source, str(text or ""), state), live=live, key="overview_body"
+    health = st.selectbox(
+        "Health",
+        list(HEALTH_WORDS),
+        index=None,
+        key="health",
+        bind="query-params",
+        placeholder="Any health",
+        label_visibility="collapsed",
+        width=150,
     )
+    order = st.selectbox(
+        "Order",
+        list(tables.ORDERS),
+        key="order",
+        bind="query-params",
+        label_visibility="collapsed",
+        width=170,
+    )
+    return Wanted(text=str(text or ""), state=state, health=health, order=str(order))
 
 
-def _body(source: Source, text: str, state: str | None) -> None:
+def _body(source: Source, wanted: Wanted) -> None:
     everything = source.client.runs()
     if not everything:
         states.no_runs()
         return
     _totals(everything)
-    runs = tables.matching(everything, text, state)
-    st.caption(
-        f"{len(runs):,} of {words.count(len(everything), 'run')}, newest first;"
-        " select one to open it"
+    runs = tables.matching(everything, wanted.text, wanted.state, wanted.health, wanted.order)
+    said, pages = st.columns([3, 2], vertical_alignment="center")
+    num_pages = max(1, -(-len(runs) // PAGE_SIZE))
+    page = 1
+    if num_pages > 1:
+        with pages, st.container(horizontal=True, horizontal_alignment="right"):
+            page = min(st.pagination(num_pages, key="p", bind="query-params"), num_pages)
+    first = (page - 1) * PAGE_SIZE
+    shown = runs[first : first + PAGE_SIZE]
+    where = f"; {first + 1:,} to {first + len(shown):,} here" if num_pages > 1 else ""
+    said.caption(
+        f"{len(runs):,} of {words.count(len(everything), 'run')}{where}; select one to open it"
     )
-    curves = {
-        run.run_id: loss_curve(source.client, source.client.url, run.run_id, run.last_step)
-        for run in runs[:MAX_CURVES]
-    }
-    rows = tables.run_rows(runs, now_unix_ns=source.clock.time_ns(), curves=curves)
-    picked = st.dataframe(
+    _list(source, shown)
+
+
+def _list(source: Source, runs: Sequence[RunSummary]) -> None:
+    rows = tables.run_rows(runs, now_unix_ns=source.clock.time_ns(), curves=_curves(source, runs))
+    numbers = st.column_config.NumberColumn(format="localized", width=70)
+    chosen = frame.table(
         rows,
+        "No run is like that. Take something out of the search above.",
         key="runs",
-        hide_index=True,
-        placeholder="",
-        height=min(38 + 35 * max(len(rows), 1), 700),
-        on_select="rerun",
-        selection_mode="single-row",
-        column_config={
+        height=38 + 35 * PAGE_SIZE,
+        select=True,
+        columns={
             "Run": st.column_config.TextColumn(width="medium", pinned=True),
-            "Loss": st.column_config.NumberColumn(format="%.4g"),
-            "Step": st.column_config.NumberColumn(format="localized"),
-            "Loss curve": st.column_config.LineChartColumn(width="small", color=BLUE),
-            "Last decision": st.column_config.TextColumn(width=320),
-            "Started": st.column_config.DatetimeColumn(format="distance"),
+            "State": st.column_config.TextColumn(width=105),
+            "Health": st.column_config.TextColumn(width=95),
+            "Alerts": st.column_config.NumberColumn(width=60),
+            "Loss": st.column_config.NumberColumn(format="%.4g", width=70),
+            "Loss curve": st.column_config.LineChartColumn(width=130, color=BLUE),
+            "Seen": st.column_config.TextColumn(width=90),
+            "Last decision": st.column_config.TextColumn(width=330),
+            "Step": numbers,
+            "Skips": numbers,
+            "Rollbacks": numbers,
+            "Ranks": numbers,
         },
     )
-    chosen = picked.selection.rows
-    if chosen and chosen[0] < len(runs):
-        st.switch_page(RUN_PAGE, query_params={"run": runs[chosen[0]].run_id})
+    if chosen is not None:
+        st.switch_page(frame.RUN, query_params={"run": runs[chosen].run_id})
+
+
+def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, list[float]]:
+    curves = {}
+    for run in runs:
+        grown = max(1, run.last_step // CURVE_STEPS)
+        asked = run.last_step if run.state != "running" else run.last_step - run.last_step % grown
+        curves[run.run_id] = loss_curve(source.client, source.client.url, run.run_id, asked)
+    return curves
 
 
 def _totals(runs: Sequence[RunSummary]) -> None:
     values = (
+        ("Runs", len(runs)),
         ("Running", sum(run.state == "running" for run in runs)),
         ("Acting or critical", sum(run.health in ("acting", "critical") for run in runs)),
+        ("Lost or failed", sum(run.state in ("lost", "failed") for run in runs)),
         ("Firing alerts", sum(run.num_firing_alerts for run in runs)),
         ("Steps skipped", sum(run.num_skips for run in runs)),
         ("Rollbacks", sum(run.num_rollbacks for run in runs)),

@@ -30,6 +30,7 @@ from vitals_dashboard.views.controls import Controls
 
 def render() -> None:
     """Draw the page."""
+    frame.run_links()
     chosen = controls.draw()
     frame.refreshing(lambda source: _body(source, chosen), live=chosen.live, key="run_body")
 
@@ -172,6 +173,7 @@ def _choose(runs: Sequence[RunSummary]) -> str | None:
     if chosen is None:
         states.no_such_run(asked)
         return None
+    st.session_state[frame.LAST_RUN] = chosen
     return str(chosen)
 
 

@@ -1,0 +1,5 @@
+"""The decisions page, as Streamlit wants it: a file."""
+
+from vitals_dashboard.views import decisions
+
+decisions.render()

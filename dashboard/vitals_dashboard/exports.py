@@ -1,0 +1,49 @@
+"""A table as a file to take away: CSV that no spreadsheet runs as a formula, and Parquet. Pure."""
+
+import io
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from trainvitals.cli.output import Format, write_rows
+from trainvitals.views import TableReply
+
+_NONFINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
+Value = str | float | int | bool | None
+
+
+def csv_bytes(reply: TableReply) -> bytes:
+    """Return the table as CSV; text that a spreadsheet would run has an apostrophe before it."""
+    text = io.StringIO()
+    rows = [[_whole(value) for value in row] for row in zip(*reply.data, strict=True)]
+    write_rows(reply.columns, rows, Format.CSV, to=text)
+    return text.getvalue().encode()
+
+
+def _whole(value: Value) -> Value:
+    """Return a number with all its digits."""
+    return repr(value) if isinstance(value, float) else value
+
+
+def parquet_bytes(reply: TableReply) -> bytes:
+    """Return the table as Parquet; numbers that are not finite are numbers in it."""
+    columns = {name: typed(values) for name, values in zip(reply.columns, reply.data, strict=True)}
+    to = io.BytesIO()
+    pa.parquet.write_table(pa.table(columns), to)
+    return to.getvalue()
+
+
+def typed(values: tuple[Value, ...]) -> list[Value]:
+    """Return a column as one type: numbers where all are, texts where there are several kinds."""
+    known = [value for value in values if value is not None]
+    numbers = [v for v in known if isinstance(v, int | float) and not isinstance(v, bool)]
+    texts = [v for v in known if isinstance(v, str)]
+    if numbers and len(numbers) + len(texts) == len(known) and set(texts) <= set(_NONFINITE):
+        return [_number(v) for v in values]
+    if len({type(value) for value in known}) > 1:
+        return [None if value is None else str(value) for value in values]
+    return list(values)
+
+
+def _number(value: Value) -> Value:
+    return _NONFINITE[value] if isinstance(value, str) else value

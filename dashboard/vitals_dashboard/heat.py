@@ -1,0 +1,272 @@
+"""Heat maps as ECharts options: ranks or layers by steps. Pure.
+
+A cell that holds a NaN or an infinite value is told by a shape, a red cross, not by a colour. What
+was not measured is an empty cell. Names become axis labels and tooltip values only, which ECharts
+shows as plain text.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from trainvitals.views import CellsReply, DecisionView
+from vitals_dashboard import words
+from vitals_dashboard.look import ACTIONS, NON_FINITE_COLOUR, SEQUENTIAL, UNITS, Palette
+
+Spec = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+Shade = Literal["size", "change", "others"]
+"""What the colour tells: the value; how far it is from the row's own middle; or from the middle of
+all rows at that step."""
+
+CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
+ROW_PIXELS, MIN_HEIGHT, MAX_HEIGHT, AROUND = 17, 170, 1_200, 96
+WIDE = 30.0
+"""Where the largest value is this many times the smallest, colours follow the logarithm."""
+MAX_MARKS = 200
+MAX_CROSSES = 5_000
+LABEL_PIXELS = 230
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts ``layers.2`` before ``layers.10``."""
+    parts = re.split(r"(\d{1,18})", name)
+    return [(0, int(p), "") if p.isdigit() and p.isascii() else (1, 0, p) for p in parts]
+
+
+def cells_of(reply: CellsReply) -> Floats:
+    """Return the cells as numbers in the unit people read; NaN where there is none."""
+    factor = UNITS.get(reply.unit, ("", 1.0))[1]
+    shape = (len(reply.rows), len(reply.step))
+    cells = np.array(
+        [[np.nan if v is None else v for v in row] for row in reply.value], dtype=np.float64
+    )
+    return cells.reshape(shape) * factor
+
+
+def middle(cells: Floats, axis: int) -> Floats:
+    """Return the median along an axis; NaN where nothing was measured."""
+    none = np.isnan(cells).all(axis=axis, keepdims=True)
+    found = np.nanmedian(np.where(none, 0.0, cells), axis=axis, keepdims=True)
+    result: Floats = np.where(none, np.nan, found)
+    return result
+
+
+def shades(cells: Floats, shade: Shade) -> Floats:
+    """Return what the colours tell: values, or how many times the middle (as a logarithm to 2).
+
+    Where values may be zero or negative, it is the distance from the middle instead.
+    """
+    if shade == "size":
+        return np.log10(cells) if _is_wide(cells) else cells.copy()
+    centre = middle(cells, 1 if shade == "change" else 0)
+    if _all_positive(cells):
+        return np.log2(cells / centre)
+    return cells - centre
+
+
+def _all_positive(cells: Floats) -> bool:
+    known = cells[np.isfinite(cells)]
+    return bool(known.size) and bool((known > 0).all())
+
+
+def _is_wide(cells: Floats) -> bool:
+    known = cells[np.isfinite(cells)]
+    return _all_positive(cells) and bool(known.max() / known.min() > WIDE)
+
+
+def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
+    """Return the colour scale with words at its ends; outliers do not squeeze the rest."""
+    found = shades(cells, shade)
+    known = found[np.isfinite(found)]
+    low, high = (0.0, 1.0) if not known.size else np.percentile(known, (0.5, 99.5)).tolist()
+    if shade == "size":
+        colours: Sequence[str] = SEQUENTIAL
+        ends = [10.0**v if _is_wide(cells) else v for v in (high, low)]
+        text = [f"{words.number(v, 3)} {unit}".strip() for v in ends]
+    else:
+        colours = look.diverging
+        high = max(abs(low), abs(high), 0.05)
+        low = -high
+        if _all_positive(cells):
+            text = [f"{2**high:.3g} times the middle", f"{2**low:.2g} times"]
+        else:
+            text = [f"{words.number(v, 3)} {unit}".strip() for v in (high, low)]
+    if high - low < 1e-12:
+        low, high = low - 0.5, high + 0.5
+    return {
+        "type": "continuous",
+        "seriesIndex": 0,
+        "dimension": "shade",
+        "min": low,
+        "max": high,
+        "calculable": False,
+        "orient": "horizontal",
+        "right": 10,
+        "top": 4,
+        "itemWidth": 10,
+        "itemHeight": 120,
+        "text": [text[0], text[1]],
+        "textStyle": {"color": look.quiet, "fontSize": 11},
+        "inRange": {"color": list(colours)},
+    }
+
+
+def height(reply: CellsReply) -> int:
+    """Return how many pixels the rows need."""
+    return max(MIN_HEIGHT, min(MAX_HEIGHT, AROUND + ROW_PIXELS * len(reply.rows)))
+
+
+def heat_map(
+    title: str,
+    reply: CellsReply,
+    *,
+    shade: Shade,
+    look: Palette,
+    decisions: Iterable[DecisionView] = (),
+    names: Sequence[str] = (),
+) -> Spec:
+    """Return the heat map.
+
+    Args:
+        title: our own words.
+        reply: the cells; its rows are drawn in natural order.
+        shade: what the colour tells.
+        look: the colours of the theme.
+        decisions: marked above the column of their step.
+        names: what the rows are called, where not by their own names.
+    """
+    unit = UNITS.get(reply.unit, (reply.unit, 1.0))[0]
+    order = sorted(range(len(reply.rows)), key=lambda i: natural(reply.rows[i]))
+    called = _distinct([words.plain((names or reply.rows)[i], 90) for i in order])
+    cells = cells_of(reply)[order]
+    steps = [f"{step:,}" for step in reply.step]
+    quiet = {"color": look.quiet, "fontSize": 11}
+    scale = scale_of(cells, shade, unit, look)
+    return {
+        "animation": False,
+        "dataset": [{"source": _long(cells, shade, scale, called, steps)}],
+        "title": {
+            "text": f"{title}, {unit}" if unit else title,
+            "left": 2,
+            "top": 2,
+            "textStyle": {"fontSize": 13, "fontWeight": 600},
+        },
+        "grid": {"left": 6, "right": 14, "top": 48, "bottom": 4, "containLabel": True},
+        "xAxis": _axis(steps, quiet | {"hideOverlap": True}) | {"name": ""},
+        "yAxis": _axis(called, quiet | {"width": LABEL_PIXELS, "overflow": "truncate"})
+        | {"inverse": True},
+        "visualMap": scale,
+        "tooltip": {"trigger": "item", "confine": True},
+        "series": [
+            _cells_series(steps, unit, look, decisions, reply),
+            _crosses(reply, order),
+        ],
+    }
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names so that no two are alike: a category axis knows its rows by name."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result
+
+
+def _axis(names: Sequence[str], label: Spec) -> Spec:
+    return {
+        "type": "category",
+        "data": list(names),
+        "axisLabel": label,
+        "axisTick": {"show": False},
+        "axisLine": {"show": False},
+        "splitLine": {"show": False},
+        "splitArea": {"show": False},
+    }
+
+
+def _long(
+    cells: Floats, shade: Shade, scale: Spec, called: Sequence[str], steps: Sequence[str]
+) -> pd.DataFrame:
+    """Return a row for each measured cell; it travels as Arrow, its names once each."""
+    rows, columns = np.nonzero(np.isfinite(cells))
+    found = np.clip(shades(cells, shade), scale["min"], scale["max"])[rows, columns]
+    values = cells[rows, columns]
+    return pd.DataFrame(
+        {
+            "step": pd.Categorical.from_codes(columns, categories=list(steps)),
+            "row": pd.Categorical.from_codes(rows, categories=list(called)),
+            "shade": np.nan_to_num(found).astype(np.float32),
+            "value": np.array([words.number(v) for v in values.tolist()], dtype=object),
+        }
+    )
+
+
+def _cells_series(
+    steps: Sequence[str],
+    unit: str,
+    look: Palette,
+    decisions: Iterable[DecisionView],
+    reply: CellsReply,
+) -> Spec:
+    return {
+        "type": "heatmap",
+        "datasetIndex": 0,
+        "encode": {"x": "step", "y": "row", "value": "shade"},
+        "progressive": 0,
+        "tooltip": {"formatter": f"{{@row}}<br>from step {{@step}}: <b>{{@value}}</b> {unit}"},
+        "emphasis": {"itemStyle": {"borderColor": look.over, "borderWidth": 1}},
+        "markLine": _marks(decisions, reply.step, look),
+    }
+
+
+def _crosses(reply: CellsReply, order: Sequence[int]) -> Spec:
+    """Return the cells that are not finite: a shape, so that no colour has to tell it."""
+    place = {row: at for at, row in enumerate(order)}
+    seen = [[column, place[row]] for row, column in reply.nonfinite if row in place]
+    return {
+        "type": "scatter",
+        "name": "not finite",
+        "symbol": CROSS,
+        "symbolSize": 11,
+        "z": 4,
+        "itemStyle": {"color": NON_FINITE_COLOUR, "borderColor": "#FFFFFF", "borderWidth": 1},
+        "tooltip": {"formatter": "NaN or infinite"},
+        "data": seen[:MAX_CROSSES],
+    }
+
+
+def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palette) -> Spec:
+    """Return a line at the column of each decision, headed by the sign of its action."""
+    found: dict[tuple[int, str], Spec] = {}
+    for view in decisions:
+        action = ACTIONS.get(view.decision.action)
+        column = column_of(view.decision.step, steps)
+        if action is None or column is None:
+            continue
+        found[column, action.word] = {
+            "xAxis": column,
+            "lineStyle": {"type": "dashed", "color": look.quiet, "width": 1.2},
+            "label": {"formatter": action.icon, "color": action.colour, "fontSize": 12},
+        }
+    return {
+        "silent": True,
+        "symbol": "none",
+        "animation": False,
+        "data": list(found.values())[:MAX_MARKS],
+    }
+
+
+def column_of(step: int, steps: Sequence[int]) -> int | None:
+    """Return the column a step lies in; None where it lies outside of what is drawn."""
+    if not steps or step < steps[0]:
+        return None
+    column = int(np.searchsorted(np.asarray(steps), step, side="right")) - 1
+    width = steps[-1] - steps[-2] if len(steps) > 1 else 1
+    return column if step < steps[-1] + max(1, width) else None

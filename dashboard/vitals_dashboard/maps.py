@@ -1,0 +1,114 @@
+"""The two pages of heat maps in common: which metrics there are, and how one is drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import streamlit as st
+
+from trainvitals.errors import UsageError
+from trainvitals.views import CellsReply, RunSummary
+from vitals_dashboard import frame, heat, words
+from vitals_dashboard.source import Source
+
+POINTS, ROWS = 160, 64
+SHADES: dict[str, heat.Shade] = {
+    "value": "size",
+    "against its own middle": "change",
+    "against the others": "others",
+}
+"""Words, in the address too, to what the colour tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One metric that can be drawn."""
+
+    word: str
+    metric: str
+    title: str
+
+
+def ask(
+    source: Source,
+    run: RunSummary,
+    metric: str,
+    steps: tuple[int | None, int | None],
+    *,
+    points: int = POINTS,
+) -> CellsReply | None:
+    """Return a heat map's cells; None where the run has no number of it in these steps."""
+    try:
+        reply = source.client.cells(
+            run.run_id, metric, points=points, rows=ROWS, from_step=steps[0], to_step=steps[1]
+        )
+    except UsageError:
+        return None  # this run never measured it
+    return reply if reply.rows and reply.step else None
+
+
+def controls(
+    choices: Sequence[Choice], *, key: str, shade: str
+) -> tuple[Choice, heat.Shade, tuple[int | None, int | None]]:
+    """Draw what chooses metric, colour and steps; return what was chosen."""
+    by_word = {choice.word: choice for choice in choices}
+    with st.container(horizontal=True, vertical_alignment="bottom", key=f"{key}_controls"):
+        word = st.segmented_control(
+            "Shown",
+            list(by_word),
+            default=next(iter(by_word)),
+            required=True,
+            key=f"{key}_metric",
+            bind="query-params",
+        )
+        told = st.segmented_control(
+            "Colour",
+            list(SHADES),
+            default=shade,
+            required=True,
+            key=f"{key}_colour",
+            bind="query-params",
+            help="Blue lies below the middle (a median) and orange above it.",
+        )
+        steps = frame.step_range()
+    chosen = by_word.get(str(word), choices[0])
+    return chosen, SHADES.get(str(told), SHADES[shade]), steps
+
+
+def draw(
+    source: Source,
+    run: RunSummary,
+    title: str,
+    reply: CellsReply,
+    *,
+    shade: heat.Shade,
+    key: str,
+    names: Sequence[str] = (),
+) -> None:
+    """Draw a heat map, and say what is left out of it."""
+    spec = heat.heat_map(
+        title,
+        reply,
+        shade=shade,
+        look=frame.present_palette(),
+        decisions=source.client.decisions(run.run_id),
+        names=names,
+    )
+    st.echarts_chart(spec, key=f"heat_{key}", height=heat.height(reply), alt=f"{title} over steps")
+    st.caption(" ".join(_notes(reply)))
+
+
+def _notes(reply: CellsReply) -> list[str]:
+    width = reply.step[1] - reply.step[0] if len(reply.step) > 1 else 1
+    notes = [f"{words.count(len(reply.rows), 'row')}, {words.count(len(reply.step), 'column')}."]
+    if reply.num_rows > len(reply.rows):
+        notes[0] = f"The {len(reply.rows)} most deviating of {reply.num_rows:,} rows."
+    if width > 1:
+        notes.append(
+            f"A column is about {width:,} steps; a cell shows the value of them that is furthest"
+            " from the row's middle."
+        )
+    if reply.nonfinite:
+        notes.append(
+            f"{words.count(len(reply.nonfinite), 'cell')} with NaN or infinity: red crosses."
+        )
+    return notes

@@ -1,0 +1,117 @@
+"""Which ranks and nodes are slower than the others, in words. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainvitals.views import RunDetail
+from vitals_dashboard import heat, words
+
+SLOWER = 0.05
+"""Part by which a rank must be slower than the middle of all to be named."""
+SCALES = 3.0
+"""And by how many robust standard deviations of the ranks' own paces."""
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank or node whose steps take longer than those of the others."""
+
+    name: str
+    node: str
+    seconds: float
+    middle: float
+    of: int
+
+    @property
+    def slower(self) -> float:
+        """Part by which it is slower."""
+        return self.seconds / self.middle - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was looked at, and who stands out."""
+
+    num_ranks: int
+    num_nodes: int
+    middle: float
+    ranks: tuple[Straggler, ...]
+    nodes: tuple[Straggler, ...]
+
+
+def nodes_of(detail: RunDetail) -> dict[str, str]:
+    """Return the node each source was last seen on."""
+    seen = sorted(detail.sources, key=lambda source: source.last_seen_unix_ns)
+    return {source.source: source.node for source in seen if source.node}
+
+
+def found(cells: heat.Floats, rows: Sequence[str], detail: RunDetail) -> Found:
+    """Return who is slower than the others: by the median of each one's steps."""
+    medians = heat.middle(cells, 1)[:, 0]
+    nodes = nodes_of(detail)
+    of_ranks = {
+        row: float(pace) for row, pace in zip(rows, medians, strict=True) if np.isfinite(pace)
+    }
+    by_node: dict[str, list[float]] = {}
+    for row, pace in of_ranks.items():
+        if row in nodes:
+            by_node.setdefault(nodes[row], []).append(pace)
+    of_nodes = {node: float(np.median(paces)) for node, paces in by_node.items()}
+    middle = float(np.median(list(of_ranks.values()))) if of_ranks else 0.0
+    return Found(
+        num_ranks=len(of_ranks),
+        num_nodes=len(of_nodes),
+        middle=middle,
+        ranks=_slow(of_ranks, nodes),
+        nodes=_slow(of_nodes, {}) if len(of_nodes) > 2 else (),
+    )
+
+
+def _slow(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ...]:
+    if len(paces) < 2:
+        return ()
+    values = np.array(list(paces.values()))
+    # Of two, the middle is the faster one: a straggler is seen in the smallest job too.
+    middle = float(np.median(values)) if len(values) > 2 else float(values.min())
+    spread = 1.4826 * float(np.median(np.abs(values - middle))) if len(values) > 2 else 0.0
+    slow = [
+        Straggler(name=name, node=nodes.get(name, ""), seconds=pace, middle=middle, of=len(paces))
+        for name, pace in paces.items()
+        if middle > 0 and pace - middle > max(SLOWER * middle, SCALES * spread)
+    ]
+    return tuple(sorted(slow, key=lambda one: -one.seconds))
+
+
+def in_words(what: Found) -> list[str]:
+    """Return the stragglers as sentences; one sentence where there is none."""
+    if not what.num_ranks:
+        return ["No step time was measured here, so no straggler can be named."]
+    if what.num_ranks == 1:
+        return [f"One rank, {_time(what.middle)} a step: there is no other to compare it with."]
+    said = [_sentence(one, "node") for one in what.nodes[:MAX_NAMED]]
+    said += [_sentence(one, "rank") for one in what.ranks[:MAX_NAMED]]
+    if len(what.ranks) > MAX_NAMED:
+        said.append(f"{len(what.ranks) - MAX_NAMED:,} more ranks are slow as well.")
+    if not said:
+        said = [
+            f"No rank stands out: {what.num_ranks:,} ranks, {_time(what.middle)} a step in the"
+            " middle."
+        ]
+    return said
+
+
+def _sentence(one: Straggler, kind: str) -> str:
+    name = one.name.replace(":", " ", 1) if kind == "rank" else f"node {one.name}"
+    where = f" on {one.node}" if one.node else ""
+    others = f"the middle of {one.of:,} {kind}s" if one.of > 2 else f"the other {kind}"
+    return (
+        f"{words.plain(name + where, 120)} is slow: {_time(one.seconds)} a step,"
+        f" {one.slower:.0%} above {others} ({_time(one.middle)})."
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

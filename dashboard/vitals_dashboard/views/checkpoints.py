@@ -1,0 +1,120 @@
+"""Checkpoints and snapshots: what each is worth, and which one a rollback would go to."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from trainvitals.policy.state import CheckpointRef
+from trainvitals.policy.targets import newest_healthy
+from trainvitals.views import CheckpointView, RunDetail, RunSummary
+from vitals_dashboard import acting, frame, tables, words
+from vitals_dashboard.look import CHECKPOINT_WORDS
+from vitals_dashboard.source import Source
+
+
+def render() -> None:
+    """Draw the page."""
+    frame.run_page(_body, key="checkpoints_body")
+
+
+def _body(source: Source, run: RunSummary) -> None:
+    every = source.client.checkpoints(run.run_id)
+    if not every:
+        st.caption(
+            "No checkpoint or snapshot yet. Snapshots in memory come with mode 'heal', those on"
+            " disk with `checkpoints=` in watch()."
+        )
+        return
+    _totals(every)
+    target = rollback_target(every)
+    _target(source, run, source.client.run(run.run_id), target)
+    with st.container(horizontal=True, key="checkpoint_controls"):
+        state = st.selectbox(
+            "State", list(CHECKPOINT_WORDS), index=None, key="worth", bind="query-params",
+            placeholder="Any state", label_visibility="collapsed", width=170,
+        )  # fmt: skip
+        where = st.selectbox(
+            "Where", ["memory", "disk"], index=None, key="where", bind="query-params",
+            placeholder="Anywhere", label_visibility="collapsed", width=170,
+        )  # fmt: skip
+    shown = [c for c in every if state in (None, c.state) and where in (None, c.where)]
+    st.caption(f"{len(shown):,} of {len(every):,}; select one to go back to it.")
+    rows = tables.checkpoint_rows(shown)
+    newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
+    for row, one in zip(rows, newest, strict=True):
+        row["Next"] = "\N{LEFTWARDS ARROW} a rollback goes here" if one == target else ""
+    picked = frame.table(rows, "None is like that.", key="checkpoint_list", height=520, select=True)
+    if picked is not None:
+        _chosen(source, run, newest[picked])
+
+
+def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
+    """Return what a rollback commanded now goes to, by the ladder's own choice."""
+    found = newest_healthy(
+        [
+            CheckpointRef(
+                id=c.checkpoint_id,
+                step=c.step,
+                attempt=c.attempt,
+                state=c.state,  # type: ignore[arg-type]
+                where=c.where,  # type: ignore[arg-type]
+            )
+            for c in every
+        ]
+    )
+    if found is None:
+        return None
+    return next(c for c in every if (c.checkpoint_id, c.where) == (found.id, found.where))
+
+
+def _totals(every: Sequence[CheckpointView]) -> None:
+    held = [c for c in every if c.state not in ("retired", "bad")]
+    memory, disk = (sum(c.num_bytes for c in held if c.where == w) for w in ("memory", "disk"))
+    values = (
+        ("Healthy", f"{sum(c.state == 'healthy' for c in every):,}"),
+        ("Verified", f"{sum(c.state == 'verified' for c in every):,}"),
+        ("Candidates", f"{sum(c.state == 'candidate' for c in every):,}"),
+        ("Bad", f"{sum(c.state == 'bad' for c in every):,}"),
+        ("In memory", words.size(memory)),
+        ("On disk", words.size(disk)),
+    )
+    for column, (label, value) in zip(st.columns(len(values)), values, strict=True):
+        column.metric(label, value, border=True)
+
+
+def _target(
+    source: Source, run: RunSummary, detail: RunDetail, target: CheckpointView | None
+) -> None:
+    with st.container(border=True, key="prose_target", gap="small"):
+        if target is None:
+            st.text("None is healthy, so nothing can be gone back to: a rollback would be refused.")
+            return
+        back = max(0, run.last_step + 1 - target.step)
+        st.text(
+            f"A rollback commanded now goes to {words.plain(target.checkpoint_id, 60)}, before"
+            f" step {target.step:,}, in {words.plain(target.where, 20)}:"
+            f" {words.count(back, 'step')} would be trained again."
+        )
+        st.text(_own_choice(detail))
+        acting.command(source, run, "rollback", label="Roll back", key="rollback_newest")
+
+
+def _own_choice(detail: RunDetail) -> str:
+    margin = detail.info.judge.get("ladder", {}).get("margin")
+    steps = f"{margin} steps" if isinstance(margin, int) else "a margin"
+    return f"The run's own ladder takes the newest healthy one at least {steps} before the onset."
+
+
+def _chosen(source: Source, run: RunSummary, one: CheckpointView) -> None:
+    with st.container(border=True, key="prose_checkpoint", gap="small"):
+        st.text(
+            f"{words.plain(one.checkpoint_id, 60)}: {words.plain(one.state, 20)}, before step"
+            f" {one.step:,}. {words.plain(one.detail, 400)}"
+        )
+        if one.state != "healthy":
+            st.caption("Only a healthy one can be gone back to: the collector refuses others.")
+            return
+        acting.command(
+            source, run, "rollback", label="Roll back to this", key="rollback_chosen",
+            checkpoint_id=one.checkpoint_id,
+        )  # fmt: skip

@@ -1,0 +1,145 @@
+"""The ledger: every decision with its evidence, what became of it, and a person's word on it."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from trainvitals.policy.hindsight import tally
+from trainvitals.views import AnnotationView, CommandView, DecisionView, RunSummary
+from vitals_dashboard import acting, frame, tables, words
+from vitals_dashboard.look import ACTIONS
+from vitals_dashboard.source import Source
+
+KINDS = {look.word: action for action, look in ACTIONS.items()}
+DONE = ("carried out", "proposed only")
+
+
+def render() -> None:
+    """Draw the page."""
+    frame.run_page(_body, key="decisions_body")
+
+
+def _body(source: Source, run: RunSummary) -> None:
+    ledger = source.client.decisions(run.run_id)
+    notes = source.client.annotations(run.run_id)
+    shown = _filtered(ledger)
+    said = f"{len(shown):,} of {words.count(len(ledger), 'decision')}; select one for its evidence."
+    if shadow := tally(view.hindsight or None for view in ledger):
+        said += f" Of what was only observed, {shadow}."
+    st.caption(said)
+    rows = tables.decision_rows(shown)
+    newest = sorted(shown, key=lambda view: view.decision.ledger_seq, reverse=True)
+    for row, view in zip(rows, newest, strict=True):
+        row["Word of a person"] = acting.word_of(view, notes)
+    empty = "No decision is like that." if ledger else "No decision was needed so far."
+    picked = frame.table(rows, empty, key="ledger", height=430, select=True)
+    waiting = [view for view in newest if acting.proposed(view)]
+    if picked is not None:
+        _evidence(source, run, newest[picked], notes)
+    elif waiting:
+        _evidence(source, run, waiting[0], notes, head="The newest that was only proposed")
+    _commands(source, run)
+
+
+def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
+    causes = sorted({words.plain(view.decision.cause, 60) for view in ledger} - {""})
+    with st.container(horizontal=True, vertical_alignment="bottom", key="ledger_controls"):
+        action = st.selectbox(
+            "Action", list(KINDS), index=None, key="action", bind="query-params",
+            placeholder="Any action", width=150,
+        )  # fmt: skip
+        done = st.selectbox(
+            "Outcome", DONE, index=None, key="done", bind="query-params",
+            placeholder="Any outcome", width=170,
+        )  # fmt: skip
+        cause = st.selectbox(
+            "Cause", causes, index=None, key="cause", placeholder="Any cause", width=200
+        )
+        first, last = frame.step_range()
+        text = st.text_input(
+            "Reason holds", key="why", bind="query-params", max_chars=200, width=220
+        )
+    needle = str(text or "").strip().casefold()
+    return [
+        view
+        for view in ledger
+        if (not action or view.decision.action == KINDS[action])
+        and (not done or view.decision.acted == (done == DONE[0]))
+        and (not cause or words.plain(view.decision.cause, 60) == cause)
+        and (first is None or view.decision.step >= first)
+        and (last is None or view.decision.step <= last)
+        and needle in view.decision.reason.casefold()
+    ]
+
+
+def _evidence(
+    source: Source,
+    run: RunSummary,
+    view: DecisionView,
+    notes: tuple[AnnotationView, ...],
+    *,
+    head: str = "Evidence",
+) -> None:
+    decision = view.decision
+    look = ACTIONS.get(decision.action)
+    with st.container(border=True, key="prose_evidence", gap="small"):
+        st.markdown(f"**{head}**")
+        word = look.word if look else str(decision.action)
+        done = "carried out" if decision.acted else "proposed, not carried out"
+        st.text(f"Step {decision.step:,}: {word}, {done}. {words.plain(decision.reason, 600)}")
+        st.text("   ".join(_numbers(view)))
+        if decision.evidence:
+            pairs = sorted(decision.evidence.items())[:40]
+            st.text("   ".join(f"{words.plain(name, 60)} = {words.number(v)}" for name, v in pairs))
+        if said := acting.word_of(view, notes):
+            st.text(f"A person's word: {said}")
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.page_link(
+                frame.RUN,
+                label="See it on the curves",
+                icon=":material/monitor_heart:",
+                query_params=frame.around(run.run_id, decision.step, decision.step),
+            )
+        action = acting.proposed(view)
+        if action is not None:
+            _acts(source, run, view, action)
+
+
+def _acts(source: Source, run: RunSummary, view: DecisionView, action: acting.Action) -> None:
+    key = f"{view.decision.ledger_seq}"
+    with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
+        acting.command(
+            source, run, action, label="Carry out", key=f"do_{key}",
+            checkpoint_id=view.decision.checkpoint_id if action == "rollback" else "",
+            why=words.plain(f"as decided at step {view.decision.step}", acting.MAX_REASON),
+        )  # fmt: skip
+        if action == "rollback" and source.control is not None and run.mode == "guard":
+            acting.command(source, run, "halt", label="Halt instead", key=f"halt_{key}")
+        acting.dismiss(source, run, view, key=f"veto_{key}")
+
+
+def _numbers(view: DecisionView) -> list[str]:
+    decision = view.decision
+    pairs = (
+        ("rule", words.plain(decision.rule, 60)),
+        ("cause", words.plain(decision.cause, 60)),
+        ("value", "" if decision.value is None else words.number(decision.value)),
+        ("limit", "" if decision.limit is None else words.number(decision.limit)),
+        ("rank", str(decision.rank) if decision.rank >= 0 else ""),
+        ("mode", words.plain(decision.mode, 20)),
+        ("budget left", str(decision.budget_left) if decision.budget_left >= 0 else ""),
+        ("cost", words.count(decision.cost_steps, "step")),
+        (
+            "back to step",
+            f"{decision.rollback_to_step:,}" if decision.rollback_to_step >= 0 else "",
+        ),
+        ("checkpoint", words.plain(decision.checkpoint_id, 60)),
+        ("hindsight", view.hindsight),
+    )
+    return [f"{name}: {value}" for name, value in pairs if value]
+
+
+def _commands(source: Source, run: RunSummary) -> None:
+    sent: tuple[CommandView, ...] = source.client.commands(run.run_id)
+    st.markdown(f"**Commands of people** ({len(sent):,})")
+    frame.table(tables.command_rows(sent), "Nobody has sent this run a command.", key="commands")

@@ -1,0 +1,178 @@
+"""Incidents: what went wrong told as one story, with the curves, layers, ranks and data of it."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from trainvitals.views import IncidentView, RunDetail, RunSummary
+from vitals_dashboard import charts, frame, maps, tables, words
+from vitals_dashboard.look import SEVERITY_BADGES
+from vitals_dashboard.source import Source, series_of
+from vitals_dashboard.views.layers import movers
+from vitals_dashboard.views.ranks import row_names
+
+BEFORE, AFTER = 100, 100
+"""Steps drawn on each side."""
+CURVES = (
+    ("steps.loss", "Loss", False),
+    ("steps.grad_norm", "Gradient norm (log)", True),
+    ("steps.learning_rate", "Learning rate", False),
+    ("steps.tokens_per_second", "Tokens per second", False),
+)
+HEIGHT = 210
+
+
+def render() -> None:
+    """Draw the page."""
+    frame.run_page(_body, key="incident_body")
+
+
+def _body(source: Source, run: RunSummary) -> None:
+    every = source.client.incidents(run.run_id)
+    if not every:
+        st.caption(
+            "No incident in this run. One begins with the first finding that the ladder acted on,"
+            " or that a person was told of."
+        )
+        return
+    rows = tables.incident_rows(every)
+    asked = st.query_params.get("incident")
+    picked = frame.table(rows, "", key=f"incidents_{run.run_id}", height=220, select=True)
+    if picked is not None and every[picked].incident_id != asked:
+        asked = every[picked].incident_id
+        st.query_params["incident"] = asked
+    chosen = next((one for one in every if one.incident_id == asked), None)
+    if chosen is None:
+        if asked:
+            st.caption(
+                "The address asks for an incident that this run has not; here is the newest."
+            )
+        chosen = every[0]
+    _story(run, chosen, source.clock.time_ns())
+    _what(source, run, chosen)
+
+
+def _story(run: RunSummary, one: IncidentView, now_unix_ns: int) -> None:
+    with st.container(border=True, key="prose_story", gap="small"):
+        with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
+            with st.container(key="incident_title", width="content"):
+                st.text(words.plain(one.title, 200))
+            st.badge(one.severity, color=SEVERITY_BADGES[one.severity])  # type: ignore[arg-type]
+            st.badge("open" if one.is_open else "over", color="orange" if one.is_open else "green")
+            st.space("stretch")
+            st.page_link(
+                frame.RUN,
+                label="Curves around it",
+                icon=":material/zoom_in:",
+                query_params=frame.around(run.run_id, one.onset_step, one.last_step),
+            )
+        for paragraph in one.story:
+            st.text(words.plain(paragraph, 2_000))
+        with st.container(key="facts_incident"):
+            st.text(_facts(one, now_unix_ns))
+
+
+def _facts(one: IncidentView, now_unix_ns: int) -> str:
+    facts = (
+        f"steps {one.onset_step:,} to {one.last_step:,}",
+        f"began {words.age(one.started_unix_ns, now_unix_ns)} ago",
+        f"cost {words.count(one.cost_steps, 'step')}",
+        f"{one.cost_seconds:,.0f} s" if one.cost_seconds else "",
+        words.count(len(one.findings), "finding"),
+        words.count(len(one.decisions), "decision"),
+        words.count(len(one.alerts), "alert"),
+    )
+    return "  |  ".join(fact for fact in facts if fact)
+
+
+def _what(source: Source, run: RunSummary, one: IncidentView) -> None:
+    detail = source.client.run(run.run_id)
+    steps = (max(0, one.onset_step - BEFORE), one.last_step + AFTER)
+    _curves(source, detail, one, steps)
+    left, right = st.columns(2)
+    with left:
+        _map(source, run, "layers.grad_norm", "Gradient norm of each layer", steps, key="layers")
+    with right:
+        _map(
+            source, run, "steps.step_duration_seconds", "Step time of each rank", steps,
+            key="ranks", detail=detail,
+        )  # fmt: skip
+    movers(source, run, one.onset_step)
+    _tables(one, source, run)
+
+
+def _curves(source: Source, detail: RunDetail, one: IncidentView, steps: tuple[int, int]) -> None:
+    columns = st.columns(2)
+    drawn = 0
+    for metric, title, log in CURVES:
+        lines = []
+        for name, of, role in ((metric.removeprefix("steps."), metric, "main"),
+                               ("limit", f"{metric}_limit", "limit")):  # fmt: skip
+            reply = series_of(source, detail, of, from_step=steps[0], to_step=steps[1])
+            if reply is not None:
+                lines.append(charts.Line(name=name, reply=reply, role=role))  # type: ignore[arg-type]
+        if len(detail.attempts) > 1:
+            reply = series_of(
+                source, detail, metric, from_step=steps[0], to_step=steps[1], branch="discarded"
+            )
+            if reply is not None:
+                lines.append(charts.Line(name="rolled back", reply=reply, role="discarded"))
+        if not lines:
+            continue
+        spec = charts.step_chart(
+            title,
+            lines,
+            look=frame.present_palette(),
+            decisions=one.decisions,
+            others=charts.alert_marks(one.alerts),
+            extent=steps,
+            log=log,
+            show_unit=False,
+            height=HEIGHT,
+        )
+        with columns[drawn % 2]:
+            st.echarts_chart(
+                spec, key=f"incident_{metric.replace('.', '_')}", height=HEIGHT,
+                alt=f"{title} around the incident",
+            )  # fmt: skip
+        drawn += 1
+
+
+def _map(
+    source: Source,
+    run: RunSummary,
+    metric: str,
+    title: str,
+    steps: tuple[int, int],
+    *,
+    key: str,
+    detail: RunDetail | None = None,
+) -> None:
+    reply = maps.ask(source, run, metric, steps)
+    if reply is None:
+        st.caption(f"{title}: not measured in these steps.")
+        return
+    names: Sequence[str] = row_names(reply.rows, detail) if detail else ()
+    shade = maps.SHADES["against its own middle"]
+    maps.draw(source, run, title, reply, shade=shade, key=f"incident_{key}", names=names)
+
+
+def _tables(one: IncidentView, source: Source, run: RunSummary) -> None:
+    parts = (
+        ("What was decided", tables.decision_rows(one.decisions), "Nothing was decided."),
+        ("What was found", tables.finding_rows(one.findings), "Nothing was found."),
+        ("Alerts", tables.alert_rows(one.alerts, {run.run_id: run.name}), "Nobody was told."),
+        (
+            "GPUs, nodes and what else happened",
+            tables.event_rows(one.events),
+            "Nothing else happened in these steps.",
+        ),
+        (
+            "Batches and samples of the bad steps",
+            tables.data_rows(one.data),
+            "No batch was noted: the loader is not wrapped by `monitor.batches`.",
+        ),
+    )
+    for number, (title, rows, empty) in enumerate(parts):
+        st.markdown(f"**{title}** ({len(rows):,})")
+        frame.table(rows, empty, key=f"incident_table_{number}", height=260)

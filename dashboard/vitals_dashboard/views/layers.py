@@ -1,0 +1,72 @@
+"""Layers by steps as a heat map, and which layers and ranks moved first before a step."""
+
+import streamlit as st
+
+from trainvitals.views import RunDetail, RunSummary
+from vitals_dashboard import frame, maps, tables
+from vitals_dashboard.maps import Choice
+from vitals_dashboard.source import Source
+
+CHOICES = (
+    Choice(word="grad norm", metric="layers.grad_norm", title="Gradient norm of each layer"),
+    Choice(
+        word="update ratio", metric="layers.update_ratio", title="Update to weight of each layer"
+    ),
+    Choice(word="weight norm", metric="layers.weight_norm", title="Weight norm of each layer"),
+    Choice(
+        word="activation", metric="layers.activation_rms", title="Activation (RMS) of each module"
+    ),
+    Choice(
+        word="largest activation",
+        metric="layers.activation_max",
+        title="Largest activation of each module",
+    ),
+    Choice(
+        word="dead features",
+        metric="layers.activation_dead_ratio",
+        title="Dead features of each module",
+    ),
+)
+
+
+def render() -> None:
+    """Draw the page."""
+    frame.run_page(_body, key="layers_body")
+
+
+def _body(source: Source, run: RunSummary) -> None:
+    detail = source.client.run(run.run_id)
+    chosen, shade, steps = maps.controls(CHOICES, key="layers", shade="against its own middle")
+    reply = maps.ask(source, run, chosen.metric, steps)
+    if reply is None:
+        st.caption(_why_nothing(detail, chosen))
+    else:
+        maps.draw(source, run, chosen.title, reply, shade=shade, key="layers")
+    movers(source, run, steps[1])
+
+
+def _why_nothing(detail: RunDetail, chosen: Choice) -> str:
+    if not any(metric.startswith("layers.") for metric in detail.metrics):
+        return (
+            "No layer has been measured in this run. Norms of layers come every 10th step:"
+            " a run that has just begun has none yet."
+        )
+    if chosen.metric == "layers.grad_norm":
+        return "No layer was measured in these steps: they are, every 10th step."
+    return (
+        "This run does not measure it. Weights, updates and activations of layers are opt-in: see"
+        " `layer_stats` in the settings."
+    )
+
+
+def movers(source: Source, run: RunSummary, step: int | None) -> None:
+    """Draw which layers and ranks moved most up to a step: that of the last finding, or given."""
+    at = run.last_step if step is None else step
+    if at < 0:
+        return
+    found = source.client.movers(run.run_id, at)
+    st.markdown(f"**What moved most up to step {at:,}**")
+    st.caption("Against its own median before, in robust standard deviations; set To step above.")
+    frame.table(
+        tables.mover_rows(found), "Nothing moved, or nothing was measured there.", key="movers"
+    )

@@ -1,0 +1,170 @@
+"""Questions with filters over runs, steps, ranks, decisions, findings, alerts and events."""
+
+import re
+from datetime import UTC, datetime
+from typing import Any, get_args
+
+import pandas as pd
+import streamlit as st
+
+from trainvitals.errors import TransportError, UnauthorizedError, UsageError
+from trainvitals.views import RunSummary, TableName, TableReply, TableRequest
+from vitals_dashboard import exports, frame, states, tables, words
+from vitals_dashboard.source import Source, guarded
+
+TABLES: tuple[TableName, ...] = get_args(TableName)
+ALL_RUNS = "all runs"
+MAX_ROWS = 100_000
+EXAMPLES: dict[TableName, str] = {
+    "runs": "state = running\nnum_rollbacks > 0\nname ~ gpt",
+    "steps": "loss > 3\nskipped = 1\ngrad_norm = nan",
+    "ranks": "rank = 2\nstep_duration_seconds > 0.5",
+    "decisions": "action = rollback\nacted = true\nreason ~ NaN",
+    "findings": "kind = spike\nvalue > 5",
+    "alerts": "state = firing\nseverity = page",
+    "events": "kind = Note\ntext ~ disk",
+}
+"""Filters that make sense for each table; one a line, all must hold."""
+OF_ONE_RUN = ("steps", "ranks")
+
+
+def render() -> None:
+    """Draw the page; it asks only when the question changes."""
+    guarded(_guarded_page)
+
+
+def _guarded_page(source: Source) -> None:
+    try:
+        _page(source)
+    except UnauthorizedError:
+        raise
+    except TransportError as error:
+        states.collector_down(error, again=False)
+
+
+def _page(source: Source) -> None:
+    runs = tables.matching(source.client.runs(), "", None)
+    if not runs:
+        states.no_runs()
+        return
+    request = _asked(runs)
+    if request is None:
+        st.caption("Steps and ranks are asked of one run: choose it above.")
+        return
+    try:
+        reply = source.client.table(request)
+    except UsageError as error:
+        states.not_understood(error)
+        return
+    _answer(request, reply)
+
+
+def _asked(runs: list[RunSummary]) -> TableRequest | None:
+    """Draw the question; return it, or None where a run has yet to be chosen."""
+    names = {ALL_RUNS: ALL_RUNS} | {
+        run.run_id: f"{words.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
+        for run in runs
+    }
+    with st.container(horizontal=True, vertical_alignment="bottom", key="query_controls"):
+        table = st.segmented_control(
+            "Table", TABLES, default="steps", required=True, key="table", bind="query-params"
+        )
+        name: TableName = table if table in TABLES else "steps"
+        run_id = _run_choice(names)
+        steps = frame.step_range() if name != "runs" else (None, None)
+        limit = st.number_input(
+            "Rows at most", min_value=1, max_value=MAX_ROWS, value=1_000, step=1_000,
+            key="limit", bind="query-params", width=150,
+        )  # fmt: skip
+        newest = st.toggle("Newest first", key="newest", bind="query-params")
+    left, right = st.columns([3, 2])
+    where = left.text_area(
+        "Conditions, one a line; all must hold", key="where", bind="query-params", height=100,
+        max_chars=4_000, placeholder=EXAMPLES[name],
+        help="COLUMN OP VALUE. OP is one of = != < <= > >= and ~ (holds the text). `= none` finds"
+        " what is missing, `= nan` what is NaN.",
+    )  # fmt: skip
+    columns = right.text_area(
+        "Columns, by comma; empty: all", key="columns", bind="query-params", height=100,
+        max_chars=4_000, placeholder="step, loss, grad_norm",
+    )  # fmt: skip
+    if run_id == ALL_RUNS and name in OF_ONE_RUN:
+        return None
+    return TableRequest(
+        table=name,
+        run_id="" if run_id == ALL_RUNS else run_id,
+        where=tuple(line.strip() for line in str(where or "").splitlines() if line.strip()),
+        columns=tuple(c for c in re.split(r"[\s,]+", str(columns or "")) if c),
+        from_step=steps[0],
+        to_step=steps[1],
+        newest_first=bool(newest),
+        limit=int(limit),
+    )
+
+
+def _run_choice(names: dict[str, str]) -> str:
+    asked = st.query_params.get("run") or st.session_state.get(frame.LAST_RUN) or ALL_RUNS
+    if asked in names:
+        st.session_state["query_run"] = asked
+
+    def follow() -> None:
+        st.query_params["run"] = st.session_state["query_run"]
+
+    chosen = st.selectbox(
+        "Run", list(names), key="query_run", format_func=lambda k: names[k], on_change=follow,
+        width=320,
+    )  # fmt: skip
+    return str(chosen)
+
+
+def _answer(request: TableRequest, reply: TableReply) -> None:
+    num = len(reply.data[0]) if reply.data else 0
+    with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
+        cut = "; raise the number of rows to see more" if num < reply.num_total else ""
+        st.caption(f"{num:,} of {words.count(reply.num_total, 'row')} that meet this{cut}")
+        st.space("stretch")
+        name = f"vitals_{request.table}{'_' + request.run_id if request.run_id else ''}"
+        st.download_button(
+            "CSV", lambda: exports.csv_bytes(reply), file_name=f"{name}.csv", mime="text/csv",
+            icon=":material/download:", key="as_csv", on_click="ignore", disabled=not num,
+        )  # fmt: skip
+        st.download_button(
+            "Parquet", lambda: exports.parquet_bytes(reply), file_name=f"{name}.parquet",
+            mime="application/vnd.apache.parquet", icon=":material/download:", key="as_parquet",
+            on_click="ignore", disabled=not num,
+        )  # fmt: skip
+    if not num:
+        st.caption("No row meets all conditions.")
+        return
+    st.dataframe(
+        as_frame(reply),
+        key="answer",
+        hide_index=True,
+        placeholder="",
+        height=min(38 + 35 * num, 620),
+        column_config={name: _config(name) for name in reply.columns},
+    )
+
+
+def as_frame(reply: TableReply) -> pd.DataFrame:
+    """Return the table as it is shown: texts as one line, times as times."""
+    return pd.DataFrame(
+        {
+            name: [_shown(name, value) for value in exports.typed(values)]
+            for name, values in zip(reply.columns, reply.data, strict=True)
+        }
+    )
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return words.plain(value, 500)
+    if name.endswith("_unix_ns") and isinstance(value, int) and value > 0:
+        return datetime.fromtimestamp(value / 1e9, tz=UTC)
+    return value
+
+
+def _config(name: str) -> Any:
+    if name.endswith("_unix_ns"):
+        return st.column_config.DatetimeColumn(format="iso8601")
+    return st.column_config.Column()

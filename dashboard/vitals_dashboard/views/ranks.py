@@ -1,0 +1,116 @@
+"""Ranks, GPUs and nodes by steps as heat maps, and the stragglers by name."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from trainvitals.views import RunDetail, RunSummary
+from vitals_dashboard import frame, heat, maps, stragglers, tables, words
+from vitals_dashboard.maps import Choice
+from vitals_dashboard.source import Source
+
+CHOICES = (
+    Choice(word="step time", metric="steps.step_duration_seconds", title="Step time of each rank"),
+    Choice(word="loss", metric="steps.rank_loss", title="Loss of each rank"),
+    Choice(word="memory", metric="steps.memory_peak_bytes", title="Peak memory of each rank"),
+    Choice(word="data wait", metric="steps.data_wait_seconds", title="Wait for data of each rank"),
+    Choice(
+        word="communication",
+        metric="steps.communication_seconds",
+        title="Communication of each rank",
+    ),
+    Choice(word="temperature", metric="gpu.temperature_celsius", title="Temperature of each GPU"),
+    Choice(word="power", metric="gpu.power_watts", title="Power of each GPU"),
+    Choice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),
+)
+LAST_STEPS = 200
+"""Over which stragglers are named: a column a step, so that no peak stands for a rank's pace."""
+TOLD = frozenset(
+    {
+        "straggler",
+        "rank_loss",
+        "rank_failed",
+        "memory_creep",
+        "data_bound",
+        "gpu_throttle",
+        "gpu_error",
+        "gpu_lost",
+        "overdue",
+    }
+)
+"""Detectors that speak of ranks and machines."""
+
+
+def render() -> None:
+    """Draw the page."""
+    frame.run_page(_body, key="ranks_body")
+
+
+def _body(source: Source, run: RunSummary) -> None:
+    detail = source.client.run(run.run_id)
+    chosen, shade, steps = maps.controls(CHOICES, key="ranks", shade="value")
+    _stragglers(source, run, detail, steps)
+    reply = maps.ask(source, run, chosen.metric, steps)
+    if reply is None:
+        st.caption(_why_nothing(chosen))
+    else:
+        names = row_names(reply.rows, detail)
+        maps.draw(source, run, chosen.title, reply, shade=shade, key="ranks", names=names)
+    _findings(source, run)
+    _sources(source, detail)
+
+
+def _why_nothing(chosen: Choice) -> str:
+    if chosen.metric.startswith(("gpu.", "node.")):
+        return "No agent has reported this for the run: without an agent, only ranks are seen."
+    return "No rank measured this in these steps."
+
+
+def row_names(rows: Sequence[str], detail: RunDetail) -> list[str]:
+    """Return what rows are called: ``rank 3, node-b``."""
+    nodes = stragglers.nodes_of(detail)
+    return [
+        ", ".join(part for part in (row.replace(":", " ", 1), nodes.get(row, "")) if part)
+        if not row.startswith("node:")
+        else row.replace(":", " ", 1)
+        for row in rows
+    ]
+
+
+def _stragglers(
+    source: Source, run: RunSummary, detail: RunDetail, steps: tuple[int | None, int | None]
+) -> None:
+    last = run.last_step if steps[1] is None else steps[1]
+    first = max(steps[0] or 0, last - LAST_STEPS + 1)
+    reply = maps.ask(source, run, "steps.step_duration_seconds", (first, last), points=LAST_STEPS)
+    with st.container(border=True, key="prose_stragglers", gap="xsmall"):
+        if reply is None:
+            st.text("No step time was measured here, so no straggler can be named.")
+            return
+        said = stragglers.in_words(stragglers.found(heat.cells_of(reply), reply.rows, detail))
+        for line in said:
+            st.text(words.plain(line, 300))
+        st.caption(f"Medians of the steps {first:,} to {last:,}.")
+
+
+def _findings(source: Source, run: RunSummary) -> None:
+    found = [
+        view
+        for view in source.client.findings(run.run_id)
+        if TOLD & {view.finding.detector, view.finding.kind}
+    ]
+    st.markdown(f"**Told about ranks and machines** ({len(found):,})")
+    frame.table(
+        tables.finding_rows(found),
+        "The detectors have told nothing about ranks, GPUs or nodes.",
+        key="rank_findings",
+    )
+
+
+def _sources(source: Source, detail: RunDetail) -> None:
+    st.markdown(f"**Who reports** ({len(detail.sources):,})")
+    frame.table(
+        tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),
+        "Nobody has reported yet.",
+        key="sources",
+    )

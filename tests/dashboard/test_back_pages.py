@@ -1,0 +1,179 @@
+"""The pages that look back: layers, ranks, decisions, checkpoints, incidents."""
+
+from collections.abc import Callable
+
+import msgspec
+from streamlit.testing.v1 import AppTest
+
+from tests.dashboard import samples
+from tests.dashboard.conftest import texts
+from tests.dashboard.look_back import INCIDENT, proposed, with_look_back
+from tests.dashboard.stub import Stub
+
+Open = Callable[..., AppTest]
+
+
+def shown(app: AppTest) -> str:
+    """Return what a page says; it never shows a traceback."""
+    assert [] == list(app.exception)
+    return texts(app)
+
+
+def press(app: AppTest, label: str) -> AppTest:
+    return next(button for button in app.button if button.label == label).click().run()
+
+
+def labels(app: AppTest) -> set[str]:
+    return {button.label for button in app.button}
+
+
+def links(app: AppTest) -> dict[str, str]:
+    return {e.proto.label: e.proto.query_string for e in app.get("page_link")}
+
+
+# ------------------------------------------------------------------------------ layers and ranks
+
+
+def test_layers_are_a_heat_map_of_the_range_in_the_address_with_what_moved(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(with_look_back(samples.sample_run()))
+    app = open_page("layers", **{"from": "100", "to": "200"})
+    said = shown(app)
+    assert "The 14 most deviating of 17 rows." in said
+    assert "1 cell with NaN or infinity" in said
+    assert "What moved most up to step 200" in said
+    moved = app.dataframe[0].value
+    assert ["blocks.7.attn.weight", "rank:3"] == list(moved["Layer or rank"])
+    assert ["not finite", "9"] == list(moved["Peak"])
+    app.segmented_control(key="layers_metric").set_value("activation")
+    assert "opt-in" in shown(app.run())
+
+
+def test_stragglers_are_named_with_their_node(stub: Stub, open_page: Open) -> None:
+    stub.add(with_look_back(samples.sample_run()))
+    app = open_page("ranks")
+    said = shown(app)
+    assert "rank 3 on node-b is slow: " in said
+    assert "% above the middle of 8 ranks" in said
+    findings, sources = (table.value for table in app.dataframe)
+    assert ["straggler"] == list(findings["Kind"])
+    assert 8 == len(sources)
+    app.segmented_control(key="ranks_metric").set_value("temperature")
+    assert "No agent has reported this" in shown(app.run())
+
+
+# ------------------------------------------------------------------------------------- decisions
+
+
+def test_a_decision_shows_its_evidence_and_the_filters_are_an_address(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(proposed(with_look_back(samples.sample_run())))
+    app = open_page("decisions", action="skip")
+    assert "3 of 4 decisions" in shown(app)
+    assert [181, 180, 120] == list(app.dataframe[0].value["Step"])
+    app = open_page("decisions", done="proposed only")
+    said = shown(app)
+    assert "1 of 4 decisions" in said and "1 of 1 would have been needed" in said
+    assert "proposed, not carried out. 3 skips in 20 steps" in said
+    assert "rule: rollback.storm" in said and "hindsight: needed" in said
+    assert "window=range&from=162&to=362" in links(app)["See it on the curves"]
+    assert "This dashboard can only look" in said and "Send: rollback" not in labels(app)
+
+
+def test_a_proposed_rollback_is_carried_out_with_a_reason(stub: Stub, open_page: Open) -> None:
+    stub.add(proposed(with_look_back(samples.sample_run())))
+    app = open_page("decisions", control=True)
+    assert "the run's own ladder has the last word" in shown(app)
+    app.text_input(key="reason_do_4").set_value("  ")
+    assert "A command needs a reason" in shown(press(app, "Send: rollback"))
+    app.text_input(key="reason_do_4").set_value("bad shard since 9:00")
+    shown(press(app, "Send: rollback"))
+    ((run_id, sent),) = stub.commands
+    assert samples.run_id(1) == run_id
+    assert ("rollback", "bad shard since 9:00", "step-000230-ab12") == (
+        sent.action, sent.reason, sent.checkpoint_id,
+    )  # fmt: skip
+
+
+def test_a_proposal_that_is_dismissed_is_a_note_and_says_so(stub: Stub, open_page: Open) -> None:
+    stub.add(proposed(with_look_back(samples.sample_run())))
+    app = open_page("decisions", control=True)
+    app.text_input(key="by_veto_4").set_value("ada")
+    app.text_input(key="reason_veto_4").set_value("the data is fine")
+    press(app, "Dismiss")
+    note = stub.samples[samples.run_id(1)].annotations[-1]
+    assert (262, "ada", "Decision 4 (rollback): vetoed by ada: the data is fine") == (
+        note.step, note.by, note.text,
+    )  # fmt: skip
+    said = app.run().dataframe[0].value["Word of a person"]
+    assert "vetoed by ada: the data is fine" == next(iter(said))
+    assert [] == stub.commands
+
+
+def test_what_the_mode_would_refuse_is_said_in_place_of_a_button(
+    stub: Stub, open_page: Open
+) -> None:
+    for mode, state, why in (
+        ("guard", "running", "it would refuse a rollback"),
+        ("observe", "running", "it would refuse the command"),
+        ("heal", "finished", "The run is finished"),
+    ):
+        sample = proposed(with_look_back(samples.sample_run()), mode=mode)
+        sample.summary = msgspec.structs.replace(sample.summary, state=state)  # type: ignore[arg-type]
+        stub.runs.clear()
+        stub.add(sample)
+        app = open_page("decisions", control=True)
+        assert why in shown(app), mode
+        assert "Send: rollback" not in labels(app), mode
+        assert ("Send: halt" in labels(app)) == (mode == "guard"), mode
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_say_where_a_rollback_goes(stub: Stub, open_page: Open) -> None:
+    sample = with_look_back(samples.sample_run())
+    sample.checkpoints[2] = msgspec.structs.replace(
+        sample.checkpoints[2], state="bad", detail="moments are not finite"
+    )
+    stub.add(sample)
+    app = open_page("checkpoints", control=True)
+    said = shown(app)
+    assert "goes to step-000230-ab12, before step 230, in memory: 191 steps" in said
+    listed = app.dataframe[0].value
+    assert [False, True, False] == ["rollback" in text for text in listed["Next"]]
+    assert "bad" in next(iter(listed["State"]))
+    app.text_input(key="reason_rollback_newest").set_value("diverges")
+    shown(press(app, "Send: rollback"))
+    assert ("rollback", "") == (stub.commands[0][1].action, stub.commands[0][1].checkpoint_id)
+    assert 1 == len(open_page("checkpoints", worth="bad").dataframe[0].value)
+
+
+def test_where_nothing_is_healthy_it_is_said(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run()
+    sample.checkpoints = [msgspec.structs.replace(c, state="candidate") for c in sample.checkpoints]
+    stub.add(sample)
+    assert "None is healthy" in shown(open_page("checkpoints"))
+    sample.checkpoints = []
+    assert "No checkpoint or snapshot yet" in shown(open_page("checkpoints"))
+
+
+# ------------------------------------------------------------------------------------- incidents
+
+
+def test_an_incident_is_one_story_with_all_that_belongs_to_it(stub: Stub, open_page: Open) -> None:
+    stub.add(with_look_back(samples.sample_run()))
+    app = open_page("incident", incident=INCIDENT)
+    said = shown(app)
+    assert "At step 178 the gradient norm of blocks.7.attn.weight left its range" in said
+    assert "steps 178 to 262" in said and "cost 34 steps" in said
+    assert 4 + 2 == len(app.get("echarts_chart")), "curves, and the maps of layers and ranks"
+    tables = [table.value for table in app.dataframe]
+    assert [1, 2, 3, 1, 1, 1, 1] == [len(table) for table in tables]
+    assert "GPU-3 throttled: power brake" == tables[5]["What"][0]
+    assert "17, shard-4/9" == tables[6]["Ids"][0]
+    assert "window=range&from=78&to=362" in links(app)["Curves around it"]
+    said = shown(open_page("incident", incident="gone"))
+    assert "has not; here is the newest" in said and "Loss spike" in said

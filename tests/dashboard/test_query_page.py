@@ -1,0 +1,78 @@
+import io
+from collections.abc import Callable
+
+import pyarrow.parquet
+from streamlit.testing.v1 import AppTest
+
+from tests.dashboard import samples
+from tests.dashboard.conftest import texts
+from tests.dashboard.stub import Stub
+from trainvitals.views import Problem, TableReply
+from vitals_dashboard import exports
+
+Open = Callable[..., AppTest]
+
+
+def shown(app: AppTest) -> str:
+    """Return what a page says; it never shows a traceback."""
+    assert [] == list(app.exception)
+    return texts(app)
+
+
+REPLY = TableReply(
+    columns=("step", "loss", "name", "acted", "time_unix_ns"),
+    data=(
+        (1, 2, 3),
+        (2.5, "nan", "-inf"),
+        ("=HYPERLINK(1)", " @SUM(1)", "-1"),
+        (True, None, False),
+        (samples.NOW_NS, 0, None),
+    ),
+    num_total=7,
+)
+
+
+def test_a_question_comes_from_the_address_and_its_answer_is_counted(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    stub.table = REPLY
+    address = {"table": "steps", "where": "loss > 3\n\n skipped = 1", "columns": "step, loss"}
+    app = open_page(
+        "query", run=samples.run_id(1), newest="true", limit="5", **address, **{"from": "10"}
+    )
+    assert "3 of 7 rows that meet this; raise the number of rows to see more" in shown(app)
+    asked = stub.questions[-1]
+    assert ("steps", samples.run_id(1), ("loss > 3", "skipped = 1"), ("step", "loss")) == (
+        asked.table, asked.run_id, asked.where, asked.columns,
+    )  # fmt: skip
+    assert (10, None, True, 5) == (
+        asked.from_step, asked.to_step, asked.newest_first, asked.limit,
+    )  # fmt: skip
+    assert 3 == len(app.dataframe[0].value)
+
+
+def test_what_cannot_be_asked_is_said_with_the_way_out(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    app = open_page("query", table="ranks")
+    assert "asked of one run" in shown(app) and [] == stub.questions
+    stub.table = Problem(code="V100", text="there is no column 'los'", hint="did you mean loss?")
+    said = shown(open_page("query", table="runs", where="los > 3"))
+    assert "not understood" in said and "did you mean loss?" in said
+    stub.table = TableReply(columns=("name",), data=((),), num_total=0)
+    assert "No row meets all conditions." in shown(open_page("query", table="runs"))
+
+
+def test_no_text_of_a_csv_is_run_as_a_formula_and_numbers_are_whole() -> None:
+    lines = exports.csv_bytes(REPLY).decode().splitlines()
+    assert "step,loss,name,acted,time_unix_ns" == lines[0]
+    assert f"1,2.5,'=HYPERLINK(1),True,{samples.NOW_NS}" == lines[1]
+    assert "2,nan,' @SUM(1),,0" == lines[2]
+    assert "3,-inf,-1,False," == lines[3]
+
+
+def test_parquet_has_a_type_for_each_column() -> None:
+    table = pyarrow.parquet.read_table(io.BytesIO(exports.parquet_bytes(REPLY)))
+    kinds = [str(field.type) for field in table.schema]
+    assert ["int64", "double", "string", "bool", "int64"] == kinds
+    assert [True, None, False] == table["acted"].to_pylist()
