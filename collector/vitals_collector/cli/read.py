@@ -64,13 +64,19 @@ def why(
     form: Annotated[Format, typer.Option("--format", help="table is a paragraph.")] = Format.TABLE,
 ) -> None:
     """Say what happened at a step: numbers, limits, findings, the decision and its reason."""
-    from vitals_collector.queries.why import explain, with_kept_samples
+    from vitals_collector.queries.why import FOLLOWING, explain, with_kept_samples
 
     with open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.step(summary.run_id, step)
         ledger = opened.reader.decisions(summary.run_id)
-        info = opened.reader.run(summary.run_id).info
-    view = with_kept_samples(view, (folder or Path(run)) / summary.run_id, Path(run), info.run_dir)
+        detail = opened.reader.run(summary.run_id)
+        after = None
+        if "steps.loss" in detail.metrics and form is Format.TABLE:
+            after = opened.reader.series(
+                summary.run_id, "steps.loss", from_step=step + 1, to_step=step + FOLLOWING
+            )
+    kept_in = (folder or Path(run)) / summary.run_id
+    view = with_kept_samples(view, kept_in, Path(run), detail.info.run_dir)
     if not (view.rows or view.findings or view.decisions):
         raise UsageError(
             f"nothing is stored of step {step}; the last step of {summary.run_id} is "
@@ -88,7 +94,7 @@ def why(
         ]
         write_rows(header, rows, form)
     else:
-        typer.echo(explain(summary, view, ledger))
+        typer.echo(explain(summary, view, ledger, after))
 
 
 def tail(

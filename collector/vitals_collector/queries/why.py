@@ -1,5 +1,6 @@
 """Says in a paragraph what happened at a step: its numbers, its limits, findings and decisions."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -21,6 +22,7 @@ from trainvitals.views import (
     DecisionView,
     FindingView,
     RunSummary,
+    SeriesReply,
     StepData,
     StepRow,
     StepView,
@@ -37,24 +39,104 @@ _VERDICT = (
 )
 
 
-def explain(run: RunSummary, view: StepView, ledger: Sequence[DecisionView]) -> str:
-    """Return the paragraph: one part for each attempt that trained the step."""
-    head = f"Step {view.step} of {run.name or 'run'} ({run.run_id})."
+FOLLOWING = 8
+"""Steps after it whose losses say how a step came out."""
+
+_HINDSIGHT = {
+    "needed": "As the run went on, it would have been needed.",
+    "unneeded": "As the run went on, it would not have been needed.",
+    "open": "Whether it would have been needed cannot be told yet.",
+}
+
+
+def explain(
+    run: RunSummary,
+    view: StepView,
+    ledger: Sequence[DecisionView],
+    after: SeriesReply | None = None,
+) -> str:
+    """Return the paragraph: one part for each attempt that trained the step.
+
+    Args:
+        run: whose step it is.
+        view: what is known of it.
+        ledger: every decision of the run.
+        after: the losses of the ``FOLLOWING`` steps, where they are known.
+    """
     attempts = sorted({row.attempt for row in view.rows})
-    parts = [head]
-    for ordinal, attempt in enumerate(attempts, start=1):
-        name = f"Trained {len(attempts)} times; time {ordinal}: " if len(attempts) > 1 else ""
-        parts.append(name + of_attempt(view, attempt))
+    times = {attempt: ordinal for ordinal, attempt in enumerate(attempts, start=1)}
+    parts = [f"Step {view.step} of {run.name or 'run'} ({run.run_id})."]
+    if len(attempts) > 1:
+        parts.append(f"Trained {len(attempts)} times.")
+    for attempt, ordinal in times.items():
+        which = f"Time {ordinal}: " if len(attempts) > 1 else ""
+        parts += [which + of_attempt(view, attempt), *_votes(view, attempt)]
     if not attempts:
         parts.append("No row of it is stored.")
     parts += _thinned(view)
-    parts += [fed(one, len(attempts) > 1) for one in view.data]
     parts += [_found(one) for one in view.findings]
     parts += [decided(one) for one in view.decisions]
     if attempts and not view.findings and not view.decisions:
         parts.append("No detector raised anything about it and nothing was decided.")
+        parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
-    return fill(printable(" ".join(parts)), width=96, break_long_words=False)
+    parts += _followed(after)
+    for one in view.data:
+        which = f"time {times[one.attempt]}, " if len(times) > 1 and one.attempt in times else ""
+        parts.append(which + fed(one, tells_attempt=False))
+    words = " ".join(part[:1].upper() + part[1:] for part in parts)
+    return fill(printable(words), width=96, break_long_words=False)
+
+
+def _votes(view: StepView, attempt: int) -> list[str]:
+    """Say what each rank brought to the verdict: its own loss, as far as rows of ranks are left."""
+    losses: dict[int, float] = {}
+    for row in view.rows:
+        if row.attempt != attempt or not row.source.startswith("rank:"):
+            continue
+        value = row.values.get("rank_loss")
+        is_lost = any(said.startswith("rank_loss=") for said in row.nonfinite)
+        if value is not None or is_lost:
+            rank = int(row.source.removeprefix("rank:"))
+            losses[rank] = math.nan if value is None else float(value)
+    bad = [rank for rank, loss in losses.items() if not math.isfinite(loss)]
+    if len(losses) < 2:
+        return []
+    if bad:
+        named = ", ".join(map(str, bad[:8])) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+        named = f"rank {named}" if len(bad) == 1 else f"ranks {named}"
+        return [f"Of its {len(losses)} ranks, {len(bad)} had a loss that is not finite: {named}."]
+    least, most = min(losses.values()), max(losses.values())
+    where = max(losses, key=losses.__getitem__)
+    return [
+        f"Its {len(losses)} ranks' own losses lay from {least:.6g} to {most:.6g}, the greatest on "
+        f"rank {where}."
+    ]
+
+
+def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
+    """Name the decision whose step lies next to this one."""
+    nearest = min((one.decision for one in ledger), key=lambda d: abs(d.step - step), default=None)
+    if nearest is None:
+        return ["Nothing was ever decided in this run."]
+    away = abs(nearest.step - step)
+    which = "later" if nearest.step > step else "earlier"
+    away_words = f"{away} step{'' if away == 1 else 's'} {which}"
+    return [f"The nearest decision is {nearest.action} at step {nearest.step}, {away_words}."]
+
+
+def _followed(after: SeriesReply | None) -> list[str]:
+    """Say how the run went on, by the branch that counts."""
+    if after is None or not after.num_total:
+        return []
+    known = [value for value in after.value if value is not None]
+    steps = "step" if after.num_total == 1 else f"{after.num_total} steps"
+    words = f"In the {steps} that followed the loss was "
+    if known:
+        words += f"{min(known):.6g}" + (f" to {max(known):.6g}" if max(known) > min(known) else "")
+        lost = f", and not finite in {after.num_nonfinite}" if after.num_nonfinite else ""
+        return [f"{words}{lost}."]
+    return [f"{words}never finite."]
 
 
 def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
@@ -150,7 +232,8 @@ def _limit(row: StepRow, name: str) -> str:
 
 def _found(one: FindingView) -> str:
     finding = one.finding
-    return f"{finding.detector} found {finding.kind}: {finding.reason}."
+    told = " (told only)" if finding.level == "tell" else ""
+    return f"The detector {finding.detector} found {finding.kind}{told}: {finding.reason}."
 
 
 def decided(one: DecisionView) -> str:
@@ -166,6 +249,12 @@ def decided(one: DecisionView) -> str:
             f"Training went back to step {decision.rollback_to_step} "
             f"(checkpoint {decision.checkpoint_id})."
         )
+    if decision.lr_factor != 1.0:
+        parts.append(f"The learning rate was multiplied by {decision.lr_factor:g}.")
+    if decision.acted and decision.cost_steps > 1:
+        parts.append(f"It cost {decision.cost_steps} steps.")
+    if one.hindsight:
+        parts.append(_HINDSIGHT[one.hindsight])
     if decision.budget_left >= 0:
         parts.append(f"Budget left: {decision.budget_left}.")
     return " ".join(parts)
