@@ -7,7 +7,10 @@ from trainvitals.cli.output import printable
 from vitals_collector.replays import text_plot
 from vitals_collector.replays.postmortem.blocks import Block, Heading, HeatMap, Plot, Table, Words
 
-_ACTIVE = re.compile(r"([\\`*_{}\[\]()#+!|~$>-])")
+_ACTIVE = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_]))")
+"""What means something within a line: emphasis, code, links, cells, formulas."""
+_AT_FIRST = re.compile(r"^(?=[-+#>=:])|^(\d+)(?=[.)])")
+"""What means something where a line begins: lists, titles, quotes."""
 _WIDTH = 100
 
 
@@ -18,8 +21,8 @@ def write(blocks: Sequence[Block]) -> str:
 
 def escaped(text: str) -> str:
     """Return a stranger's text so that it is read as text: no link, no tag, nobody called."""
-    clean = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
-    return _ACTIVE.sub(r"\\\1", clean)
+    clean = printable(text).strip().replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
+    return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
 
 
 def _text(block: Block) -> str:

@@ -10,8 +10,8 @@ from vitals_collector.replays.postmortem.blocks import Block, Heading, HeatMap, 
 from vitals_collector.replays.postmortem.tree import Node, node, style, written
 
 _STYLE = Path(__file__).with_name("page.css")
-_LONG = 40
-"""Characters from which a cell is not squeezed."""
+_SHORT, _LONG = 20, 40
+"""Characters up to which a cell is one line, and from which it is not squeezed."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -77,6 +77,7 @@ def _heat_map(block: HeatMap) -> Node:
     if reply.num_rows > len(reply.rows):
         words += f"; {len(reply.rows)} of {reply.num_rows} rows, those that deviate most"
     words += "; a cross is a value that is not finite" if reply.nonfinite else ""
+    words += "; steps trained again are shown as trained again"
     caption = node("figcaption", node("b", block.title), words)
     return node("figure", caption, pictures.draw_cells(reply, block.onset_step))
 
@@ -108,7 +109,8 @@ def _table(block: Table) -> Node:
 def _class(value: object, *, is_number: bool) -> str | None:
     if is_number:
         return "number"
-    return "long" if isinstance(value, str) and len(value) > _LONG else None
+    num = len(_cell(value))
+    return "long" if num > _LONG else "short" if num <= _SHORT else None
 
 
 def _is_number(value: object) -> bool:

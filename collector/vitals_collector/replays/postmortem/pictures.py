@@ -27,9 +27,7 @@ _LETTERS = 24
 def draw_curve(curve: Curve, marks: Sequence[Mark], spans: Sequence[tuple[int, int]] = ()) -> Node:
     """Return the picture of a curve; ``spans`` are steps that are shaded."""
     span = curve.span
-    found = columns(curve.series, span, WIDTH)
-    left = curve.left_behind(WIDTH)
-    scale = Scale([column for one in (found, *left) for column in one.values()])
+    found, left, scale = _drawn(curve)
     inside = [
         *_shaded(spans, span),
         node("rect", class_="frame", width=WIDTH, height=HEIGHT),
@@ -43,17 +41,23 @@ def draw_curve(curve: Curve, marks: Sequence[Mark], spans: Sequence[tuple[int, i
     ]
     picture = node("g", *inside, transform=f"translate({_LEFT},{_TOP})")
     size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
-    return node("svg", picture, viewBox=size, role="img", aria_label=caption(curve, scale))
+    return node("svg", picture, viewBox=size, role="img", aria_label=caption(curve))
 
 
-def caption(curve: Curve, scale: Scale | None = None) -> str:
+def caption(curve: Curve) -> str:
     """Return what the picture shows, in words."""
-    series = curve.series
-    words = f"{curve.name}{', logarithmic' if scale is not None and scale.is_log else ''}: "
+    series, scale = curve.series, _drawn(curve)[2]
+    words = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
     words += f"{series.num_total} steps, {series.num_nonfinite} of them not finite"
     if curve.discarded is not None and curve.discarded.num_total:
         words += f"; {curve.discarded.num_total} left behind by rollbacks"
     return words
+
+
+def _drawn(curve: Curve) -> tuple[dict[int, Column], list[dict[int, Column]], Scale]:
+    """Return the columns of the lineage, those of each branch left behind, and their scale."""
+    found, left = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
+    return found, left, Scale([column for one in (found, *left) for column in one.values()])
 
 
 def draw_cells(reply: CellsReply, onset_step: int) -> Node:

@@ -47,9 +47,9 @@ def _in_short(facts: Facts) -> str:
         return words + "It never had an incident."
     open_now = sum(one.is_open for one in facts.all_incidents)
     steps, seconds = _cost(facts.all_incidents)
-    words += f"It had {num} incident{'s' if num > 1 else ''}"
+    words += f"It had {_num(num, 'incident')}"
     words += f", {open_now} of them not over" if open_now else ", all of them over"
-    return words + f". In vain were {steps} steps, {seconds:.4g} seconds of training."
+    return words + f". Trained in vain: {_num(steps, 'step')}, {seconds:.4g} seconds."
 
 
 def _cost(incidents: Sequence[IncidentView]) -> tuple[int, float]:
@@ -102,7 +102,7 @@ def _incidents(facts: Facts) -> Iterator[Block]:
                 _steps(one),
                 moment(one.started_unix_ns),
                 "open" if one.is_open else "over",
-                f"{one.cost_steps} steps",
+                _num(one.cost_steps, "step"),
             )
             for one in shown
         ],
@@ -117,6 +117,10 @@ def _steps(one: IncidentView) -> str:
     return str(one.onset_step) if alone else f"{one.onset_step} to {one.last_step}"
 
 
+def _num(num: int, what: str) -> str:
+    return f"{num} {what}" + ("" if num == 1 else "s")
+
+
 def _left_out(num: int, what: str) -> list[Block]:
     return [Words(f"{num} {what} are left out here.")] if num > 0 else []
 
@@ -125,7 +129,9 @@ def _incident(
     told: IncidentFacts, made: Sequence[Mark], ordinals: Mapping[int, int]
 ) -> Iterator[Block]:
     one = told.incident
-    yield Heading(2, f"Incident {one.incident_id}: {one.title}")
+    yield Heading(2, one.title or f"Incident {one.incident_id}")
+    state = "not over" if one.is_open else "over"
+    yield Words(f"Incident {one.incident_id}, of severity {one.severity}, {state}.")
     for paragraph in one.story:
         yield Words(paragraph)
     span = (one.onset_step, one.last_step)
