@@ -24,7 +24,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "resume": ("resume",),
     "agent": ("agent",),
     "collector": (
-        *("collector", "runs", "show", "why", "tail", "replay", "alerts", "command", "store"),
+        *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
+        *("replay", "alerts", "command", "store"),
     ),
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),
