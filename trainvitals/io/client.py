@@ -318,7 +318,7 @@ class CollectorClient:
             ) from error
         if response.is_success:
             return response.content
-        raise _refusal(self.url, path, response)
+        raise refusal(self.url, path, response)
 
 
 def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
@@ -375,8 +375,8 @@ def _json(request: msgspec.Struct) -> dict[str, Any]:
     return {"content": msgspec.json.encode(request), "headers": headers}
 
 
-def _refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
-    """The error that an answer other than 2xx is."""
+def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:
+    """Return the error that an answer other than 2xx is."""
     status = response.status_code
     try:
         problem = msgspec.json.decode(response.content, type=Problem)
