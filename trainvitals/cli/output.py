@@ -48,8 +48,8 @@ def write_rows(
     if form is Format.CSV:
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        guarded = [[_no_formula(value) for value in row] for row in rows]
-        writer.writerows([header, *guarded] if with_header else guarded)
+        exact = [[_exact(value) for value in row] for row in rows]
+        writer.writerows([header, *exact] if with_header else exact)
         to.write(buffer.getvalue())
         return
     lines = [[_cell(value) for value in row] for row in rows]
@@ -81,9 +81,9 @@ def _short(cell: str) -> str:
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 
-def _no_formula(value: object) -> str:
-    """Return the cell; a stranger's text must not be run by whoever opens the file."""
-    cell = _cell(value)
+def _exact(value: object) -> str:
+    """Return the cell of a file for programs: numbers in full, and no text that could be run."""
+    cell = float.__repr__(value) if isinstance(value, float) else _cell(value)
     if not isinstance(value, str) or not cell.lstrip().startswith(_FORMULA):
         return cell
     try:
