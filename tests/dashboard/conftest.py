@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from tests.dashboard.stub import CONTROL, READ, Stub, StubServer
 from vitals_dashboard.settings import SETTINGS_VARIABLE, DashboardSettings, write_settings
 
 PAGES = Path(vitals_dashboard.__file__).parent / "entry" / "vitals_pages.py"
+KNOWN: dict[str, Any] = {}
 DOOR_TOKEN = "door-token-0123456789abcdef"
 
 
@@ -57,7 +59,13 @@ def open_page(
         monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "settings.json"))
         app = AppTest.from_file(str(PAGES), default_timeout=60)
         if page != "overview":
-            app.run()  # a page can be switched to only from a page
+            # A page can be switched to only from a page, whose controls would then still be there:
+            # it is another tab that knows the pages.
+            if not KNOWN:
+                KNOWN.update(
+                    AppTest.from_file(str(PAGES), default_timeout=60).run()._registered_pages
+                )
+            app._registered_pages = KNOWN
             app.switch_page(f"vitals_page_{page}.py")
         app.query_params.update(query)
         return app.run()

@@ -134,6 +134,7 @@ def _series(sample: SampleRun, query: dict[str, str]) -> SeriesReply:
         time_unix_ns=tuple(reply.time_unix_ns[i] for i in keep),
         attempt=tuple(reply.attempt[i] for i in keep),
         value=tuple(reply.value[i] for i in keep),
+        nonfinite=tuple(mark for mark in reply.nonfinite if first <= mark.step <= last),
     )
 
 

@@ -1,14 +1,16 @@
 import json
 
 import pytest
+from msgspec import structs
 
 from tests.dashboard import samples
 from tests.dashboard.samples import FORK, NAN_STEP, decision, sample_run, series
-from trainvitals.views import NonFiniteMark
+from trainvitals.views import AnnotationView, NonFiniteMark
 from vitals_dashboard import charts
 from vitals_dashboard.charts import Line
-from vitals_dashboard.charts.lines import branches, points
+from vitals_dashboard.charts.lines import branches, points, smoothed
 from vitals_dashboard.charts.marks import mark_text
+from vitals_dashboard.charts.runs import difference
 from vitals_dashboard.look import ACTIONS, DARK, LIGHT
 
 
@@ -142,3 +144,94 @@ def test_a_spec_is_strict_json_whatever_the_reason_says():
     assert "yyyy" in text
     assert 400 > max(len(point[2]) for point in named(spec, "halt")[0]["data"])
     assert samples.HOSTILE not in spec["title"][0]["text"]
+
+
+def test_smoothing_is_debiased_keeps_the_gaps_and_leaves_the_raw_curve_behind_it():
+    curve = [(0.0, 4.0), (1.0, 4.0), (2.0, None), (3.0, 8.0)]
+    weight = 0.5
+    last = (4 * 0.25 * 0.5 + 4 * 0.5 * 0.5 + 8 * 0.5) / (1 - weight**3)
+    assert [(0.0, 4.0), (1.0, 4.0), (2.0, None), (3.0, pytest.approx(last))] == smoothed(
+        curve, weight
+    )
+    spec = loss_chart(smoothing=0.9)
+    assert named(loss_chart(), "loss")[0]["data"] == named(spec, "loss")[0]["data"]
+    (mean, *_) = named(spec, "loss, smoothed")
+    assert max(v for _, v in mean["data"][150:] if v) < max(
+        v for _, v in named(spec, "loss")[0]["data"][150:] if v
+    )
+    assert "decisions read only that" in spec["title"][1]["text"]
+
+
+def test_steps_stand_at_their_time_or_at_their_tokens():
+    reply = series("steps.loss", "rank:0", [3.0, 2.0, 1.0], steps=[0, 10, 20])
+    tokens = series("steps.tokens_seen", "rank:0", [0.0, 4e9], steps=[0, 20])
+    scale = charts.token_scale(tokens)
+    assert ("billion tokens", [0.0, 2.0, 4.0]) == (
+        scale.unit,
+        [x for x, _ in points(reply, scale=scale)],
+    )
+    assert 10 == scale.step_at(2.0)
+    times = charts.time_scale(reply)
+    assert [t / 1e6 for t in reply.time_unix_ns] == [x for x, _ in points(reply, scale=times)]
+    assert 10 == times.step_at(times.place([10])[0])
+    spec = charts.step_chart(
+        "Loss", [Line(name="loss", reply=reply)], look=LIGHT, scale=scale, extent=(0, 20),
+        decisions=[decision(1, "skip_step", 10, "loss 9")],
+    )  # fmt: skip
+    assert 2.0 == named(spec, "skip")[0]["data"][0][0]
+    assert (0.0, 4.0) == (spec["xAxis"]["min"], spec["xAxis"]["max"])
+
+
+def test_everything_that_happened_has_a_shape_and_a_row_of_its_own():
+    run = sample_run()
+    note = AnnotationView(step=60, time_unix_ns=1, text="new data", by="ada")
+    others = [
+        *charts.alert_marks([samples.alert()]),
+        *charts.checkpoint_marks(run.checkpoints),
+        *charts.note_marks([note]),
+    ]
+    spec = loss_chart(others=others, legend="marks")
+    kinds = [named(spec, name)[0] for name in ("skip", "alert", "note", "checkpoint", "non-finite")]
+    assert 5 == len({kind["symbol"] for kind in kinds})
+    assert 5 == len({kind["data"][0][1] for kind in kinds}), "each in a row of its own"
+    assert "step 60, ada: new data" == kinds[2]["data"][0][2]
+    assert {kind["name"] for kind in kinds} < set(spec["legend"]["data"])
+
+
+def test_marks_too_close_to_be_told_apart_are_one_that_counts_them():
+    steps = range(0, 100_000, 50)
+    skips = [decision(s, "skip_step", s, f"why {s}") for s in steps]
+    bad = tuple(NonFiniteMark(step=s, attempt=1, kind="nan") for s in steps)
+    reply = series("steps.loss", "rank:0", [1.0, 2.0], steps=[0, 99_999], nonfinite=bad)
+    reply = structs.replace(reply, num_nonfinite=90_000)
+    spec = charts.step_chart(
+        "Loss", [Line(name="loss", reply=reply)], look=LIGHT, decisions=skips, extent=(0, 99_999)
+    )
+    assert charts.num_points(spec) < 2_000
+    (marks,), (heads,) = named(spec, "non-finite"), named(spec, "skip")
+    assert "3 times non-finite, steps 0 to 100; the first: nan at step 0" in marks["data"][0][2]
+    assert "the first: skip at step 0: why 0" in heads["data"][0][2]
+    assert "2,000 of 90,000 non-finite ones are marked" in spec["title"][1]["text"]
+
+
+def test_what_a_log_axis_cannot_show_is_counted():
+    reply = series("steps.grad_norm", "rank:0", [1.0, 0.0, -1.0, 2.0])
+    spec = charts.step_chart("Norm", [Line(name="n", reply=reply)], look=LIGHT, log=True)
+    assert "2 at or below 0, which no log axis shows" in spec["title"][1]["text"]
+
+
+def test_a_text_that_streamlit_would_take_for_code_is_text():
+    reply = series("steps.loss", "rank:0", [1.0, 2.0])
+    lines = [Line(name="--x_x--alert(1)--x_x--", reply=reply), Line(name="b", reply=reply)]
+    spec = charts.runs_chart("--x_x--a--x_x--", lines, look=DARK)
+    assert "--x_x--" not in json.dumps(spec)
+
+
+def test_the_difference_of_two_runs_keeps_the_spikes_of_both_and_their_gaps():
+    first = [(0.0, 1.0), (10.0, 1.0), (20.0, 1.0), (30.0, 1.0)]
+    other = [(5.0, 2.0), (12.0, 9.0), (15.0, 2.0), (20.0, None), (25.0, 2.0)]
+    found = difference(first, other)
+    assert [5.0, 10.0, 12.0, 15.0, 20.0, 25.0] == [x for x, _ in found]
+    assert [1.0, pytest.approx(6.0), 8.0, 1.0, None, 1.0] == [y for _, y in found]
+    assert [] == difference(first, [(0.0, None)])
+    assert [] == difference(first, [(100.0, 1.0)]), "the runs have no step in common"

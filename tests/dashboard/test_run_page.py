@@ -1,6 +1,9 @@
+import json
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
+import pytest
 from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
@@ -8,6 +11,16 @@ from tests.dashboard.conftest import texts
 from tests.dashboard.stub import Stub
 
 Open = Callable[..., AppTest]
+
+
+def drawn(app: AppTest) -> dict[str, Any]:
+    """Return the charts of a page by their titles."""
+    specs = [json.loads(e.proto.spec) for e in app.get("echarts_chart")]
+    return {spec["title"][0]["text"]: spec for spec in specs}
+
+
+def named(spec: Any, name: str) -> Any:
+    return next(series for series in spec["series"] if series["name"] == name)
 
 
 def shown(app: AppTest) -> str:
@@ -29,7 +42,7 @@ def test_the_run_page_shows_numbers_ledger_checkpoints_and_attempts(
     decisions, checkpoints, attempts = (table.value for table in app.dataframe)
     assert [262, 181, 180, 120] == list(decisions["Step"])
     assert "gradients of rank 1 are NaN" == decisions["Reason"][3]
-    assert {"healthy", "candidate"} == set(checkpoints["State"])
+    assert {"healthy", "candidate"} == {state.split()[-1] for state in checkpoints["State"]}
     assert [2, 1] == list(attempts["Attempt"])
 
 
@@ -94,6 +107,114 @@ def test_choosing_another_run_changes_the_address(stub: Stub, open_page: Open) -
     other.detail = msgspec.structs.replace(other.detail, summary=other.summary)
     stub.add(other)
     app = open_page("run", run=samples.run_id(1))
-    app.selectbox(key="picked_run").set_value(samples.run_id(2)).run()
+    choice = next(box for box in app.selectbox if box.label == "Run")
+    choice.set_value(samples.run_id(2)).run()
     assert "second" in shown(app)
     assert samples.run_id(2) == app.query_params["run"]
+
+
+def test_every_control_is_in_the_address(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run()
+    add = lambda name, values: sample.series.__setitem__(  # noqa: E731
+        (name, "rank:0", "lineage"), samples.series(name, "rank:0", values)
+    )
+    add("steps.grad_norm_clipped", [0.5] * samples.LAST)
+    add("steps.tokens_seen", [step * 1e7 for step in range(samples.LAST)])
+    add("scalars.val/<b>acc</b>", [0.5] * samples.LAST)
+    metrics = tuple(sorted({metric for metric, _, _ in sample.series}))
+    sample.detail = msgspec.structs.replace(sample.detail, metrics=metrics)
+    stub.add(sample)
+    app = open_page("run", run=samples.run_id(1), window="range", **{"from": "100", "to": "200"},
+        x="tokens", smooth="0.9", also="scalars.val/<b>acc</b>", discarded="false", live="false",
+    )  # fmt: skip
+    shown(app)
+    charts = drawn(app)
+    loss = charts["Loss"]
+    assert "101 of 420 points; smoothed" in loss["title"][1]["text"]
+    assert "billion tokens" == loss["title"][2]["text"]
+    assert (1.0, 2.0) == (loss["xAxis"]["min"], loss["xAxis"]["max"])
+    assert {"loss", "loss, smoothed"} <= {series["name"] for series in loss["series"]}
+    assert "rolled back" not in {series["name"] for series in loss["series"]}
+    assert "brush" in loss, "it stands still, so a range can be dragged"
+    assert {"raw", "clipped"} <= {s["name"] for s in charts["Gradient norm (log)"]["series"]}
+    assert "val/<b>acc</b>" in charts, "as text, which a chart never takes as HTML"
+    ((place, height, _),) = named(loss, "non-finite")["data"]
+    assert 1.2 == pytest.approx(place) and height < 0
+
+
+def test_a_range_that_holds_nothing_and_one_that_is_no_number_are_said_or_left_out(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    beyond = {"from": "900", "to": "1000"}
+    app = open_page("run", run=samples.run_id(1), window="range", **beyond)
+    assert "No step of this run is between 900 and 1,000; its last one is 420." in shown(app)
+    wrong = {"from": "<script>", "to": "9" * 40}
+    app = open_page("run", run=samples.run_id(1), window="range", x="nonsense", smooth="7", **wrong)
+    shown(app)
+    assert "420 of 420 points" == drawn(app)["Loss"]["title"][1]["text"]
+
+
+def test_going_to_a_decision_shows_the_steps_around_it_and_says_so_in_the_address(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    app = open_page("run", run=samples.run_id(1), live="false")
+    app.selectbox(key="around").set_value(4).run()
+    shown(app)
+    extent = [max(0, samples.FORK - 100), samples.STORM + 2 + 100]
+    assert extent == [int(app.query_params[name]) for name in ("from", "to")]
+    axis = drawn(app)["Loss"]["xAxis"]
+    assert extent == [axis["min"], axis["max"]]
+    assert "range" == app.session_state["window"]
+
+
+def test_along_tokens_a_run_that_counts_none_says_so_and_shows_steps(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    app = open_page("run", run=samples.run_id(1), x="tokens")
+    assert "This run has no tokens to draw along; steps are shown." in shown(app)
+    assert "step" == drawn(app)["Loss"]["title"][2]["text"]
+
+
+def test_a_note_needs_a_control_token_and_is_on_the_curve_at_once(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    assert "note_text" not in [box.key for box in open_page("run").text_input]
+    app = open_page("run", control=True, run=samples.run_id(1))
+    app.number_input(key="note_step").set_value(42)
+    app.text_input(key="note_text").set_value(samples.HOSTILE)
+    app.text_input(key="note_by").set_value("ada")
+    next(button for button in app.button if button.label == "Add the note").click().run()
+    shown(app)
+    (kept,) = stub.samples[samples.run_id(1)].annotations
+    assert (42, samples.HOSTILE, "ada") == (kept.step, kept.text, kept.by)
+    app.run()
+    ((step, _, why),) = named(drawn(app)["Loss"], "note")["data"]
+    assert 42 == step and why.startswith("step 42, ada: <script>")
+
+
+def test_a_refresh_is_bounded_and_counted(
+    stub: Stub, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.add(samples.sample_run(with_gpu=True))
+    app = open_page("run")
+    said = next(c.value for c in app.caption if "points and marks in this refresh" in c.value)
+    counted = sum(len(s["data"]) for spec in drawn(app).values() for s in spec["series"])
+    assert said.startswith(f"{counted:,} points and marks in this refresh, at most 60,000.")
+    monkeypatch.setattr("vitals_dashboard.views.curves.MAX_POINTS", 3_000)
+    app = open_page("run")
+    assert "did not fit: choose fewer metrics" in shown(app)
+    assert 3_000 >= sum(len(s["data"]) for c in drawn(app).values() for s in c["series"])
+
+
+def test_a_run_that_was_not_heard_of_again_is_not_asked_for_again(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    app = open_page("run")
+    before = stub.num_series
+    shown(app.run())
+    assert before == stub.num_series

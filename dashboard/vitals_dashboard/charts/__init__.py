@@ -14,12 +14,19 @@ from vitals_dashboard.charts.marks import (
     decision_marks,
     note_marks,
 )
-from vitals_dashboard.charts.runs import difference_chart, runs_chart
-from vitals_dashboard.charts.scale import STEPS, Axis, Scale, time_scale, token_scale
+from vitals_dashboard.charts.runs import (
+    DIFFERENCE_HEIGHT,
+    RUNS_HEIGHT,
+    difference_chart,
+    runs_chart,
+)
+from vitals_dashboard.charts.scale import STEPS, Axis, Scale, time_scale, token_scale, token_unit
 from vitals_dashboard.charts.sheet import num_points
 from vitals_dashboard.charts.steps import Legend, step_chart, time_chart
 
 __all__ = [
+    "DIFFERENCE_HEIGHT",
+    "RUNS_HEIGHT",
     "STEPS",
     "Axis",
     "Legend",
@@ -38,4 +45,5 @@ __all__ = [
     "time_chart",
     "time_scale",
     "token_scale",
+    "token_unit",
 ]

@@ -119,7 +119,8 @@ def curve_series(
     for line in lines:
         how: dict[str, Any] = {"scale": line.scale or scale, "factor": factor, "log": log}
         if line.role == "main":
-            result += _main(line, points(line.reply, **how), next(colours), smoothing)
+            z = 3 if result else 4  # the first one is seen where others are equal
+            result += _main(line, points(line.reply, **how), next(colours), smoothing, z)
         elif line.role == "limit":
             style = {"width": 1, "type": "dashed", "color": look.faint}
             curve = points(line.reply, **how)
@@ -131,15 +132,15 @@ def curve_series(
     return result
 
 
-def _main(line: Line, curve: list[Point], colour: str, smoothing: float) -> list[Spec]:
+def _main(line: Line, curve: list[Point], colour: str, smoothing: float, z: int) -> list[Spec]:
     if not smoothing:
-        return line_series(line.label, curve, colour, z=3)
+        return line_series(line.label, curve, colour, z=z)
     behind = {"width": 1, "color": colour, "opacity": 0.4}
     mean = {"width": 2, "color": colour}
     return [
-        *line_series(line.label, curve, colour, z=3, lineStyle=behind),
+        *line_series(line.label, curve, colour, z=z, lineStyle=behind),
         *line_series(
-            f"{line.label}, smoothed", smoothed(curve, smoothing), colour, z=4, lineStyle=mean
+            f"{line.label}, smoothed", smoothed(curve, smoothing), colour, z=z + 1, lineStyle=mean
         ),
     ]
 

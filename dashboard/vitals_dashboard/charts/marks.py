@@ -107,7 +107,7 @@ def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]
         Mark(
             look=ALERT,
             step=alert.step,
-            place=_place(scale, alert.step, alert.started_unix_ns),
+            place=_place(scale, alert.step),
             text=words.plain(
                 f"alert {alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}",
                 MAX_TEXT,
@@ -124,7 +124,7 @@ def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS
         Mark(
             look=CHECKPOINT,
             step=c.step,
-            place=_place(scale, c.step, 0),
+            place=_place(scale, c.step),
             text=words.plain(
                 f"checkpoint of step {c.step:,}: {c.state}, in {c.where}, {c.checkpoint_id}", 160
             ),
@@ -139,7 +139,7 @@ def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> l
         Mark(
             look=NOTE,
             step=note.step,
-            place=_place(scale, note.step, 0),
+            place=_place(scale, note.step),
             text=words.plain(
                 f"step {note.step:,}, {note.by or 'the training'}: {note.text}", MAX_TEXT
             ),
@@ -168,7 +168,7 @@ def nonfinite_marks(replies: Sequence[SeriesReply], scale: Scale = STEPS) -> lis
     ]
 
 
-def _place(scale: Scale, step: int, time_unix_ns: int) -> float:
+def _place(scale: Scale, step: int, time_unix_ns: int = 0) -> float:
     """Where a step is; what has a time of its own stands there, for a step may be trained twice."""
     if scale.axis == "time" and time_unix_ns > 0:
         return time_unix_ns / 1_000_000
@@ -238,7 +238,7 @@ def _heads(look: MarkLook, marks: Sequence[Mark], height: float) -> Spec:
         "encode": {"x": 0, "y": 1, "tooltip": [2]},
         "tooltip": {"trigger": "item"},
         "data": [[mark.place, height, chart_text(mark.text, MAX_TEXT)] for mark in marks],
-        "z": 5,
+        "z": 6,
     }
 
 

@@ -19,6 +19,8 @@ from vitals_dashboard.charts.scale import STEPS, Scale
 from vitals_dashboard.charts.sheet import Sheet, x_axis
 from vitals_dashboard.look import Palette
 
+RUNS_HEIGHT, DIFFERENCE_HEIGHT = 380, 240
+
 
 def runs_chart(
     title: str,
@@ -27,7 +29,7 @@ def runs_chart(
     look: Palette,
     log: bool = False,
     smoothing: float = 0.0,
-    height: int = 360,
+    height: int = RUNS_HEIGHT,
 ) -> Spec:
     """Return the runs' curves over each other; every line knows where its own steps are."""
     marks = [m for line in lines for m in nonfinite_marks([line.reply], line.scale or STEPS)]
@@ -35,6 +37,7 @@ def runs_chart(
     sheet = Sheet(
         title=title,
         below=said_below(lines, log=log, smoothing=smoothing),
+        along=_scale(lines).unit,
         look=look,
         height=height,
         lanes=num_lanes(marks),
@@ -48,7 +51,7 @@ def runs_chart(
 
 
 def difference_chart(
-    title: str, lines: Sequence[Line], *, look: Palette, height: int = 240
+    title: str, lines: Sequence[Line], *, look: Palette, height: int = DIFFERENCE_HEIGHT
 ) -> Spec:
     """Return what each run but the first has more than the first, where both have steps."""
     first, *rest = lines
@@ -61,6 +64,7 @@ def difference_chart(
     sheet = Sheet(
         title=title,
         below=f"above 0: more than {first.label}; interpolated where steps differ",
+        along=_scale(lines).unit,
         look=look,
         height=height,
         legend=[line.label for line in rest],

@@ -10,7 +10,7 @@ from trainvitals.views import SeriesReply
 
 Axis = Literal["step", "time", "tokens"]
 
-_TOKEN_UNITS = ((1e12, "trillion tokens"), (1e9, "billion tokens"), (1e6, "million tokens"))
+_TOKEN_UNITS = {"trillion tokens": 1e12, "billion tokens": 1e9, "million tokens": 1e6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +51,17 @@ def time_scale(reply: SeriesReply) -> Scale:
     return _rising(reply.step, [t / 1e6 for t in reply.time_unix_ns], "time", "time")
 
 
+def token_unit(most: float) -> str:
+    """Return in what tokens are counted, so that an axis has short numbers."""
+    return next((unit for unit, size in _TOKEN_UNITS.items() if most >= size), "tokens")
+
+
 def token_scale(reply: SeriesReply, *, unit: str = "") -> Scale:
     """Return the scale of tokens by a run's ``steps.tokens_seen``; ``unit`` "" lets it choose."""
     known = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
-    most = max((value for _, value in known), default=0.0)
-    size, word = next(
-        (u for u in _TOKEN_UNITS if u[1] == unit or (not unit and most >= u[0])), (1.0, "tokens")
-    )
-    places = [value / size for _, value in known]
-    return _rising([step for step, _ in known], places, "tokens", word)
+    unit = unit or token_unit(max((value for _, value in known), default=0.0))
+    places = [value / _TOKEN_UNITS.get(unit, 1.0) for _, value in known]
+    return _rising([step for step, _ in known], places, "tokens", unit)
 
 
 def _rising(steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str) -> Scale:

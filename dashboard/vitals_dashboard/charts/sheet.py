@@ -9,7 +9,7 @@ from vitals_dashboard.charts.scale import Scale
 from vitals_dashboard.look import Palette
 
 TOOLTIP_STYLE = "max-width:26rem;white-space:normal;overflow-wrap:anywhere;"
-TOP, BELOW, LABELS = 26, 18, 20
+TOP, BELOW, LABELS = 26, 20, 20
 """Pixels: of title and legend, of the words below, of the numbers along x."""
 
 
@@ -19,6 +19,8 @@ class Sheet:
 
     title: str
     below: str
+    along: str
+    """What is counted along x."""
     look: Palette
     height: int
     legend: Sequence[str] = ()
@@ -67,9 +69,11 @@ class Sheet:
 
     def _titles(self, quiet: Spec) -> list[Spec]:
         head = {"fontSize": 13, "fontWeight": 600, "width": 420, "overflow": "truncate"}
+        foot = {"bottom": 3, "padding": 0, "textStyle": quiet | {"fontWeight": 400}}
         return [
             {"text": chart_text(self.title), "left": 2, "top": 2, "textStyle": head},
-            {"text": self.below, "left": 2, "bottom": 0, "textStyle": quiet | {"fontWeight": 400}},
+            {"text": self.below, "left": 2} | foot,
+            {"text": self.along, "right": 14} | foot,
         ]
 
     def _legend(self, quiet: Spec) -> Spec:
@@ -77,7 +81,7 @@ class Sheet:
             "show": bool(self.legend),
             "type": "scroll",
             "data": list(self.legend),
-            "left": min(430, 34 + 8 * len(self.title)),
+            "left": min(430, 24 + 8 * len(self.title)),
             "right": 60 if self.zoom else 10,
             "top": 2,
             "align": "left",
@@ -118,7 +122,11 @@ class Sheet:
 
 def x_axis(scale: Scale, extent: tuple[float, float] | None) -> Spec:
     """Return the axis along x, from one place to another where that is given."""
-    axis: Spec = {"type": "time"} if scale.axis == "time" else {"type": "value", "scale": True}
+    axis: Spec = (
+        {"type": "time"}
+        if scale.axis == "time"
+        else {"type": "value", "min": "dataMin", "max": "dataMax"}
+    )
     if scale.axis == "step":
         # "step 265", not "265.00", above the tooltip
         axis |= {"axisPointer": {"label": {"precision": 0}}, "minInterval": 1}

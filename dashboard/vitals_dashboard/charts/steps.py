@@ -58,11 +58,12 @@ def step_chart(
     places = None
     if extent is not None:
         marks = [mark for mark in marks if extent[0] <= mark.step <= extent[1]]
-        places = _places(scale, extent, lines)
+        places = _places(scale, extent, lines, marks)
     curves = curve_series(lines, scale, look, log=log, smoothing=smoothing)
     sheet = Sheet(
         title=_with_unit(title, lines if show_unit else ()),
         below=said_below(lines, log=log, smoothing=smoothing),
+        along=scale.unit,
         look=look,
         height=height,
         lanes=num_lanes(marks),
@@ -95,6 +96,7 @@ def time_chart(
     sheet = Sheet(
         title=_with_unit(title, lines),
         below=said_below(lines),
+        along=TIMES.unit,
         look=look,
         height=height,
         legend=_named(lines, curves, (), "lines"),
@@ -103,14 +105,15 @@ def time_chart(
 
 
 def _places(
-    scale: Scale, extent: tuple[int, int], lines: Sequence[Line]
+    scale: Scale, extent: tuple[int, int], lines: Sequence[Line], marks: Sequence[Mark]
 ) -> tuple[float, float] | None:
-    """Return where the extent's ends are; what was trained twice may have begun earlier."""
+    """Return where the extent's ends are; in time, what was left behind may be outside of them."""
     if scale.axis == "time" and not scale.steps:
         return None
     first, last = scale.place([extent[0], max(extent[1], extent[0] + 1)])
     if scale.axis == "time":
         found = [x for line in lines for x in scale.xs(line.reply)]
+        found += [mark.place for mark in marks]
         first, last = min([first, *found]), max([last, *found])
     return (first, last) if last > first else None
 

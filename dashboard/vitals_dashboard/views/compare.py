@@ -1,15 +1,193 @@
 """Two to six runs over each other: their curves, their difference, what was set differently."""
 
-from vitals_dashboard import frame, states
-from vitals_dashboard.source import Source
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import streamlit as st
+
+from trainvitals.views import RunDetail, RunSummary
+from vitals_dashboard import charts, comparing, frame, states, tables, words
+from vitals_dashboard.charts import Line
+from vitals_dashboard.source import POINTS, Source, series_of
+
+MAX_RUNS = 6
+DEFAULT_METRIC = "steps.loss"
+ALONG: tuple[Literal["step", "tokens"], ...] = ("step", "tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controls:
+    """What the person at the page has chosen."""
+
+    axis: Literal["step", "tokens"]
+    smoothing: float
+    log: bool
 
 
 def render() -> None:
     """Draw the page."""
-    live = frame.live_toggle()
-    frame.refreshing(_body, live=live, key="compare_body")
+    with st.container(horizontal=True, vertical_alignment="center", key="compare_controls"):
+        axis = st.segmented_control(
+            "Aligned by",
+            ALONG,
+            default="step",
+            required=True,
+            key="along",
+            bind="query-params",
+            label_visibility="collapsed",
+        )
+        smoothing = st.slider(
+            "Smoothing",
+            0.0,
+            0.99,
+            0.0,
+            0.01,
+            key="smooth",
+            bind="query-params",
+            width=150,
+            format="smoothing %.2f",
+            label_visibility="collapsed",
+        )
+        log = st.toggle("Log", key="log", bind="query-params")
+        st.space("stretch")
+        live = frame.live_toggle()
+    chosen = Controls(
+        axis="tokens" if axis == "tokens" else "step", smoothing=float(smoothing), log=bool(log)
+    )
+    frame.refreshing(lambda source: _body(source, chosen), live=live, key="compare_body")
 
 
-def _body(source: Source) -> None:
-    if not source.client.runs():
+def _body(source: Source, chosen: Controls) -> None:
+    runs = tables.matching(source.client.runs(), "", None)
+    if not runs:
         states.no_runs()
+        return
+    ids = _choose(runs)
+    if len(ids) < 2:
+        st.caption(f"Choose two to {MAX_RUNS} runs; the others are compared with the first.")
+        return
+    details = [source.client.run(run_id) for run_id in ids]
+    names = comparing.distinct_names(details)
+    metric = _metric(details)
+    if metric is None:
+        st.caption("None of these runs has recorded a number yet.")
+        return
+    lines = _lines(source, details, names, metric, chosen)
+    _draw(lines, names, metric, chosen)
+    _table("Last values", comparing.value_rows(source, details, names, metric), "compare_values")
+    differing = comparing.config_rows(details, names)
+    if differing:
+        _table("Set differently", differing, "compare_config")
+    else:
+        st.caption("Nothing that is recorded of these runs was set differently.")
+
+
+def _choose(runs: Sequence[RunSummary]) -> list[str]:
+    """Draw the choice of runs, kept in the address as ``runs=ID&runs=ID``; return their ids."""
+    by_id = {run.run_id: run for run in runs}
+    asked = [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
+    wanted = [run_id for run_id in dict.fromkeys(asked) if run_id in by_id][:MAX_RUNS]
+    if missing := [run_id for run_id in asked if run_id not in by_id]:
+        st.text(f"Not here: {words.plain(', '.join(missing), 120)}")
+    st.session_state["compared"] = wanted
+
+    def label(run_id: str) -> str:
+        name = words.run_label(by_id[run_id].name, run_id, 60)
+        return f"{name}  ({run_id[-6:]}, {by_id[run_id].state})"
+
+    def follow() -> None:
+        st.query_params["runs"] = st.session_state["compared"]
+
+    return st.multiselect(
+        "Runs",
+        list(by_id),
+        key="compared",
+        format_func=label,
+        on_change=follow,
+        max_selections=MAX_RUNS,
+        label_visibility="collapsed",
+        placeholder="Choose two to six runs",
+    )
+
+
+def _metric(details: Sequence[RunDetail]) -> str | None:
+    """Draw the choice of a metric that some run has; the address leads."""
+    known = sorted({m for detail in details for m in detail.metrics if comparing.has_steps(m)})
+    if not known:
+        return None
+    first = DEFAULT_METRIC if DEFAULT_METRIC in known else known[0]
+    asked = st.query_params.get("metric", first)
+    st.session_state["compared_metric"] = asked if asked in known else first
+
+    def follow() -> None:
+        st.query_params["metric"] = st.session_state["compared_metric"]
+
+    chosen = st.selectbox(
+        "Metric", known, key="compared_metric", on_change=follow, label_visibility="collapsed"
+    )
+    return str(chosen)
+
+
+def _lines(
+    source: Source,
+    details: Sequence[RunDetail],
+    names: Sequence[str],
+    metric: str,
+    chosen: Controls,
+) -> list[Line]:
+    """Return the curves of the runs that have the metric, each on its own steps or tokens."""
+    lines: list[Line] = []
+    for detail, name in zip(details, names, strict=True):
+        reply = series_of(source, detail, metric, points=POINTS)
+        if reply is None:
+            st.text(f"{name} has no {words.plain(metric, 60)}.")
+            continue
+        lines.append(Line(name=name, reply=reply))
+    return lines if chosen.axis == "step" else _by_tokens(source, details, names, lines)
+
+
+def _by_tokens(
+    source: Source, details: Sequence[RunDetail], names: Sequence[str], lines: Sequence[Line]
+) -> list[Line]:
+    by_name = dict(zip(names, details, strict=True))
+    counted = {
+        line.name: reply
+        for line in lines
+        if (reply := series_of(source, by_name[line.name], "steps.tokens_seen", points=POINTS // 2))
+    }
+    most = max((v for r in counted.values() for v in r.value if v is not None), default=0.0)
+    found: list[Line] = []
+    for line in lines:
+        if line.name not in counted:
+            st.text(f"{line.name} counts no tokens, so it cannot be drawn along them.")
+            continue
+        scale = charts.token_scale(counted[line.name], unit=charts.token_unit(most))
+        found.append(replace(line, scale=scale))
+    return found
+
+
+def _draw(lines: Sequence[Line], names: Sequence[str], metric: str, chosen: Controls) -> None:
+    if not lines:
+        return
+    look = frame.present_palette()
+    specs = {
+        "Curves of the runs": charts.runs_chart(
+            metric, lines, look=look, log=chosen.log, smoothing=chosen.smoothing
+        )
+    }
+    if len(lines) > 1 and lines[0].name == names[0]:
+        title = f"{metric}: difference to the first run"
+        specs["Difference to the first run"] = charts.difference_chart(title, lines, look=look)
+    for i, (alt, spec) in enumerate(specs.items()):
+        height = charts.DIFFERENCE_HEIGHT if i else charts.RUNS_HEIGHT
+        st.echarts_chart(spec, key=f"chart_compare_{i}", height=height, alt=alt)
+    num_points = sum(map(charts.num_points, specs.values()))
+    st.caption(f"{num_points:,} points and marks in this refresh.")
+
+
+def _table(title: str, rows: list[tables.Row], key: str) -> None:
+    st.markdown(f"**{title}**")
+    st.dataframe(
+        rows, key=key, hide_index=True, placeholder="", height=min(38 + 35 * len(rows), 520)
+    )

@@ -17,6 +17,9 @@ AXES: tuple[Axis, ...] = ("step", "time", "tokens")
 MARGIN = 100
 """Steps shown on each side of what happened."""
 MAX_EVENTS = 50
+ENDS = ("from", "to")
+MAX_DIGITS = 15
+"""Of a step in an address: what a browser's numbers hold."""
 _ZOOMED = "run_zoomed"
 
 
@@ -46,7 +49,7 @@ class Controls:
 
 def draw() -> Controls:
     """Draw the controls and return what they say."""
-    with st.container(horizontal=True, vertical_alignment="bottom", key="run_controls"):
+    with st.container(horizontal=True, vertical_alignment="center", key="run_controls"):
         window = st.segmented_control(
             "Steps",
             list(WINDOWS),
@@ -54,12 +57,17 @@ def draw() -> Controls:
             required=True,
             key="window",
             bind="query-params",
-            help="The charts load finer points for the steps shown. Paused, a range can also be"
-            " dragged on the loss: press the icon at its top right first.",
+            label_visibility="collapsed",
         )
         first, last = _range() if window == RANGE else (None, None)
         axis = st.segmented_control(
-            "Along x", AXES, default="step", required=True, key="x", bind="query-params"
+            "Along x",
+            AXES,
+            default="step",
+            required=True,
+            key="x",
+            bind="query-params",
+            label_visibility="collapsed",
         )
         smoothing = st.slider(
             "Smoothing",
@@ -68,10 +76,10 @@ def draw() -> Controls:
             0.0,
             0.01,
             key="smooth",
+            format="smoothing %.2f",
             bind="query-params",
             width=150,
-            help="Debiased exponential mean over the points drawn. The raw curve stays behind it;"
-            " decisions are made on every raw value.",
+            label_visibility="collapsed",
         )
         log_loss = st.toggle("Log loss", key="log", bind="query-params")
         discarded = st.toggle(
@@ -96,20 +104,45 @@ def draw() -> Controls:
 
 
 def _range() -> tuple[int | None, int | None]:
-    found = [
-        st.number_input(
-            label, min_value=0, value=None, step=1, key=key, bind="query-params", width=130
+    """Draw the range of steps. The address leads: a chart or a link may have changed it."""
+    found = []
+    for name in ENDS:
+        key = f"range_{name}"
+        st.session_state[key] = _step_in_address(name)
+        value = st.number_input(
+            f"{name} step",
+            min_value=0,
+            value=None,
+            step=1,
+            key=key,
+            on_change=_follow_range,
+            width=130,
+            placeholder=f"{name} step",
+            label_visibility="collapsed",
         )
-        for label, key in (("From step", "from"), ("To step", "to"))
-    ]
-    first, last = (None if value is None else int(value) for value in found)
-    return first, last
+        found.append(None if value is None else int(value))
+    return found[0], found[1]
+
+
+def _step_in_address(name: str) -> int | None:
+    text = st.query_params.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
+
+
+def _follow_range() -> None:
+    for name in ENDS:
+        value = st.session_state.get(f"range_{name}")
+        if value is None:
+            st.query_params.pop(name, None)
+        else:
+            st.query_params[name] = str(value)
 
 
 def zoom_to(first: int, last: int) -> None:
-    """Choose a range of steps; for callbacks, and the address follows."""
+    """Choose a range of steps; for callbacks, and the address says so."""
     st.session_state["window"] = RANGE
-    st.session_state["from"], st.session_state["to"] = max(0, first), max(0, last)
+    for name, step in zip(ENDS, (first, last), strict=True):
+        st.query_params[name] = str(max(0, step))
     st.session_state[_ZOOMED] = True
 
 

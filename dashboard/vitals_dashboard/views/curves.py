@@ -22,11 +22,11 @@ DELTA_STEPS = 100
 TALL, LOW, STRIP = 330, 220, 170
 
 SPLIT: tuple[tuple[str, str], ...] = (
-    ("steps.step_duration_seconds", "whole step"),
-    ("steps.data_wait_seconds", "wait for data"),
-    ("steps.forward_backward_seconds", "forward, backward"),
+    ("steps.step_duration_seconds", "whole"),
+    ("steps.data_wait_seconds", "data"),
+    ("steps.forward_backward_seconds", "compute"),
     ("steps.optimizer_seconds", "optimizer"),
-    ("steps.communication_seconds", "communication"),
+    ("steps.communication_seconds", "exchange"),
     ("steps.monitor_seconds", "Vitals"),
 )
 
@@ -185,45 +185,56 @@ def last_values(source: Source, detail: RunDetail) -> LastValues:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One chart of the page: what is drawn in it and how."""
+
+    key: str
+    title: str
+    lines: Sequence[Line]
+    log: bool = False
+    unitless: bool = False
+    exact: bool = False
+    """Steps of its own are what is to be seen: never smoothed."""
+
+
 def draw(view: View, own: Sequence[str] = ()) -> None:
     """Draw all charts there is something for; ``own`` are metrics that were asked for."""
     loss = view.with_limit("steps.loss", "loss")
     if not loss:
         st.caption(_nothing(view))
         return
-    _steps(
-        view,
-        "Loss",
-        loss,
-        key="loss",
-        height=TALL,
-        log=view.controls.log_loss,
-        legend="marks",
-        others=view.others,
-        zoom=stands_still(view),
-    )
-    left, right = st.columns(2)
-    with left:
-        norm = view.with_limit(
-            "steps.grad_norm", "before clipping", clipped="steps.grad_norm_clipped"
-        )
-        _steps(view, "Gradient norm (log)", norm, key="grad_norm", log=True)
-        tokens = list(view.line("steps.tokens_per_second", "tokens/s"))
-        _steps(view, "Tokens per second", tokens, key="tokens", unitless=True)
-        _steps(view, "Where a step's time goes (rank 0)", _split(view), key="split", log=True)
-    with right:
-        _steps(view, "Learning rate", list(view.line("steps.learning_rate", "lr")), key="lr")
-        _steps(view, "MFU", list(view.line("steps.mfu_ratio", "MFU")), key="mfu")
-        _steps(view, "Loss of each rank", _ranks(view, "steps.rank_loss"), key="rank_loss")
-        duration = _ranks(view, "steps.step_duration_seconds")
-        _steps(view, "Step duration of each rank", duration, key="duration")
-        scale = list(view.line("steps.loss_scale", "loss scale"))
-        _steps(view, "Loss scale (log)", scale, key="scale", log=True)
-    columns = st.columns(2)
+    main = Chart(key="loss", title="Loss", lines=loss, log=view.controls.log_loss)
+    _main_chart(view, main)
+    charts_below = [chart for chart in _charts(view, own) if chart.lines]
+    for i in range(0, len(charts_below), 2):
+        for column, chart in zip(st.columns(2), charts_below[i : i + 2], strict=False):
+            with column:
+                _chart(view, chart)
+
+
+def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
+    """Yield the charts under the loss, two of them beside each other."""
+
+    def run(metric: str, name: str) -> list[Line]:
+        return list(view.line(metric, name))
+
+    norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
+    yield Chart(key="grad_norm", title="Gradient norm (log)", lines=norm, log=True)
+    rate = run("steps.learning_rate", "lr")
+    yield Chart(key="lr", title="Learning rate", lines=rate, exact=True)
+    tokens = run("steps.tokens_per_second", "tokens/s")
+    yield Chart(key="tokens", title="Tokens per second", lines=tokens, unitless=True)
+    yield Chart(key="mfu", title="MFU", lines=run("steps.mfu_ratio", "MFU"))
+    yield Chart(key="split", title="Time of a step (log, rank 0)", lines=_split(view), log=True)
+    duration = _ranks(view, "steps.step_duration_seconds")
+    yield Chart(key="duration", title="Step duration of each rank", lines=duration)
+    yield Chart(key="rank_loss", title="Loss of each rank", lines=_ranks(view, "steps.rank_loss"))
+    scale = run("steps.loss_scale", "loss scale")
+    yield Chart(key="scale", title="Loss scale (log)", lines=scale, log=True, exact=True)
     for i, metric in enumerate(own):
         name = metric.removeprefix("scalars.")
-        with columns[i % 2]:
-            _steps(view, name, list(view.line(metric, name)), key=f"own_{i}")
+        yield Chart(key=f"own_{i}", title=name, lines=run(metric, name))
 
 
 def stands_still(view: View) -> bool:
@@ -256,43 +267,47 @@ def _ranks(view: View, metric: str) -> list[Line]:
     ]
 
 
-def _steps(
-    view: View,
-    title: str,
-    lines: list[Line],
-    *,
-    key: str,
-    height: int = LOW,
-    log: bool = False,
-    unitless: bool = False,
-    legend: charts.Legend = "lines",
-    others: Sequence[Mark] = (),
-    zoom: bool = False,
-) -> None:
-    if not lines:
-        return
+def _chart(view: View, chart: Chart) -> None:
     spec = charts.step_chart(
-        title,
-        lines,
+        chart.title,
+        chart.lines,
         look=view.look,
         decisions=view.decisions,
-        others=others,
         extent=view.extent,
-        log=log,
-        show_unit=not unitless,
-        legend=legend,
+        log=chart.log,
+        show_unit=not chart.unitless,
+        scale=view.scale,
+        smoothing=0.0 if chart.exact else view.controls.smoothing,
+        height=LOW,
+    )
+    if view.payload.takes(spec):
+        alt = f"{words.plain(chart.title, 60)} over {view.scale.unit}"
+        st.echarts_chart(spec, key=f"chart_{chart.key}", height=LOW, alt=alt)
+
+
+def _main_chart(view: View, chart: Chart) -> None:
+    """Draw the loss with all that happened; a range can be dragged on it where it stands still."""
+    spec = charts.step_chart(
+        chart.title,
+        chart.lines,
+        look=view.look,
+        decisions=view.decisions,
+        others=view.others,
+        extent=view.extent,
+        log=chart.log,
+        legend="marks",
         scale=view.scale,
         smoothing=view.controls.smoothing,
-        zoom=zoom,
-        height=height,
+        zoom=stands_still(view),
+        height=TALL,
     )
+    alt = f"{chart.title} over {view.scale.unit}"
     if not view.payload.takes(spec):
         return
-    alt = f"{words.plain(title, 60)} over {view.scale.unit}"
-    if zoom:
-        _zoomable(view, spec, height, alt)
+    if stands_still(view):
+        _zoomable(view, spec, TALL, alt)
     else:
-        st.echarts_chart(spec, key=f"chart_{key}", height=height, alt=alt)
+        st.echarts_chart(spec, key=f"chart_{chart.key}", height=TALL, alt=alt)
 
 
 def _zoomable(view: View, spec: charts.Spec, height: int, alt: str) -> None:

@@ -1,6 +1,5 @@
 """One run, live: its curves with every decision drawn on them, the ledger, the checkpoints."""
 
-import getpass
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,15 +13,8 @@ from trainvitals.views import (
     CheckpointView,
     DecisionView,
     RunDetail,
-    RunSummary,
 )
-from vitals_dashboard import charts, frame, states, tables, words
-from vitals_dashboard.look import (
-    HEALTH_BADGES,
-    HEALTH_WORDS,
-    STATE_BADGES,
-    STATE_WORDS,
-)
+from vitals_dashboard import charts, frame, tables, words
 from vitals_dashboard.source import Source
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
@@ -37,21 +29,14 @@ def render() -> None:
 
 def _body(source: Source, chosen: Controls) -> None:
     controls.follow_zoom()
-    runs = tables.matching(source.client.runs(), "", None)
-    if not runs:
-        states.no_runs()
+    run = frame.chosen_run(source)
+    if run is None:
         return
-    head, choice = st.columns([3, 1], vertical_alignment="top")
-    with choice:
-        run_id = _choose(runs)
-    if run_id is None:
-        return
-    detail = source.client.run(run_id)
-    decisions = source.client.decisions(run_id)
-    with head:
-        _head(detail, source.clock.time_ns())
+    detail = source.client.run(run.run_id)
+    decisions = source.client.decisions(run.run_id)
+    _facts(detail, source.clock.time_ns())
     _numbers(source, detail)
-    checkpoints = source.client.checkpoints(run_id)
+    checkpoints = source.client.checkpoints(run.run_id)
     own = _tools(source, detail, decisions)
     view = _view(source, detail, chosen, decisions, checkpoints)
     curves.draw(view, own)
@@ -133,7 +118,7 @@ def _note(control: CollectorClient, detail: RunDetail) -> None:
         last = max(0, detail.summary.last_step)
         step = st.number_input("At step", min_value=0, value=last, step=1, key="note_step")
         text = st.text_input("Note", max_chars=300, key="note_text")
-        by = st.text_input("Who", value=getpass.getuser(), max_chars=80, key="note_by")
+        by = st.text_input("Who", value=frame.person(), max_chars=80, key="note_by")
         if st.form_submit_button("Add the note", type="primary") and text.strip():
             asked = AnnotationRequest(step=int(step), text=text.strip(), by=by.strip())
             try:
@@ -144,48 +129,8 @@ def _note(control: CollectorClient, detail: RunDetail) -> None:
                 st.toast("The note is on the curves.")
 
 
-def _choose(runs: Sequence[RunSummary]) -> str | None:
-    """Draw the choice of a run; return its id, or None where the address names an unknown one."""
-    ids = [run.run_id for run in runs]
-    by_id = {run.run_id: run for run in runs}
-    asked = st.query_params.get("run", ids[0])
-    if asked in by_id:
-        # The address leads: it changes when someone comes from the overview or by a link.
-        st.session_state["picked_run"] = asked
-
-    def label(run_id: str) -> str:
-        name = words.run_label(by_id[run_id].name, run_id, 60)
-        return f"{name}  ({run_id[-6:]}, {by_id[run_id].state})"
-
-    def follow() -> None:
-        st.query_params["run"] = st.session_state["picked_run"]
-
-    chosen = st.selectbox(
-        "Run",
-        ids,
-        index=None if asked not in by_id else ids.index(asked),
-        key="picked_run",
-        format_func=label,
-        on_change=follow,
-        label_visibility="collapsed",
-        placeholder="Choose a run",
-    )
-    if chosen is None:
-        states.no_such_run(asked)
-        return None
-    st.session_state[frame.LAST_RUN] = chosen
-    return str(chosen)
-
-
-def _head(detail: RunDetail, now_unix_ns: int) -> None:
+def _facts(detail: RunDetail, now_unix_ns: int) -> None:
     summary, info = detail.summary, detail.info
-    with st.container(horizontal=True, vertical_alignment="center", key="run_head", gap="small"):
-        with st.container(key="run_title", width="content"):
-            st.text(words.run_label(summary.name, summary.run_id, 160))
-        st.badge(STATE_WORDS[summary.state], color=STATE_BADGES[summary.state])  # type: ignore[arg-type]
-        st.badge(HEALTH_WORDS[summary.health], color=HEALTH_BADGES[summary.health])  # type: ignore[arg-type]
-        if summary.num_firing_alerts:
-            st.badge(words.count(summary.num_firing_alerts, "firing alert"), color="red")
     facts = (
         summary.run_id,
         words.plain(summary.project, 60),
@@ -236,33 +181,11 @@ def _below(
     st.markdown(f"**Decisions** ({len(decisions):,})")
     if shadow := tally(view.hindsight or None for view in decisions):
         st.caption(f"Of what was only observed, {shadow}.")
-    _table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
+    frame.table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
     left, right = st.columns(2)
     with left:
         st.markdown(f"**Checkpoints and snapshots** ({len(checkpoints):,})")
-        _table(tables.checkpoint_rows(checkpoints), "None yet.", key="checkpoints")
+        frame.table(tables.checkpoint_rows(checkpoints), "None yet.", key="checkpoints")
     with right:
         st.markdown(f"**Attempts** ({len(detail.attempts):,})")
-        _table(tables.attempt_rows(detail.attempts), "None yet.", key="attempts")
-
-
-def _table(rows: list[tables.Row], empty: str, *, key: str) -> None:
-    if not rows:
-        st.caption(empty)
-        return
-    numbers = st.column_config.NumberColumn(format="localized")
-    time = st.column_config.DatetimeColumn(format="distance")
-    st.dataframe(
-        rows,
-        key=key,
-        hide_index=True,
-        placeholder="",
-        height=min(38 + 35 * len(rows), 330),
-        column_config={
-            "Step": numbers,
-            "Back to": numbers,
-            "Reason": st.column_config.TextColumn(width="large"),
-            "When": time,
-            "Started": time,
-        },
-    )
+        frame.table(tables.attempt_rows(detail.attempts), "None yet.", key="attempts")

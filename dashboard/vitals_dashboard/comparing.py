@@ -1,0 +1,98 @@
+"""What differs between runs, as rows of a table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from trainvitals.views import RunDetail, SeriesReply
+from vitals_dashboard import words
+from vitals_dashboard.source import POINTS, Source, series_of
+from vitals_dashboard.tables import Row
+
+NAME = 40
+_NO_STEPS = ("gpu.", "node.", "process.")
+_SHOWN = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.tokens_per_second")
+_NOT_SET = frozenset({"name", "config", "judge", "run_dir"})
+"""Of a run's attributes: its name heads the column, config and judge are rows of their own."""
+
+
+def has_steps(metric: str) -> bool:
+    """Return whether a metric has a curve over steps."""
+    return not metric.startswith(_NO_STEPS)
+
+
+def distinct_names(details: Sequence[RunDetail]) -> list[str]:
+    """Return what each run is called; runs of one name are told apart by their ids' ends."""
+    names = [words.run_label(d.summary.name, d.summary.run_id, NAME) for d in details]
+    return [
+        name if names.count(name) == 1 else f"{name[: NAME - 10]} ({d.summary.run_id[-6:]})"
+        for name, d in zip(names, details, strict=True)
+    ]
+
+
+def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]:
+    """Return what was set differently: attributes, the config's keys, the judge's settings."""
+    settings = [_settings(detail) for detail in details]
+    rows = []
+    for key in dict.fromkeys(key for one in settings for key in one):
+        values = [_said(one[key]) if key in one else "" for one in settings]
+        if len(set(values)) > 1:
+            rows.append({"Setting": words.plain(key, 80), **dict(zip(names, values, strict=True))})
+    return rows
+
+
+def _settings(detail: RunDetail) -> dict[str, Any]:
+    info = msgspec.to_builtins(detail.info)
+    found = {key.replace("_", " "): v for key, v in info.items() if key not in _NOT_SET}
+    found |= _flat(detail.info.config, "config")
+    found |= _flat(detail.info.judge, "judge")
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}.{key}")
+        else:
+            found[f"{prefix}.{key}"] = value
+    return found
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return words.plain(", ".join(map(str, value)), 200)
+    return words.plain(str(value), 200)
+
+
+def value_rows(
+    source: Source, details: Sequence[RunDetail], names: Sequence[str], metric: str
+) -> list[Row]:
+    """Return a row for each number: where the runs are now, and the metric's range."""
+    rows: list[Row] = []
+
+    def add(what: str, values: Sequence[str]) -> None:
+        rows.append({"Value": what, **dict(zip(names, values, strict=True))})
+
+    add("state", [d.summary.state for d in details])
+    add("last step", [f"{d.summary.last_step:,}" for d in details])
+    for one in dict.fromkeys((metric, *_SHOWN)):
+        last = [_last(series_of(source, d, one, points=POINTS)) for d in details]
+        if any(value is not None for value in last):
+            add(f"{words.plain(one, 60)}, last", [words.number(value, 5) for value in last])
+    chosen = [_values(series_of(source, d, metric, points=POINTS)) for d in details]
+    add(f"{words.plain(metric, 60)}, lowest", [words.number(min(v, default=None)) for v in chosen])
+    add(f"{words.plain(metric, 60)}, highest", [words.number(max(v, default=None)) for v in chosen])
+    add("skips", [f"{d.summary.num_skips:,}" for d in details])
+    add("rollbacks", [f"{d.summary.num_rollbacks:,}" for d in details])
+    return rows
+
+
+def _values(reply: SeriesReply | None) -> list[float]:
+    return [] if reply is None else [value for value in reply.value if value is not None]
+
+
+def _last(reply: SeriesReply | None) -> float | None:
+    values = _values(reply)
+    return values[-1] if values else None

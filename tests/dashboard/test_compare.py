@@ -1,0 +1,130 @@
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from streamlit.testing.v1 import AppTest
+
+from tests.dashboard import samples
+from tests.dashboard.conftest import texts
+from tests.dashboard.samples import SampleRun
+from tests.dashboard.stub import Stub, StubServer
+
+Open = Callable[..., AppTest]
+
+
+def shown(app: AppTest) -> str:
+    """Return what the page says; it never shows a traceback."""
+    assert [] == list(app.exception)
+    return texts(app)
+
+
+def drawn(app: AppTest) -> list[Any]:
+    return [json.loads(e.proto.spec) for e in app.get("echarts_chart")]
+
+
+def other_run(number: int, *, name: str, shift: float, **info: Any) -> SampleRun:
+    """A run like the first one, of other values and other settings."""
+    run = samples.sample_run(name=name)
+    run.summary = msgspec.structs.replace(run.summary, run_id=samples.run_id(number))
+    settings = msgspec.structs.replace(run.detail.info, **info)
+    run.detail = msgspec.structs.replace(run.detail, summary=run.summary, info=settings)
+    run.series = {
+        key: msgspec.structs.replace(
+            reply, value=tuple(None if v is None else v + shift for v in reply.value)
+        )
+        for key, reply in run.series.items()
+    }
+    return run
+
+
+def runs(*numbers: int) -> str:
+    return ",".join(samples.run_id(number) for number in numbers)
+
+
+def test_two_runs_are_drawn_over_each_other_with_their_difference_and_settings(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run(name="base"))
+    config = {"lr": 3e-4, "data.seed": 7}
+    stub.add(other_run(2, name="wide", shift=0.5, config=config, world_size=16))
+    app = open_page("compare", runs=runs(1, 2))
+    shown(app)
+    curves, between = drawn(app)
+    assert ["base", "wide"] == [s["name"] for s in curves["series"] if s["type"] == "line"]
+    assert "840 of 840 points" == curves["title"][1]["text"]
+    values = [y for _, y in between["series"][0]["data"]]
+    assert None in values, "where a run was not finite there is no difference"
+    assert {0.5} == {round(y, 9) for y in values if y is not None}
+    last, differing = (table.value for table in app.dataframe)
+    assert {"config.lr", "config.data.seed", "world size"} == set(differing["Setting"])
+    assert ["0.0003"] == list(differing[differing["Setting"] == "config.lr"]["wide"])
+    assert "steps.loss, last" in set(last["Value"])
+
+
+def test_the_address_names_runs_metric_and_alignment(stub: Stub, open_page: Open) -> None:
+    for number, per_step in ((1, 2e6), (2, 4e6)):
+        run = other_run(number, name=f"r{number}", shift=0.0)
+        tokens = [step * per_step for step in range(samples.LAST)]
+        run.series["steps.tokens_seen", "rank:0", "lineage"] = samples.series(
+            "steps.tokens_seen", "rank:0", tokens
+        )
+        metrics = (*run.detail.metrics, "steps.tokens_seen")
+        run.detail = msgspec.structs.replace(run.detail, metrics=metrics)
+        stub.add(run)
+    stub.add(other_run(3, name="r3", shift=0.0))
+    app = open_page(
+        "compare", runs=runs(1, 2, 3), metric="steps.grad_norm", along="tokens", log="true",
+        smooth="0.5", live="false",
+    )  # fmt: skip
+    assert "r3 counts no tokens" in shown(app)
+    curves, _ = drawn(app)
+    first, second = (s for s in curves["series"] if s["name"] in ("r1", "r2") and s["z"] < 5)
+    assert ("log", "billion tokens") == (curves["yAxis"][0]["type"], curves["title"][2]["text"])
+    assert 2 * first["data"][-1][0] == second["data"][-1][0], "aligned by tokens"
+    assert ["steps.grad_norm"] == [box.value for box in app.selectbox]
+
+
+def test_runs_of_one_name_and_of_hostile_names_stay_apart_and_plain(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run(name=samples.HOSTILE))
+    stub.add(other_run(2, name=samples.HOSTILE, shift=1.0))
+    stub.add(other_run(3, name="y" * 300, shift=2.0))
+    app = open_page("compare", runs=runs(1, 2, 3))
+    shown(app)
+    names = [s["name"] for s in drawn(app)[0]["series"] if s["type"] == "line"]
+    assert 3 == len(set(names)) and all(len(name) <= 48 for name in names)
+    as_markup = [str(e.value) for e in (*app.markdown, *app.caption)]
+    as_markup += [str(e.proto.body) for e in app.get("html")]
+    for piece in ("owned", "onerror", "yyyyyyy", "e.x"):
+        assert not any(piece in text for text in as_markup)
+
+
+def test_choosing_runs_changes_the_address(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run(name="base"))
+    stub.add(other_run(2, name="wide", shift=0.5))
+    app = open_page("compare")
+    assert "Choose two to 6 runs" in shown(app)
+    app.multiselect(key="compared").set_value([samples.run_id(2), samples.run_id(1)]).run()
+    shown(app)
+    assert [samples.run_id(2), samples.run_id(1)] == app.query_params["runs"]
+    assert 2 == len(drawn(app))
+
+
+def test_what_cannot_be_compared_is_said(stub: Stub, open_page: Open) -> None:
+    assert "No runs yet" in shown(open_page("compare"))
+    stub.add(samples.sample_run(name="base"))
+    stub.runs.append(samples.summary(2, name="gone", started_unix_ns=1))
+    empty = other_run(3, name="empty", shift=0.0)
+    empty.detail = msgspec.structs.replace(empty.detail, metrics=())
+    empty.series = {}
+    stub.add(empty)
+    said = shown(open_page("compare", runs=f"{runs(1, 3)},nowhere<b>"))
+    assert "Not here: nowhere<b>" in said
+    assert "empty has no steps.loss." in said
+    assert "the collector" not in said
+    gone = Stub()
+    StubServer(gone).close()
+    app = open_page("compare", url=gone.url, runs=runs(1, 3))
+    assert "The collector does not answer" in shown(app)
