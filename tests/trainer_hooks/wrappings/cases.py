@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -297,14 +297,16 @@ def unmeasured(wrapping: Wrapping, rank: int) -> dict[str, Any]:
     return {"bits": bits, "held": list(zip(shards, digests, strict=True))}
 
 
-def main(rank: int, world: int, folder: str, slow: bool = False) -> None:
+def main(rank: int, world: int, folder: str, *, names: Sequence[str]) -> None:
     """Run all of it on this rank, one after another; a hang in one is a hang of all."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
     results: dict[str, dict[str, Any]] = {}
-    for name, wrapping in (SLOW if slow else WRAPPINGS[world]).items():
+    known = WRAPPINGS[world] | SLOW
+    for name in names:
+        wrapping = known[name]
         found = results[name] = {}
         try:
             found["norms"] = norms(wrapping, rank, world)

@@ -1,21 +1,27 @@
 """One launch of ranks for each world size: all its cases run there, and each is a test here."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.trainer_hooks.wrappings.cases import main
 from tests.trainer_hooks.wrappings.launch import launch
-from tests.trainer_hooks.wrappings.models import WRAPPINGS
 
 Found = Callable[[int, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="package")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Return what each rank found for a world size and a wrapping."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Return what each rank found for a world size and a wrapping; only those asked for are run."""
+    asked: dict[int, dict[str, None]] = {}
+    for item in request.session.items:
+        if "found" in getattr(item, "fixturenames", ()):
+            params = item.callspec.params  # type: ignore[attr-defined]
+            asked.setdefault(params["world"], {})[params["name"]] = None
     launched = {
-        world: launch(main, world, tmp_path_factory.mktemp(f"ranks{world}")) for world in WRAPPINGS
+        world: launch(partial(main, names=list(names)), world, tmp_path_factory.mktemp("ranks"))
+        for world, names in asked.items()
     }
     return lambda world, name: [rank[name] for rank in launched[world]]

@@ -1,12 +1,12 @@
 """Every wrapping: what one rank's fault leaves behind (nothing), and whose norms are measured.
 
-One file, since its ranks are launched once: 34 wrappings, each with all faults.
+One file, since its ranks are launched once for each number of them; all wrappings have all faults.
 """
 
 import pytest
 
 from tests.trainer_hooks.wrappings.cases import KINDS, PLACES, SHARDED
-from tests.trainer_hooks.wrappings.models import WRAPPINGS
+from tests.trainer_hooks.wrappings.models import QUICK, WRAPPINGS
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -18,12 +18,25 @@ from trainvitals.records import (
 
 pytestmark = pytest.mark.dist
 
-EVERY = [(world, name) for world, wrappings in WRAPPINGS.items() for name in wrappings]
+ALL = [(world, name) for world, wrappings in WRAPPINGS.items() for name in wrappings]
 CASES = [f"{kind} in {place}" for place in PLACES for kind in KINDS]
 NONFINITE = [case for case in CASES if case.startswith(("nan", "inf"))]
 FINITE = [case for case in CASES if case not in NONFINITE]
-SCALED = [key for key in EVERY if WRAPPINGS[key[0]][key[1]].scaled]
-UNSCALED = [key for key in EVERY if key not in SCALED]
+
+
+def wrapped(keys):
+    """Return the parameters, those that are not of the quick ones as slow."""
+    return [
+        pytest.param(
+            *key, marks=() if key[1] in QUICK else pytest.mark.slow, id=f"{key[0]}-{key[1]}"
+        )
+        for key in keys
+    ]
+
+
+EVERY = wrapped(ALL)
+SCALED = wrapped(key for key in ALL if WRAPPINGS[key[0]][key[1]].scaled)
+UNSCALED = wrapped(key for key in ALL if not WRAPPINGS[key[0]][key[1]].scaled)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -126,7 +139,7 @@ def test_a_fused_optimizer_never_makes_the_host_wait(found, world, name):
 # ----------------------------------------------------------------------------------------- norms
 
 
-PARTED = [(world, name) for world, name in EVERY if name in SHARDED]
+PARTED = wrapped(key for key in ALL if key[1] in SHARDED)
 
 
 def near(squares):

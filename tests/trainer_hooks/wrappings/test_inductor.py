@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return launch(partial(main, slow=True), 2, tmp_path_factory.mktemp("slow"))
+    return launch(partial(main, names=list(SLOW)), 2, tmp_path_factory.mktemp("slow"))
 
 
 @pytest.mark.parametrize("name", SLOW)
