@@ -93,7 +93,7 @@ def cells(
     return CellsReply(
         run_id=run_id,
         metric=metric,
-        unit=metrics.unit_of(metric),
+        unit="ratio" if metric == f"layers.{layer_cells.RATIO}" else metrics.unit_of(metric),
         rows=tuple(names[i] for i in chosen),
         num_rows=len(names),
         step=tuple(starts.tolist()),

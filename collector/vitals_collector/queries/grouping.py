@@ -55,9 +55,9 @@ class Item(NamedTuple):
     """The branch that a rollback began."""
 
 
-def domain_of(name: str) -> str:
+def domain_of(name: str, default: str = "numbers") -> str:
     """Return the domain of a kind of finding, a cause or a code."""
-    return _DOMAINS.get(name, "numbers")
+    return _DOMAINS.get(name, default)
 
 
 def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: int) -> Item:

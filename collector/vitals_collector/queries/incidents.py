@@ -144,7 +144,7 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
         if said.code:
             step, view_ = max(said.view.step, 0), said.view
             attempt = view_.attempt or last
-            domain = "run" if said.code == "RunFailed" else domain_of(said.code)
+            domain = "run" if said.code == "RunFailed" else domain_of(said.code, said.code)
             items.append(
                 Item("event", i, attempt, step, step, step, view_.time_unix_ns, said.code, domain)
             )

@@ -57,7 +57,10 @@ def movers(connection: Connection, run_id: str, step: int) -> tuple[MoverView, .
 
 
 def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
-    """Return the newest attempt that a finding or decision about the step is of; None without."""
+    """Return the newest attempt with trouble at the step: the lineage may know nothing of it.
+
+    Trouble are findings and decisions about it, and the steps that led to a rollback.
+    """
     for table in (decisions, findings):
         query = select(func.max(table.c.attempt)).where(
             table.c.run_id == run_id, table.c.step == step
@@ -65,7 +68,14 @@ def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
         found = connection.execute(query).scalar()
         if found is not None:
             return int(found)
-    return None
+    query = select(func.max(decisions.c.attempt)).where(
+        decisions.c.run_id == run_id,
+        decisions.c.action == "rollback",
+        decisions.c.acted,
+        decisions.c.step <= step + WINDOW_STEPS,
+        decisions.c.decided_at_step >= step,
+    )
+    return connection.execute(query).scalar()
 
 
 def moved(connection: Connection, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:

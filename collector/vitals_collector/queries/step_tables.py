@@ -124,9 +124,12 @@ def _bounds(
         if column == "step" and isinstance(value, int):
             lows += [value] if op in ("=", ">", ">=") else []
             highs += [value] if op in ("=", "<", "<=") else []
-    most = 2**63 - 1
-    low = min(max(lows), most) if lows else None
-    return low, max(min(highs), -most) if highs else None
+    low = _as_int64(max(lows)) if lows else None
+    return low, _as_int64(min(highs)) if highs else None
+
+
+def _as_int64(value: int) -> int:
+    return max(min(value, 2**63 - 1), -(2**63))
 
 
 def _parts(

@@ -180,7 +180,10 @@ def _decisions(
     connection: Connection, request: TableRequest, _when: Liveness
 ) -> list[dict[str, Any]]:
     query = _of(select(decisions), decisions, request)
-    rows = _all(connection, query.order_by(decisions.c.run_id, decisions.c.ledger_seq))
+    rows = _all(
+        connection,
+        query.order_by(decisions.c.time_unix_ns, decisions.c.run_id, decisions.c.ledger_seq),
+    )
     return [_row(_decision(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows]
 
 
@@ -188,7 +191,7 @@ def _findings(
     connection: Connection, request: TableRequest, _when: Liveness
 ) -> list[dict[str, Any]]:
     query = _of(select(findings), findings, request)
-    order = (findings.c.run_id, findings.c.step, findings.c.time_unix_ns, findings.c.seq)
+    order = (findings.c.time_unix_ns, findings.c.run_id, findings.c.step, findings.c.seq)
     rows = _all(connection, query.order_by(*order))
     return [_row(_finding(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows]
 
@@ -201,7 +204,7 @@ def _alerts(connection: Connection, request: TableRequest, _when: Liveness) -> l
 
 def _events(connection: Connection, request: TableRequest, _when: Liveness) -> list[dict[str, Any]]:
     query = _of(select(events), events, request)
-    rows = _all(connection, query.order_by(events.c.run_id, events.c.time_unix_ns, events.c.id))
+    rows = _all(connection, query.order_by(events.c.time_unix_ns, events.c.id))
     return [_row(event_view(row), run_id=row.run_id) for row in rows]
 
 

@@ -1,0 +1,215 @@
+"""What belongs together in time and cause, and how it is told."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.collector.conftest import Served
+from tests.collector.lookback import BACK_TO, BAD, ONSET, decision, end, finding, troubled_run
+from tests.collector.rows import RUN, Writer
+from tests.collector.test_query import At, query
+from trainvitals.alerting import alerts_for_decision
+from trainvitals.records import Decision, Finding, Note, RunEnded
+from trainvitals.views import IncidentView
+from vitals_collector.queries.evidence import lost_spans
+from vitals_collector.queries.grouping import (
+    NEAR_STEPS,
+    Item,
+    group,
+    incident_ids,
+    item_of_decision,
+    item_of_finding,
+)
+from vitals_collector.queries.query import Query
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.schema import alerts
+from vitals_collector.storage.store import Store, open_store
+
+
+def told(store: Store) -> tuple[IncidentView, ...]:
+    return query(store).incidents(RUN)
+
+
+def test_an_incident_has_what_belongs_to_it_and_its_story_answers(store: Store):
+    ranks = troubled_run(store)
+    (alert,) = alerts_for_decision(decision(rank=1).decision, run_id=RUN)
+    row = {"fingerprint": alert.fingerprint, "run_id": RUN, "name": alert.name, "severity": "log"}
+    body = b"\x81\xa5point\xc3"
+    with store.write() as connection:
+        own = {"state": "resolved", "step": BAD, "body": body, "labels": "{}"}
+        connection.execute(alerts.insert().values(**row, **own))
+    slow, bad = told(store)
+    assert (f"1-{BAD + 1}-straggler", f"1-{ONSET}-nonfinite_loss") == (
+        slow.incident_id, bad.incident_id,
+    )  # fmt: skip
+    assert ("Rolled back: nonfinite loss at step 158, rank 1", "notify", False) == (
+        bad.title, bad.severity, bad.is_open,
+    )  # fmt: skip
+    assert (ONSET, BAD + 1) == (bad.onset_step, bad.last_step)
+    assert (42, 21.0) == (bad.cost_steps, bad.cost_seconds)  # the steps from 120 to 161
+    assert (1, 2, 1, 1) == tuple(
+        len(some) for some in (bad.findings, bad.decisions, bad.alerts, bad.data)
+    )
+    assert ["Xid 48 on GPU-1 [gpu_xid]"] == [one.text for one in bad.events if one.kind == "Note"]
+    story = "\n".join(bad.story)
+    for said in (
+        "It began at step 158 of attempt 1",
+        "nonfinite on rank 1 at step 160: nonfinite was seen at step 160",
+        "At step 158 the loss was 2.03",
+        "the learning rate 0.0003",
+        "What moved first was grad norm of h.1: 500 at step 158 (3.03 before",
+        "Which rank it was is not known: none left its course.",
+        "rank 1 was fed by batch 77 of epoch 0: samples 5, 9.",
+        "temperature celsius of gpu:GPU-1 went from 60.2 to 91.",
+        "Training went back to step 120 (checkpoint memory-120).",
+        "It is over: its last trouble was at step 161",
+        "It cost 42 steps trained in vain, 21 seconds on rank 0.",
+    ):
+        assert said in story
+    assert "It cost no step." == slow.story[-1]
+    end(store, ranks)
+    assert [False, False] == [one.is_open for one in told(store)]
+
+
+def test_an_incident_is_open_until_the_run_was_healthy_for_long_enough(store: Store):
+    troubled_run(store, num_after=BAD + 1 - BACK_TO + 90)
+    assert [True, True] == [one.is_open for one in told(store)]
+    assert "It is open: its last trouble was at step 161" in "".join(told(store)[1].story)
+
+
+def test_odd_records_become_incidents_too_and_nothing_is_made_up(store: Store):
+    writer = Writer()
+    ingest(store, writer.events(finding(step=-5, onset_step=99, value=float("nan")), step=-5))
+    ingest(store, writer.events(decision(step=10**15, attempt=77, rank=10**9), step=3))
+    ingest(store, writer.events(decision("rollback", 7, attempt=9, rollback_to_step=50)))
+    ingest(store, writer.events(decision("continue", 8, command_number=4)))
+    ingest(store, Writer("node:a").events(Note(code="x\n/", text="<b>\n", severity="error")))
+    ingest(store, writer.events(RunEnded(state="failed", reason="out of memory"), step=3))
+    found = told(store)
+    assert 5 == len(found)
+    stories = ["\n".join(one.story) for one in found]
+    assert all("not known" in story for story in stories)
+    failed = next(one for one in found if "RunFailed" in one.incident_id)
+    assert "rank:0 said: failed: out of memory." in failed.story[0]
+    assert all(part.isprintable() for one in found for part in one.story)
+    assert len(found) == len({one.incident_id for one in found})
+
+
+def test_a_run_without_trouble_has_none_and_http_says_what_the_store_does(served: Served):
+    with served.client("ingest") as client:
+        client.ingest(Writer().steps(range(3), loss=1.0))
+    with served.client() as client:
+        assert () == client.incidents(RUN)
+        troubled_run(served.store)
+        found = client.incidents(RUN)
+    asked = served.app.state.query.incidents(RUN)  # alerts may have come and gone meanwhile
+    assert [(one.title, one.story) for one in asked] == [(one.title, one.story) for one in found]
+
+
+# ------------------------------------------------------------------------------------ grouping
+
+
+def grouped(*records: Finding | Decision, attempts: dict[int, int] | None = None) -> list[str]:
+    """Return the groups as words: the steps of each."""
+    items = []
+    for i, one in enumerate(records):
+        if isinstance(one, Decision):
+            items.append(item_of_decision(i, one, i))
+        else:
+            items.append(item_of_finding(i, one, (attempts or {}).get(i, 1), i))
+    return [" ".join(str(records[item.which].step) for item in some) for some in group(items)]
+
+
+def f(step: int, kind: str = "spike", **how: object) -> Finding:
+    return finding(kind, step, **how).finding
+
+
+def d(action: str, step: int, **how: object) -> Decision:
+    return decision(action, step, **how).decision
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ((f(10), f(10 + NEAR_STEPS)), ["10 60"]),
+        ((f(10), f(11 + NEAR_STEPS)), ["10", "61"]),
+        ((f(10), f(200, onset_step=40)), ["10 200"]),
+        ((f(10, rank=1, cause="a"), f(12, rank=2, cause="b")), ["10", "12"]),
+        ((f(10, rank=1, cause="a"), f(12, rank=2, cause="a")), ["10 12"]),
+        ((f(10, rank=1, cause="a"), f(12, "straggler", rank=1)), ["10 12"]),
+        ((f(10, cause="a"), f(12, "straggler", rank=1)), ["10", "12"]),
+        ((f(10, cause="a"), f(12, cause="b", rank=1)), ["10 12"]),
+        ((f(10, "throughput"), f(12, "gpu_throttle")), ["10 12"]),
+        ((f(10), d("rollback", 200, rollback_to_step=5, new_attempt=2)), ["10 200"]),
+        ((f(10), d("rollback", 200, rollback_to_step=5, acted=False)), ["10", "200"]),
+        (
+            (d("rollback", 90, rollback_to_step=5, new_attempt=2), d("skip_step", 80, attempt=2)),
+            ["90 80"],
+        ),
+        (
+            (d("rollback", 90, rollback_to_step=5, new_attempt=2), d("skip_step", 300, attempt=2)),
+            ["90", "300"],
+        ),
+        ((d("skip_step", 10, attempt=1), d("skip_step", 10, attempt=2)), ["10", "10"]),
+    ],
+)
+def test_what_is_near_and_alike_belongs_together(records, expected):
+    assert expected == grouped(*records)
+
+
+_ITEMS = st.builds(
+    lambda attempt, first, length, cause, rank, domain: Item(
+        "finding", 0, attempt, first, first, first + length, 0, cause, domain, rank
+    ),
+    st.integers(1, 2),
+    st.integers(0, 300),
+    st.integers(0, 60),
+    st.sampled_from("abc"),
+    st.integers(-1, 2),
+    st.sampled_from(["numbers", "speed"]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(_ITEMS, max_size=25), st.randoms())
+def test_groups_do_not_depend_on_the_order_and_hold_each_thing_once(items, random):
+    items = [item._replace(which=i, time_unix_ns=i) for i, item in enumerate(items)]
+    found = group(items)
+    assert sorted(items) == sorted(one for some in found for one in some)
+    shuffled = list(items)
+    random.shuffle(shuffled)
+    assert sorted(map(sorted, found)) == sorted(map(sorted, group(shuffled)))
+    assert len(found) == len(set(incident_ids(found)))
+
+
+def test_a_step_lost_twice_is_counted_once():
+    ledger = [
+        d("skip_step", 50, cost_steps=1),
+        d("skip_step", 52),
+        d("rollback", 52, rollback_to_step=40, decided_at_step=53, new_attempt=2),
+        d("skip_step", 52, attempt=2),
+        d("skip_step", 70, acted=False),
+    ]
+    from trainvitals.views import DecisionView
+
+    views = [DecisionView(run_id=RUN, time_unix_ns=0, decision=one) for one in ledger]
+    assert [(1, 40, 53), (2, 52, 52)] == lost_spans(views)
+
+
+def test_many_incidents_are_bounded_and_the_gravest_are_told_whole(monkeypatch):
+    from vitals_collector.queries import incidents
+
+    monkeypatch.setattr(incidents, "MAX_INCIDENTS", 6)
+    monkeypatch.setattr(incidents, "MAX_EVIDENCE", 2)
+    store = open_store("sqlite://")
+    writer = Writer()
+    for i in range(10):
+        kind = "rollback" if i == 5 else "skip_step"
+        how = {"rollback_to_step": i * 1_000 - 10, "new_attempt": 0}
+        made = decision(kind, i * 1_000, ledger_seq=i, **(how if i == 5 else {}))
+        ingest(store, writer.events(made, step=i * 1_000))
+    found = Query(store, clock=At(100)).incidents(RUN)
+    store.close()
+    assert [9_000, 8_000, 7_000, 6_000, 5_000, 4_000] == [one.onset_step for one in found]
+    whole = [one.onset_step for one in found if "not gathered" not in one.story[1]]
+    assert [9_000, 5_000] == whole

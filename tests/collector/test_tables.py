@@ -1,0 +1,187 @@
+"""Tables by conditions: their grammar, and the rows that meet them."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.collector.conftest import Served
+from tests.collector.lookback import BACK_TO, BAD, troubled_run
+from tests.collector.rows import OTHER_RUN, RUN, Writer
+from tests.collector.test_query import query
+from trainvitals.errors import UsageError
+from trainvitals.records import Note, RunInfo, RunStarted
+from trainvitals.views import TableReply, TableRequest
+from vitals_collector.queries.conditions import OPERATORS, Kind, parse
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.store import Store
+
+COLUMNS: dict[str, Kind] = {"step": "number", "name": "text", "acted": "bool"}
+
+
+def ask(store: Store, table: str, *where: str, run: str = RUN, **how) -> TableReply:
+    return query(store).table(TableRequest(table=table, run_id=run, where=where, **how))
+
+
+def rows(reply: TableReply) -> list[tuple]:
+    return list(zip(*reply.data, strict=True))
+
+
+def test_steps_are_those_of_the_lineage_with_their_numbers(store: Store):
+    troubled_run(store, num_after=60)
+    found = ask(store, "steps", columns=("step", "attempt", "loss"), limit=1_000)
+    assert list(range(180)) == list(found.data[0])
+    assert {1: BACK_TO, 2: 60} == {n: found.data[1].count(n) for n in (1, 2)}
+    every = ask(store, "steps", "step >= 130", "loss < 2.02", limit=2, newest_first=True)
+    assert (20, [176, 175]) == (every.num_total, list(every.data[0]))
+    assert ("step", "attempt", "time_unix_ns", "loss", "grad_norm") == every.columns[:5]
+    assert 1.0 == every.data[4][0]
+    between = ask(store, "steps", from_step=10, to_step=12, columns=("step",))
+    assert [(10,), (11,), (12,)] == rows(between)
+    nothing = ask(store, "steps", "skipped = 1")
+    assert (0, ()) == (nothing.num_total, nothing.data[0])
+
+
+def test_ranks_have_a_row_for_each_step_and_rank(store: Store):
+    troubled_run(store, num_after=20)
+    own = ("step", "rank", "rank_loss")
+    found = ask(store, "ranks", from_step=138, columns=own, limit=3)
+    assert (4, [(138, 0, 2.03), (138, 1, 2.03), (139, 0, 2.04)]) == (found.num_total, rows(found))
+    last = ask(store, "ranks", "rank = 1", "rank_loss >= 2.03", columns=own, limit=2,
+               newest_first=True)  # fmt: skip
+    assert [(139, 1, 2.04), (138, 1, 2.03)] == rows(last)
+    assert 0 == ask(store, "ranks", "rank = 1", "rank = 0").num_total
+    assert 140 == ask(store, "ranks", "rank != 0").num_total
+    assert "loss" not in ask(store, "ranks", limit=1).columns
+
+
+def test_numbers_that_json_has_not_are_words(store: Store):
+    loss = [1.0, math.nan, math.inf, -math.inf, None]
+    ingest(store, Writer().steps(range(5), loss=loss))
+    assert [1.0, "nan", "inf", "-inf", None] == list(ask(store, "steps", columns=("loss",)).data[0])
+    for condition, steps in {
+        "loss = nan": [1],
+        "loss != nan": [0, 2, 3],
+        "loss > 1e300": [2],
+        "loss < nan": [],
+        "loss = none": [4],
+        "loss != none": [0, 1, 2, 3],
+        "loss <= 1": [0, 3],
+        "step = 99999999999999999999999": [],
+        "step < 99999999999999999999999": [0, 1, 2, 3, 4],
+    }.items():
+        assert steps == list(ask(store, "steps", condition, columns=("step",)).data[0]), condition
+
+
+def test_what_is_listed_can_be_asked_of_one_run_and_of_all(store: Store):
+    troubled_run(store)
+    other = Writer(run=OTHER_RUN)
+    ingest(store, other.events(RunStarted(info=RunInfo(name="Tiny GPT", tags=("a", "b")))))
+    ingest(store, other.events(Note(code="c", text="50 % done, or not")))
+    assert 2 == ask(store, "runs", run="").num_total
+    tiny = ask(store, "runs", "name ~ gpt", run="", columns=("name", "tags", "loss"))
+    assert [("Tiny GPT", "a, b", None)] == rows(tiny)
+    back = ask(store, "decisions", "acted = yes", "action = rollback", "cost_steps < 1")
+    assert (1, "the storm did not end") == (
+        back.num_total, back.data[back.columns.index("reason")][0],
+    )  # fmt: skip
+    assert 1 == ask(store, "findings", "level = tell", run="").num_total
+    assert 2 == ask(store, "findings", from_step=BAD).num_total
+    assert 0 == ask(store, "alerts").num_total
+    newest = ask(store, "events", "kind = 'Note'", run="", columns=("text",), newest_first=True)
+    assert [("Xid 48 on GPU-1 [gpu_xid]",), ("50 % done, or not [c]",)] == rows(newest)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"table": "steps", "where": ("los > 3",)}, "no column 'los'(?s:.*)did you mean loss"),
+        ({"table": "steps", "where": ("loss => 3",)}, "'=>' in 'loss => 3' is no operator"),
+        ({"table": "steps", "where": ("loss",)}, "is not COLUMN OP VALUE"),
+        ({"table": "steps", "where": ("loss > high",)}, "loss is a number; 'high' is none"),
+        ({"table": "steps", "where": ("loss ~ 3",)}, "loss is a number; ~ is not for it"),
+        ({"table": "decisions", "where": ("acted = perhaps",)}, "yes or no, not 'perhaps'"),
+        ({"table": "decisions", "where": ("acted < true",)}, "< is not for it"),
+        ({"table": "runs", "where": ("name =",)}, "has no value"),
+        ({"table": "runs", "where": ("x" * 501,)}, "has 501 characters"),
+        ({"table": "runs", "where": ("name = a",) * 33}, "33 conditions"),
+        ({"table": "runs", "columns": ("nam",)}, "no column 'nam'(?s:.*)did you mean name"),
+        ({"table": "runs", "from_step": 1}, "runs have none"),
+        ({"table": "steps", "run_id": ""}, "asked of one run"),
+        ({"table": "steps", "run_id": "nobody"}, "there is no run nobody"),
+        ({"table": "steps", "limit": 0}, "limit is 0"),
+        ({"table": "steps", "limit": 1_000_001}, "limit is 1000001"),
+        ({"table": "steps", "to_step": 2**63}, "to_step is 9223372036854775808"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_says_what_could(how: dict, said: str):
+    from vitals_collector.storage.store import open_store
+
+    store = open_store("sqlite://")
+    ingest(store, Writer().steps([0], loss=1.0))
+    with pytest.raises(UsageError, match=said):
+        query(store).table(TableRequest(**({"run_id": RUN} | how)))
+    store.close()
+
+
+_WORDS = st.sampled_from(["step", "name", "acted", *OPERATORS, "3", "1e999", "'", '"', " ", "nan"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(), st.lists(_WORDS, max_size=6).map("".join)))
+def test_any_text_is_a_condition_or_an_error_that_says_so(text: str):
+    try:
+        (found,) = parse([text], COLUMNS)
+    except UsageError as error:
+        assert error.text
+        return
+    assert found.column in COLUMNS
+    assert found.op in OPERATORS
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["step", "loss", "rank_loss", "attempt"]),
+    st.sampled_from(OPERATORS[:-1]),
+    st.one_of(st.integers(), st.floats()),
+)
+def test_any_number_can_be_asked_for(column: str, op: str, value: float):
+    from vitals_collector.queries.query import Query
+    from vitals_collector.storage.store import open_store
+
+    store = open_store("sqlite://")
+    ingest(store, Writer().steps([1, 2], loss=[1.0, math.nan]))
+    asked = TableRequest(table="steps", run_id=RUN, where=(f"{column} {op} {value!r}",))
+    found = Query(store, clock=_Clock()).table(asked)
+    store.close()
+    assert found.num_total <= 2
+    assert msgspec.json.decode(msgspec.json.encode(found), type=TableReply) == found
+
+
+class _Clock:
+    def time_ns(self) -> int:
+        return 0
+
+    def monotonic_ns(self) -> int:
+        return 0
+
+
+def test_a_table_comes_over_http_as_it_is_in_the_store(served: Served):
+    troubled_run(served.store, num_after=5)
+    asked = TableRequest(table="steps", run_id=RUN, where=("loss > 2",), columns=("step", "loss"))
+    with served.client() as client:
+        assert query(served.store).table(asked) == client.table(asked)
+        with pytest.raises(UsageError, match="did you mean loss"):
+            client.table(msgspec.structs.replace(asked, where=("losss > 2",)))
+    assert (
+        401
+        == served.request(
+            "POST",
+            "/v1/tables",
+            "none",
+            content=b"{}",
+            headers={"Content-Type": "application/json"},
+        ).status_code
+    )
