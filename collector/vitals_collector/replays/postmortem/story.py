@@ -14,6 +14,7 @@ from vitals_collector.replays.postmortem.facts import HEAT_MAPS, Facts, Incident
 MAX_LINES = 200
 """Rows of the longest tables; what is left out is said."""
 _MOVERS = 10
+_TITLE = 120
 
 Row = Sequence[object]
 
@@ -25,7 +26,7 @@ def tell(facts: Facts) -> list[Block]:
     spans = [(one.onset_step, one.last_step) for one in facts.all_incidents]
     ordinals = {one.id: one.ordinal for one in facts.detail.attempts}
     return [
-        Heading(1, f"Post-mortem of {summary.name or summary.run_id}"),
+        Heading(1, f"Post-mortem of {_short(summary.name or summary.run_id)}"),
         Words(_in_short(facts)),
         Table(("what", "value"), _about(facts)),
         *(Plot(curve, made, spans) for curve in facts.curves),
@@ -39,6 +40,10 @@ def tell(facts: Facts) -> list[Block]:
     ]
 
 
+def _short(name: str) -> str:
+    return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
+
+
 def _in_short(facts: Facts) -> str:
     summary, num = facts.detail.summary, len(facts.all_incidents)
     ended = "is running" if summary.state == "running" else f"is {summary.state}"
@@ -48,7 +53,10 @@ def _in_short(facts: Facts) -> str:
     open_now = sum(one.is_open for one in facts.all_incidents)
     steps, seconds = _cost(facts.all_incidents)
     words += f"It had {_num(num, 'incident')}"
-    words += f", {open_now} of them not over" if open_now else ", all of them over"
+    if num == 1:
+        words += ", which is not over" if open_now else ", which is over"
+    else:
+        words += f", {open_now} of them not over" if open_now else ", all of them over"
     return words + f". Trained in vain: {_num(steps, 'step')}, {seconds:.4g} seconds."
 
 
@@ -251,11 +259,9 @@ def _decisions(facts: Facts) -> Iterator[Block]:
 
 
 def _timeline(facts: Facts) -> Iterator[Block]:
-    rows: list[tuple[int, str, object, str]] = [
-        (a.started_unix_ns, "attempt", a.fork_step, f"attempt {a.ordinal} began: {a.reason}")
-        for a in facts.detail.attempts
+    rows: list[tuple[int, str, int, str]] = [
+        (e.time_unix_ns, e.source, e.step, e.text) for e in facts.events
     ]
-    rows += [(e.time_unix_ns, e.source, e.step, e.text) for e in facts.events]
     rows += [(n.time_unix_ns, n.by or "training", n.step, n.text) for n in facts.annotations]
     rows += [
         (d.time_unix_ns, "decision", d.decision.step, f"{d.decision.action}: {d.decision.reason}")
@@ -263,15 +269,18 @@ def _timeline(facts: Facts) -> Iterator[Block]:
     ]
     alerts = {a.fingerprint: a for one in facts.all_incidents for a in one.alerts}
     for alert in alerts.values():
-        rows.append((alert.started_unix_ns, "alert", alert.step, f"{alert.name}: {alert.summary}"))
+        rows.append((alert.started_unix_ns, "alert", alert.step, f"{alert.name} is firing"))
         if alert.ended_unix_ns:
-            rows.append((alert.ended_unix_ns, "alert", "", f"{alert.name}: resolved"))
+            rows.append((alert.ended_unix_ns, "alert", -1, f"{alert.name} is resolved"))
     rows.sort(key=lambda row: row[0])
     if not rows:
         return
     yield Heading(2, "Timeline")
     yield from _left_out(len(rows) - MAX_LINES, "earlier lines")
-    shown = [(moment(time), who, step, text) for time, who, step, text in rows[-MAX_LINES:]]
+    shown = [
+        (moment(time), who, step if step >= 0 else None, text)
+        for time, who, step, text in rows[-MAX_LINES:]
+    ]
     yield Table(("time", "who", "step", "what"), shown)
 
 
