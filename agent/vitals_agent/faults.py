@@ -2,8 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from trainvitals.errors import VitalsError
 
@@ -17,13 +16,9 @@ class Faults:
         self.counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    @contextmanager
-    def contained(self, part: str) -> Iterator[None]:
+    def contained(self, part: str) -> "_Contained":
         """Swallow any Exception of the block; log the 1st, 2nd, 4th, 8th ... of each part."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - the boundary between parts that fail separately
-            self.record(part, error)
+        return _Contained(self, part)
 
     def record(self, part: str, error: Exception) -> None:
         """Count an error that was dealt with; log the 1st, 2nd, 4th ... of each part.
@@ -43,3 +38,27 @@ class Faults:
                 error,
                 exc_info=trace,
             )
+
+
+class _Contained:
+    """The block; a class, as it is entered dozens of times a second and a generator costs more."""
+
+    __slots__ = ("_faults", "_part")
+
+    def __init__(self, faults: Faults, part: str) -> None:
+        self._faults = faults
+        self._part = part
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._faults.record(self._part, error)
+        return True

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -13,7 +11,7 @@ from trainvitals.records import (
     RunEnded,
     decode_events,
 )
-from trainvitals.rows import Value, column_of, rows_of
+from trainvitals.rows import Schema, Value
 from trainvitals.wire import Batch
 
 _BAD = BAD_LOSS | BAD_GRADIENTS
@@ -28,13 +26,20 @@ class LastSeen:
 
     step: int = -1
     attempt: int = 0
-    values: dict[str, Value] = field(default_factory=dict)
     num_steps: int = 0
     num_nonfinite: int = 0
     skips: dict[str, int] = field(default_factory=dict)
     rollbacks: dict[str, int] = field(default_factory=dict)
     ended: str = ""
     acked_number: int = 0
+    _newest: tuple[Schema, bytes] | None = None
+    _integers: "_Integers | None" = None
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """The last step's row by column; unpacked for who asks, which is seldom."""
+        newest = self._newest
+        return {} if newest is None else newest[0].unpack(newest[1])
 
     def observe(self, batch: Batch) -> None:
         """Take in one batch of the journal."""
@@ -46,17 +51,17 @@ class LastSeen:
                     self._observe_event(row.event)
 
     def _observe_steps(self, batch: Batch) -> None:
-        schema = batch.header.stream_schema
-        last = schema.unpack(memoryview(batch.rows)[-schema.row_size :])
-        self.values = last
-        self.step = int(last.get("step") or 0)
-        self.attempt = int(last.get("attempt") or 0)
+        schema, rows = batch.header.stream_schema, batch.rows
+        last = len(rows) - schema.row_size
+        self._newest = (schema, rows[last:])
+        integers = self._integers
+        if integers is None or integers.schema is not schema:
+            integers = self._integers = _Integers(schema)
+        self.step = integers.read("step", rows, last)
+        self.attempt = integers.read("attempt", rows, last)
         self.num_steps += batch.header.num_rows
-        if batch.header.num_rows == 1:
-            self.num_nonfinite += bool(int(last.get("verdict") or 0) & _BAD)
-        else:
-            verdict, valid = column_of(schema, rows_of(schema, batch.rows), "verdict")
-            self.num_nonfinite += int(np.count_nonzero(verdict[valid].astype(np.int64) & _BAD))
+        for start in range(0, len(rows), schema.row_size):
+            self.num_nonfinite += bool(integers.read("verdict", rows, start) & _BAD)
 
     def _observe_event(self, event: Event) -> None:
         if isinstance(event, RunEnded):
@@ -68,6 +73,30 @@ class LastSeen:
                 self.skips = _counted(self.skips, event.decision.cause)
             elif event.decision.action == "rollback":
                 self.rollbacks = _counted(self.rollbacks, event.decision.cause)
+
+
+class _Integers:
+    """Reads a few integers of a schema's rows, without the other columns; missing is 0."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        fields = schema.dtype.fields
+        assert fields is not None
+        self._places: dict[str, tuple[int, int, int]] = {}
+        for name in ("step", "attempt", "verdict"):
+            index = schema.index.get(name)
+            if index is not None and schema.columns[index].kind == "i8":
+                valid = int(fields["validity"][1]) + index // 8
+                self._places[name] = (valid, index % 8, int(fields[f"c{index}"][1]))
+
+    def read(self, name: str, rows: bytes, start: int) -> int:
+        """Return the integer of the row that begins at ``start``."""
+        if name not in self._places:
+            return 0
+        valid, bit, offset = self._places[name]
+        if not rows[start + valid] >> bit & 1:
+            return 0
+        return int.from_bytes(rows[start + offset : start + offset + 8], "little", signed=True)
 
 
 def _counted(counts: dict[str, int], cause: str) -> dict[str, int]:

@@ -21,9 +21,9 @@ from trainvitals.io.client import (
 )
 from trainvitals.views import CommandView
 from trainvitals.wire import IngestReply
+from vitals_agent.exchange import AgentClient
 
 LOOK_SECONDS = 5.0
-TIMEOUT_SECONDS = 3.0
 
 T = TypeVar("T")
 Find = Callable[[], CollectorAddress | None]
@@ -44,7 +44,7 @@ class CollectorLink:
         self, find: Find, *, connect: Callable[[CollectorAddress], CollectorClient] | None = None
     ) -> None:
         self._find = find
-        self._connect = connect or _connect
+        self._connect = connect or AgentClient
         self._address: CollectorAddress | None = None
         self._client: CollectorClient | None = None
         self._lock = threading.Lock()
@@ -105,10 +105,6 @@ class CollectorLink:
             self._client.close()
         self._client = None if address is None else self._connect(address)
         self._address = address
-
-
-def _connect(address: CollectorAddress) -> CollectorClient:
-    return CollectorClient(address.url, address.tokens.ingest, timeout=TIMEOUT_SECONDS)
 
 
 # ------------------------------------------------------------------------------- where it is

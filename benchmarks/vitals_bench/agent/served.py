@@ -16,13 +16,14 @@ from typing import Any
 
 import msgspec
 
-from trainvitals.io.client import CollectorClient
+from trainvitals.io.client import CollectorAddress
 from trainvitals.io.private import private_base
 from vitals_agent import agent as agent_module
 from vitals_agent.agent import Agent, AgentConfig
 from vitals_agent.courier import Courier
 from vitals_agent.daemon import LoopConfig, run
 from vitals_agent.gpu import GpuSampler
+from vitals_agent.link import CollectorLink
 from vitals_agent.replayed import ReplayedNvml
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Sampling
@@ -93,7 +94,7 @@ def main() -> None:
     gpus = [{**H100, "uuid": f"GPU-{index}"} for index in range(NUM_GPUS)]
     agent = Agent(
         AgentConfig(vitals_dir=Path(vitals_dir), base=private_base(os.environ), node=NODE),
-        client=CollectorClient(url) if url else None,
+        client=CollectorLink(lambda: CollectorAddress(url=url)) if url else None,
         nvml=ReplayedNvml({"gpus": gpus}),
     )
     report = threading.Thread(
