@@ -81,8 +81,10 @@ def _add_curve(router: APIRouter, query: Query) -> None:
         to_step: _FromStep = None,
     ) -> Response:
         """Return every point of one curve, for programs."""
-        how = {"source": source, "branch": branch, "from_step": from_step, "to_step": to_step}
-        return reply(query.curve(run_id, metric, **how))
+        found = query.curve(
+            run_id, metric, source=source, branch=branch, from_step=from_step, to_step=to_step
+        )
+        return reply(found)
 
 
 def _add_lists(router: APIRouter, query: Query) -> None:
