@@ -5,8 +5,9 @@ and pointing at one shows its own words and not those of the nearest point of a 
 kind that are too close to be told apart are one mark, which says how many it stands for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trainvitals.views import (
@@ -75,7 +76,8 @@ class Mark:
     look: MarkLook
     step: int
     place: float
-    text: str
+    say: Callable[[], str]
+    """Its words: asked for only if it is drawn, for of thousands most become part of another."""
 
 
 def mark_text(view: DecisionView) -> str:
@@ -89,62 +91,55 @@ def mark_text(view: DecisionView) -> str:
 
 def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> list[Mark]:
     """Return a mark for each decision that did something; ``continue`` is not drawn."""
+    chosen = [view for view in decisions if view.decision.action in DECISIONS]
+    places = scale.place([view.decision.step for view in chosen])
+    if scale.axis == "time":  # a step that was trained twice has two times, and this is its own
+        places = [view.time_unix_ns / 1_000_000 for view in chosen]
     return [
         Mark(
             look=DECISIONS[view.decision.action],
             step=view.decision.step,
-            place=_place(scale, view.decision.step, view.time_unix_ns),
-            text=mark_text(view),
+            place=place,
+            say=partial(mark_text, view),
         )
-        for view in decisions
-        if view.decision.action in DECISIONS
+        for view, place in zip(chosen, places, strict=True)
     ]
 
 
 def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]:
     """Return a mark for each alert that fired at a step."""
-    return [
-        Mark(
-            look=ALERT,
-            step=alert.step,
-            place=_place(scale, alert.step),
-            text=words.plain(
-                f"alert {alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}",
-                MAX_TEXT,
-            ),
-        )
-        for alert in alerts
-        if alert.step >= 0
-    ]
+
+    def say(alert: AlertView) -> str:
+        return f"alert {alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}"
+
+    return _marks(ALERT, [alert for alert in alerts if alert.step >= 0], scale, say)
 
 
 def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS) -> list[Mark]:
     """Return a mark for each checkpoint and snapshot, with its state."""
-    return [
-        Mark(
-            look=CHECKPOINT,
-            step=c.step,
-            place=_place(scale, c.step),
-            text=words.plain(
-                f"checkpoint of step {c.step:,}: {c.state}, in {c.where}, {c.checkpoint_id}", 160
-            ),
-        )
-        for c in checkpoints
-    ]
+
+    def say(one: CheckpointView) -> str:
+        return f"checkpoint of step {one.step:,}: {one.state}, in {one.where}, {one.checkpoint_id}"
+
+    return _marks(CHECKPOINT, list(checkpoints), scale, say)
 
 
 def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> list[Mark]:
     """Return a mark for each note of a person or of the training itself."""
+
+    def say(note: AnnotationView) -> str:
+        return f"step {note.step:,}, {note.by or 'the training'}: {note.text}"
+
+    return _marks(NOTE, list(annotations), scale, say)
+
+
+def _marks(
+    look: MarkLook, happened: Sequence[Any], scale: Scale, say: Callable[[Any], str]
+) -> list[Mark]:
+    places = scale.place([one.step for one in happened])
     return [
-        Mark(
-            look=NOTE,
-            step=note.step,
-            place=_place(scale, note.step),
-            text=words.plain(
-                f"step {note.step:,}, {note.by or 'the training'}: {note.text}", MAX_TEXT
-            ),
-        )
-        for note in annotations
+        Mark(look=look, step=one.step, place=place, say=partial(say, one))
+        for one, place in zip(happened, places, strict=True)
     ]
 
 
@@ -162,17 +157,10 @@ def nonfinite_marks(replies: Sequence[SeriesReply], scale: Scale = STEPS) -> lis
             look=NON_FINITE,
             step=step,
             place=place,
-            text=f"{kind} at step {step:,} ({words.plain(source, 40)})",
+            say=partial("{1} at step {0:,} ({2})".format, step, kind, source),
         )
         for (step, kind, source), place in sorted(seen.items())
     ]
-
-
-def _place(scale: Scale, step: int, time_unix_ns: int = 0) -> float:
-    """Where a step is; what has a time of its own stands there, for a step may be trained twice."""
-    if scale.axis == "time" and time_unix_ns > 0:
-        return time_unix_ns / 1_000_000
-    return scale.place([step])[0]
 
 
 def merged(marks: Sequence[Mark], apart: float) -> list[Mark]:
@@ -194,11 +182,9 @@ def _one(group: Sequence[Mark]) -> Mark:
     steps = [mark.step for mark in group]
     text = (
         f"{len(group):,} times {first.look.word}, steps {min(steps):,} to {max(steps):,};"
-        f" the first: {first.text}"
+        f" the first: {first.say()}"
     )
-    return Mark(
-        look=first.look, step=first.step, place=first.place, text=words.plain(text, MAX_TEXT)
-    )
+    return Mark(look=first.look, step=first.step, place=first.place, say=lambda: text)
 
 
 def mark_series(marks: Sequence[Mark], width: float, plot_height: int) -> list[Spec]:
@@ -237,7 +223,7 @@ def _heads(look: MarkLook, marks: Sequence[Mark], height: float) -> Spec:
         "dimensions": ["step", "height", {"name": "why", "type": "ordinal"}],
         "encode": {"x": 0, "y": 1, "tooltip": [2]},
         "tooltip": {"trigger": "item"},
-        "data": [[mark.place, height, chart_text(mark.text, MAX_TEXT)] for mark in marks],
+        "data": [[mark.place, height, chart_text(mark.say(), MAX_TEXT)] for mark in marks],
         "z": 6,
     }
 

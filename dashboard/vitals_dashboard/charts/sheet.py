@@ -81,7 +81,7 @@ class Sheet:
             "show": bool(self.legend),
             "type": "scroll",
             "data": list(self.legend),
-            "left": min(430, 24 + 8 * len(self.title)),
+            "left": min(430, 20 + 7.5 * len(self.title)),
             "right": 60 if self.zoom else 10,
             "top": 2,
             "align": "left",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import streamlit as st
 
-from trainvitals.views import Branch, DecisionView, RunDetail
+from trainvitals.views import Branch, RunDetail
 from vitals_dashboard import charts, words
 from vitals_dashboard.charts import STEPS, Line, Mark, Scale
 from vitals_dashboard.look import Palette
@@ -76,8 +76,10 @@ class View:
     detail: RunDetail
     controls: Controls
     look: Palette
-    decisions: Sequence[DecisionView] = ()
+    decisions: Sequence[Mark] = ()
+    """Drawn in every chart."""
     others: Sequence[Mark] = ()
+    """Drawn with the loss only: alerts, notes, checkpoints."""
     scale: Scale = STEPS
     payload: Payload = field(default_factory=Payload)
 
@@ -226,7 +228,7 @@ def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     tokens = run("steps.tokens_per_second", "tokens/s")
     yield Chart(key="tokens", title="Tokens per second", lines=tokens, unitless=True)
     yield Chart(key="mfu", title="MFU", lines=run("steps.mfu_ratio", "MFU"))
-    yield Chart(key="split", title="Time of a step (log, rank 0)", lines=_split(view), log=True)
+    yield Chart(key="split", title="Step time, rank 0 (log)", lines=_split(view), log=True)
     duration = _ranks(view, "steps.step_duration_seconds")
     yield Chart(key="duration", title="Step duration of each rank", lines=duration)
     yield Chart(key="rank_loss", title="Loss of each rank", lines=_ranks(view, "steps.rank_loss"))
@@ -272,7 +274,7 @@ def _chart(view: View, chart: Chart) -> None:
         chart.title,
         chart.lines,
         look=view.look,
-        decisions=view.decisions,
+        others=view.decisions,
         extent=view.extent,
         log=chart.log,
         show_unit=not chart.unitless,
@@ -291,8 +293,7 @@ def _main_chart(view: View, chart: Chart) -> None:
         chart.title,
         chart.lines,
         look=view.look,
-        decisions=view.decisions,
-        others=view.others,
+        others=[*view.decisions, *view.others],
         extent=view.extent,
         log=chart.log,
         legend="marks",

@@ -22,9 +22,10 @@ HOST: tuple[tuple[str, str], ...] = (
 def draw(view: View) -> None:
     """Draw the strip, and say what is missing."""
     gpus, nodes = view.sources("gpu"), view.sources("node")
-    wanted = GPU if gpus else HOST
+    known = view.detail.metrics
+    wanted = [(title, metric) for title, metric in (GPU if gpus else HOST) if metric in known]
     extent = _times(view)
-    columns = st.columns(len(wanted))
+    columns = st.columns(len(wanted)) if wanted else []
     for column, (title, metric) in zip(columns, wanted, strict=True):
         lines = [
             line

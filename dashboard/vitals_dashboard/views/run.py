@@ -58,7 +58,6 @@ def _view(
         detail=detail,
         controls=chosen,
         look=frame.present_palette(),
-        decisions=decisions,
     )
     scale = curves.scale_of(view)
     if scale is None:
@@ -69,7 +68,8 @@ def _view(
         *charts.checkpoint_marks(checkpoints, scale),
         *charts.note_marks(source.client.annotations(view.run_id), scale),
     ]
-    return replace(view, scale=scale, others=others)
+    marks = charts.decision_marks(decisions, scale)
+    return replace(view, scale=scale, decisions=marks, others=others)
 
 
 def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView]) -> list[str]:
