@@ -43,6 +43,7 @@ RUN_PAGES = {
 LAST_RUN = "last_run"
 """The run this browser looked at last: a page whose address names none shows it."""
 AROUND_STEPS = 100
+STEP_COLUMNS = ("Step", "To step", "Since step", "Back to", "At step", "Last step")
 _PICKED = "run_picked"
 
 
@@ -129,12 +130,12 @@ def chosen_run(source: Source) -> RunSummary | None:
 
 
 def _choice(by_id: Mapping[str, RunSummary], asked: str) -> str | None:
-    if asked in by_id:
-        # The address leads: it changes when someone comes from the fleet or by a link.
-        st.session_state["picked_run"] = asked
+    # The address leads: another one is another widget, which has no memory of its own.
+    key = f"run_of_page_{asked}"
 
     def follow() -> None:
-        st.query_params["run"] = st.session_state["picked_run"]
+        st.query_params["run"] = st.session_state[key]
+        st.query_params.pop("incident", None)  # one of the run before
         st.session_state[_PICKED] = True
 
     def label(run_id: str) -> str:
@@ -144,8 +145,8 @@ def _choice(by_id: Mapping[str, RunSummary], asked: str) -> str | None:
     chosen = st.selectbox(
         "Run",
         list(by_id),
-        index=None,
-        key="picked_run",
+        index=list(by_id).index(asked) if asked in by_id else None,
+        key=key,
         format_func=label,
         on_change=follow,
         label_visibility="collapsed",
@@ -175,7 +176,7 @@ def step_range() -> tuple[int | None, int | None]:
             step=1,
             key=key,
             bind="query-params",
-            width=130,
+            width=115,
             placeholder=empty,
         )
         for label, key, empty in (

@@ -25,8 +25,13 @@ all rows at that step."""
 
 CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
 ROW_PIXELS, MIN_HEIGHT, MAX_HEIGHT, AROUND = 17, 170, 1_200, 96
-WIDE = 30.0
-"""Where the largest value is this many times the smallest, colours follow the logarithm."""
+WIDE = 1.5
+"""Powers of ten between the smallest and the largest value from which colours follow those."""
+MOST, TINY = 1e300, 1e-300
+"""Cells beyond are drawn as the first; below the second there is no ratio any more."""
+CALM, WILD = 0.25, 1_000.0
+"""Logarithms to 2 that a diverging scale reaches at least, for noise must not look like news, and
+at most."""
 MAX_MARKS = 200
 MAX_CROSSES = 5_000
 LABEL_PIXELS = 230
@@ -45,7 +50,7 @@ def cells_of(reply: CellsReply) -> Floats:
     cells = np.array(
         [[np.nan if v is None else v for v in row] for row in reply.value], dtype=np.float64
     )
-    return cells.reshape(shape) * factor
+    return np.clip(cells.reshape(shape) * factor, -MOST, MOST)
 
 
 def middle(cells: Floats, axis: int) -> Floats:
@@ -65,18 +70,18 @@ def shades(cells: Floats, shade: Shade) -> Floats:
         return np.log10(cells) if _is_wide(cells) else cells.copy()
     centre = middle(cells, 1 if shade == "change" else 0)
     if _all_positive(cells):
-        return np.log2(cells / centre)
+        return np.log2(cells) - np.log2(centre)
     return cells - centre
 
 
 def _all_positive(cells: Floats) -> bool:
     known = cells[np.isfinite(cells)]
-    return bool(known.size) and bool((known > 0).all())
+    return bool(known.size) and bool((known > TINY).all())
 
 
 def _is_wide(cells: Floats) -> bool:
     known = cells[np.isfinite(cells)]
-    return _all_positive(cells) and bool(known.max() / known.min() > WIDE)
+    return _all_positive(cells) and bool(np.log10(known.max()) - np.log10(known.min()) > WIDE)
 
 
 def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
@@ -90,7 +95,8 @@ def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
         text = [f"{words.number(v, 3)} {unit}".strip() for v in ends]
     else:
         colours = look.diverging
-        high = max(abs(low), abs(high), 0.05)
+        high = max(abs(low), abs(high), CALM if _all_positive(cells) else 0.0)
+        high = min(high, WILD) if _all_positive(cells) else high
         low = -high
         if _all_positive(cells):
             text = [f"{2**high:.3g} times the middle", f"{2**low:.2g} times"]
@@ -202,7 +208,7 @@ def _long(
         {
             "step": pd.Categorical.from_codes(columns, categories=list(steps)),
             "row": pd.Categorical.from_codes(rows, categories=list(called)),
-            "shade": np.nan_to_num(found).astype(np.float32),
+            "shade": np.nan_to_num(found),
             "value": np.array([words.number(v) for v in values.tolist()], dtype=object),
         }
     )
@@ -253,7 +259,12 @@ def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palett
         found[column, action.word] = {
             "xAxis": column,
             "lineStyle": {"type": "dashed", "color": look.quiet, "width": 1.2},
-            "label": {"formatter": action.icon, "color": action.colour, "fontSize": 12},
+            "label": {
+                "position": "start",
+                "formatter": action.icon,
+                "color": action.colour,
+                "fontSize": 12,
+            },
         }
     return {
         "silent": True,

@@ -166,9 +166,9 @@ line-height:1.25;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit
 [data-testid="stMetricDelta"]{font-size:.72rem;padding-top:0;padding-bottom:0}
 [class*="st-key-alert_text"] [data-testid="stText"]{font-family:inherit;overflow-wrap:anywhere}
 [class*="st-key-prose_"] [data-testid="stText"]{font-family:inherit;font-size:1rem;line-height:1.5;
-white-space:pre-wrap;overflow-wrap:anywhere;max-width:75ch}
+white-space:pre-wrap;overflow-wrap:anywhere;max-width:100ch}
 [class*="st-key-facts_"] [data-testid="stText"]{font-family:inherit;font-size:.85rem;opacity:.75;
-white-space:pre-wrap;overflow-wrap:anywhere}
+white-space:pre-wrap;overflow-wrap:anywhere;max-width:none}
 .st-key-run_links{flex-wrap:wrap}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}
 </style>"""

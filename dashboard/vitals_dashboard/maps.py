@@ -13,8 +13,8 @@ from vitals_dashboard.source import Source
 POINTS, ROWS = 160, 64
 SHADES: dict[str, heat.Shade] = {
     "value": "size",
-    "against its own middle": "change",
-    "against the others": "others",
+    "change": "change",
+    "vs. others": "others",
 }
 """Words, in the address too, to what the colour tells."""
 
@@ -67,7 +67,8 @@ def controls(
             required=True,
             key=f"{key}_colour",
             bind="query-params",
-            help="Blue lies below the middle (a median) and orange above it.",
+            help="value: as it is. change: against the median of the row's own steps. vs. others:"
+            " against the median of all rows at that step. Blue lies below, orange above.",
         )
         steps = frame.step_range()
     chosen = by_word.get(str(word), choices[0])

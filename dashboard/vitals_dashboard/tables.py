@@ -212,7 +212,7 @@ def mover_rows(movers: Sequence[MoverView]) -> list[Row]:
             "Before": words.number(mover.before),
             "Peak": words.number(mover.peak) if mover.peak is not None else "not finite",
             "At step": mover.peak_step,
-            "How far": mover.score,
+            "How far": mover.score if mover.peak is not None else None,
         }
         for mover in movers
     ]

@@ -92,7 +92,7 @@ def _target(
         back = max(0, run.last_step + 1 - target.step)
         st.text(
             f"A rollback commanded now goes to {words.plain(target.checkpoint_id, 60)}, before"
-            f" step {target.step:,}, in {words.plain(target.where, 20)}:"
+            f" step {target.step:,}, {'on disk' if target.where == 'disk' else 'in memory'}:"
             f" {words.count(back, 'step')} would be trained again."
         )
         st.text(_own_choice(detail))

@@ -23,14 +23,20 @@ def _body(source: Source, run: RunSummary) -> None:
     ledger = source.client.decisions(run.run_id)
     notes = source.client.annotations(run.run_id)
     shown = _filtered(ledger)
-    said = f"{len(shown):,} of {words.count(len(ledger), 'decision')}; select one for its evidence."
+    count = (
+        f"{len(shown):,} of {words.count(len(ledger), 'decision')}; select one for its evidence."
+    )
     if shadow := tally(view.hindsight or None for view in ledger):
-        said += f" Of what was only observed, {shadow}."
-    st.caption(said)
+        count += f" Of what was only observed, {shadow}."
+    st.caption(count)
     rows = tables.decision_rows(shown)
     newest = sorted(shown, key=lambda view: view.decision.ledger_seq, reverse=True)
-    for row, view in zip(rows, newest, strict=True):
-        row["Word of a person"] = acting.word_of(view, notes)
+    said = [acting.word_of(view, notes) for view in newest]
+    if any(said):
+        rows = [
+            {"Step": row["Step"], "Action": row["Action"], "Word of a person": word} | row
+            for row, word in zip(rows, said, strict=True)
+        ]
     empty = "No decision is like that." if ledger else "No decision was needed so far."
     picked = frame.table(rows, empty, key="ledger", height=430, select=True)
     waiting = [view for view in newest if acting.proposed(view)]

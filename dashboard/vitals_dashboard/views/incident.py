@@ -1,6 +1,7 @@
 """Incidents: what went wrong told as one story, with the curves, layers, ranks and data of it."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import streamlit as st
 
@@ -19,7 +20,8 @@ CURVES = (
     ("steps.learning_rate", "Learning rate", False),
     ("steps.tokens_per_second", "Tokens per second", False),
 )
-HEIGHT = 210
+HEIGHT = 205
+Role = Literal["main", "limit", "discarded"]
 
 
 def render() -> None:
@@ -48,8 +50,16 @@ def _body(source: Source, run: RunSummary) -> None:
                 "The address asks for an incident that this run has not; here is the newest."
             )
         chosen = every[0]
-    _story(run, chosen, source.clock.time_ns())
-    _what(source, run, chosen)
+    detail = source.client.run(run.run_id)
+    steps = (max(0, chosen.onset_step - BEFORE), chosen.last_step + AFTER)
+    left, right = st.columns([6, 5])
+    with left:
+        _story(run, chosen, source.clock.time_ns())
+    with right:
+        _curves(source, detail, chosen, steps)
+    _maps(source, run, detail, steps)
+    movers(source, run, chosen.onset_step)
+    _tables(chosen, run)
 
 
 def _story(run: RunSummary, one: IncidentView, now_unix_ns: int) -> None:
@@ -85,10 +95,7 @@ def _facts(one: IncidentView, now_unix_ns: int) -> str:
     return "  |  ".join(fact for fact in facts if fact)
 
 
-def _what(source: Source, run: RunSummary, one: IncidentView) -> None:
-    detail = source.client.run(run.run_id)
-    steps = (max(0, one.onset_step - BEFORE), one.last_step + AFTER)
-    _curves(source, detail, one, steps)
+def _maps(source: Source, run: RunSummary, detail: RunDetail, steps: tuple[int, int]) -> None:
     left, right = st.columns(2)
     with left:
         _map(source, run, "layers.grad_norm", "Gradient norm of each layer", steps, key="layers")
@@ -97,26 +104,11 @@ def _what(source: Source, run: RunSummary, one: IncidentView) -> None:
             source, run, "steps.step_duration_seconds", "Step time of each rank", steps,
             key="ranks", detail=detail,
         )  # fmt: skip
-    movers(source, run, one.onset_step)
-    _tables(one, source, run)
 
 
 def _curves(source: Source, detail: RunDetail, one: IncidentView, steps: tuple[int, int]) -> None:
-    columns = st.columns(2)
-    drawn = 0
     for metric, title, log in CURVES:
-        lines = []
-        for name, of, role in ((metric.removeprefix("steps."), metric, "main"),
-                               ("limit", f"{metric}_limit", "limit")):  # fmt: skip
-            reply = series_of(source, detail, of, from_step=steps[0], to_step=steps[1])
-            if reply is not None:
-                lines.append(charts.Line(name=name, reply=reply, role=role))  # type: ignore[arg-type]
-        if len(detail.attempts) > 1:
-            reply = series_of(
-                source, detail, metric, from_step=steps[0], to_step=steps[1], branch="discarded"
-            )
-            if reply is not None:
-                lines.append(charts.Line(name="rolled back", reply=reply, role="discarded"))
+        lines = _lines(source, detail, metric, steps)
         if not lines:
             continue
         spec = charts.step_chart(
@@ -130,12 +122,28 @@ def _curves(source: Source, detail: RunDetail, one: IncidentView, steps: tuple[i
             show_unit=False,
             height=HEIGHT,
         )
-        with columns[drawn % 2]:
-            st.echarts_chart(
-                spec, key=f"incident_{metric.replace('.', '_')}", height=HEIGHT,
-                alt=f"{title} around the incident",
-            )  # fmt: skip
-        drawn += 1
+        st.echarts_chart(
+            spec, key=f"incident_{metric.replace('.', '_')}", height=HEIGHT,
+            alt=f"{title} around the incident",
+        )  # fmt: skip
+
+
+def _lines(
+    source: Source, detail: RunDetail, metric: str, steps: tuple[int, int]
+) -> list[charts.Line]:
+    """Return the curve, its limit, and what rollbacks left behind of it."""
+    wanted: list[tuple[str, str, Role, dict[str, str]]] = [
+        (metric.removeprefix("steps."), metric, "main", {}),
+        ("limit", f"{metric}_limit", "limit", {}),
+    ]
+    if len(detail.attempts) > 1:
+        wanted.append(("rolled back", metric, "discarded", {"branch": "discarded"}))
+    lines = []
+    for name, of, role, how in wanted:
+        reply = series_of(source, detail, of, from_step=steps[0], to_step=steps[1], **how)
+        if reply is not None:
+            lines.append(charts.Line(name=name, reply=reply, role=role))
+    return lines
 
 
 def _map(
@@ -153,11 +161,11 @@ def _map(
         st.caption(f"{title}: not measured in these steps.")
         return
     names: Sequence[str] = row_names(reply.rows, detail) if detail else ()
-    shade = maps.SHADES["against its own middle"]
+    shade = maps.SHADES["change"]
     maps.draw(source, run, title, reply, shade=shade, key=f"incident_{key}", names=names)
 
 
-def _tables(one: IncidentView, source: Source, run: RunSummary) -> None:
+def _tables(one: IncidentView, run: RunSummary) -> None:
     parts = (
         ("What was decided", tables.decision_rows(one.decisions), "Nothing was decided."),
         ("What was found", tables.finding_rows(one.findings), "Nothing was found."),

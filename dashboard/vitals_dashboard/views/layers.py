@@ -36,7 +36,7 @@ def render() -> None:
 
 def _body(source: Source, run: RunSummary) -> None:
     detail = source.client.run(run.run_id)
-    chosen, shade, steps = maps.controls(CHOICES, key="layers", shade="against its own middle")
+    chosen, shade, steps = maps.controls(CHOICES, key="layers", shade="change")
     reply = maps.ask(source, run, chosen.metric, steps)
     if reply is None:
         st.caption(_why_nothing(detail, chosen))
@@ -68,5 +68,8 @@ def movers(source: Source, run: RunSummary, step: int | None) -> None:
     st.markdown(f"**What moved most up to step {at:,}**")
     st.caption("Against its own median before, in robust standard deviations; set To step above.")
     frame.table(
-        tables.mover_rows(found), "Nothing moved, or nothing was measured there.", key="movers"
+        tables.mover_rows(found),
+        "Nothing moved, or nothing was measured there.",
+        key="movers",
+        columns={"How far": st.column_config.NumberColumn(format="%.1f")},
     )

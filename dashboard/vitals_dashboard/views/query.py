@@ -74,7 +74,7 @@ def _asked(runs: list[RunSummary]) -> TableRequest | None:
         steps = frame.step_range() if name != "runs" else (None, None)
         limit = st.number_input(
             "Rows at most", min_value=1, max_value=MAX_ROWS, value=1_000, step=1_000,
-            key="limit", bind="query-params", width=150,
+            key="limit", bind="query-params", width=110,
         )  # fmt: skip
         newest = st.toggle("Newest first", key="newest", bind="query-params")
     left, right = st.columns([3, 2])
@@ -112,7 +112,7 @@ def _run_choice(names: dict[str, str]) -> str:
 
     chosen = st.selectbox(
         "Run", list(names), key="query_run", format_func=lambda k: names[k], on_change=follow,
-        width=320,
+        width=215,
     )  # fmt: skip
     return str(chosen)
 
