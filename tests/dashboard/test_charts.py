@@ -30,7 +30,7 @@ def named(spec, name):
 
 
 def test_each_decision_is_marked_at_its_step_with_its_reason():
-    spec = loss_chart()
+    spec = loss_chart(legend="marks")
     (skips,) = named(spec, "skip")
     assert [120, 180, 181] == [line["xAxis"] for line in skips["markLine"]["data"]]
     assert [120, 180, 181] == [point[0] for point in skips["data"]]
@@ -205,7 +205,12 @@ def test_marks_too_close_to_be_told_apart_are_one_that_counts_them():
     reply = series("steps.loss", "rank:0", [1.0, 2.0], steps=[0, 99_999], nonfinite=bad)
     reply = structs.replace(reply, num_nonfinite=90_000)
     spec = charts.step_chart(
-        "Loss", [Line(name="loss", reply=reply)], look=LIGHT, decisions=skips, extent=(0, 99_999)
+        "Loss",
+        [Line(name="loss", reply=reply)],
+        look=LIGHT,
+        decisions=skips,
+        extent=(0, 99_999),
+        legend="marks",
     )
     assert charts.num_points(spec) < 2_000
     (marks,), (heads,) = named(spec, "non-finite"), named(spec, "skip")

@@ -30,8 +30,8 @@ BUBBLE = "path://M0 0H10V7H5L2 10V7H0Z"
 MARK_AXIS = {"type": "value", "show": False, "min": 0, "max": 1}
 LANE = 13
 """Pixels between two rows of marks above the curves."""
-APART = 1 / 800
-"""Marks closer than this part of what is shown are one."""
+APART, APART_LOW = 1 / 800, 1 / 300
+"""Marks closer than this part of what is shown are one; in a chart beside another, the latter."""
 MAX_TEXT = 320
 
 
@@ -187,18 +187,22 @@ def _one(group: Sequence[Mark]) -> Mark:
     return Mark(look=first.look, step=first.step, place=first.place, say=lambda: text)
 
 
-def mark_series(marks: Sequence[Mark], width: float, plot_height: int) -> list[Spec]:
+def mark_series(marks: Sequence[Mark], apart: float, plot_height: int) -> list[Spec]:
     """Return a series for each kind of mark, in rows above and below the curves.
 
     Args:
         marks: of all kinds.
-        width: how much of x is shown: marks are one where it is too little to tell them apart.
+        apart: marks of one kind that are no further from each other along x are one.
         plot_height: pixels of the curves' area.
     """
+    by_kind: dict[str, list[Mark]] = {}
+    for mark in marks:
+        by_kind.setdefault(mark.look.word, []).append(mark)
+    lanes = sorted({kind[0].look.lane for kind in by_kind.values() if kind[0].look.lane >= 0})
     result: list[Spec] = []
-    lanes = sorted({mark.look.lane for mark in marks if mark.look.lane >= 0})
-    for look in dict.fromkeys(sorted((m.look for m in marks), key=lambda k: (k.lane, k.word))):
-        chosen = merged([m for m in marks if m.look == look], width * APART)
+    for kind in sorted(by_kind.values(), key=lambda k: (k[0].look.lane, k[0].look.word)):
+        look = kind[0].look
+        chosen = merged(kind, apart)
         height = -5 / plot_height
         if look.lane >= 0:
             height = 1 + (9 + LANE * lanes.index(look.lane)) / plot_height
@@ -223,7 +227,9 @@ def _heads(look: MarkLook, marks: Sequence[Mark], height: float) -> Spec:
         "dimensions": ["step", "height", {"name": "why", "type": "ordinal"}],
         "encode": {"x": 0, "y": 1, "tooltip": [2]},
         "tooltip": {"trigger": "item"},
-        "data": [[mark.place, height, chart_text(mark.say(), MAX_TEXT)] for mark in marks],
+        "data": [
+            [mark.place, round(height, 4), chart_text(mark.say(), MAX_TEXT)] for mark in marks
+        ],
         "z": 6,
     }
 

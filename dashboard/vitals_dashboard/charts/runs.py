@@ -14,7 +14,7 @@ from vitals_dashboard.charts.lines import (
     points,
     said_below,
 )
-from vitals_dashboard.charts.marks import mark_series, nonfinite_marks, num_lanes
+from vitals_dashboard.charts.marks import APART, mark_series, nonfinite_marks, num_lanes
 from vitals_dashboard.charts.scale import STEPS, Scale
 from vitals_dashboard.charts.sheet import Sheet, x_axis
 from vitals_dashboard.look import Palette
@@ -46,7 +46,7 @@ def runs_chart(
     )
     found = [point[0] for series in curves for point in series["data"]]
     width = max(found) - min(found) if found else 0.0
-    heads = mark_series(marks, width, sheet.plot_height)
+    heads = mark_series(marks, width * APART, sheet.plot_height)
     return sheet.spec([*curves, *heads], x_axis(_scale(lines), None))
 
 

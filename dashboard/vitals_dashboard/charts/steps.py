@@ -6,6 +6,8 @@ from typing import Literal
 from trainvitals.views import DecisionView
 from vitals_dashboard.charts.lines import Line, Spec, curve_series, display_unit, said_below
 from vitals_dashboard.charts.marks import (
+    APART,
+    APART_LOW,
     Mark,
     decision_marks,
     mark_series,
@@ -71,7 +73,8 @@ def step_chart(
         zoom=zoom,
         legend=_named(lines, curves, marks, legend),
     )
-    heads = mark_series(marks, _width(places, curves), sheet.plot_height)
+    apart = APART if legend == "marks" else APART_LOW
+    heads = mark_series(marks, _width(places, curves) * apart, sheet.plot_height)
     return sheet.spec([*curves, *heads], x_axis(scale, places))
 
 
