@@ -33,11 +33,11 @@ def draw_curve(curve: Curve, marks: Sequence[Mark], spans: Sequence[tuple[int, i
         node("rect", class_="frame", width=WIDTH, height=HEIGHT),
         *_ticks([found, *left], scale),
         *_steps(span),
+        *_decided(marks, span),  # below the curves: a spike is on top of the line that marks it
         _limit(curve.limit, span, scale),
         *(node("path", class_="left", d=_path(one, scale)) for one in left),
         node("path", class_="line", d=_path(found, scale)),
         *_nonfinite([found, *left]),
-        *_decided(marks, span),
     ]
     picture = node("g", *inside, transform=f"translate({_LEFT},{_TOP})")
     size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
