@@ -169,10 +169,8 @@ def _replay_run(
         _draw(said, len(said), plot, name)
     _write(said, done.document(), form)
     differences = done.differences()
-    for words in differences:
+    for words in (*differences, *done.missing()):
         _say(words)
-    if done.num_lost_rows:
-        _say(f"{done.num_lost_rows} rows of rank 0 were lost: a replay without them may differ")
     _say(
         f"{name}: {len(done.records)} steps, {len(done.decisions)} decisions: "
         + ("not as recorded" if differences else "all as recorded")

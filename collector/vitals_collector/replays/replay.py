@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
@@ -32,7 +32,7 @@ from trainvitals.records import (
     StepRecord,
 )
 from trainvitals.rows import Value
-from vitals_collector.storage.schema import batches, events, sources, streams
+from vitals_collector.storage.schema import batches, events, sources, streams, thinned
 from vitals_collector.storage.store import Store
 from vitals_collector.storage.stored import read_pages, rows_at_step
 
@@ -57,6 +57,10 @@ class Replay:
     recorded: tuple[Decision, ...]
     num_lost_rows: int
     """Rows of rank 0 that never arrived: a replay without them may differ."""
+    num_thinned_rows: int
+    """Rows of other ranks that were thinned: what they named, a replay cannot name."""
+    thinned_to_step: int
+    """The last step of which any was; -1 for none."""
     other_limits: tuple[int, ...]
     """Steps whose recorded limits are not those the replayed detectors had computed by then."""
 
@@ -81,8 +85,30 @@ class Replay:
         return words
 
     def document(self) -> dict[str, Any]:
-        """Return findings and decisions as plain values, each with the row it is about."""
-        return document(self.judged())
+        """Return findings and decisions as plain values, each with the row it is about.
+
+        Beside them stands of how many rows the replay had to do without.
+        """
+        missing = {
+            "lost_rows": self.num_lost_rows,
+            "thinned_rows": self.num_thinned_rows,
+            "thinned_to_step": self.thinned_to_step,
+        }
+        return {**document(self.judged()), "missing": missing}
+
+    def missing(self) -> list[str]:
+        """Return in words which rows the replay had to do without."""
+        words = []
+        if self.num_lost_rows:
+            lost = f"{self.num_lost_rows} rows of rank 0 were lost"
+            words.append(f"{lost}: a replay without them may differ")
+        if self.num_thinned_rows:
+            thinned = f"{self.num_thinned_rows} rows of other ranks were thinned"
+            words.append(
+                f"{thinned}, to step {self.thinned_to_step}: where only they told which rank it "
+                "was, the replay does not name it"
+            )
+        return words
 
     def judged(self) -> list[JudgedStep]:
         """Return each record with what was said about it; its row is its place from 0."""
@@ -101,6 +127,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         pages = [_read_incarnation(connection, run_id, one) for one in starts]
         records = [list(_records(connection, run_id, one)) for one in starts]
         lost = sum(_num_lost(connection, run_id, one) for one in starts)
+        num_thinned, thinned_to_step = _thinned(connection, run_id)
     if not any(records):
         raise UsageError(
             f"no step of rank 0 of run {run_id} is stored; there is nothing to replay",
@@ -116,6 +143,8 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         judgements=tuple(replayer.judgements),
         recorded=tuple(replayer.recorded),
         num_lost_rows=lost,
+        num_thinned_rows=num_thinned,
+        thinned_to_step=thinned_to_step,
         other_limits=tuple(replayer.other_limits),
     )
 
@@ -298,6 +327,15 @@ def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
         streams.c.stream.in_(("steps", "events")),
     )
     return sum(connection.execute(query).scalars())
+
+
+def _thinned(connection: Connection, run_id: str) -> tuple[int, int]:
+    """Return how many rows of ranks were thinned, and up to which step."""
+    query = select(func.sum(thinned.c.num_rows), func.max(thinned.c.to_step)).where(
+        thinned.c.run_id == run_id, thinned.c.stream == "steps"
+    )
+    num, to_step = connection.execute(query).one()
+    return int(num or 0), -1 if to_step is None else int(to_step)
 
 
 def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_Entry]:
