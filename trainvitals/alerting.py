@@ -113,6 +113,13 @@ ALERTS: tuple[AlertSpec, ...] = (
         help="The training program ended with an error of its own.",
     ),
     AlertSpec(
+        name="RunOverCap",
+        severity="notify",
+        point=False,
+        help="A run takes more than its cap, and nothing more of it may be thinned. Raise the cap "
+        "(`vitals collector --cap-gb`), or remove a run that ended (`vitals store forget`).",
+    ),
+    AlertSpec(
         name="StepSkipped",
         severity="log",
         point=True,
@@ -333,6 +340,11 @@ def alerts_for_run_state(
     if state == "failed":
         return (_raise("RunFailed", run_id, reason or "the run ended with an error", step),)
     return ()
+
+
+def alert_for_cap(run_id: str, summary: str = "") -> Alert:
+    """Return the alert that holds while a run is above its cap with nothing left to thin."""
+    return _raise("RunOverCap", run_id, summary, -1)
 
 
 def point_is_over(

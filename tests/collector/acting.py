@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tests.collector.rows import RUN, Writer
+from tests.collector.rows import RUN, SECOND, Writer
+from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA
 from trainvitals.records import (
     Decision,
     DecisionMade,
@@ -94,6 +95,37 @@ class Job:
     def found(self, run: str = RUN) -> list[tuple[str, int]]:
         query = Query(self.place.store, clock=self.place.clock)
         return [(one.finding.kind, one.finding.step) for one in query.findings(run)]
+
+
+class Agent:
+    """A node's agent: in each round a row of the node, then one of each GPU."""
+
+    def __init__(self, gpus: Sequence[str] = ("GPU-a", "GPU-b")) -> None:
+        self.node = Writer("node:node-a")
+        self.gpus = {uuid: Writer(f"gpu:{uuid}") for uuid in gpus}
+        self.second = 0
+
+    def round(self, **of_gpus: int) -> list[bytes]:
+        self.second += 2
+        time = self.node.time_of(self.second)
+        head = [-1, 0, time, self.second * SECOND]
+        rest = [None] * (len(NODE_SCHEMA.columns) - 5)
+        told = [self.node.batch(NODE_SCHEMA, [[*head, 0.5, *rest]])]
+        for i, writer in enumerate(self.gpus.values(), start=1):
+            values = {"utilization_ratio": 0.9, "ecc_uncorrected_errors": 0} | of_gpus
+            row = [values.get(c.name) for c in GPU_SCHEMA.columns[4:]]
+            told.append(writer.batch(GPU_SCHEMA, [[-1, 0, time + i, head[3] + i, *row]]))
+        return told
+
+
+class Asked(dict):  # type: ignore[type-arg]
+    """Columns that remember which of them somebody looked at."""
+
+    asked: set[str]
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
 
 
 def decision(seq: int = 1, action: str = "skip_step", step: int = 5, **fields) -> DecisionMade:

@@ -196,6 +196,21 @@ def test_a_run_whose_processes_are_all_gone_is_lost_at_once_and_told_after_its_h
     assert ["RunLost firing"] == place.look()
 
 
+def test_a_run_above_its_cap_is_told_once_until_it_is_below_also_over_a_restart(place: Place):
+    place.send(Writer().steps(range(3), loss=1.0))
+    assert [] == place.look()
+    place.store.counters.over_cap = {RUN: "this run has 6 GB"}
+    place.look()
+    assert ["RunOverCap firing"] == place.look()
+    (alert,) = place.heard.alerts
+    assert ("notify", "this run has 6 GB") == (alert.severity, alert.summary)
+    place.store.counters.over_cap = None  # no run was looked at since the start
+    place.restart()
+    assert ["RunOverCap firing"] == place.look()
+    place.store.counters.over_cap = {}
+    assert ["RunOverCap firing", "RunOverCap resolved"] == place.look()
+
+
 def test_a_silence_withholds_and_its_end_tells(place: Place):
     writer = Writer()
     place.send(writer.events(started(), decision(step=5, action="rollback", budget_left=2)))

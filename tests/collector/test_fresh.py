@@ -118,7 +118,7 @@ def test_many_ranks_watched_again_tell_what_they_told_live(store: Store, num_ran
         followed.is_drained,
     )
     with store.read() as connection:
-        again = [told.finding for told in watch_again(connection, RUN, watch=QUICK)]
+        again = [told.finding for told in watch_again(connection, RUN, watch=QUICK).told]
         bodies = connection.execute(select(findings.c.body).order_by(findings.c.seq)).scalars()
         live = [msgspec.msgpack.decode(body, type=Finding) for body in bodies]
     assert [("straggler", 9, 1)] == [(one.kind, one.step, one.rank) for one in live]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.collector.acting import Asked
 from tests.collector.rows import SECOND, STEPS, Writer
-from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, NODE_SCHEMA, steps_schema
-from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.catalog import LAYERS_SCHEMA, steps_schema
+from trainvitals.detect.merged import MergedStep
 from trainvitals.detect.watch import WatchSet
 from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import decode_batch
@@ -25,7 +26,6 @@ from vitals_collector.watch.merging import (
     origin_of,
     step_columns,
 )
-from vitals_collector.watch.nodes import GPU_COLUMNS, HostRow, host_rows
 
 
 def decoded(
@@ -165,16 +165,6 @@ def test_text_in_a_number_s_place_and_columns_nobody_knows_are_left_out():
     assert {} == merge([only]).steps[0].ranks
 
 
-class Asked(dict):  # type: ignore[type-arg]
-    """Columns that remember which of them somebody looked at."""
-
-    asked: set[str]
-
-    def get(self, name, default=None):
-        self.asked.add(name)
-        return super().get(name, default)
-
-
 def test_the_watchers_look_at_no_rank_column_that_is_not_merged():
     asked: set[str] = set()
     watchers = WatchSet()
@@ -187,29 +177,6 @@ def test_the_watchers_look_at_no_rank_column_that_is_not_merged():
             )
     assert asked
     assert set() == asked - set(RANK_COLUMNS)
-
-
-def test_of_a_gpu_that_is_decoded_which_the_watchers_look_at():
-    asked: set[str] = set()
-    watchers = WatchSet()
-    for second in range(200):
-        # Its clocks are capped, then slowed; errors of all kinds come up.
-        gpu = Asked(dict.fromkeys(GPU_COLUMNS, second // 3) | {"throttle_reasons": 0x4C})
-        gpu.asked = asked
-        when = second * SECOND
-        watchers.update_node(NodeSample(node="a", time_unix_ns=when, step=0, gpus={"G": gpu}))
-    assert asked == set(GPU_COLUMNS)
-
-
-def test_a_row_of_a_gpu_keeps_its_times_and_gaps_and_one_of_a_node_only_its_times():
-    values = {"sm_clock_hertz": 1.5e9, "last_xid": 79, "utilization_ratio": 0.9}
-    row = [-1, 0, 7, 3, *(values.get(c.name) for c in GPU_SCHEMA.columns[4:])]
-    found = rows_of(GPU_SCHEMA, decode_batch(Writer("gpu:G").batch(GPU_SCHEMA, [row])).rows)
-    measured = {"sm_clock_hertz": 1.5e9, "last_xid": 79}
-    assert [HostRow(0, 3, 7, dict.fromkeys(GPU_COLUMNS) | measured)] == host_rows(GPU_SCHEMA, found)
-    row = [-1, 0, 7, 3, *([1] * (len(NODE_SCHEMA.columns) - 4))]
-    found = rows_of(NODE_SCHEMA, decode_batch(Writer("node:a").batch(NODE_SCHEMA, [row])).rows)
-    assert [HostRow(0, 3, 7, {})] == host_rows(NODE_SCHEMA, found)
 
 
 # ---------------------------------------------------------------------------------- as they come

@@ -29,9 +29,12 @@ from vitals_collector.keeping.thinned_rows import REMOVED
 from vitals_collector.keeping.thinning import VolumeSettings
 from vitals_collector.keeping.volumes import Volumes
 from vitals_collector.receiving.ingest import ingest
+from vitals_collector.replays.replay import replay
 from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.schema import events, thinned
 from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store
+from vitals_collector.watch.following import watch_again
+from vitals_collector.watch.progress import set_aside, take_up
 
 LATER = START + 48 * HOUR
 SMALL = VolumeSettings(
@@ -70,6 +73,35 @@ def test_rows_that_no_watcher_has_read_are_not_touched(store: Store):
     assert 0 == volumes.maintain(LATER + HOUR), "a step goes with all of its ranks, or stays"
     all_read(store)
     assert 20 == volumes.maintain(LATER + 2 * HOUR)
+
+
+def test_rows_of_a_run_that_the_watchers_have_set_aside_wait_for_nobody(store: Store):
+    write_steps(store, ranks(4), range(40))
+    compact(store)
+    volumes = Volumes(store, SMALL)
+    assert 0 == volumes.maintain(LATER)
+    with store.write() as connection:
+        set_aside(connection, RUN)
+    assert 20 == volumes.maintain(LATER + HOUR)
+    with store.write() as connection:
+        take_up(connection, RUN)
+    write_steps(store, ranks(4), range(40, 80))
+    compact(store)
+    assert 0 == volumes.maintain(LATER + 2 * HOUR)
+
+
+def test_what_looks_at_a_thinned_run_again_says_which_rows_it_lacks(store: Store):
+    write_steps(store, ranks(4), range(40))
+    settled(store)
+    assert [] == replay(store, RUN).missing()
+    assert 20 == Volumes(store, SMALL).maintain(LATER)
+    judged = replay(store, RUN)
+    missing = {"lost_rows": 0, "thinned_rows": 20, "thinned_to_step": 19}
+    assert missing == judged.document()["missing"]
+    (words,) = judged.missing()
+    assert words.startswith("20 rows of other ranks were thinned, to step 19: ")
+    with store.read() as connection:
+        assert 20 == watch_again(connection, RUN).num_missing
 
 
 @pytest.mark.parametrize("event_", [decision(step=42), AttemptStarted(
@@ -235,7 +267,7 @@ def test_what_is_kept_for_ever_stays_above_the_cap_and_that_is_said_once(store: 
         volumes = Volumes(store, settings)
         volumes.maintain(LATER)
         volumes.maintain(LATER + HOUR)
-        assert {RUN} == volumes.over_cap
+        assert {RUN} == volumes.over_cap.keys() == store.counters.over_cap.keys()
     assert list(range(40)) == steps_left(store, "rank:0")
     with store.read() as connection:
         said = list(connection.execute(select(events.c.summary)).scalars())

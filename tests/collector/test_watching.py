@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import select
 
 from tests.collector.acting import Heard, Job, decision, started
-from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
-from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, NODE_SCHEMA
+from tests.collector.rows import OTHER_RUN, RUN, Writer
+from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.detect.watch import WatchSet
 from trainvitals.errors import StorageError
 from trainvitals.records import CheckpointChanged, Finding, FindingRaised, NamesDefined, RunEnded
@@ -16,7 +16,6 @@ from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import engine_state, findings
 from vitals_collector.storage.store import Store
 from vitals_collector.watch.following import watch_again
-from vitals_collector.watch.nodes import HostRow, NodeMerger
 from vitals_collector.watch.watching import Watching, WatchingConfig
 
 
@@ -162,7 +161,9 @@ def test_the_stored_run_watched_again_tells_what_was_told_live(job: Job):
         job.train(range(first, first + 10), slow=first % 80 >= 40)
         job.look()
     with job.place.store.read() as connection:
-        again = [(told.finding.kind, told.finding.step) for told in watch_again(connection, RUN)]
+        told, num_missing = watch_again(connection, RUN)
+    assert 0 == num_missing
+    again = [(one.finding.kind, one.finding.step) for one in told]
     assert [("straggler", 59), ("straggler", 139), ("straggler", 219)] == job.found() == again
 
 
@@ -321,74 +322,6 @@ def test_a_layer_that_leaves_its_course_is_named(store: Store, names_first: bool
     with store.read() as connection:
         body = connection.execute(select(findings.c.body)).scalar_one()
     assert b"block.3" in body
-
-
-class Agent:
-    """A node's agent: in each round a row of the node, then one of each GPU."""
-
-    def __init__(self, gpus: Sequence[str] = ("GPU-a", "GPU-b")) -> None:
-        self.node = Writer("node:node-a")
-        self.gpus = {uuid: Writer(f"gpu:{uuid}") for uuid in gpus}
-        self.second = 0
-
-    def round(self, **of_gpus: int) -> list[bytes]:
-        self.second += 2
-        time = self.node.time_of(self.second)
-        head = [-1, 0, time, self.second * SECOND]
-        rest = [None] * (len(NODE_SCHEMA.columns) - 5)
-        told = [self.node.batch(NODE_SCHEMA, [[*head, 0.5, *rest]])]
-        for i, writer in enumerate(self.gpus.values(), start=1):
-            values = {"utilization_ratio": 0.9, "ecc_uncorrected_errors": 0} | of_gpus
-            row = [values.get(c.name) for c in GPU_SCHEMA.columns[4:]]
-            told.append(writer.batch(GPU_SCHEMA, [[-1, 0, time + i, head[3] + i, *row]]))
-        return told
-
-
-def test_a_memory_error_of_a_gpu_is_told(job: Job):
-    agent = Agent()
-    job.train(range(10))
-    for num in (0, 0, 1, 1, 1):
-        for raw in agent.round(ecc_uncorrected_errors=num):
-            job.place.send(raw)
-            job.look()
-    assert [("gpu_ecc", 9)] * 2 == job.found()
-    assert ["GpuFault firing"] == job.look()
-
-
-def test_gpus_whose_rows_come_a_look_later_are_not_lost_and_those_that_vanish_are(job: Job):
-    agent = Agent()
-    job.train(range(10))
-    for _ in range(30):
-        node, *gpus = agent.round()
-        job.place.send(node)
-        job.look()
-        for raw in gpus:
-            job.place.send(raw)
-            job.look()
-        job.place.restart()
-    assert [] == job.found()
-    for _ in range(30):
-        node, first, _ = agent.round()
-        job.place.send(node)
-        job.place.send(first)
-    assert ["GpuLost firing"] == job.look()
-    assert [("gpu_lost", 9)] == job.found()
-
-
-def test_what_a_node_wrote_between_two_of_its_own_rows_is_one_sample():
-    merger = NodeMerger()
-
-    def row(seq: int, at: int, **values: float) -> HostRow:
-        return HostRow(seq, at, at * 10, values)
-
-    merger.add(("a", "node"), "n", "", [row(0, 100), row(1, 200)])
-    merger.add(("b", "gpu"), "n", "G", [row(0, 101, x=1.0), row(1, 201, x=2.0)])
-    assert [] == merger.ready({"n": 150})
-    (found,) = merger.ready({})
-    assert ("n", 1_000, {"G": {"x": 1.0}}) == found
-    assert {("a", "node"): 0, ("b", "gpu"): 0} == merger.done()
-    merger.add(("a", "node"), "n", "", [row(2, 5)])  # the node was started again
-    assert [{"G": {"x": 2.0}}] == [found.gpus for found in merger.ready({})]
 
 
 # --------------------------------------------------------------------------- from inside the job

@@ -14,7 +14,7 @@ from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.schema import batches, engine_state, streams
 from vitals_collector.storage.store import Store, insert
 from vitals_collector.storage.stored import read_pages
-from vitals_collector.watch.following import state_name
+from vitals_collector.watch.progress import state_name
 
 HOUR = 3_600 * 1_000_000_000
 Value = Callable[[int, int], float]

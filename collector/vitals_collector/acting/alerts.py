@@ -65,7 +65,8 @@ class RunNow:
     conditions: tuple[Alert, ...]
     """The condition alerts that hold now."""
     lasting: frozenset[str] = frozenset()
-    """Fingerprints of point alerts about what began then and goes on: these are not over."""
+    """Fingerprints of alerts that are not over: what they are about began then and goes on, or
+    nobody knows yet whether it does."""
 
 
 class Occurrence(NamedTuple):
@@ -138,9 +139,9 @@ class Inbox:
         holding = {alert.fingerprint: alert for alert in run.conditions}
         changes: list[tuple[Entry | None, Entry]] = []
         for entry in known.values():
+            if entry.view.fingerprint in run.lasting:
+                continue
             if entry.life.point and self._is_over(entry, run):
-                if entry.view.fingerprint in run.lasting:
-                    continue
                 changes.append((entry, _resolved(entry, now)))
             elif not entry.life.point and entry.view.fingerprint not in holding:
                 changes.append((entry, self._advanced(entry, None, run, now)))

@@ -247,7 +247,7 @@ def _own_families(connection: Connection, store: Store) -> dict[str, Samples]:
         "collector_thinned_rows_total": {key: float(n) for key, n in counters.thinned.items()},
         "collector_removed_runs_total": {(reason,): float(num) for reason, num in removed},
         "collector_forgotten_rows_total": {(): float(counters.num_forgotten)},
-        "collector_runs_over_cap": {(): float(counters.num_over_cap)},
+        "collector_runs_over_cap": {(): float(len(counters.over_cap or ()))},
         "collector_deferred_bodies_total": {(): float(counters.num_deferred)},
         "collector_part_failures_total": {(part,): float(num) for part, num in failures},
         "collector_alert_firing": {tuple(row): 1.0 for row in connection.execute(query)},

@@ -19,7 +19,6 @@ from vitals_collector.keeping.thinned_rows import free_removed
 from vitals_collector.storage.schema import (
     audit,
     batches,
-    engine_state,
     forgotten,
     metadata,
     runs,
@@ -28,7 +27,7 @@ from vitals_collector.storage.schema import (
 )
 from vitals_collector.storage.store import Store, insert, unknown_run
 from vitals_collector.watch import overview
-from vitals_collector.watch.following import state_name
+from vitals_collector.watch.progress import forget_progress
 from vitals_collector.watch.state import Liveness
 
 KEEP_TAG = "keep"
@@ -138,7 +137,7 @@ def _remove(
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:
             connection.execute(delete(table).where(table.c.run_id == run_id))
-    connection.execute(delete(engine_state).where(engine_state.c.name == state_name(run_id)))
+    forget_progress(connection, run_id)
     values = {"forgotten_unix_ns": now_unix_ns, "is_gone": False}
     statement = insert(connection, forgotten).values(run_id=run_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))

@@ -7,7 +7,6 @@ are found without looking at the others.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 from sqlalchemy import Connection, ScalarSelect, Select, and_, func, literal, or_, select
 
 from vitals_collector.keeping.thinning import Batch, Present, VolumeSettings
@@ -16,13 +15,12 @@ from vitals_collector.storage.schema import (
     batch_columns,
     batches,
     decisions,
-    engine_state,
     findings,
     sources,
     streams,
     thinned_to,
 )
-from vitals_collector.watch.following import state_name
+from vitals_collector.watch.progress import runs_aside, watched_to
 
 REMOVED = "~"
 """Before a stream's name: rows that are gone for every reader, whose room is not free yet."""
@@ -40,6 +38,8 @@ class RunAt(NamedTuple):
     """None where rank 0 never wrote: then nobody knows how far the run is."""
     done: dict[str, int]
     """By ``incarnation/stream``: how far the watchers are done with the rows."""
+    is_aside: bool
+    """The watchers have set it aside: its rows wait for them no more."""
     near: list[int]
     """Steps of decisions, of findings that acted and of forks: what is near stays whole."""
     near_layers: list[int]
@@ -51,11 +51,9 @@ class RunAt(NamedTuple):
 
     def is_done(self, writer: str, stream: str, last_seq: int) -> bool:
         """Return whether the watchers are done with all rows up to that one."""
-        return stream in _UNWATCHED or last_seq <= self.done.get(f"{writer}/{stream}", -1)
-
-
-class _Read(msgspec.Struct):
-    done: dict[str, int] = {}
+        if self.is_aside or stream in _UNWATCHED:
+            return True
+        return last_seq <= self.done.get(f"{writer}/{stream}", -1)
 
 
 def look(connection: Connection, run_id: str) -> RunAt:
@@ -66,15 +64,13 @@ def look(connection: Connection, run_id: str) -> RunAt:
         .order_by(sources.c.started_unix_ns.desc())
         .limit(1)
     ).first()
-    body = connection.execute(
-        select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
-    ).scalar()
     steps, times = _incidents(connection, run_id)
     found = select(findings.c.step).where(findings.c.run_id == run_id).distinct()
     return RunAt(
         run_id,
         None if head is None or head.last_step < 0 else Present(*head),
-        {} if body is None else msgspec.msgpack.decode(body, type=_Read).done,
+        watched_to(connection, run_id),
+        run_id in runs_aside(connection),
         sorted(steps),
         sorted(steps | set(connection.execute(found).scalars())),
         sorted(times),

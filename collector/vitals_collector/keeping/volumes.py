@@ -61,8 +61,8 @@ class Volumes:
 
     def __init__(self, store: Store, settings: VolumeSettings | None = None) -> None:
         self.settings = settings or VolumeSettings()
-        self.over_cap: frozenset[str] = frozenset()
-        """Runs that are above the cap though all was thinned that may be."""
+        self.over_cap: dict[str, str] = {}
+        """Runs that are above the cap though all was thinned that may be, each with the words."""
         self._store = store
         self._seen: dict[str, _Seen] = {}
         self._bytes: dict[str, int] = {}
@@ -94,7 +94,8 @@ class Volumes:
                 connection.execute(update(runs).where(runs.c.run_id == run_id).values(values))
             if not stop.is_set():
                 self._seen[run_id] = _Seen(newest, now_unix_ns)
-        self._store.counters.num_over_cap = len(self.over_cap)
+        if not stop.is_set():
+            self._store.counters.over_cap = dict(self.over_cap)
         return num
 
     def _due(self, now_unix_ns: int) -> dict[str, int]:
@@ -108,7 +109,7 @@ class Volumes:
         known = {run_id: int(newest) for run_id, newest in found}
         for gone in self._seen.keys() - known.keys():
             del self._seen[gone]
-        self.over_cap &= known.keys()
+        self.over_cap = {run: said for run, said in self.over_cap.items() if run in known}
         wait_ns = int(_LOOK_SECONDS * 1e9)
         return {
             run_id: newest
@@ -160,15 +161,15 @@ class Volumes:
         cap = self.settings.max_run_bytes
         num_bytes = self._bytes[run_id]
         if num_bytes <= cap:
-            self.over_cap -= {run_id}
+            self.over_cap.pop(run_id, None)
             return
         if run_id in self.over_cap:
             return
-        self.over_cap |= {run_id}
         text = (
             f"this run has {num_bytes / 1e9:.3g} GB, above its cap of {cap / 1e9:.3g} GB: all of "
             "it is kept for ever or not yet read by the watchers; nothing more is taken away"
         )
+        self.over_cap[run_id] = text
         _LOG.warning("run_over_cap run=%s bytes=%d cap=%d", run_id, num_bytes, cap)
         own = (events.c.run_id == run_id, events.c.incarnation == VOLUMES)
         note = Note(code=OVER_CAP, text=text, severity="warning")

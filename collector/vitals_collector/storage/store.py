@@ -56,8 +56,9 @@ class IngestCounters:
     """Rows that came of runs which were removed."""
     removed_runs: dict[str, int] = field(default_factory=dict)
     """Runs removed, by reason."""
-    num_over_cap: int = 0
-    """Runs that are above their cap now, with nothing left to thin."""
+    over_cap: dict[str, str] | None = None
+    """Runs that are above their cap now with nothing left to thin, and what is said of each; None
+    before all runs were looked at."""
     failures: dict[str, int] = field(default_factory=dict)
     """Errors that one part of the collector kept from the others, by part."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

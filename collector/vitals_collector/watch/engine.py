@@ -20,6 +20,7 @@ from sqlalchemy import Connection, func, select
 from trainvitals.alerting import (
     ALERTED_KINDS,
     Alert,
+    alert_for_cap,
     alerts_for_decision,
     alerts_for_finding,
     alerts_for_run_state,
@@ -317,6 +318,11 @@ class Engine:
             for finding in self._watching.lasting(run.run_id):
                 found = alerts_for_finding(finding, run_id=run.run_id)
                 lasting.update(alert.fingerprint for alert in found)
+        over_cap = self._store.counters.over_cap
+        if over_cap is None:
+            lasting.add(alert_for_cap(run.run_id).fingerprint)
+        elif run.run_id in over_cap:
+            conditions.append(alert_for_cap(run.run_id, over_cap[run.run_id]))
         return RunNow(
             run_id=run.run_id,
             state=run.state,

@@ -23,6 +23,7 @@ from vitals_collector.watch.gathering import BEFORE_ALL, MergeConfig, StepMerger
 from vitals_collector.watch.live import Taken
 from vitals_collector.watch.merging import LAYER_COLUMNS, Key, LayerPart, Rows, decode, step_columns
 from vitals_collector.watch.nodes import NodeMerger, Round, host_rows
+from vitals_collector.watch.progress import state_name
 
 _ROWS_AT_ONCE = 50_000
 _LOOK_NS = 30_000_000_000
@@ -314,9 +315,15 @@ def open_run(
     return Followed(run_id, saved, watchers, steps)
 
 
-def watch_again(
-    connection: Connection, run_id: str, *, watch: WatchConfig | None = None
-) -> list[Told]:
+class Again(NamedTuple):
+    """What the watchers tell of a stored run."""
+
+    told: list[Told]
+    num_missing: int
+    """Rows of ranks that they had to do without: they never came, or were thinned."""
+
+
+def watch_again(connection: Connection, run_id: str, *, watch: WatchConfig | None = None) -> Again:
     """Return what the watchers tell of a stored run from its beginning; stores nothing.
 
     What needs the clock, a step that does not come, is left out.
@@ -329,12 +336,7 @@ def watch_again(
         told += followed.advance(now_ns, is_running=False)
         if followed.is_read:  # nobody is waited for any more
             now_ns += int(steps.config.patience_seconds * 1e9)
-    return told
+    return Again(told, steps.num_missing)
 
 
-def state_name(run_id: str) -> str:
-    """Return the name under which a run's state is kept in ``engine_state``."""
-    return f"watching/{run_id}"
-
-
-__all__ = ["Followed", "Saved", "Told", "open_run", "state_name", "watch_again"]
+__all__ = ["Again", "Followed", "Saved", "Told", "open_run", "watch_again"]

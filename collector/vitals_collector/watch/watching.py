@@ -10,17 +10,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from trainvitals.detect.watch import WatchConfig
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding
 from trainvitals.wire import Batch
-from vitals_collector.storage.schema import engine_state, findings, runs
+from vitals_collector.storage.schema import engine_state, findings
 from vitals_collector.storage.store import Store, clean, insert
-from vitals_collector.watch.following import Followed, Told, open_run, state_name
+from vitals_collector.watch.following import Followed, Told, open_run
 from vitals_collector.watch.gathering import MergeConfig
 from vitals_collector.watch.live import LiveRows
+from vitals_collector.watch.progress import (
+    runs_aside,
+    set_aside,
+    state_name,
+    take_up,
+    unread_runs,
+)
 
 COLLECTOR = "collector"
 """The incarnation of findings that no rank wrote."""
@@ -43,7 +50,8 @@ class WatchingConfig:
     pause_seconds: float = 10.0
     """How long a run is left alone after watching it met an error of our own; doubled each time."""
     longest_pause_seconds: float = 600.0
-    """The longest of these pauses."""
+    """The longest of these pauses; a run that comes to it is set aside: its old rows are thinned
+    though no watcher has seen them, and it is tried again all the same."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """How long ranks are waited for."""
     watch: WatchConfig = field(default_factory=WatchConfig)
@@ -79,6 +87,8 @@ class Watching:
         self._open: dict[str, Followed] = {}
         self._save_ns: dict[str, int] = {}
         self._pauses: dict[str, _Pause] = {}
+        self._aside: set[str] = set()
+        """Runs whose watching failed so often that their rows wait for it no more."""
         self._is_first = True
         self.num_unmerged = 0
         """Rows of ranks that steps were merged without."""
@@ -144,9 +154,9 @@ class Watching:
         """Return the runs to look at; those that have new rows come first."""
         if self._is_first:
             with self._store.read() as connection:
-                known = connection.execute(select(runs.c.run_id).order_by(runs.c.run_id)).scalars()
-                every = list(known)
-            for run_id in every:
+                unread = unread_runs(connection)
+                self._aside = runs_aside(connection)
+            for run_id in unread:
                 self.note(run_id)
             self._is_first = False
         queue = [*self._live.waiting()]
@@ -186,9 +196,12 @@ class Watching:
             seconds = self._pause(run_id, now_ns)
             self._store.counters.fail("watching")
             _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
+            if seconds >= self._config.longest_pause_seconds:
+                self._set_aside(run_id, is_aside=True)
             return 0, False
         if num:
             self._pauses.pop(run_id, None)
+            self._set_aside(run_id, is_aside=False)
         if is_over:
             self._forget(run_id)
         return num, bool(told)
@@ -210,6 +223,14 @@ class Watching:
         seconds = min(seconds, self._config.longest_pause_seconds)
         self._pauses[run_id] = _Pause(now_ns + int(seconds * 1e9), seconds)
         return seconds
+
+    def _set_aside(self, run_id: str, *, is_aside: bool) -> None:
+        if is_aside == (run_id in self._aside):
+            return
+        with self._store.write() as connection:
+            (set_aside if is_aside else take_up)(connection, run_id)
+        self._aside ^= {run_id}
+        _LOG.warning("watching_%s run=%s", "set_aside" if is_aside else "taken_up", run_id)
 
     def _is_due(self, followed: Followed, now_ns: int, *, is_over: bool) -> bool:
         if not followed.has_changed:
