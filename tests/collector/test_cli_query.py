@@ -14,7 +14,9 @@ from tests.collector.rows import RUN, Writer
 from tests.collector.test_both_ways import story, through_a_folder
 from tests.collector.test_cli_read import leave, vitals
 from trainvitals.records import RunInfo, RunStarted
-from vitals_collector.cli.writing import write_file
+from vitals_collector.cli.show import write_run
+from vitals_collector.cli.writing import TableFormat, write_file
+from vitals_collector.queries.reading import open_reader
 
 FORMULA = "=cmd|' /C calc'!A0"
 
@@ -157,3 +159,40 @@ def test_a_link_is_followed_and_the_same_content_may_be_written_again(tmp_path: 
     write_file(link, b"one")
     write_file(link, b"one")
     assert (b"one", True) == (target.read_bytes(), link.is_symlink())
+
+
+class Terminal(io.StringIO):
+    """A terminal of an encoding."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_only_a_terminal_that_wants_colors_gets_them_and_a_plain_one_plain_characters(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def shown(encoding: str) -> str:
+        terminal = Terminal(encoding)
+        with open_reader(runs) as opened:
+            write_run(opened.reader, RUN, TableFormat.TABLE, terminal)
+        return terminal.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in shown("utf-8")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in shown("utf-8")
+    assert shown("ascii").isascii()
+    monkeypatch.delenv("NO_COLOR")
+    assert 0 == vitals("show", runs)
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "s step skipped (1)" in said
+    assert "120 steps, 1 not finite; 30 left behind" in said

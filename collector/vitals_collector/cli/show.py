@@ -61,7 +61,7 @@ def show(
             write_columns(_columns(found, form), form, output, force=force, body=found)
             return
         with written_to(output, force=force) as to:
-            _write_run(opened.reader, summary.run_id, form, to)
+            write_run(opened.reader, summary.run_id, form, to)
 
 
 def _columns(found: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
@@ -76,7 +76,8 @@ def _columns(found: SeriesReply, form: TableFormat) -> dict[str, Sequence[object
     return {"step": found.step, "attempt": found.attempt} | times | {found.metric: values}
 
 
-def _write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> None:
+def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> None:
+    """Write everything about a run but its curves' values."""
     detail = reader.run(run_id)
     ledger = reader.decisions(run_id)
     saved = reader.checkpoints(run_id)
