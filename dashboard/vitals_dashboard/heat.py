@@ -111,6 +111,7 @@ def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
         "min": low,
         "max": high,
         "calculable": False,
+        "hoverLink": False,
         "orient": "horizontal",
         "right": 10,
         "top": 4,

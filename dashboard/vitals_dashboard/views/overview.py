@@ -7,7 +7,7 @@ import streamlit as st
 
 from trainvitals.views import RunSummary
 from vitals_dashboard import frame, states, tables, words
-from vitals_dashboard.look import BLUE, HEALTH_WORDS, STATE_WORDS
+from vitals_dashboard.look import HEALTH_WORDS, STATE_WORDS
 from vitals_dashboard.source import Source, loss_curve
 
 PAGE_SIZE = 25
@@ -112,7 +112,9 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
             "Health": st.column_config.TextColumn(width=95),
             "Alerts": st.column_config.NumberColumn(width=60),
             "Loss": st.column_config.NumberColumn(format="%.4g", width=70),
-            "Loss curve": st.column_config.LineChartColumn(width=130, color=BLUE),
+            "Loss curve": st.column_config.LineChartColumn(
+                width=130, color=frame.present_palette().main
+            ),
             "Seen": st.column_config.TextColumn(width=90),
             "Last decision": st.column_config.TextColumn(width=330),
             "Step": numbers,
