@@ -77,7 +77,7 @@ def test_the_address_names_runs_metric_and_alignment(stub: Stub, open_page: Open
         "compare", runs=runs(1, 2, 3), metric="steps.grad_norm", along="tokens", log="true",
         smooth="0.5", live="false",
     )  # fmt: skip
-    assert "r3 counts no tokens" in shown(app)
+    assert "no tokens to draw by: r3" in shown(app)
     curves, _ = drawn(app)
     first, second = (s for s in curves["series"] if s["name"] in ("r1", "r2") and s["z"] < 5)
     assert ("log", "billion tokens") == (curves["yAxis"][0]["type"], curves["title"][2]["text"])
@@ -122,7 +122,7 @@ def test_what_cannot_be_compared_is_said(stub: Stub, open_page: Open) -> None:
     stub.add(empty)
     said = shown(open_page("compare", runs=f"{runs(1, 3)},nowhere<b>"))
     assert "Not here: nowhere<b>" in said
-    assert "empty has no steps.loss." in said
+    assert "no steps.loss: empty" in said
     assert "the collector" not in said
     gone = Stub()
     StubServer(gone).close()

@@ -110,7 +110,7 @@ def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]
     """Return a mark for each alert that fired at a step."""
 
     def say(alert: AlertView) -> str:
-        return f"alert {alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}"
+        return f"{alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}"
 
     return _marks(ALERT, [alert for alert in alerts if alert.step >= 0], scale, say)
 
@@ -119,7 +119,7 @@ def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS
     """Return a mark for each checkpoint and snapshot, with its state."""
 
     def say(one: CheckpointView) -> str:
-        return f"checkpoint of step {one.step:,}: {one.state}, in {one.where}, {one.checkpoint_id}"
+        return f"{one.state} state of step {one.step:,} in {one.where}, {one.checkpoint_id}"
 
     return _marks(CHECKPOINT, list(checkpoints), scale, say)
 

@@ -137,13 +137,12 @@ def _lines(
     chosen: Controls,
 ) -> list[Line]:
     """Return the curves of the runs that have the metric, each on its own steps or tokens."""
-    lines: list[Line] = []
-    for detail, name in zip(details, names, strict=True):
-        reply = series_of(source, detail, metric, points=POINTS)
-        if reply is None:
-            st.text(f"{name} has no {words.plain(metric, 60)}.")
-            continue
-        lines.append(Line(name=name, reply=reply))
+    replies = {
+        name: series_of(source, detail, metric, points=POINTS)
+        for detail, name in zip(details, names, strict=True)
+    }
+    lines = [Line(name=name, reply=reply) for name, reply in replies.items() if reply is not None]
+    _say_missing([n for n in names if replies[n] is None], f"no {words.plain(metric, 60)}")
     return lines if chosen.axis == "step" else _by_tokens(source, details, names, lines)
 
 
@@ -159,12 +158,16 @@ def _by_tokens(
     most = max((v for r in counted.values() for v in r.value if v is not None), default=0.0)
     found: list[Line] = []
     for line in lines:
-        if line.name not in counted:
-            st.text(f"{line.name} counts no tokens, so it cannot be drawn along them.")
-            continue
-        scale = charts.token_scale(counted[line.name], unit=charts.token_unit(most))
-        found.append(replace(line, scale=scale))
+        if line.name in counted:
+            scale = charts.token_scale(counted[line.name], unit=charts.token_unit(most))
+            found.append(replace(line, scale=scale))
+    _say_missing([line.name for line in lines if line.name not in counted], "no tokens to draw by")
     return found
+
+
+def _say_missing(names: Sequence[str], what: str) -> None:
+    if names:
+        st.text(f"Left out, for there is {what}: {', '.join(names)}")
 
 
 def _draw(lines: Sequence[Line], names: Sequence[str], metric: str, chosen: Controls) -> None:
