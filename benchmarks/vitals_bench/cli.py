@@ -46,8 +46,9 @@ Split = Annotated[str, typer.Option(help="Which of these: the labels' split, or 
 Manual = Annotated[
     bool, typer.Option("--manual", help="Leave out those whose events were listed by a rule.")
 ]
-MLflow = Annotated[
-    str, typer.Option("--mlflow", help="MLflow's program for ingest [default: found on PATH].")
+MLflow = Annotated[str, typer.Option("--mlflow", help="MLflow's program [default: on PATH].")]
+TensorBoard = Annotated[
+    str, typer.Option("--tensorboard", help="TensorBoard's program [default: on PATH].")
 ]
 Minutes = Annotated[
     float, typer.Option(help="How long the simulated fleet of ingest trains.", min=0.5)
@@ -69,6 +70,7 @@ def register(app: typer.Typer) -> None:
     bench.command("ingest", epilog="Example: vitals bench ingest --quick")(bench_ingest)
     bench.command("agent", epilog="Example: vitals bench agent --quick")(bench_agent)
     bench.command("query", epilog="Example: vitals bench query --quick")(bench_query)
+    bench.command("dashboard", epilog="Example: vitals bench dashboard --quick")(bench_dashboard)
     app.add_typer(bench, name="bench")
 
 
@@ -153,6 +155,23 @@ def bench_query(quick: Quick = False, output: Output = Format.TABLE, page: Part 
     _run(("query",), quick=quick, output=output, page=page)
 
 
+def bench_dashboard(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+    mlflow: MLflow = "",
+    tensorboard: TensorBoard = "",
+) -> None:
+    """Measure how soon the page of a million steps is painted, and what a refresh costs.
+
+    In a headless Chromium, beside a bare Streamlit page, TensorBoard and MLflow.
+    """
+    from vitals_bench.dashboard import Asked
+
+    options = {"dashboard": {"asked": Asked(mlflow=mlflow, tensorboard=tensorboard)}}
+    _run(("dashboard",), quick=quick, output=output, page=page, options=options)
+
+
 def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
     """Return what the parts of detect are called with; a wrong folder is refused here, at once."""
     from vitals_bench.detect import Logs
@@ -166,7 +185,7 @@ def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
 
 
 def _benches() -> Mapping[str, Mapping[str, Measure]]:
-    from vitals_bench import agent, checkpoint, detect, guard, ingest, parts, query
+    from vitals_bench import agent, checkpoint, dashboard, detect, guard, ingest, parts, query
 
     return {
         "guard": guard.PARTS,
@@ -176,6 +195,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "ingest": ingest.PARTS,
         "query": query.PARTS,
         "agent": agent.PARTS,
+        "dashboard": dashboard.PARTS,
     }
 
 

@@ -102,12 +102,12 @@ def pieces(size: Size, planted: Planted) -> Iterator[tuple[int, npt.NDArray[np.f
 
 
 class Filling:
-    """Stores the run; ``run_id`` is its name."""
+    """Stores the run; ``run_id`` is its name, ``names`` are its metrics unless they are given."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, names: Sequence[str] = ()) -> None:
         self.run_id = new_run_id(time.time_ns())
         self.size = size
-        self.names = names_of(size)
+        self.names = tuple(names) or names_of(size)
         self.planted = plant(size.num_steps)
         self._schema = Schema("steps", (*ROW_COLUMNS, *(Column(n, "f8") for n in self.names)))
 
@@ -145,6 +145,13 @@ class Filling:
             ]
             with store.write() as connection:
                 connection.exec_driver_sql(insert, rows)
+
+    def one_more(self, number: int) -> bytes:
+        """Return the step that comes so many after the last one, as rank 0 sends it."""
+        values = np.ones((1, len(self.names)))
+        step = self.size.num_steps + number
+        (raw,) = self._batches(self._identity(0), step, values)
+        return raw
 
     def _identity(self, rank: int) -> Identity:
         return identity_of(self.run_id, rank, world_size=self.size.num_ranks)

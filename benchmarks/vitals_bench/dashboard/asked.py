@@ -1,0 +1,13 @@
+"""What the user may ask of the bench besides ``--quick``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options of ``vitals bench dashboard``: programs of peers; "" is the one on PATH."""
+
+    mlflow: str = ""
+    tensorboard: str = ""

@@ -1,0 +1,172 @@
+"""The run page in a headless Chromium: when it is painted, what a refresh costs and carries."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import streamlit
+
+from vitals_bench.dashboard.asked import Asked
+from vitals_bench.dashboard.seen import num_hidden
+from vitals_bench.dashboard.serving import FULL, QUICK, Serving, bare, serve
+from vitals_bench.measure import halves, interleave
+from vitals_bench.processes import program
+from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
+
+CHART = "[data-testid=stEChartsChart] canvas"
+_WAIT_MS = 120_000
+_STILL_MS = 3_000
+"""The number of charts is known when none was added for so long."""
+_REFRESHES, _FEW_REFRESHES = 10, 2
+
+
+def measure_page(*, quick: bool, asked: Asked | None = None) -> Iterator[Row]:
+    """Yield how soon the page of a long run is painted, and what its refreshes cost."""
+    size = QUICK if quick else FULL
+    with TemporaryDirectory(prefix="vitals-bench-") as name, opened_chromium() as chromium:
+        folder = Path(name)
+        with serve(folder, size) as serving:
+            begin = time.perf_counter()
+            page = open_page(chromium, serving.run_page)
+            page.wait_for_selector(CHART)
+            first = time.perf_counter() - begin
+            num_charts = settled(page)
+            page.close()
+            with bare(folder, num_charts) as bare_address:
+                yield _painted(chromium, serving, bare_address, num_charts, first)
+            yield from _refreshed(chromium, serving, _FEW_REFRESHES if quick else _REFRESHES)
+
+
+@contextmanager
+def opened_chromium() -> Iterator[Any]:
+    """Give one browser window: what it has loaded once is in its cache.
+
+    Raises:
+        RuntimeError: there is no chromium here.
+    """
+    from playwright.sync_api import sync_playwright
+
+    binary = program("chromium")
+    if not binary:
+        raise RuntimeError("no chromium is on PATH")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=binary, args=["--no-sandbox", "--disable-gpu"]
+        )
+        context = browser.new_context(viewport={"width": 1440, "height": 900})
+        context.set_default_timeout(_WAIT_MS)
+        try:
+            yield context
+        finally:
+            browser.close()
+
+
+def open_page(chromium: Any, address: str) -> Any:
+    """Open an address in a new tab."""
+    page = chromium.new_page()
+    page.goto(address)
+    return page
+
+
+def settled(page: Any) -> int:
+    """Return how many charts there are once no more are added."""
+    page.wait_for_selector(CHART)
+    num, before = 0, -1
+    while num != before or not num:
+        before = num
+        page.wait_for_timeout(_STILL_MS)
+        num = page.locator(CHART).count()
+    return int(num)
+
+
+def paint(chromium: Any, address: str, num_charts: int) -> None:
+    """Open a page and return when all of its charts are there."""
+    page = open_page(chromium, address)
+    page.wait_for_function(
+        "([chart, num]) => document.querySelectorAll(chart).length >= num", arg=[CHART, num_charts]
+    )
+    page.close()
+
+
+def _painted(
+    chromium: Any, serving: Serving, bare_address: str, num_charts: int, first: float
+) -> Row:
+    size = serving.filling.size
+    times = interleave(
+        {
+            "ours": partial(paint, chromium, serving.run_page, num_charts),
+            "theirs": partial(paint, chromium, bare_address, num_charts),
+        },
+        rounds=size.rounds,
+        warm_up=1,
+        between=serving.train,
+    )
+    return Row(
+        name=f"page of a run of {size.num_steps:,} steps, {num_charts} charts painted",
+        ours=statistics.median(times["ours"]),
+        unit="s",
+        peer="bare page, as many charts of 100 points",
+        theirs=statistics.median(times["theirs"]),
+        goal=ratio_at_most(1.3),
+        spread=halves(times["theirs"]),
+        note=f"wall time in headless Chromium; the run has one step more each time, so that no "
+        f"answer is cached; ours against itself {100 * halves(times['ours']):.0f} %; the very "
+        f"first chart of the server's first page came after {first:.1f} s; "
+        f"Streamlit {streamlit.__version__}",
+    )
+
+
+def _refreshed(chromium: Any, serving: Serving, num: int) -> Iterator[Row]:
+    page = chromium.new_page()
+    received: list[bytes] = []
+    sent: list[int] = []
+    page.on("websocket", lambda socket: _listen(socket, received, sent))
+    page.goto(serving.run_page)
+    settled(page)
+    hidden = num_hidden(b"".join(received), serving.filling.planted)
+    serving.train()
+    received.clear()
+    sent.clear()
+    begin = serving.cpu_seconds()
+    while len(sent) < num:
+        page.wait_for_timeout(500)
+        serving.train()
+    cpu = serving.cpu_seconds() - begin
+    page.close()
+    name = f"refresh of this page, live, {serving.filling.size.num_steps:,} steps"
+    yield Row(
+        name=f"{name}: time of the servers",
+        ours=1e3 * cpu / len(sent),
+        unit="ms",
+        goal=at_most(300.0),
+        note=f"CPU of dashboard and collector over {len(sent)} refreshes, with new steps in each",
+    )
+    yield Row(
+        name=f"{name}: what goes to the browser",
+        ours=sum(map(len, received)) / len(sent) / 1024,
+        unit="KiB",
+        note="of all charts, before the connection compresses it",
+    )
+    planted = serving.filling.planted
+    yield Row(
+        name=f"of {len(planted.spikes)} planted one-step spikes of the loss, not sent to the page",
+        ours=float(hidden),
+        unit="of them",
+        goal=exactly(0),
+    )
+
+
+def _listen(socket: Any, received: list[bytes], sent: list[int]) -> None:
+    socket.on("framereceived", lambda frame: received.append(_bytes(frame)))
+    socket.on("framesent", lambda frame: sent.append(len(frame)))
+
+
+def _bytes(frame: str | bytes) -> bytes:
+    return frame.encode() if isinstance(frame, str) else frame
