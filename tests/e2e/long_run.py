@@ -96,7 +96,7 @@ class LongRun:
         third = self.num_steps // 3
         self.shard = Trouble(onset=third - 30, bad=third, rank=2, layer="blocks.2.attn")
         self.gpu = Trouble(onset=2 * third - 20, bad=2 * third, rank=1, gpu="GPU-1")
-        self.checkpoint_every = max(100, self.num_steps // 100)
+        self.checkpoint_every = min(max(100, self.num_steps // 100), 1_000)
         self.config = JudgeConfig()
         _Training(self).run()
 
@@ -139,7 +139,7 @@ class _Training:
         self.refs: dict[str, CheckpointRef] = {}
         self.states: dict[int, Mapping[str, object]] = {}
         rng = np.random.default_rng(8)
-        self.noise = rng.standard_normal((2, run.num_steps + 10_000))
+        self.noise = rng.standard_normal((2, run.num_steps + 10 * run.checkpoint_every))
 
     def run(self) -> None:
         self.say(0, RunStarted(info=self.info()))

@@ -15,6 +15,7 @@ from tests.e2e.long_run import BEGIN, LAYERS, NUM_RANKS, RUN, SECOND, LongRun, T
 from trainvitals.arrays import Series
 from trainvitals.cli.main import main
 from trainvitals.client import Client, Run
+from trainvitals.views import IncidentView
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.receiving.ingest import ingest_all
 from vitals_collector.storage.compaction import compact
@@ -46,6 +47,13 @@ class Asked:
                 code = end.code
         assert exit_code == (code or 0)
         return " ".join(out.getvalue().split())
+
+    def told(self) -> list[IncidentView]:
+        """Return the incidents of both rollbacks; what the collector watches has its own."""
+        found = [
+            i for i in self.run.incidents() if any(d.decision.cost_steps > 1 for d in i.decisions)
+        ]
+        return sorted(found, key=lambda one: one.onset_step)
 
     def near(self, metric: str, trouble: Trouble, **how: str) -> Series:
         """Return the branch that the trouble ended, from long before it on."""
@@ -107,11 +115,13 @@ def test_no_step_is_missing_and_nothing_is_smoothed(asked: Asked):
 
 
 def test_when_did_it_start(asked: Asked):
+    acted_on = [v.finding for v in asked.run.findings() if v.finding.level == "act"]
     onsets = [
-        min(view.finding.onset_step for view in asked.run.findings() if view.finding.step in steps)
+        min(found.onset_step for found in acted_on if found.step in steps)
         for steps in (range(t.onset, t.bad + 10) for t in (asked.made.shard, asked.made.gpu))
     ]
     assert [asked.made.shard.bad, asked.made.gpu.bad] == onsets
+    assert onsets == [one.onset_step for one in asked.told()]
 
 
 def test_which_signal_moved_first(asked: Asked):
@@ -136,6 +146,9 @@ def test_which_layer(asked: Asked):
     assert asked.made.shard.onset == min(moved.values())
     movers = asked.run.movers(asked.made.shard.bad)
     assert [asked.made.shard.layer] == [one.row for one in movers if one.row in LAYERS]
+    told = " ".join(asked.told()[0].story)
+    assert f"What moved first was grad norm of {asked.made.shard.layer}" in told
+    assert f"moving since step {asked.made.shard.onset}" in told
 
 
 @pytest.mark.parametrize("which", ["shard", "gpu"])
@@ -179,6 +192,8 @@ def test_what_did_the_gpus_do(asked: Asked):
         during[f"GPU-{i}"] = float(temperature.max()), float(clock.min())
     assert (94.0, 0.9e9) == during.pop(gpu.gpu)
     assert all(hottest < 64 and slowest == 1.7e9 for hottest, slowest in during.values())
+    told = " ".join(asked.told()[1].story)
+    assert f"sm clock hertz of gpu:{gpu.gpu} went from 1.7e+09 to 9e+08" in told
 
 
 def test_what_was_decided_and_why(asked: Asked):
@@ -207,6 +222,9 @@ def test_what_would_another_policy_have_done(asked: Asked, tmp_path: Path):
 
 
 def test_what_did_it_cost(asked: Asked):
+    told = asked.told()
+    num = asked.made.num_discarded
+    assert (num, num) == (sum(i.cost_steps for i in told), sum(i.cost_seconds for i in told))
     left_behind = asked.run.series("steps.loss", branch="discarded")
     ledger = [view.decision for view in asked.run.decisions()]
     again = sum(made.cost_steps for made in ledger if made.action == "rollback")
