@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import streamlit as st
 
@@ -9,6 +10,8 @@ from trainvitals.views import DecisionView
 from vitals_dashboard import frame
 from vitals_dashboard.charts import Axis
 from vitals_dashboard.charts.marks import mark_text
+
+T = TypeVar("T", bound=str)
 
 RANGE = "range"
 WINDOWS = {"all steps": 0, "last 5000": 5_000, "last 1000": 1_000, "last 200": 200, RANGE: 0}
@@ -50,25 +53,9 @@ class Controls:
 def draw() -> Controls:
     """Draw the controls and return what they say."""
     with st.container(horizontal=True, vertical_alignment="center", key="run_controls"):
-        window = st.segmented_control(
-            "Steps",
-            list(WINDOWS),
-            default="all steps",
-            required=True,
-            key="window",
-            bind="query-params",
-            label_visibility="collapsed",
-        )
+        window = str(_choice("Steps", tuple(WINDOWS), "window"))
         first, last = _range() if window == RANGE else (None, None)
-        axis = st.segmented_control(
-            "Along x",
-            AXES,
-            default="step",
-            required=True,
-            key="x",
-            bind="query-params",
-            label_visibility="collapsed",
-        )
+        axis = _choice("Along x", AXES, "x")
         smoothing = st.slider(
             "Smoothing",
             0.0,
@@ -93,14 +80,28 @@ def draw() -> Controls:
         live = frame.live_toggle()
     return Controls(
         live=live,
-        window=WINDOWS.get(str(window), 0),
+        window=WINDOWS.get(window, 0),
         first=first,
         last=last,
-        axis=axis if axis in AXES else "step",
+        axis=axis,
         smoothing=float(smoothing),
         log_loss=bool(log_loss),
         discarded=bool(discarded),
     )
+
+
+def _choice(label: str, options: Sequence[T], key: str) -> T:
+    """Draw a choice of one of few; the first is what an address without it means."""
+    chosen = st.segmented_control(
+        label,
+        options,
+        default=options[0],
+        required=True,
+        key=key,
+        bind="query-params",
+        label_visibility="collapsed",
+    )
+    return chosen if chosen in options else options[0]
 
 
 def _range() -> tuple[int | None, int | None]:
