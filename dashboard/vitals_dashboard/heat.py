@@ -32,6 +32,8 @@ MOST, TINY = 1e300, 1e-300
 CALM, WILD = 0.25, 1_000.0
 """Logarithms to 2 that a diverging scale reaches at least, for noise must not look like news, and
 at most."""
+CALM_SHARE = 0.1
+"""Part of the largest value that a scale of values spans at least, for the same reason."""
 MAX_MARKS = 200
 MAX_CROSSES = 5_000
 LABEL_PIXELS = 230
@@ -91,6 +93,8 @@ def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
     low, high = (0.0, 1.0) if not known.size else np.percentile(known, (0.5, 99.5)).tolist()
     if shade == "size":
         colours: Sequence[str] = SEQUENTIAL
+        if not _is_wide(cells):
+            low = min(low, high - CALM_SHARE * max(abs(low), abs(high)))
         ends = [10.0**v if _is_wide(cells) else v for v in (high, low)]
         text = [f"{words.number(v, 3)} {unit}".strip() for v in ends]
     else:

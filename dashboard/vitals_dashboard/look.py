@@ -154,7 +154,7 @@ UNITS: dict[str, tuple[str, float]] = {
 """Base unit to what people read, and the factor."""
 
 STYLE = """<style>
-.stMainBlockContainer{padding-top:4.4rem;padding-bottom:2rem;max-width:1500px}
+.stMainBlockContainer{padding-top:4.4rem;padding-bottom:2rem;max-width:2200px}
 .st-key-run_title [data-testid="stText"],.st-key-run_title p{font-size:1.45rem;font-weight:650;
 line-height:1.25;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit}
 .st-key-run_facts [data-testid="stText"]{font-size:.82rem;opacity:.7;font-family:inherit}

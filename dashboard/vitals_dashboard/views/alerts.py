@@ -95,7 +95,7 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
     now = source.clock.time_ns()
     key = alert.fingerprint
     with st.container(border=True, key=f"alert_{key}"):
-        text, acts = st.columns([5, 2], vertical_alignment="center")
+        text, acts = st.columns([3, 2], vertical_alignment="center")
         with text, st.container(key=f"alert_text_{key}", gap="xxsmall"):
             with st.container(horizontal=True, vertical_alignment="center"):
                 st.badge(alert.severity, color=SEVERITY_BADGES[alert.severity])  # type: ignore[arg-type]
@@ -105,8 +105,14 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
                 if alert.silenced_until_unix_ns > now:
                     st.badge("silenced", color="gray")
             st.text(words.plain(alert.summary, 400))
-            st.text(_facts(alert, names, now))
-        with acts, st.container(horizontal=True, horizontal_alignment="right"):
+            with st.container(key=f"facts_{key}"):
+                st.text(_facts(alert, names, now))
+        with (
+            acts,
+            st.container(
+                horizontal=True, horizontal_alignment="right", vertical_alignment="center"
+            ),
+        ):
             st.page_link(
                 frame.RUN,
                 label="Open run",
