@@ -94,7 +94,6 @@ def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:
     """Draw a page of one run: the bar, the choice of the run, and what ``draw`` makes of it."""
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         run_links()
-        st.space("stretch")
         live = live_toggle(SLOW_SECONDS)
 
     def body(source: Source) -> None:
@@ -208,7 +207,11 @@ def table(
     columns: Mapping[str, Any] | None = None,
     select: bool = False,
 ) -> int | None:
-    """Draw a table, or ``empty`` where it has no row; return the selected row's index."""
+    """Draw a table, or ``empty`` where it has no row; return the selected row's index.
+
+    A selection is kept by its place: where rows may come to stand above it, ``key`` must change
+    with them.
+    """
     if not rows:
         st.caption(empty)
         return None
@@ -231,7 +234,7 @@ def _columns(row: tables.Row) -> dict[str, Any]:
     number = st.column_config.NumberColumn(format="localized")
     time = st.column_config.DatetimeColumn(format="distance")
     text = st.column_config.TextColumn(width="large")
-    kinds = dict.fromkeys(("Step", "Back to", "At step", "Last step"), number)
+    kinds = dict.fromkeys(STEP_COLUMNS, number)
     kinds |= dict.fromkeys(("When", "Started", "Began", "Ended"), time)
     kinds |= dict.fromkeys(("Reason", "Summary", "What"), text)
     return {name: kind for name, kind in kinds.items() if name in row}

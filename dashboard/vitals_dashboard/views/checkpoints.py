@@ -43,7 +43,13 @@ def _body(source: Source, run: RunSummary) -> None:
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
     for row, one in zip(rows, newest, strict=True):
         row["Next"] = "\N{LEFTWARDS ARROW} a rollback goes here" if one == target else ""
-    picked = frame.table(rows, "None is like that.", key="checkpoint_list", height=520, select=True)
+    picked = frame.table(
+        rows,
+        "None is like that.",
+        key=f"checkpoints_{len(every)}_{len(shown)}",
+        height=520,
+        select=True,
+    )
     if picked is not None:
         _chosen(source, run, newest[picked])
 

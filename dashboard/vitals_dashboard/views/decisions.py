@@ -38,7 +38,9 @@ def _body(source: Source, run: RunSummary) -> None:
             for row, word in zip(rows, said, strict=True)
         ]
     empty = "No decision is like that." if ledger else "No decision was needed so far."
-    picked = frame.table(rows, empty, key="ledger", height=430, select=True)
+    picked = frame.table(
+        rows, empty, key=f"ledger_{len(ledger)}_{len(shown)}", height=430, select=True
+    )
     waiting = [view for view in newest if acting.proposed(view)]
     if picked is not None:
         _evidence(source, run, newest[picked], notes)

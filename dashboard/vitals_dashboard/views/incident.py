@@ -39,7 +39,9 @@ def _body(source: Source, run: RunSummary) -> None:
         return
     rows = tables.incident_rows(every)
     asked = st.query_params.get("incident")
-    picked = frame.table(rows, "", key=f"incidents_{run.run_id}", height=220, select=True)
+    picked = frame.table(
+        rows, "", key=f"incidents_{run.run_id}_{len(every)}", height=220, select=True
+    )
     if picked is not None and every[picked].incident_id != asked:
         asked = every[picked].incident_id
         st.query_params["incident"] = asked
