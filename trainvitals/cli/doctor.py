@@ -27,7 +27,7 @@ PROGRAM_PACKAGES: dict[str, tuple[str, ...]] = {
     "agent": ("prometheus_client", "pynvml", "psutil"),
     "collector": (
         *("sqlalchemy", "alembic", "fastapi", "uvicorn", "httptools", "uvloop"),
-        *("prometheus_client", "tsdownsample", "plotext"),
+        *("prometheus_client", "tsdownsample"),
     ),
     "parquet": ("pyarrow",),
     "postgresql": ("psycopg",),

@@ -47,10 +47,10 @@ def postmortem(
             opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident
         )
     blocks = tell(facts)
-    if html is not None:
-        write_file(html, page.write(blocks).encode(), force=force)
-    if md is not None:
-        write_file(md, markdown.write(blocks).encode(), force=force)
+    for file, write in ((html, page.write), (md, markdown.write)):
+        if file is not None:
+            write_file(file, write(blocks).encode(), force=force)
+            sys.stdout.write(f"{file}\n")
     if html is None and md is None:
         sys.stdout.write(markdown.write(blocks))
 
