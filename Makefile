@@ -12,7 +12,7 @@ FAST := not slow and not dist and not servers and not browser
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow test-oldest test-integrations lint bench docs screenshot clean
+.PHONY: help setup demo test pytest test-fast test-slow test-oldest test-integrations lint bench docs screenshot clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,10 @@ setup: $(STAMP) ## make the environment in .venv (the other targets do it too)
 demo: $(STAMP) ## train a small model with injected faults, watch it heal (ARGS="--headless --compare --keep")
 	$(BIN)/vitals demo $(ARGS)
 
-test: lint ## lint, then every test except the slow ones, on all cores
+test: $(STAMP) ## lint, and every test except the slow ones, on all cores
+	$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser
