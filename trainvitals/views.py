@@ -318,7 +318,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     """What belongs together in time and cause: findings, decisions, alerts, and what was seen."""
 
     incident_id: str
-    """The same in every answer: the attempt and step it began at."""
+    """The same in every answer: ATTEMPT-STEP-CAUSE, which of the run's attempts (1, 2, ...) and the
+    step it began at."""
     run_id: str
     title: str
     severity: Severity

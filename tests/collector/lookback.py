@@ -52,10 +52,15 @@ def decision(action: str = "skip_step", step: int = BAD, **how: object) -> Decis
     return DecisionMade(decision=Decision(**(known | how)))
 
 
-def gpu_rows(writer: Writer, seconds: Sequence[int], temperature: Sequence[float]) -> bytes:
-    at = GPU_SCHEMA.index["temperature_celsius"]
+def gpu_rows(
+    writer: Writer,
+    seconds: Sequence[int],
+    values: Sequence[float],
+    column: str = "temperature_celsius",
+) -> bytes:
+    at = GPU_SCHEMA.index[column]
     rows = []
-    for second, value in zip(seconds, temperature, strict=True):
+    for second, value in zip(seconds, values, strict=True):
         row = [-1, 0, writer.started + second * SECOND, 0] + [None] * (len(GPU_SCHEMA.columns) - 4)
         row[at] = value
         rows.append(row)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection
 
+from trainvitals.detect.watch.node import THROTTLES
 from trainvitals.views import DecisionView, MoverView, RunSummary, StepView
 from vitals_collector.queries.blocks import KEYS, Block, find_parts, join_blocks, read_blocks
 from vitals_collector.queries.movers import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
@@ -25,8 +26,9 @@ _OF_GPU = (
     "memory_used_bytes", "throttle_reasons", "ecc_corrected_errors", "ecc_uncorrected_errors",
     "last_xid",
 )  # fmt: skip
-_RISING = ("ecc_corrected_errors", "ecc_uncorrected_errors", "last_xid", "throttle_reasons")
+_RISING = ("ecc_corrected_errors", "ecc_uncorrected_errors", "last_xid")
 """Of these a new value is told, however small."""
+THROTTLED = "throttle_reasons"
 _MIN_SCORE = 6.0
 _MAX_TOLD = 8
 
@@ -170,6 +172,9 @@ def _of_gpu(source: str, rows: Block, begin: int) -> list[MoverView]:
         if name in _RISING:
             found += _risen(source, name, values[~is_late], values[is_late])
             continue
+        if name == THROTTLED:
+            found += _throttled(source, values[~is_late], values[is_late])
+            continue
         # As steps of a window: what came before lies far enough back.
         pseudo = np.where(is_late, WINDOW_STEPS, 0)
         one = judge(source, name, pseudo, values, WINDOW_STEPS)
@@ -189,6 +194,30 @@ def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverVi
     return [view]
 
 
+def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
+    """Return the reasons to throttle that are not usual, as bit masks: the usual ones, and all.
+
+    A throttle comes and goes, and may have come some samples before its trouble showed in steps.
+    """
+    usual = began = 0
+    for bit in THROTTLES:
+        share = float(np.mean(before.astype(np.int64) & bit != 0)) if len(before) else 0.0
+        share_late = float(np.mean(late.astype(np.int64) & bit != 0)) if len(late) else 0.0
+        usual |= bit if share >= 0.5 else 0
+        began |= bit if share < 0.5 and share_late > share else 0
+    if not began:
+        return []
+    view = MoverView(
+        row=source,
+        metric=THROTTLED,
+        before=float(usual),
+        peak=float(usual | began),
+        peak_step=-1,
+        score=MAX_SCORE,
+    )
+    return [view]
+
+
 def _times(
     connection: Connection, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
@@ -204,4 +233,4 @@ def _times(
     return min(first for first, _ in found), max(end for _, end in found)
 
 
-__all__ = ["Evidence", "gather", "lost_spans"]
+__all__ = ["THROTTLED", "Evidence", "gather", "lost_spans"]

@@ -7,7 +7,7 @@ what came again on the new branch before it was past the place where the trouble
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from trainvitals.records import Decision, Finding
@@ -151,16 +151,24 @@ class _Sets:
         self._above[self.top(i)] = self.top(j)
 
 
-def incident_ids(groups: Sequence[Sequence[Item]]) -> list[str]:
-    """Return a name for each: the attempt and step it began at, and its first cause."""
-    names: list[str] = []
+def incident_ids(
+    groups: Sequence[Sequence[Item]], ordinals: Mapping[int, int] | None = None
+) -> list[str]:
+    """Return a name for each: the attempt and step it began at, and its first cause.
+
+    Args:
+        groups: the incidents.
+        ordinals: which attempt of the run an id is, as people count; one it lacks keeps its id.
+    """
+    names: dict[str, None] = {}
     for some in groups:
         cause = re.sub("[^A-Za-z0-9_.]+", "_", some[0].cause)[:80]
-        name = f"{some[0].attempt}-{some[0].onset}-{cause}"
-        while name in names[-8:]:  # of one place and cause there is one, but for odd characters
+        attempt = (ordinals or {}).get(some[0].attempt, some[0].attempt)
+        name = f"{attempt}-{some[0].onset}-{cause}"
+        while name in names:  # of one place and cause there is one, but for odd characters
             name += "_"
-        names.append(name)
-    return names
+        names[name] = None
+    return list(names)
 
 
 __all__ = [

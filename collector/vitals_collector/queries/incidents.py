@@ -1,6 +1,6 @@
 """Incidents: what belongs together (``grouping``), read whole and told as a story (``story``)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from vitals_collector.queries.grouping import (
 )
 from vitals_collector.queries.recorded import (
     alerts_of,
+    attempt_rows,
     decisions_of,
     event_view,
 )
@@ -89,8 +90,12 @@ def incidents(connection: Connection, run: RunSummary) -> tuple[IncidentView, ..
     records = read_records(connection, run.run_id)
     items, raised = items_of(records)
     groups = group(items)
-    names = incident_ids(groups)
-    bundles = [_bundle(name, some, records) for name, some in zip(names, groups, strict=True)]
+    known = attempt_rows(connection, run.run_id)
+    ordinals = {row.id: ordinal for ordinal, row in enumerate(known, start=1)}
+    names = incident_ids(groups, ordinals)
+    bundles = [
+        _bundle(name, some, records, ordinals) for name, some in zip(names, groups, strict=True)
+    ]
     _attach_alerts(bundles, records, raised)
     bundles.sort(key=lambda one: (one.started_unix_ns, one.name), reverse=True)
     bundles = bundles[:MAX_INCIDENTS]
@@ -105,6 +110,8 @@ class Bundle:
 
     name: str
     attempt: int
+    ordinal: int
+    """Which of the run's attempts it is: the id says nothing to people."""
     onset: int
     last: int
     started_unix_ns: int
@@ -214,7 +221,9 @@ def _said(row: Row[Any]) -> Said | None:
 # ------------------------------------------------------------------------------------ bundling
 
 
-def _bundle(name: str, some: Sequence[Item], records: Records) -> Bundle:
+def _bundle(
+    name: str, some: Sequence[Item], records: Records, ordinals: Mapping[int, int]
+) -> Bundle:
     def of(kind: str) -> list[int]:
         return [one.which for one in some if one.kind == kind]
 
@@ -223,6 +232,7 @@ def _bundle(name: str, some: Sequence[Item], records: Records) -> Bundle:
     one = Bundle(
         name=name,
         attempt=some[0].attempt,
+        ordinal=ordinals.get(some[0].attempt, some[0].attempt),
         onset=some[0].onset,
         last=max(item.last for item in some),
         started_unix_ns=min(times),
@@ -333,6 +343,7 @@ def _view(
     told = story.Told(
         run=run,
         attempt=one.attempt,
+        ordinal=one.ordinal,
         onset=one.onset,
         last=one.last,
         started_unix_ns=one.started_unix_ns,

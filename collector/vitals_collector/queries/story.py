@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from trainvitals.cli.output import printable
+from trainvitals.detect.watch.node import THROTTLES
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -18,7 +19,7 @@ from trainvitals.views import (
     StepRow,
 )
 from vitals_collector.queries import why
-from vitals_collector.queries.evidence import Evidence
+from vitals_collector.queries.evidence import THROTTLED, Evidence
 from vitals_collector.queries.movers import NONFINITE_SCORE, RUN, Moved
 
 _T = TypeVar("_T")
@@ -45,6 +46,8 @@ class Told:
 
     run: RunSummary
     attempt: int
+    ordinal: int
+    """Which of the run's attempts it is."""
     onset: int
     last: int
     started_unix_ns: int
@@ -95,7 +98,7 @@ def tell(told: Told) -> tuple[str, ...]:
 
 def _began(told: Told) -> str:
     when = _moment(told.started_unix_ns)
-    said = [f"It began at step {told.onset} of attempt {told.attempt}; first told of {when}."]
+    said = [f"It began at step {told.onset} of attempt {told.ordinal}; first told of {when}."]
     said += [f"{one.finding.detector} found {_of_finding(one)}." for one in _few(told.findings)]
     said += _others(told.findings, "finding")
     if not told.findings:
@@ -213,12 +216,16 @@ def _gpus(told: Told) -> str:
         return "What the GPUs did is not known: no samples of them are stored around it."
     if not told.evidence.gpus:
         return "The GPUs did nothing that they had not done in the ten minutes before."
-    shown = "; ".join(
-        f"{view.metric.replace('_', ' ')} of {view.row} went from "
-        f"{_plain(view.before)} to {_plain(view.peak)}"
-        for view in told.evidence.gpus
-    )
-    return f"The GPUs: {shown}."
+    return f"The GPUs: {'; '.join(_of_gpu(view) for view in told.evidence.gpus)}."
+
+
+def _of_gpu(view: MoverView) -> str:
+    if view.metric == THROTTLED:
+        began = int(view.peak or 0) & ~int(view.before or 0)
+        reasons = "; ".join(words for bit, words in THROTTLES.items() if began & bit)
+        return f"{view.row} began to throttle ({reasons})"
+    name = view.metric.replace("_", " ")
+    return f"{name} of {view.row} went from {_plain(view.before)} to {_plain(view.peak)}"
 
 
 def _plain(value: float | None) -> str:

@@ -138,7 +138,14 @@ class GpuThrottleWatcher:
             self._gpus[node, uuid] = clocks
 
 
-_SLOWED = HARDWARE_SLOWDOWN | SOFTWARE_HEAT | HARDWARE_HEAT | POWER_BRAKE
+THROTTLES: dict[int, str] = {
+    HARDWARE_SLOWDOWN: "hardware slowdown",
+    SOFTWARE_HEAT: "heat, told by the driver",
+    HARDWARE_HEAT: "heat, told by the hardware",
+    POWER_BRAKE: "brake of the power supply",
+}
+"""Reasons that slow clocks down against the program's wish; a power cap is normal under load."""
+_SLOWED = sum(THROTTLES)
 _WORDS = {
     "gpu_thermal": "is slowed down for its heat",
     "gpu_power_brake": "is slowed down by the power supply",
