@@ -1,3 +1,6 @@
+import threading
+from dataclasses import replace
+
 import pytest
 
 from tests.collector.acting import Heard, Job, Place, decision, started
@@ -338,8 +341,6 @@ def test_a_store_that_refuses_a_look_is_asked_again(place: Place, monkeypatch: p
 
 
 def test_the_threads_tell_of_what_only_rows_show_without_being_asked(place: Place):
-    import threading
-
     told = threading.Event()
     place.heard.notify = lambda alerts: told.set() or DELIVERED
     job = Job(place.store)
@@ -354,8 +355,6 @@ def test_the_threads_tell_of_what_only_rows_show_without_being_asked(place: Plac
 
 
 def test_the_threads_tell_without_being_asked_and_end(place: Place):
-    import threading
-
     told = threading.Event()
     place.heard.notify = lambda alerts: told.set() or DELIVERED
     place.acting.start()
@@ -366,3 +365,26 @@ def test_the_threads_tell_without_being_asked_and_end(place: Place):
         place.acting.close()
     names = {t.name for t in threading.enumerate()}
     assert not names & {"vitals-engine", "vitals-notify"}
+
+
+def test_a_bug_of_a_look_is_counted_and_said_once_and_the_next_look_goes_on(
+    place: Place, caplog: pytest.LogCaptureFixture
+):
+    engine, went_on = place.acting.engine, threading.Event()
+    errors = [KeyError("a"), KeyError("a"), StorageError("disk full"), ZeroDivisionError("b")]
+
+    def look(*, only_new: bool) -> None:
+        if errors:
+            raise errors.pop(0)
+        went_on.set()
+
+    engine.poll = look  # type: ignore[method-assign]
+    engine._config = replace(engine._config, interval_seconds=0.01)
+    place.acting.start()
+    try:
+        assert went_on.wait(10)
+    finally:
+        place.acting.close()
+    assert {"engine": 4} == place.store.counters.failures
+    ours = [r.exc_info[1] for r in caplog.records if r.name.endswith("engine") and r.exc_info]
+    assert ["KeyError('a')", "ZeroDivisionError('b')"] == [repr(error) for error in ours]

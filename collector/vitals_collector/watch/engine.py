@@ -50,6 +50,8 @@ from vitals_collector.watch.state import Liveness
 from vitals_collector.watch.watching import COLLECTOR, Watching, WatchingConfig
 
 _AT_ONCE = 500
+_MAX_TOLD = 100
+"""Errors of our own that are logged whole; those beyond are only counted."""
 _LOG = logging.getLogger("vitals.collector.engine")
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
@@ -104,6 +106,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._retold_ns: int | None = None
         self._is_first = True
+        self._told: set[str] = set()
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
@@ -207,14 +210,24 @@ class Engine:
                 due = self._clock.monotonic_ns() + interval
             try:
                 self.poll(only_new=not is_due)
-            except VitalsError as error:
+            except Exception as error:  # noqa: BLE001 - a bug of ours must not end alerting
                 self._store.counters.fail("engine")
-                _LOG.warning("engine: %s", error)
+                self._say(error)
                 self._stopping.wait(self._config.interval_seconds)
                 continue
             if not self._has_more:
                 self._stopping.wait(self._config.pause_seconds)
                 self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
+
+    def _say(self, error: Exception) -> None:
+        """Log what stopped a look; of an error that is ours, once, where it happened."""
+        if isinstance(error, VitalsError):
+            _LOG.warning("engine: %s", error)
+            return
+        text = repr(error)
+        if text not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(text)
+            _LOG.error("engine: a look failed, the next one goes on", exc_info=error)
 
     # --------------------------------------------------------------------------------- decisions
 
