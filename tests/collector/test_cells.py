@@ -7,9 +7,12 @@ import pytest
 
 from tests.collector.conftest import Served
 from tests.collector.lookback import BAD, ONSET, gpu_rows, troubled_run
-from tests.collector.rows import RUN, Writer
+from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.collector.test_query import At, query
+from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import UsageError
+from trainvitals.records import NamesDefined
+from trainvitals.rows import Value
 from vitals_collector.queries.cells import MAX_CELLS
 from vitals_collector.queries.query import Query
 from vitals_collector.receiving.ingest import ingest
@@ -58,6 +61,63 @@ def test_summaries_hide_no_spike_either(store: Store, monkeypatch: pytest.Monkey
     seen = Query(store, clock=At(100)).cells(RUN, "steps.rank_loss", points=5)
     assert (9.0, ((1, 4),)) == (max(v for v in seen.value[1] if v), seen.nonfinite)
     assert min(seen.value[1]) == 0.5
+
+
+@pytest.mark.parametrize("edge", ["first", "last"])
+def test_a_dip_on_a_steep_slope_at_the_edge_is_seen(store: Store, edge: str):
+    steps = np.arange(NUM)
+    loss = 3.0 + 5.0 * np.exp(-steps / 300) + 0.01 * np.sin(steps)
+    loss[30] = 3.5  # no lower than the curve comes to be, and far below what was due
+    loss = loss if edge == "first" else loss[::-1]
+    ingest(store, Writer().steps(steps.tolist(), rank_loss=loss.tolist()))
+    found = query(store).cells(RUN, "steps.rank_loss", points=10)
+    assert 3.5 == found.value[0][0 if edge == "first" else -1]
+
+
+def test_what_lasts_is_shown_as_it_is_within_flat_rows(store: Store):
+    loss = np.ones(NUM)
+    loss[1_010:1_240] = 50.0  # most of a column
+    ingest(store, Writer().steps(list(range(NUM)), rank_loss=loss.tolist()))
+    found = query(store).cells(RUN, "steps.rank_loss", points=10)
+    assert [1.0] * 4 + [50.0] + [1.0] * 5 == list(found.value[0])
+
+
+def layer_rows(writer: Writer, values: dict[int, list[float]]) -> list[list[Value]]:
+    return [
+        [step, 1, writer.time_of(step), 0, number, value, *[None] * 5]
+        for step, some in values.items()
+        for number, value in enumerate(some)
+    ]
+
+
+def test_of_a_layers_step_the_newest_row_counts_however_batches_are_cut(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    num, wide, cut = 900, 10, 4_105  # so many rows are a chunk that stays, and ends within a step
+    writer, other = Writer(), Writer("rank:1", started=START + 1_000 * SECOND)
+    norms = np.random.default_rng(1).uniform(1.0, 2.0, (num, wide)).round(3)
+    norms[77, 3], norms[410, 6], norms[450, 4] = 40.0, 30.0, math.inf
+    for who in (writer, other):
+        names = {number: f"h.{number}" for number in range(wide)}
+        ingest(store, who.events(NamesDefined(stream="layers", names=names)))
+    rows = layer_rows(writer, dict(enumerate(norms.tolist())))
+    monkeypatch.setattr(compaction, "MIN_ROWS", 1)
+    for part in (rows[:cut], rows[cut:]):
+        ingest(store, writer.batch(LAYERS_SCHEMA, part))
+        compaction.compact(store)
+    again = layer_rows(writer, {num - 1: [7.0] * wide})
+    ingest(store, writer.batch(LAYERS_SCHEMA, again))
+    found = query(store).cells(RUN, "layers.grad_norm", points=3)
+    assert tuple(f"h.{number}" for number in range(wide)) == found.rows
+    assert (0, 300, 600) == found.step
+    assert (40.0, 30.0, ((4, 1),)) == (found.value[3][0], found.value[6][1], found.nonfinite)
+    assert {7.0} == {row[2] for row in found.value}
+    ingest(store, other.batch(LAYERS_SCHEMA, layer_rows(other, {650: [60.0] * wide})))
+    found = query(store).cells(RUN, "layers.grad_norm", points=3)
+    assert {60.0} == {row[2] for row in found.value}
+    each = query(store).cells(RUN, "layers.grad_norm", points=500, from_step=num - 10)
+    assert ({7.0}, 10) == ({row[-1] for row in each.value}, len(each.step))
+    assert tuple(norms[num - 10 : num - 1, 2]) == each.value[2][:-1]
 
 
 def test_layers_have_a_row_each_in_the_models_order(store: Store):

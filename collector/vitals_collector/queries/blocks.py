@@ -66,6 +66,10 @@ class Part:
     is_columnar: bool
     min_step: int
     max_step: int
+    min_attempt: int
+    max_attempt: int
+    min_time_unix_ns: int
+    max_time_unix_ns: int
 
 
 def find_parts(
@@ -80,7 +84,8 @@ def find_parts(
     table = batches.c
     query = select(
         table.id, table.source, table.incarnation, table.num_rows, is_columnar,
-        table.min_step, table.max_step,
+        table.min_step, table.max_step, table.min_attempt, table.max_attempt,
+        table.min_time_unix_ns, table.max_time_unix_ns,
     ).where(table.run_id == run_id, table.stream == stream, *where)  # fmt: skip
     if from_step is not None:
         query = query.where(table.max_step >= from_step)
@@ -132,7 +137,7 @@ def _of_columns(
     for part in parts:
         found = decode_columns(chunks.get(part.id, ()), part.num_rows)
         columns = {chunk.name: Cells(values, valid) for chunk, values, valid in found}
-        batch = np.full(part.num_rows, part.id, dtype=np.int64)
+        batch = np.broadcast_to(np.int64(part.id), part.num_rows)
         at = np.arange(part.num_rows)
         yield Block(part.source, part.incarnation, batch, at, columns)
 

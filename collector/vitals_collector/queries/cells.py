@@ -8,10 +8,8 @@ have none and are decoded.
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from sqlalchemy import Connection, select
 
 from trainvitals import catalog
@@ -19,9 +17,16 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.views import CellsReply
 from vitals_collector.queries import layer_cells, metrics
+from vitals_collector.queries.extremes import (
+    Extremes,
+    furthest,
+    nanmedian,
+    of_curves,
+    starts_of,
+)
 from vitals_collector.queries.loading import Selection, load_outline, load_outlines
 from vitals_collector.queries.recorded import attempt_rows
-from vitals_collector.queries.series import AttemptRow, Points
+from vitals_collector.queries.series import AttemptRow, Floats, Ints, Points
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import UNKNOWN
 
@@ -31,20 +36,7 @@ MAX_CELLS = 200_000
 STREAMS = ("steps", "gpu", "node", "layers")
 _POINTS_A_COLUMN = 4
 """A summary's entry stands for 256 values: it is taken where a column holds two of them."""
-_NEIGHBOURS = 9
-"""Columns whose middle a cell is compared with."""
 _TIMED = ("loss", "step_duration_seconds", "grad_norm")
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-
-class Extremes(NamedTuple):
-    """The least and the greatest finite value of each cell, and whether it has others."""
-
-    low: Floats
-    high: Floats
-    is_marked: npt.NDArray[np.bool_]
 
 
 def cells(
@@ -78,17 +70,11 @@ def cells(
         run_id=run_id, stream=stream, column=column, from_step=from_step, to_step=to_step
     )
     if stream == "layers":
-        curves = layer_cells.load(connection, wanted, attempts)
-    elif stream == "steps":
-        curves = load_outlines(connection, wanted, attempts, "lineage", _POINTS_A_COLUMN * points)
+        names, starts, found = layer_cells.load(connection, wanted, attempts, points)
     else:
-        curves = _host(connection, wanted, attempts, points)
-    curves = {name: curves[name] for name in _ordered(curves) if len(curves[name])}
-    starts = _columns(list(curves.values()), points)
-    found = _extremes(list(curves.values()), starts)
-    value = _furthest(found)
+        names, starts, found = _of_sources(connection, wanted, attempts, points)
+    value = furthest(found)
     chosen = _most(value, found, rows, is_alike=stream != "layers")
-    names = list(curves)
     marks = np.argwhere(found.is_marked[chosen])
     return CellsReply(
         run_id=run_id,
@@ -133,6 +119,20 @@ def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
     )
 
 
+def _of_sources(
+    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], points: int
+) -> tuple[Sequence[str], Ints, Extremes]:
+    """Return the names of ranks, GPUs or nodes, the first step of each column, and the cells."""
+    if wanted.stream == "steps":
+        curves = load_outlines(connection, wanted, attempts, "lineage", _POINTS_A_COLUMN * points)
+    else:
+        curves = _host(connection, wanted, attempts, points)
+    names = [name for name in _ordered(curves) if len(curves[name])]
+    drawn = [curves[name] for name in names]
+    starts = starts_of(drawn, points)
+    return names, starts, of_curves(drawn, starts)
+
+
 def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
     """Return ranks by their number, all others in their own order."""
 
@@ -146,70 +146,6 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
     return sorted(names, key=key) if is_of_sources else list(names)
 
 
-# ------------------------------------------------------------------------------------- columns
-
-
-def _columns(curves: Sequence[Points], points: int) -> Ints:
-    """Return the first step of each column."""
-    none = np.zeros(0, dtype=np.int64)
-    if not curves:
-        return none
-    if all(len(curve) <= points for curve in curves):
-        there = np.unique(np.concatenate([curve.step for curve in curves]))
-        if len(there) <= points:
-            return there
-    first = min(int(curve.step.min()) for curve in curves)
-    last = max(int(curve.step.max()) for curve in curves)
-    width = -(-(last - first + 1) // points)
-    return np.arange(first, last + 1, width, dtype=np.int64)
-
-
-def _extremes(curves: Sequence[Points], starts: Ints) -> Extremes:
-    shape = (len(curves), len(starts))
-    found = Extremes(np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape, dtype=bool))
-    for i, curve in enumerate(curves):
-        at = np.searchsorted(starts, curve.step, side="right") - 1
-        is_finite = np.isfinite(curve.value)
-        found.is_marked[i, at[~is_finite]] = True
-        at, value = at[is_finite], curve.value[is_finite]
-        if not len(at):
-            continue
-        if np.any(at[1:] < at[:-1]):
-            order = np.argsort(at, kind="stable")
-            at, value = at[order], value[order]
-        begins = np.flatnonzero(np.concatenate(([True], at[1:] != at[:-1])))
-        found.low[i, at[begins]] = np.minimum.reduceat(value, begins)
-        found.high[i, at[begins]] = np.maximum.reduceat(value, begins)
-    return found
-
-
-def _furthest(found: Extremes) -> Floats:
-    """Return of each cell the extreme that lies further from the row's middle thereabouts."""
-    if not found.low.size:
-        return found.low
-    middle = _nanmedian(_around(found.low / 2 + found.high / 2))  # halves first: no overflow
-    with np.errstate(over="ignore"):
-        is_low = middle - found.low > found.high - middle
-    return np.where(is_low, found.low, found.high)
-
-
-def _around(values: Floats) -> Floats:
-    """Return beside each cell its neighbours in the row, as a last axis."""
-    num = min(_NEIGHBOURS, values.shape[1])
-    half = num // 2
-    padded = np.pad(values, ((0, 0), (half, num - 1 - half)), constant_values=np.nan)
-    return np.lib.stride_tricks.sliding_window_view(padded, num, axis=1)
-
-
-def _nanmedian(values: Floats) -> Floats:
-    """Return the median along the last axis; NaN, without a warning, where there is no value."""
-    ordered = np.sort(values, axis=-1)  # NaN comes last
-    num = np.count_nonzero(~np.isnan(ordered), axis=-1, keepdims=True)
-    low, high = np.maximum(num - 1, 0) // 2, np.minimum(num // 2, values.shape[-1] - 1)
-    pick = np.take_along_axis
-    return (pick(ordered, low, axis=-1) / 2 + pick(ordered, high, axis=-1) / 2)[..., 0]
-
-
 def _most(value: Floats, found: Extremes, num: int, *, is_alike: bool) -> list[int]:
     """Return which rows deviate most, in their order.
 
@@ -219,7 +155,7 @@ def _most(value: Floats, found: Extremes, num: int, *, is_alike: bool) -> list[i
         return list(range(len(value)))
 
     def middle_of(values: Floats) -> Floats:
-        return _nanmedian(values.T)[np.newaxis, :] if is_alike else _nanmedian(values)[:, None]
+        return nanmedian(values.T)[np.newaxis, :] if is_alike else nanmedian(values)[:, None]
 
     middle = middle_of(value)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,39 +1,359 @@
-"""Reads one column of all layers at once: layers have no summaries, so their rows are decoded."""
+"""Reads one column of all layers at once: layers have no summaries, so their rows are decoded.
 
-from collections.abc import Sequence
+What is decoded goes into the map's cells at once, some thousand rows at a time, so that neither
+time nor memory grows with the number of pieces. That is right only for rows that no other row of
+the same layer and step replaces: most batches overlap no other one, and of a step that a writer's
+next batch goes on with, the rows wait. These, and all that does overlap, are stitched at the end.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from sqlalchemy import Connection, select
 
-from vitals_collector.queries.blocks import KEYS, Block, find_parts, read_blocks
+from vitals_collector.queries.blocks import KEYS, Block, Part, find_parts, read_blocks
+from vitals_collector.queries.extremes import Extremes, Grid, even_starts
 from vitals_collector.queries.loading import Selection
-from vitals_collector.queries.series import AttemptRow, Floats, Ints, Mask, Points, join, stitch
+from vitals_collector.queries.series import AttemptRow, Floats, Ints, Mask, ends
 from vitals_collector.storage.schema import names
 
 RATIO = "update_ratio"
+_MAX_NUMBER = 4_096
+"""Layers of lower numbers, which is all in practice, are looked up in an array."""
 
 
 def load(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow]
-) -> dict[str, Points]:
-    """Return each layer's curve over the lineage, in the order of the model's own numbering."""
-    low, high = wanted.from_step, wanted.to_step
-    parts = find_parts(connection, wanted.run_id, "layers", from_step=low, to_step=high)
-    columns = ["update_norm", "weight_norm"] if wanted.column == RATIO else [wanted.column]
+    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], points: int
+) -> tuple[Sequence[str], Ints, Extremes]:
+    """Return the layers in the model's own order, the first step of each column, and the cells."""
     named = layer_names(connection, wanted.run_id)
-    found: dict[str, list[Points]] = {}
-    for block in read_blocks(
-        connection, parts, [*KEYS, "layer", *columns], from_step=low, to_step=high
-    ):
-        value, is_there = value_of(block, columns)
-        points = Points(
-            block.whole("step"), block.whole("attempt"), block.whole("time_unix_ns"), value
-        )
-        layer = block.whole("layer")
-        for number, which in _by_layer(layer, is_there):
-            name = named.get((block.incarnation, number), f"layer {number}")
-            found.setdefault(name, []).append(points.take(which))
-    return {name: stitch(join(some), attempts, "lineage") for name, some in found.items()}
+    spans = _spans(connection, wanted, attempts)
+    calm, others, shared = _sorted_out(spans, _families(named, spans))
+    source = _Source(connection, wanted, attempts, named)
+    filling = _Filling(source, calm, points)
+    for rows in source.read(others):
+        filling.wait(rows)
+    for rows in source.read(calm, is_timed=False):
+        span = rows.span
+        if not _is_rising(rows.step, rows.layer):
+            filling.wait(rows)
+        elif span.low in shared or span.high in shared:
+            is_shared = np.isin(rows.step, [s for s in (span.low, span.high) if s in shared])
+            filling.wait(rows.take(is_shared))
+            filling.add(rows.take(~is_shared))
+        else:
+            filling.add(rows)
+    starts, found = filling.finish(len(source.rows.names))
+    order = source.rows.order()
+    is_there = [i for i in order if (found.is_marked[i] | ~np.isnan(found.low[i])).any()]
+    return [source.rows.names[i] for i in is_there], starts, found.take(is_there)
+
+
+# ------------------------------------------------------------------------------ which overlap
+
+
+class _Span(NamedTuple):
+    """The wanted steps of a batch, as far as the batch itself tells."""
+
+    low: int
+    high: int
+    place: int
+    """Among all, by writer and as they were written: of rows of one time the last one stays."""
+    part: Part
+
+
+def _spans(
+    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow]
+) -> list[_Span]:
+    """Return the batches that may have rows of the lineage, by step."""
+    low, high = wanted.from_step, wanted.to_step
+    end_of = ends(attempts)
+    found = []
+    parts = find_parts(connection, wanted.run_id, "layers", from_step=low, to_step=high)
+    for place, part in enumerate(parts):
+        first = part.min_step if low is None else max(part.min_step, low)
+        last = part.max_step if high is None else min(part.max_step, high)
+        if part.min_attempt == part.max_attempt and last >= end_of(part.min_attempt):
+            last = int(max(end_of(part.min_attempt), first)) - 1
+        if first <= last:
+            found.append(_Span(first, last, place, part))
+    return sorted(found)
+
+
+def _families(named: Mapping[tuple[str, int], str], spans: Sequence[_Span]) -> dict[str, int]:
+    """Return a number for each writer: those of one number may have layers in common."""
+    layers_of: dict[str, set[str]] = {span.part.incarnation: set() for span in spans}
+    for (incarnation, _), name in named.items():
+        if incarnation in layers_of:
+            layers_of[incarnation].add(name)
+    families: list[tuple[set[str], set[str]]] = []
+    for writer, layers in layers_of.items():
+        writers, common = {writer}, set(layers)
+        apart = []
+        for family in families:
+            if layers and family[1].isdisjoint(layers):
+                apart.append(family)
+            else:
+                writers |= family[0]
+                common |= family[1]
+        families = [*apart, (writers, common)]
+    if not all(layers_of.values()):
+        return dict.fromkeys(layers_of, 0)
+    return {writer: i for i, (writers, _) in enumerate(families) for writer in writers}
+
+
+def _sorted_out(
+    spans: Sequence[_Span], family_of: Mapping[str, int]
+) -> tuple[list[_Span], list[_Span], set[int]]:
+    """Return the columnar batches that overlap none, the others, and steps at which some touch."""
+    calm: list[_Span] = []
+    others: list[_Span] = []
+    shared: set[int] = set()
+    for cluster in _clusters(spans, family_of):
+        writers = {(s.part.incarnation, s.part.min_attempt, s.part.max_attempt) for s in cluster}
+        pairs = list(pairwise(cluster))
+        _, first_attempt, last_attempt = min(writers)
+        if (
+            len(writers) > 1
+            or first_attempt != last_attempt
+            or any(b.low < a.high for a, b in pairs)
+        ):
+            others += cluster
+            continue
+        shared |= {b.low for _, b in pairs}
+        for span in cluster:
+            (calm if span.part.is_columnar else others).append(span)
+    return calm, sorted(others, key=lambda span: span.place), shared
+
+
+def _clusters(spans: Sequence[_Span], family_of: Mapping[str, int]) -> list[list[_Span]]:
+    """Return together what has steps in common with another batch of the family."""
+    clusters: list[list[_Span]] = []
+    newest: dict[int, tuple[list[_Span], int]] = {}
+    for span in spans:
+        family = family_of[span.part.incarnation]
+        some, end = newest.get(family, ([], span.low - 1))
+        if span.low > end:
+            some = []
+            clusters.append(some)
+        some.append(span)
+        newest[family] = some, max(end, span.high)
+    return clusters
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+class _Rows(NamedTuple):
+    """Measured values of one batch, of the lineage and the wanted steps."""
+
+    span: _Span
+    row: Ints
+    layer: Ints
+    step: Ints
+    attempt: Ints
+    time_unix_ns: Ints
+    value: Floats
+
+    def take(self, which: Mask | Ints) -> "_Rows":
+        """Return the chosen ones."""
+        row, layer, step = self.row[which], self.layer[which], self.step[which]
+        attempt, time = self.attempt[which], self.time_unix_ns[which]
+        return _Rows(self.span, row, layer, step, attempt, time, self.value[which])
+
+
+class _Numbering:
+    """Gives each layer its row in the map, as layers are met."""
+
+    def __init__(self, named: Mapping[tuple[str, int], str]) -> None:
+        self.names: list[str] = []
+        self._named = named
+        self._row_of: dict[str, int] = {}
+        self._places: list[tuple[int, str, int]] = []
+        self._known: dict[str, Ints] = {}
+
+    def rows(self, source: str, incarnation: str, layer: Ints) -> Ints:
+        """Return the row of each of the layers' numbers."""
+        if layer.min() < 0 or layer.max() >= _MAX_NUMBER:
+            numbers, which = np.unique(layer, return_inverse=True)
+            of_numbers = [self._row(source, incarnation, number) for number in numbers.tolist()]
+            return np.array(of_numbers, dtype=np.int64)[which]
+        known = self._known.get(incarnation)
+        if known is None:
+            known = self._known[incarnation] = np.full(_MAX_NUMBER, -1, dtype=np.int64)
+        found = known[layer]
+        if found.min() >= 0:
+            return found
+        for number in np.unique(layer[found < 0]).tolist():
+            known[number] = self._row(source, incarnation, number)
+        return known[layer]
+
+    def order(self) -> list[int]:
+        """Return the rows by source, then by the lowest number that the layer had."""
+        return sorted(range(len(self.names)), key=self._places.__getitem__)
+
+    def _row(self, source: str, incarnation: str, number: int) -> int:
+        name = self._named.get((incarnation, number), f"layer {number}")
+        place = (len(source), source, number)  # rank:2 before rank:10
+        row = self._row_of.setdefault(name, len(self.names))
+        if row == len(self.names):
+            self.names.append(name)
+            self._places.append(place)
+        self._places[row] = min(self._places[row], place)
+        return row
+
+
+class _Source:
+    """Reads the values of batches."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        wanted: Selection,
+        attempts: Sequence[AttemptRow],
+        named: Mapping[tuple[str, int], str],
+    ) -> None:
+        self.rows = _Numbering(named)
+        self._connection = connection
+        self._wanted = wanted
+        self._end_of = ends(attempts)
+
+    def read(self, spans: Sequence[_Span], *, is_timed: bool = True) -> Iterator[_Rows]:
+        """Yield the values of some batches at a time, in the order given; none is empty.
+
+        The times are as much to read as all the rest. Without them rows have their batch's first
+        time, at its last step its last one: that says which batch of a writer is the newer one.
+        """
+        keys = KEYS if is_timed else ("step", "attempt")
+        wanted, span_of = self._wanted, {span.part.id: span for span in spans}
+        columns = ["update_norm", "weight_norm"] if wanted.column == RATIO else [wanted.column]
+        for block in read_blocks(
+            self._connection,
+            [span.part for span in spans],
+            [*keys, "layer", *columns],
+            from_step=wanted.from_step,
+            to_step=wanted.to_step,
+        ):
+            value, is_kept = value_of(block, columns)
+            span = span_of[int(block.batch[0])]
+            if not (span.part.is_columnar and span.high == span.part.max_step):
+                is_kept &= self._is_of_lineage(block.whole("attempt"), block.whole("step"))
+            if not is_kept.all():
+                block, value = block.take(is_kept), value[is_kept]
+            if len(block):
+                yield self._rows(block, span, value, is_timed=is_timed)
+
+    def _rows(self, block: Block, span: _Span, value: Floats, *, is_timed: bool) -> _Rows:
+        step, attempt, layer = (block.whole(name) for name in ("step", "attempt", "layer"))
+        row = self.rows.rows(block.source, block.incarnation, layer)
+        if is_timed:
+            time = block.whole("time_unix_ns")
+        else:
+            first, last = span.part.min_time_unix_ns, span.part.max_time_unix_ns
+            time = np.where(step == span.part.max_step, last, first)
+        return _Rows(span, row, layer, step, attempt, time, value)
+
+    def _is_of_lineage(self, attempt: Ints, step: Ints) -> Mask:
+        if np.all(attempt == attempt[0]):
+            is_kept: Mask = step < self._end_of(int(attempt[0]))
+            return is_kept
+        found, which = np.unique(attempt, return_inverse=True)
+        is_before: Mask = step < np.array([self._end_of(int(one)) for one in found])[which]
+        return is_before
+
+
+class _Filling:
+    """Puts values into cells, as soon as it is known which steps a column has."""
+
+    def __init__(self, source: _Source, calm: Sequence[_Span], points: int) -> None:
+        self._source = source
+        self._calm = calm
+        self._points = points
+        self._steps = np.zeros(0, dtype=np.int64)
+        self._held: list[_Rows] = []
+        """What came before there were more steps than columns."""
+        self._waiting: list[_Rows] = []
+        self._grid: Grid | None = None
+
+    def wait(self, rows: _Rows) -> None:
+        """Take in values that others of the same layer and step may replace."""
+        if len(rows.step):
+            self._waiting.append(rows)
+
+    def add(self, rows: _Rows) -> None:
+        """Take in values that none replaces."""
+        if not len(rows.step):
+            return
+        if self._grid is None:
+            self._held.append(rows)
+            self._steps = np.union1d(self._steps, rows.step)
+            if len(self._steps) <= self._points:
+                return
+            self._begin(even_starts(self._end(1), self._end(-1), self._points))
+        else:
+            self._grid.add(rows.row, rows.step, rows.value)
+
+    def finish(self, num_rows: int) -> tuple[Ints, Extremes]:
+        """Return the first step of each column, and the cells."""
+        for rows in self._stitched():
+            self.add(rows)
+        grid = self._grid or self._begin(self._steps)
+        return grid.starts, grid.extremes(num_rows)
+
+    def _begin(self, starts: Ints) -> Grid:
+        self._grid = grid = Grid(starts)
+        for rows in self._held:
+            grid.add(rows.row, rows.step, rows.value)
+        self._held.clear()
+        return grid
+
+    def _end(self, sign: int) -> int:
+        """Return the first step that has a value, or with -1 the last one."""
+        found = [int((sign * rows.step).min()) for rows in (*self._waiting, *self._held)]
+        best = min(found)
+        sides = [(span.low if sign > 0 else -span.high, span) for span in self._calm]
+        sides.sort(key=lambda side: side[0])
+        nearest = {span.part.id: side for side, span in sides}
+        some = [span for side, span in sides if side < best]
+        for rows in self._source.read(some, is_timed=False):
+            if nearest[rows.span.part.id] >= best:
+                break
+            best = min(best, int((sign * rows.step).min()))
+        return sign * best
+
+    def _stitched(self) -> list[_Rows]:
+        """Return what waited, of a layer's step the newest row only."""
+        some, self._waiting = sorted(self._waiting, key=lambda rows: rows.span.place), []
+        if not some:
+            return []
+        rows = _join(some)
+        if _is_rising(rows.step, rows.row):
+            return [rows]
+        rows = rows.take(np.lexsort((rows.time_unix_ns, rows.attempt, rows.step, rows.row)))
+        is_last = np.ones(len(rows.step), dtype=np.bool_)
+        is_last[:-1] = (rows.row[:-1] != rows.row[1:]) | (rows.step[:-1] != rows.step[1:])
+        return [rows.take(is_last)]
+
+
+def _join(some: Sequence[_Rows]) -> _Rows:
+    return _Rows(
+        some[0].span,
+        np.concatenate([rows.row for rows in some]),
+        np.concatenate([rows.layer for rows in some]),
+        np.concatenate([rows.step for rows in some]),
+        np.concatenate([rows.attempt for rows in some]),
+        np.concatenate([rows.time_unix_ns for rows in some]),
+        np.concatenate([rows.value for rows in some]),
+    )
+
+
+def _is_rising(step: Ints, layer: Ints) -> bool:
+    """Return whether no layer has a step twice: steps rise, and the layers within each."""
+    is_next = step[1:] > step[:-1]
+    is_same = (step[1:] == step[:-1]) & (layer[1:] > layer[:-1])
+    return bool(np.all(is_next | is_same))
 
 
 def value_of(block: Block, columns: Sequence[str]) -> tuple[Floats, Mask]:
@@ -56,16 +376,6 @@ def layer_names(connection: Connection, run_id: str) -> dict[tuple[str, int], st
         table.run_id == run_id, table.stream == "layers"
     )
     return {(incarnation, number): name for incarnation, number, name in connection.execute(query)}
-
-
-def _by_layer(layer: Ints, is_there: Mask) -> list[tuple[int, Ints]]:
-    """Return each layer's rows that have a value, the lowest number first."""
-    which = np.flatnonzero(is_there)
-    order = which[np.argsort(layer[which], kind="stable")]
-    ordered = layer[order]
-    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
-    ends = np.append(begins[1:], len(order))
-    return [(int(ordered[b]), order[b:e]) for b, e in zip(begins, ends, strict=False) if e > b]
 
 
 __all__ = ["RATIO", "layer_names", "load", "value_of"]
