@@ -182,9 +182,9 @@ def _find(connection: Connection, wanted: Selection) -> list[_Part]:
     query = select(*fields, batch_columns.c.summary, batch_columns.c.marks).join(
         batch_columns, joined, isouter=True
     )
-    rows = connection.execute(_narrowed(query, wanted)).all()
+    parts = [_Part._make(row) for row in connection.execute(_narrowed(query, wanted))]
     # A compacted batch without the column has no value of it.
-    return [_Part._make(row) for row in rows if row.summary is not None or not row.is_columnar]
+    return [part for part in parts if part.summary is not None or not part.is_columnar]
 
 
 def _narrowed(query: Select[Any], wanted: Selection) -> Select[Any]:
