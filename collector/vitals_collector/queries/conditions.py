@@ -126,7 +126,7 @@ def _value(text: str, column: str, op: str, value: str, kind: Kind) -> float | i
     for read in (int, float):
         try:
             return read(value)
-        except ValueError:
+        except ValueError:  # no whole number may be a float; what is neither is said below
             continue
     raise UsageError(f"{column} is a number; {_short(value)} is none")
 
