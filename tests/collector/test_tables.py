@@ -16,6 +16,7 @@ from trainvitals.records import Note, RunInfo, RunStarted
 from trainvitals.views import TableReply, TableRequest
 from vitals_collector.queries.conditions import OPERATORS, Kind, parse
 from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import Store
 
 COLUMNS: dict[str, Kind] = {"step": "number", "name": "text", "acted": "bool"}
@@ -55,6 +56,24 @@ def test_ranks_have_a_row_for_each_step_and_rank(store: Store):
     assert 0 == ask(store, "ranks", "rank = 1", "rank = 0").num_total
     assert 140 == ask(store, "ranks", "rank != 0").num_total
     assert "loss" not in ask(store, "ranks", limit=1).columns
+
+
+def test_rows_of_many_small_batches_keep_their_numbers_and_the_order_asked_for(store: Store):
+    writers = [Writer(f"rank:{rank}") for rank in range(2)]
+    for first in range(0, 120, 3):
+        for rank, writer in enumerate(writers):
+            losses = [1_000.0 * rank + step for step in range(first, first + 3)]
+            ingest(store, writer.steps(range(first, first + 3), loss=1.0, rank_loss=losses))
+    own = ("step", "rank", "rank_loss")
+    expected = [(s, r, 1_000.0 * r + s) for s in range(120) for r in range(2)]
+    assert expected == rows(ask(store, "ranks", columns=own, limit=1_000))
+    some = [one for one in expected[::-1] if one[1] == 1 and one[2] >= 1_050]
+    found = ask(store, "ranks", "rank = 1", "rank_loss >= 1050", columns=own, newest_first=True)
+    assert some == rows(found)
+    compact(store)
+    assert found == ask(
+        store, "ranks", "rank = 1", "rank_loss >= 1050", columns=own, newest_first=True
+    )
 
 
 def test_numbers_that_json_has_not_are_words(store: Store):

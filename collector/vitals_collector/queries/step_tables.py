@@ -92,21 +92,26 @@ def find_steps(
     return (_joined(found), total)
 
 
-def read_steps(connection: Connection, found: Found, names: Sequence[str]) -> dict[str, Cells]:
+def read_steps(
+    connection: Connection, run_id: str, found: Found, names: Sequence[str]
+) -> dict[str, Cells]:
     """Return the named columns of the rows."""
     columns = {"rank": Cells(found.rank), "step": Cells(found.step)}
     rest = [name for name in names if name not in columns]
     ids = np.unique(found.batch)
+    wanted = np.sort(_key(found.batch, found.at))
     blocks: list[Block] = []
     for i in range(0, len(ids), 500):
-        some = [int(one) for one in ids[i : i + 500]]
-        parts = _known_parts(connection, some)
+        is_wanted = batches.c.id.in_(ids[i : i + 500].tolist())
+        parts = find_parts(connection, run_id, "steps", is_wanted)
         for block in read_blocks(connection, parts, rest):
-            key = np.isin(_key(block.batch, block.at), _key(found.batch, found.at))
-            blocks.append(block.take(key))
+            key = _key(block.batch, block.at)  # blocks may be many and small: no look at all rows
+            first = np.searchsorted(wanted, key)
+            blocks.append(block.take(np.searchsorted(wanted, key, side="right") > first))
     whole = join_blocks(blocks, rest)
-    order = np.argsort(_key(whole.batch, whole.at))
-    at = order[np.searchsorted(_key(whole.batch, whole.at)[order], _key(found.batch, found.at))]
+    keys = _key(whole.batch, whole.at)
+    order = np.argsort(keys)
+    at = order[np.searchsorted(keys[order], _key(found.batch, found.at))]
     return columns | {name: whole.column(name).take(at) for name in rest}
 
 
@@ -210,18 +215,6 @@ def _first(found: Found, request: TableRequest) -> Found:
     """Return the rows in the order wanted, as many as are."""
     step = -found.step if request.newest_first else found.step
     return found.take(np.lexsort((found.rank, step))[: request.limit])
-
-
-def _known_parts(connection: Connection, ids: Sequence[int]) -> list[Part]:
-    from vitals_collector.storage.stored import is_columnar
-
-    table = batches.c
-    query = select(
-        table.id, table.source, table.incarnation, table.num_rows, is_columnar,
-        table.min_step, table.max_step,
-    ).where(table.id.in_(ids))  # fmt: skip
-    rows = connection.execute(query.order_by(table.source, table.incarnation, table.first_seq))
-    return [Part(*row) for row in rows]
 
 
 __all__ = ["Found", "columns_of_steps", "find_steps", "read_steps", "shown_columns"]

@@ -98,7 +98,7 @@ def _steps(connection: Connection, request: TableRequest) -> TableReply:
     conditions = parse(request.where, columns)
     shown = _shown(request, columns, shown_columns(connection, request.run_id, columns))
     found, total = find_steps(connection, request, conditions)
-    read = read_steps(connection, found, shown)
+    read = read_steps(connection, request.run_id, found, shown)
     return TableReply(
         columns=tuple(shown), data=tuple(_listed(read[name]) for name in shown), num_total=total
     )
