@@ -70,6 +70,8 @@ class CollectorPlace:
     url: str
     token_file: str
     collector_file: str = ""
+    of_folder: bool = False
+    """A collector of this dashboard's own, over a folder."""
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ def check_folder(folder: Path) -> Path:
     Raises:
         UsageError: it is missing, no folder, or cannot be read.
     """
-    path = folder.expanduser().absolute()
+    path = folder.expanduser().resolve()  # one folder has one store, by whatever path it is named
     hint = "give the folder that VITALS_DIR named in training (default: ./vitals_runs)"
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
@@ -254,6 +256,7 @@ def folder_collector(
                     url=place.url,
                     token_file=str(data / "tokens.json"),
                     collector_file=str(found),
+                    of_folder=True,
                 ),
             )
 
@@ -269,6 +272,7 @@ def pages(
         collector_url=place.url,
         token_file=place.token_file,
         collector_file=place.collector_file,
+        of_folder=place.of_folder,
     )
     with tempfile.TemporaryDirectory(prefix="vitals-dashboard-") as name:  # made 0700
         private = Path(name)

@@ -40,6 +40,8 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Json file of the collector's tokens; re-read, so that a new token needs no restart."""
     collector_file: str = ""
     """``collector.json``, where the collector's present address is; "" for a fixed address."""
+    of_folder: bool = False
+    """The collector is this dashboard's own, over a folder, and its store a temporary one."""
 
     def url(self) -> str:
         """Return the collector's present address: a restarted one may have another port."""

@@ -27,6 +27,8 @@ class Source:
     control: CollectorClient | None
     """None: no control token was given, so the page can only look."""
     clock: Clock
+    of_folder: bool = False
+    """What people say of alerts is kept in this dashboard's own temporary store."""
 
 
 @st.cache_resource(max_entries=16, on_release=CollectorClient.close, show_spinner=False)
@@ -42,6 +44,7 @@ def connect() -> Source:
         client=_client(url, tokens.read or tokens.control),
         control=_client(url, tokens.control) if tokens.control else None,
         clock=SystemClock(),
+        of_folder=settings.of_folder,
     )
 
 

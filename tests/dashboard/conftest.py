@@ -46,13 +46,17 @@ def open_page(
         url: str = "",
         read: str = READ,
         control: bool = False,
+        of_folder: bool = False,
         **query: str,
     ) -> AppTest:
         tokens = write_tokens(
             tmp_path / "tokens.json", read=read, control=CONTROL if control else ""
         )
         settings = DashboardSettings(
-            door_token=DOOR_TOKEN, collector_url=url or stub.url, token_file=str(tokens)
+            door_token=DOOR_TOKEN,
+            collector_url=url or stub.url,
+            token_file=str(tokens),
+            of_folder=of_folder,
         )
         (tmp_path / "settings.json").unlink(missing_ok=True)
         write_settings(settings, tmp_path / "settings.json")

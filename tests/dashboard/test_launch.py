@@ -87,6 +87,14 @@ def test_two_dashboards_of_one_folder_do_not_share_a_store(tmp_path: Path, monke
     assert 0o700 == stat.S_IMODE(first.stat().st_mode)
 
 
+def test_a_folder_has_one_store_by_whatever_path_it_is_named(tmp_path: Path, monkeypatch):
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    names = ("runs", "link", "runs/x/..", str(tmp_path / "runs"))
+    assert {(tmp_path / "runs").resolve()} == {launch.check_folder(Path(name)) for name in names}
+
+
 def test_a_free_port_is_taken_where_none_is_named():
     assert 0 < launch.free_port(0)
 

@@ -213,6 +213,15 @@ def test_with_a_control_token_an_alert_is_acknowledged_or_silenced(
     ]
 
 
+def test_over_a_folder_it_is_said_how_long_a_word_about_an_alert_is_kept(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.alerts.append(samples.alert())
+    words = "is kept on this machine only"
+    assert words in shown(open_page("alerts", control=True, of_folder=True))
+    assert words not in shown(open_page("alerts", control=True))
+
+
 def test_silenced_alerts_have_a_place_of_their_own(stub: Stub, open_page: Open) -> None:
     end = time.time_ns() + 3_600_000_000_000
     stub.alerts += [

@@ -14,6 +14,11 @@ from vitals_dashboard.source import Source
 MAX_CARDS = 40
 SILENCES = {"15 min": 900.0, "1 h": 3_600.0, "8 h": 28_800.0, "24 h": 86_400.0, "7 d": 604_800.0}
 """A silence has an end: nobody remembers one that has not."""
+OF_FOLDER = (
+    "This dashboard reads a folder: what is acknowledged or silenced here is kept on this machine"
+    " only, among its temporary files. Another dashboard of the folder that runs at the same time"
+    " does not know of it. A collector (`vitals collector`) keeps it for everybody."
+)
 SHOWN = ("firing", "silenced", "resolved", "all")
 
 
@@ -60,6 +65,8 @@ def _body(source: Source, shown: str, text: str) -> None:
             " be acknowledged or silenced here. Give it the collector's token file with"
             " --token-file, or use `vitals alerts ack`."
         )
+    elif source.of_folder and (firing or silenced):
+        st.caption(OF_FOLDER)
     if shown in ("firing", "all"):
         _cards(source, firing, names, title="Firing", empty="Nothing fires.")
     if shown in ("silenced", "all"):
