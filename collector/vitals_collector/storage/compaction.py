@@ -109,15 +109,17 @@ def _may_join(a: Piece, b: Piece) -> bool:
 def _plan_stretch(stretch: list[Piece], is_closed: bool, full_rows: int) -> list[list[Piece]]:
     groups: list[list[Piece]] = []
     some: list[Piece] = []
+    num_rows = 0
     for piece in stretch:
         if piece.is_columnar and 2 * piece.num_rows >= full_rows:
             groups += _rest(some, is_closed=True)
-            some = []
+            some, num_rows = [], 0
             continue
         some.append(piece)
-        if _num_rows(some) >= full_rows:
+        num_rows += piece.num_rows
+        if num_rows >= full_rows:
             groups.append(some)
-            some = []
+            some, num_rows = [], 0
     return groups + _rest(some, is_closed=is_closed)
 
 
@@ -179,7 +181,8 @@ def compact_writer(store: Store, key: Key, done: Compacted, *, is_over: bool) ->
             pages = list(read_pages(connection, batches.c.id.in_([piece.id for piece in group])))
         if len(pages) != len(group):
             continue  # retention was here in between
-        rows = np.concatenate([page.rows for page in pages])
+        # Numpy would look for a common type of all pages, column by column; it is the same.
+        rows = np.frombuffer(b"".join([page.rows.tobytes() for page in pages]), pages[0].rows.dtype)
         with store.write() as connection:
             is_done = rewrite(connection, pages, rows)
         if is_done:
