@@ -113,30 +113,37 @@ class Arrivals:
         if sum(map(len, raws)) >= _LARGE_BYTES * len(raws):
             stored = self._store_at_once(checked, received_unix_ns)
             return answers_of(bodies, stored)
-        keys = [key_of(one) if isinstance(one, Batch) else None for one in checked]
-        may_wait = self._which_may_wait(checked, keys)
+        marks = self._marks_of_those_that_wait(checked)
         found: dict[int, Stored] = {}
-        at_once = [i for i, waits in enumerate(may_wait) if not waits]
+        at_once = [i for i, mark in enumerate(marks) if mark is None]
         if at_once:
             stored = self._store_at_once([checked[i] for i in at_once], received_unix_ns)
             found |= zip(at_once, stored, strict=True)
-        later = [i for i, waits in enumerate(may_wait) if waits]
+        later = [
+            (i, (raws[i], one, mark))
+            for i, (one, mark) in enumerate(zip(checked, marks, strict=True))
+            if mark is not None and isinstance(one, Batch)
+        ]
         if later:
-            some = [(raws[i], one, key) for i in later if (one := checked[i]) and (key := keys[i])]
-            found |= zip(later, self._keep(some, received_unix_ns), strict=True)
+            places, some = zip(*later, strict=True)
+            found |= zip(places, self._keep(some, received_unix_ns), strict=True)
         return answers_of(bodies, [found[i] for i in range(len(raws))])
 
-    def _which_may_wait(
-        self, checked: Sequence[Checked], keys: Sequence[StreamKey | None]
-    ) -> list[bool]:
-        """Say of each batch whether it may wait; of one stream either all may or none."""
-        at_once: set[StreamKey | None] = {None}
-        for one, key in zip(checked, keys, strict=True):
-            if isinstance(one, Batch) and key is not None:
-                known = self._known.get(key)
-                if known is None or not _is_alike(known[0], one.header):
-                    at_once.add(key)
-        return [key not in at_once for key in keys]
+    def _marks_of_those_that_wait(self, checked: Sequence[Checked]) -> list[Mark | None]:
+        """Return the mark of each batch that may wait; of one stream either all may or none."""
+        marks: list[Mark | None] = []
+        at_once: set[StreamKey] = set()
+        for one in checked:
+            known = self._known.get(key := key_of(one)) if isinstance(one, Batch) else None
+            if known is not None and _is_alike(known[0], one.header):
+                marks.append(known[1])
+                continue
+            marks.append(None)
+            if known is not None:
+                at_once.add(key)
+        if not at_once:
+            return marks
+        return [None if mark is None or mark.key in at_once else mark for mark in marks]
 
     def _store_at_once(self, checked: Sequence[Checked], received_unix_ns: int) -> list[Stored]:
         """Store what may not wait, after what waits: its streams' marks must be where they are."""
@@ -159,12 +166,12 @@ class Arrivals:
         self._known[key] = header, Mark(key, identity.source, last_seq)
 
     def _keep(
-        self, some: Sequence[tuple[bytes, Batch, StreamKey]], received_unix_ns: int
+        self, some: Sequence[tuple[bytes, Batch, Mark]], received_unix_ns: int
     ) -> list[Stored]:
         """Write down what is new, as it came; from then on it is in memory and on disk."""
         with self._taking:
             try:
-                stored = [cut_off_known(batch, self._known[key][1]) for _, batch, key in some]
+                stored = [cut_off_known(batch, mark) for _, batch, mark in some]
                 new = [raw for (raw, _, _), one in zip(some, stored, strict=True) if one.batch]
                 if new:
                     body = b"".join(new)
@@ -176,9 +183,9 @@ class Arrivals:
             except BaseException:
                 self._known.clear()  # the marks were moved: they are read again
                 raise
-            for (_, _, key), one in zip(some, stored, strict=True):
+            for (_, _, mark), one in zip(some, stored, strict=True):
                 if one.batch is not None:
-                    self._waiting.setdefault(key, []).append(one.batch)
+                    self._waiting.setdefault(mark.key, []).append(one.batch)
         self._is_announcing = True
         announce(self._store, stored)
         self._is_announcing = False
