@@ -134,13 +134,14 @@ class Arrivals:
         marks: list[Mark | None] = []
         at_once: set[StreamKey] = set()
         for one in checked:
-            known = self._known.get(key := key_of(one)) if isinstance(one, Batch) else None
-            if known is not None and _is_alike(known[0], one.header):
+            known = self._known.get(key_of(one)) if isinstance(one, Batch) else None
+            if known is None or not isinstance(one, Batch):
+                marks.append(None)
+            elif _is_alike(known[0], one.header):
                 marks.append(known[1])
-                continue
-            marks.append(None)
-            if known is not None:
-                at_once.add(key)
+            else:
+                marks.append(None)
+                at_once.add(known[1].key)
         if not at_once:
             return marks
         return [None if mark is None or mark.key in at_once else mark for mark in marks]
