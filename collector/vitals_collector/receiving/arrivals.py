@@ -81,7 +81,6 @@ class Arrivals:
         self._is_announcing = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-arrivals")
-        self.num_errors = 0
         store.settle, store.hold = self.settle, self.hold
         store.after_ingest.append(self._hear)
 
@@ -244,7 +243,7 @@ class Arrivals:
         try:
             self.settle()
         except Exception as error:  # noqa: BLE001 - what waits is on disk, and is tried again
-            self.num_errors += 1
+            self._store.counters.fail("arrivals")
             _LOG.warning("arrivals_not_placed num=%d: %s", len(self._ids), error)
 
 
