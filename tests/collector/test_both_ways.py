@@ -198,9 +198,10 @@ def _without_alerts(run: RunSummary) -> RunSummary:
 
 
 def _detail(reader: Reader) -> bytes:
+    """Everything but the bytes: a collector packs them, and counts them again, when it has time."""
     detail = reader.run(RUN)
     summary = _without_alerts(detail.summary)
-    return msgspec.json.encode(msgspec.structs.replace(detail, summary=summary))
+    return msgspec.json.encode(msgspec.structs.replace(detail, summary=summary, volume=None))
 
 
 QUESTIONS: list[Callable[[Reader], object]] = [

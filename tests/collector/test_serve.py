@@ -17,6 +17,7 @@ from trainvitals.io.client import CollectorClient, discover_collector, read_toke
 from trainvitals.rows import column_of, rows_of
 from trainvitals.wire import decode_batch
 from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile, parse_listen
+from vitals_collector.receiving.arrivals import place_left
 from vitals_collector.storage.store import open_data_store
 from vitals_collector.storage.stored import read_pages
 
@@ -68,6 +69,7 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
                 except TransportError:
                     break
     store = open_data_store(data)
+    place_left(store)
     with store.read() as connection:
         pages = list(read_pages(connection))
     store.close()
@@ -209,6 +211,7 @@ def test_a_kill_in_the_middle_of_group_commits_loses_and_doubles_nothing(tmp_pat
                 thread.join()
     assert [] == [error for agent in agents for error in agent.errors]
     store = open_data_store(data)
+    place_left(store)
     kept: dict[str, int] = {}
     with store.read() as connection:
         for page in read_pages(connection):

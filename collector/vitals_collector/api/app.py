@@ -40,6 +40,12 @@ from vitals_collector.api.web import answers, bug, document, problem, problem_of
 from vitals_collector.keeping.thinning import VolumeSettings
 from vitals_collector.keeping.upkeep import Upkeep
 from vitals_collector.queries.query import Query
+from vitals_collector.receiving.arrivals import (
+    WAIT_SECONDS,
+    Arrivals,
+    ArrivalsConfig,
+    place_left,
+)
 from vitals_collector.receiving.folder import FolderIngest
 from vitals_collector.storage.compactor import Compactor
 from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store, open_store
@@ -103,7 +109,7 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     try:
         folder = FolderIngest(store, settings.folders)
         acting = _acting(store, settings, clock)
-        reception = Reception(store, clock=clock)
+        reception = Reception(store, clock=clock, arrivals=_arrivals(store, settings))
         app = _App(
             title="Vitals collector",
             version=__version__,
@@ -124,6 +130,16 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
         store.close()
         raise
     return app
+
+
+def _arrivals(store: Store, settings: CollectorSettings) -> Arrivals | None:
+    """Return what lets rows wait: where nobody else may write, in our own data directory."""
+    place_left(store)
+    if settings.database:
+        return None
+    # What tells that a run is silent must not be taken for silence.
+    seconds = min(WAIT_SECONDS, settings.lost_after_seconds / 6)
+    return Arrivals(store, ArrivalsConfig(seconds=seconds))
 
 
 def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
@@ -225,7 +241,7 @@ def _ingest_router(store: Store, reception: Reception) -> APIRouter:
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
     def healthz() -> Response:
         """Say that the database answers. Needs no token."""
-        with store.read() as connection:
+        with store.read(settled=False) as connection:
             connection.exec_driver_sql("SELECT 1")
         return reply({"status": "ok"})
 

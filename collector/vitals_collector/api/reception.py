@@ -26,6 +26,7 @@ from vitals_collector.api.auth import (
     read_body,
 )
 from vitals_collector.api.web import bug, problem, reply
+from vitals_collector.receiving.arrivals import Arrivals
 from vitals_collector.receiving.intake import BUSY, Intake, IntakeLimits, Outcome, Waiting
 from vitals_collector.storage.store import Store
 
@@ -94,6 +95,7 @@ class Reception:
         store: Store,
         *,
         clock: Clock,
+        arrivals: Arrivals | None = None,
         max_bytes: int = _MAX_BYTES,
         wait_seconds: float = _WAIT_SECONDS,
     ) -> None:
@@ -101,15 +103,20 @@ class Reception:
         self._room = Room(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
         # What got room here always finds some there.
         limits = IntakeLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING)
-        self.intake = Intake(store, clock=clock, tell=_tell, limits=limits)
+        self._arrivals = arrivals
+        self.intake = Intake(store, clock=clock, tell=_tell, limits=limits, arrivals=arrivals)
 
     def start(self) -> None:
         """Start to store."""
         self.intake.start()
+        if self._arrivals is not None:
+            self._arrivals.start()
 
     def close(self) -> None:
         """Store what waits, and end."""
         self.intake.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request that the gate has let through."""

@@ -149,6 +149,7 @@ def _replay_run(
     form: Format,
 ) -> None:
     from vitals_collector.queries.query import Query
+    from vitals_collector.receiving.arrivals import place_left
     from vitals_collector.receiving.folder import FolderIngest
     from vitals_collector.replays.replay import replay as judge_again
     from vitals_collector.storage.store import open_data_store, open_store
@@ -159,6 +160,7 @@ def _replay_run(
     where = data or default_data_dir(os.environ)
     store = open_data_store(where) if folder is None else open_store("sqlite://")
     with contextlib.closing(store):
+        place_left(store)
         if folder is not None:
             FolderIngest(store, [folder]).poll()
         summary = find_run(Query(store, clock=SystemClock()), run)

@@ -174,6 +174,7 @@ def keep(
 
 @contextmanager
 def _store(data: Path | None, database: str) -> "Iterator[Store]":
+    from vitals_collector.receiving.arrivals import place_left
     from vitals_collector.storage.store import DATABASE_FILE, open_data_store, open_store
 
     where = data_dir(data)
@@ -183,6 +184,7 @@ def _store(data: Path | None, database: str) -> "Iterator[Store]":
         )
     store = open_store(database) if database else open_data_store(where)
     try:
+        place_left(store)
         yield store
     finally:
         store.close()

@@ -94,7 +94,7 @@ class FolderIngest:
             checked = checked[:newer]
         if not checked:
             return [], True
-        with self._store.write() as connection:
+        with self._store.hold(), self._store.write() as connection:
             stored = store_batches(connection, checked)
             _remember(connection, spool, some[len(checked) - 1][0])
         for one in stored:
@@ -104,7 +104,7 @@ class FolderIngest:
 
     def _position(self, spool: Path) -> Position:
         query = select(positions.c.position).where(positions.c.spool == str(spool))
-        with self._store.read() as connection:
+        with self._store.read(settled=False) as connection:
             body = connection.execute(query).scalar()
         if body is None:
             return Position()

@@ -93,8 +93,7 @@ def ingest_bodies(
     with store.write() as connection:
         stored = store_batches(connection, checked, received_unix_ns)
     announce(store, stored)
-    one = iter(stored)
-    return [_answer_of([next(one) for _ in body]) for body in bodies]
+    return answers_of(bodies, stored)
 
 
 def store_batches(
@@ -132,6 +131,12 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
         except Exception:  # noqa: BLE001 - the one place where a hook's error is counted
             counters.fail("after_ingest")
             _LOG.exception("after_ingest_failed run=%s", new[0][0].header.identity.run_id)
+
+
+def answers_of(bodies: Sequence[Sequence[bytes]], stored: Iterable[Stored]) -> list[Answer]:
+    """Return what is said to each body, from what all their batches came to, in order."""
+    one = iter(stored)
+    return [_answer_of([next(one) for _ in body]) for body in bodies]
 
 
 def _answer_of(stored: Sequence[Stored]) -> Answer:
@@ -183,7 +188,7 @@ def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: i
         except FormatError as error:
             stored.append(_refused(error))
             continue
-        one = _cut_off_known(batch, mark)
+        one = cut_off_known(batch, mark)
         stored.append(one)
         if one.batch is not None:
             fresh.append((one.batch, mark))
@@ -203,7 +208,7 @@ def _pass_over(batch: Batch) -> Stored:
     return Stored(reply, num_forgotten=header.num_rows)
 
 
-def _cut_off_known(batch: Batch, mark: Mark) -> Stored:
+def cut_off_known(batch: Batch, mark: Mark) -> Stored:
     """Return what is new in the batch, and move its stream's mark behind it."""
     header = batch.header
     num_lost = max(0, header.first_seq - mark.last_seq - 1)
@@ -230,6 +235,8 @@ __all__ = [
     "Answer",
     "Stored",
     "announce",
+    "answers_of",
+    "cut_off_known",
     "ingest",
     "ingest_all",
     "ingest_bodies",

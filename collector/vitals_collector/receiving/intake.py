@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError, VitalsError
 from trainvitals.wire import IngestReply
+from vitals_collector.receiving.arrivals import Arrivals
 from vitals_collector.receiving.ingest import ingest_bodies
 from vitals_collector.storage.store import Store
 
@@ -63,12 +64,20 @@ class Intake:
         clock: says when a body was received.
         tell: gives the answers on.
         limits: the bounds.
+        arrivals: takes them in where not all are to be placed at once.
     """
 
     def __init__(
-        self, store: Store, *, clock: Clock, tell: Tell, limits: IntakeLimits | None = None
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        tell: Tell,
+        limits: IntakeLimits | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._store = store
+        self._arrivals = arrivals
         self._clock = clock
         self._tell = tell
         self._limits = limits or IntakeLimits()
@@ -163,7 +172,10 @@ class Intake:
 
     def _store_group(self, group: Sequence[Waiting]) -> Sequence[Outcome]:
         try:
-            return ingest_bodies(self._store, [one.raws for one in group], self._clock.time_ns())
+            bodies, now = [one.raws for one in group], self._clock.time_ns()
+            if self._arrivals is not None:
+                return self._arrivals.ingest_bodies(bodies, now)
+            return ingest_bodies(self._store, bodies, now)
         except VitalsError as error:
             return [error] * len(group)
         except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on

@@ -109,15 +109,17 @@ def _may_join(a: Piece, b: Piece) -> bool:
 def _plan_stretch(stretch: list[Piece], is_closed: bool, full_rows: int) -> list[list[Piece]]:
     groups: list[list[Piece]] = []
     some: list[Piece] = []
+    num_rows = 0
     for piece in stretch:
         if piece.is_columnar and 2 * piece.num_rows >= full_rows:
             groups += _rest(some, is_closed=True)
-            some = []
+            some, num_rows = [], 0
             continue
         some.append(piece)
-        if _num_rows(some) >= full_rows:
+        num_rows += piece.num_rows
+        if num_rows >= full_rows:
             groups.append(some)
-            some = []
+            some, num_rows = [], 0
     return groups + _rest(some, is_closed=is_closed)
 
 
@@ -157,7 +159,7 @@ def writers(store: Store, *, run_id: str | None = None) -> dict[Key, int]:
     query = select(*keys, func.sum(table.num_rows)).where(table.stream != "events", ~is_columnar)
     if run_id is not None:
         query = query.where(table.run_id == run_id)
-    with store.read() as connection:
+    with store.read(settled=False) as connection:
         found = connection.execute(query.group_by(*keys)).all()
     return {(run, incarnation, stream): int(num) for run, incarnation, stream, num in found}
 
@@ -168,18 +170,19 @@ def compact_writer(store: Store, key: Key, done: Compacted, *, is_over: bool) ->
     Raises:
         StorageError: the store refused.
     """
-    with store.read() as connection:
+    with store.read(settled=False) as connection:
         pieces = _pieces(connection, key)
         schema = read_schema(connection, pieces[0].schema_digest) if pieces else None
     if schema is None or not _has_plain_names(schema):
         return
     full_rows = max(1, min(FULL_ROWS, _MAX_BYTES // schema.row_size))
     for group in plan(pieces, is_over=is_over, full_rows=full_rows):
-        with store.read() as connection:
+        with store.read(settled=False) as connection:
             pages = list(read_pages(connection, batches.c.id.in_([piece.id for piece in group])))
         if len(pages) != len(group):
             continue  # retention was here in between
-        rows = np.concatenate([page.rows for page in pages])
+        # Numpy would look for a common type of all pages, column by column; it is the same.
+        rows = np.frombuffer(b"".join([page.rows.tobytes() for page in pages]), pages[0].rows.dtype)
         with store.write() as connection:
             is_done = rewrite(connection, pages, rows)
         if is_done:

@@ -167,6 +167,17 @@ batches = Table(
 """Rows of one writer's stream; ``row_bytes`` is empty where they lie in ``batch_columns``. Only
 ``stored`` and ``compaction`` read it."""
 
+arrivals = Table(
+    "arrivals",
+    metadata,
+    Column("id", _ROW_ID, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""Batches as they came, of many writers together: durable, and not in ``batches`` yet.
+
+An id is never given twice, so what removes one removes what it has placed."""
+
 batch_columns = Table(
     "batch_columns",
     metadata,

@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,10 @@ class Store:
         self.engine = engine
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
+        self.settle: Callable[[], None] = _nothing_waits
+        """Places what was acknowledged and is not in its tables yet: called before reads."""
+        self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Does so too, and lets nothing be acknowledged before the context ends."""
         self._turn = threading.RLock()
         self._is_sqlite = engine.dialect.name == "sqlite"
 
@@ -100,8 +104,15 @@ class Store:
         return self.engine.url.render_as_string(hide_password=True)
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """Give a connection whose reads see one moment."""
+    def read(self, *, settled: bool = True) -> Iterator[Connection]:
+        """Give a connection whose reads see one moment.
+
+        Args:
+            settled: that moment has the rows that were acknowledged before. Who reads no rows, or
+                has them from ``after_ingest``, need not ask for it.
+        """
+        if settled:
+            self.settle()
         with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
             if not self._is_sqlite:  # there, a transaction sees one moment by itself
                 options: dict[str, Any] = {"isolation_level": "REPEATABLE READ"}
@@ -162,6 +173,10 @@ class Store:
             yield
         except DBAPIError as error:
             raise storage_error(error, self.where) from error
+
+
+def _nothing_waits() -> None:
+    return
 
 
 def storage_error(error: DBAPIError, where: str) -> StorageError:

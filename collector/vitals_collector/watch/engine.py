@@ -241,7 +241,7 @@ class Engine:
             .where(findings.c.kind.in_(ALERTED_KINDS))
             .group_by(findings.c.run_id, findings.c.incarnation),
         }
-        with self._store.read() as connection:
+        with self._store.read(settled=False) as connection:
             unread = {
                 (run_id, incarnation)
                 for what, query in queries.items()
@@ -256,7 +256,7 @@ class Engine:
         run_id, incarnation = writer
         name = _cursor_name(writer)
         while True:
-            with self._store.read() as connection:
+            with self._store.read(settled=False) as connection:
                 query = (
                     select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
                     .where(
@@ -283,7 +283,7 @@ class Engine:
         run_id, incarnation = writer
         name = _cursor_name(writer, "findings")
         while True:
-            with self._store.read() as connection:
+            with self._store.read(settled=False) as connection:
                 query = (
                     select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
                     .where(
@@ -317,7 +317,7 @@ class Engine:
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._config.lost_after_seconds,
         )
-        with self._store.read() as connection:
+        with self._store.read(settled=self._looks.is_pressed) as connection:
             return self._looks.look(connection, when, only_new=only_new)
 
     def _run_now(self, run: RunLook) -> RunNow:

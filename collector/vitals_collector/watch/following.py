@@ -83,31 +83,36 @@ class Followed:
 
     # -------------------------------------------------------------------------------- reading
 
-    def has_nothing(self, taken: Taken, now_ns: int) -> bool:
-        """Say whether ``read`` need not be called: nothing came, and nothing is left."""
-        return not (taken.batches or taken.has_more) and self.is_read and not self._is_due(now_ns)
+    def take(self, taken: Taken, now_ns: int) -> int:
+        """Take in rows that were just committed; return how many."""
+        fresh = self._fresh
+        # Where others are behind, rows that wait for them would be more and more.
+        is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
+        num = self._take_all(fresh.take(taken.batches, is_full=is_full), now_ns)
+        self.steps.world_size = fresh.world_size
+        self.has_changed = self.has_changed or num > 0
+        return num
+
+    def needs_store(self, taken: Taken, now_ns: int) -> bool:
+        """Say whether ``read`` is to be called: not all that there is was taken."""
+        return taken.has_more or not self.is_read or self._is_due(now_ns)
 
     def read(
-        self, connection: Connection, budget: int, now_ns: int, taken: Taken | None = None
+        self, connection: Connection, budget: int, now_ns: int, *, has_more: bool = True
     ) -> int:
-        """Take in rows that were just committed, and read about ``budget`` others; return how many.
+        """Read about ``budget`` rows that were not taken; return how many.
 
         Those that are behind are read first, so that a rank's rows which are stored are never
         taken for late.
 
         Args:
-            connection: one moment of the store, after ``taken`` was committed.
+            connection: one moment of the store, after what was taken was committed.
             budget: how many to read from the store, about.
             now_ns: the clock of ``advance``.
-            taken: what is in memory; None where the store is all there is.
+            has_more: whether the store may have more than was ever taken.
         """
         fresh = self._fresh
-        num = 0
-        if taken is not None:
-            # Where others are behind, rows that wait for them would be more and more.
-            is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
-            num += self._take_all(fresh.take(taken.batches, is_full=is_full), now_ns)
-        if taken is None or taken.has_more or self._is_due(now_ns):
+        if has_more or self._is_due(now_ns):
             fresh.look(connection)
             self._looked_ns = now_ns
         self.steps.world_size = fresh.world_size
@@ -121,9 +126,9 @@ class Followed:
             and (blocks := fresh.read(connection, HOSTS, budget))
         ):
             num_read += self._take_all(blocks, now_ns)
-        self.has_changed = self.has_changed or num + num_read > 0
+        self.has_changed = self.has_changed or num_read > 0
         self._saves = self._new_checkpoints(connection)
-        return num + num_read
+        return num_read
 
     def _is_due(self, now_ns: int) -> bool:
         return self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_NS

@@ -58,6 +58,12 @@ class Looks:
                 self._touched[run_id] = at_once or self._touched.get(run_id, False)
 
     @property
+    def is_pressed(self) -> bool:
+        """Whether something came that may have changed a run's state."""
+        with self._lock:
+            return any(self._touched.values())
+
+    @property
     def running(self) -> set[str]:
         """The runs that go on."""
         return {look.run_id for look in self._known.values() if look.state == "running"}

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import Connection
 
 from trainvitals.detect.watch import WatchConfig
 from trainvitals.errors import StorageError
@@ -173,11 +172,13 @@ class Watching:
         """Look at one run; return how many rows were read, and whether anything was told."""
         taken = self._live.take(run_id)  # before the store is opened: it must have these
         try:
-            followed, num = self._open.get(run_id), 0
-            if followed is None or not followed.has_nothing(taken, now_ns):
-                with self._store.read() as connection:
-                    followed = followed or self._opened(connection, run_id)
-                    num = followed.read(connection, budget, now_ns, taken)
+            followed = self._open.get(run_id) or self._opened(run_id)
+            num = followed.take(taken, now_ns)
+            if followed.needs_store(taken, now_ns):
+                # Where all was taken, only the writers are asked after.
+                is_settled = taken.has_more or not followed.is_read
+                with self._store.read(settled=is_settled) as connection:
+                    num += followed.read(connection, budget, now_ns, has_more=taken.has_more)
             before = followed.steps.absent
             told = followed.advance(now_ns, is_running=is_running)
             self.num_unmerged += followed.num_unmerged()
@@ -206,10 +207,11 @@ class Watching:
             self._forget(run_id)
         return num, bool(told)
 
-    def _opened(self, connection: Connection, run_id: str) -> Followed:
-        followed = self._open[run_id] = open_run(
-            connection, run_id, watch=self._config.watch, merge=self._config.merge
-        )
+    def _opened(self, run_id: str) -> Followed:
+        with self._store.read(settled=False) as connection:
+            followed = self._open[run_id] = open_run(
+                connection, run_id, watch=self._config.watch, merge=self._config.merge
+            )
         return followed
 
     def _forget(self, run_id: str) -> None:
