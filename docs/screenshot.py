@@ -1,6 +1,6 @@
-"""Takes the README's pictures: the demo, with the dashboard open in a headless Chromium.
+"""Takes the pictures of the documents: the demo, with every page of the dashboard in a Chromium.
 
-Runs `vitals demo --keep --headless` to its end, then opens the overview and the page of the guarded
+Runs `vitals demo --keep --headless` to its end, then opens each page, most of them of the guarded
 training. Exits with an error where there is no chromium, or where the demo fails.
 """
 
@@ -12,12 +12,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from make_screenshot import take
+from PIL import Image
 
 IMAGES = Path(__file__).parent / "images"
+README_PICTURE = IMAGES / "dashboard.png"
+NUM_COLOURS = 256
+WINDOW = 900
+"""Height of a picture that does not show the whole page."""
+VIEWS: dict[str, tuple[str, int]] = {
+    "fleet": ("", 420),
+    "run": ("run?run={guarded}", 0),
+    "layers": ("layers?run={guarded}", WINDOW),
+    "ranks": ("ranks?run={guarded}", WINDOW),
+    "decisions": ("decisions?run={guarded}", 680),
+    "checkpoints": ("checkpoints?run={guarded}", WINDOW),
+    "incidents": ("incident?run={guarded}", 1_500),
+    "compare": ("compare?runs={clean}&runs={guarded}", 1_200),
+    "alerts": ("alerts?show=all", 620),
+    "query": ("query?run={guarded}&table=decisions", 620),
+}
+"""Name of a picture, to the page's address and the picture's height; 0 is the whole page."""
 
 
 def main() -> int:
@@ -40,8 +58,7 @@ def main() -> int:
             address = ready(iter(demo.stdout.readline, ""))
             if address:
                 listed = subprocess.check_output([*vitals, "runs", home / "runs", "--format=json"])
-                run_id = next(r["run_id"] for r in json.loads(listed) if r["name"] == "guarded")
-                pictures(address, run_id)
+                pictures(address, {run["name"]: run["run_id"] for run in json.loads(listed)})
         finally:
             demo.send_signal(signal.SIGINT)
             demo.wait(timeout=60)
@@ -60,13 +77,29 @@ def ready(lines: Iterator[str]) -> str:
     return ""
 
 
-def pictures(address: str, run_id: str) -> None:
-    """Write the pictures of the overview and of one run's page."""
-    IMAGES.mkdir(exist_ok=True)
-    page, token = address.split("/?", 1)
-    take(address, IMAGES / "overview.png", height=480)
-    take(f"{page}/run?run={run_id}&{token}", IMAGES / "dashboard.png", full_page=True)
-    sys.stdout.write(f"{IMAGES}\n")
+def pictures(address: str, run_ids: Mapping[str, str]) -> None:
+    """Write a picture of every page, and a dark one of a run's."""
+    folder = IMAGES / "dashboard"
+    folder.mkdir(parents=True, exist_ok=True)
+    base, token = address.split("/?", 1)
+    for name, (page, height) in VIEWS.items():
+        path = page.format(**run_ids)
+        whole = f"{base}/{path}{'&' if '?' in path else '?'}{token}"
+        for theme in ("light", "dark") if name == "run" else ("light",):
+            output = folder / (f"{name}.png" if theme == "light" else f"{name}-{theme}.png")
+            if output.name == "run.png":
+                output = README_PICTURE
+            take(whole, output, height=height or WINDOW, theme=theme, full_page=not height)
+            smaller(output)
+    sys.stdout.write(f"{folder}\n")
+
+
+def smaller(picture: Path) -> None:
+    """Keep of a picture the colours that it needs: pages have few, and a repository keeps all."""
+    with Image.open(picture) as full:
+        full.convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE).save(
+            picture, optimize=True
+        )
 
 
 if __name__ == "__main__":

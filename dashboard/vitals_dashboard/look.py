@@ -169,11 +169,15 @@ line-height:1.25;white-space:pre-wrap;overflow-wrap:anywhere;font-family:inherit
 white-space:pre-wrap;overflow-wrap:anywhere;max-width:100ch}
 [class*="st-key-facts_"] [data-testid="stText"]{font-family:inherit;font-size:.85rem;opacity:.75;
 white-space:pre-wrap;overflow-wrap:anywhere;max-width:none}
+[data-testid="stCaptionContainer"],[data-testid="stMetric"] [data-testid="stMarkdownContainer"]{
+color:inherit}
+[data-testid="stCaptionContainer"]{opacity:.8}
 .st-key-run_links{flex-wrap:wrap}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}
 </style>"""
 """Our own constant text: the only HTML the pages ever send.
 
+Captions are darker than Streamlit's own, whose grey is too faint to be read by everybody.
 A table's own download is hidden: it writes what a spreadsheet would run as a formula. The page of
 questions offers one that does not.
 """

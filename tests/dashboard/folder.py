@@ -4,40 +4,81 @@ import math
 import time
 from pathlib import Path
 
-from tests.collector.rows import RUN, SECOND, Writer
+from tests.collector.lookback import LAYERS, layer_rows
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, Writer
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
-from trainvitals.records import Decision, DecisionMade, RunInfo, RunStarted
+from trainvitals.records import (
+    CheckpointChanged,
+    Decision,
+    DecisionMade,
+    NamesDefined,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+)
 
 NAN_STEP, SPIKE_STEP, NUM_STEPS = 60, 120, 200
+LONG_STEPS = 6_000
 
 
-def write_run(folder: Path, *, name: str) -> str:
-    """Write a run of two ranks with a NaN step and a spike, both skipped; return its id."""
-    spool = Spool(
-        RunDir.create(folder, RUN).agent_dir("node-a") / "spool", max_bytes=1 << 24, keep=True
-    )
-    started = time.time_ns() - NUM_STEPS * SECOND  # a step a second, the last one just now
-    first, second = Writer("rank:0", started=started), Writer("rank:1", started=started)
-    loss = [2 + 3 * math.exp(-step / 50) for step in range(NUM_STEPS)]
-    loss[NAN_STEP], loss[SPIKE_STEP] = math.nan, 9.0
-    spool.append(first.events(RunStarted(info=RunInfo(name=name, project="demo", world_size=2))))
-    columns = {
-        "loss": loss,
-        "rank_loss": loss,
-        "grad_norm": [value / 3 for value in loss],
-        "loss_limit": 6.0,
-        "learning_rate": 3e-4,
-        "tokens_per_second": 41_000.0,
-        "step_duration_seconds": 0.05,
-    }
-    spool.append(first.steps(range(NUM_STEPS), **columns))
-    spool.append(second.steps(range(NUM_STEPS), rank_loss=loss, step_duration_seconds=0.06))
-    for seq, (step, why) in enumerate(
-        ((NAN_STEP, "gradients of rank 1 are NaN"), (SPIKE_STEP, "loss 9 is above its limit 6")), 1
-    ):
+class OpenRun:
+    """A run of two ranks with a NaN step and a spike, both skipped; its agent still writes."""
+
+    def __init__(self, folder: Path, *, name: str) -> None:
+        self._spool = _spool(folder, RUN)
+        # A step a second, the last one just now.
+        started = time.time_ns() - NUM_STEPS * SECOND
+        self._ranks = [Writer(f"rank:{rank}", started=started) for rank in range(2)]
+        self._num_decisions = 0
+        self.last_step = NUM_STEPS - 1
+        loss = [2 + 3 * math.exp(-step / 50) for step in range(NUM_STEPS)]
+        loss[NAN_STEP], loss[SPIKE_STEP] = math.nan, 9.0
+        head = self._ranks[0]
+        info = RunInfo(name=name, project="demo", world_size=2)
+        self._spool.append(head.events(RunStarted(info=info)))
+        named = NamesDefined(stream="layers", names=dict(enumerate(LAYERS)))
+        self._spool.append(head.events(named))
+        self._spool.append(layer_rows(head, range(0, NUM_STEPS, 10)))
+        self._train(range(NUM_STEPS), loss)
+        saved = CheckpointChanged(
+            checkpoint_id="step-100", checkpoint_step=100, state="healthy", where="disk"
+        )
+        self._spool.append(head.events(saved, step=100))
+        self._skip(NAN_STEP, "gradients of rank 1 are NaN")
+        self._skip(SPIKE_STEP, "loss 9 is above its limit 6")
+        self._spool.sync()
+
+    def skip_next(self, why: str) -> int:
+        """Train one step more, which is skipped; return its number."""
+        self.last_step += 1
+        self._train(range(self.last_step, self.last_step + 1), [8.0])
+        self._skip(self.last_step, why)
+        self._spool.sync()
+        return self.last_step
+
+    def close(self) -> None:
+        """Write no more."""
+        self._spool.close()
+
+    def _train(self, steps: range, loss: list[float]) -> None:
+        first, second = self._ranks
+        columns = {
+            "loss": loss,
+            "rank_loss": loss,
+            "grad_norm": [value / 3 for value in loss],
+            "loss_limit": 6.0,
+            "learning_rate": 3e-4,
+            "tokens_per_second": 41_000.0,
+            "step_duration_seconds": 0.05,
+        }
+        self._spool.append(first.steps(steps, **columns))
+        self._spool.append(second.steps(steps, rank_loss=loss, step_duration_seconds=0.06))
+
+    def _skip(self, step: int, why: str) -> None:
+        self._num_decisions += 1
         made = Decision(
-            ledger_seq=seq,
+            ledger_seq=self._num_decisions,
             action="skip_step",
             step=step,
             decided_at_step=step + 1,
@@ -47,7 +88,28 @@ def write_run(folder: Path, *, name: str) -> str:
             cause="data",
             cost_steps=1,
         )
-        spool.append(first.events(DecisionMade(decision=made), step=step))
-    spool.sync()
-    spool.close()
+        self._spool.append(self._ranks[0].events(DecisionMade(decision=made), step=step))
+
+
+def write_run(folder: Path, *, name: str) -> str:
+    """Write a run of two ranks with a NaN step and a spike, both skipped; return its id."""
+    OpenRun(folder, name=name).close()
     return RUN
+
+
+def write_long_run(folder: Path) -> str:
+    """Write a finished run of more steps than a chart has points; return its id."""
+    spool = _spool(folder, OTHER_RUN)
+    writer = Writer(run=OTHER_RUN, started=time.time_ns() - LONG_STEPS * SECOND, world_size=1)
+    spool.append(writer.events(RunStarted(info=RunInfo(name="long", project="demo"))))
+    for start in range(0, LONG_STEPS, 1_000):
+        steps = range(start, start + 1_000)
+        spool.append(writer.steps(steps, loss=[2 + math.sin(step) / 9 for step in steps]))
+    spool.append(writer.events(RunEnded(state="finished"), step=LONG_STEPS - 1))
+    spool.close()
+    return OTHER_RUN
+
+
+def _spool(folder: Path, run_id: str) -> Spool:
+    directory = RunDir.create(folder, run_id).agent_dir("node-a") / "spool"
+    return Spool(directory, max_bytes=1 << 24, keep=True)

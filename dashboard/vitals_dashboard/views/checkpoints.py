@@ -42,7 +42,7 @@ def _body(source: Source, run: RunSummary) -> None:
     rows = tables.checkpoint_rows(shown)
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
     for row, one in zip(rows, newest, strict=True):
-        row["Next"] = "\N{LEFTWARDS ARROW} a rollback goes here" if one == target else ""
+        row["Next"] = "\N{LEFTWARDS ARROW} rollback" if one == target else ""
     picked = frame.table(
         rows,
         "None is like that.",

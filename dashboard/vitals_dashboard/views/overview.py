@@ -107,7 +107,7 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
         height=38 + 35 * PAGE_SIZE,
         select=True,
         columns={
-            "Run": st.column_config.TextColumn(width="medium", pinned=True),
+            "Run": st.column_config.TextColumn(width="medium"),
             "State": st.column_config.TextColumn(width=105),
             "Health": st.column_config.TextColumn(width=95),
             "Alerts": st.column_config.NumberColumn(width=60),
