@@ -33,7 +33,7 @@ from vitals_collector.api.auth import (
 )
 from vitals_collector.api.control import control_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
-from vitals_collector.api.lookback import lookback_router
+from vitals_collector.api.lookback import lookback_routers
 from vitals_collector.api.query import query_router
 from vitals_collector.api.reception import Reception
 from vitals_collector.api.web import answers, bug, document, problem, problem_of, reply, takes
@@ -175,7 +175,8 @@ def _add_routes(
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
     app.include_router(query_router(query, guard=require("read")))
-    app.include_router(lookback_router(query, store, clock=clock))
+    for router in lookback_routers(query, store, clock=clock):
+        app.include_router(router)
     app.include_router(control_router(store, acting.inbox, clock=clock, folders=settings.folders))
     app.include_router(metrics_router(exposed))
 

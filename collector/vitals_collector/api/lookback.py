@@ -29,15 +29,16 @@ _Step = Annotated[int, Parameter(ge=-_INT64, le=_INT64)]
 _Bound = Annotated[int | None, Parameter(ge=-_INT64, le=_INT64)]
 
 
-def lookback_router(query: Query, store: Store, *, clock: Clock) -> APIRouter:
-    """Return the routes; writing an annotation needs a token with scope ``control``."""
-    router = APIRouter(prefix="/v1")
-    reading = APIRouter(tags=["look back"], dependencies=[Depends(require("read"))])
+def lookback_routers(query: Query, store: Store, *, clock: Clock) -> tuple[APIRouter, APIRouter]:
+    """Return the routes that read, and that which writes an annotation: scope ``control``."""
+    reading = APIRouter(prefix="/v1", tags=["look back"], dependencies=[Depends(require("read"))])
     _add_maps(reading, query)
     _add_lists(reading, query)
-    _add_annotate(router, store, clock)
-    router.include_router(reading)
-    return router
+    writing = APIRouter(
+        prefix="/v1", tags=["look back"], dependencies=[Depends(require("control"))]
+    )
+    _add_annotate(writing, store, clock)
+    return reading, writing
 
 
 def _add_maps(router: APIRouter, query: Query) -> None:
@@ -82,8 +83,6 @@ def _add_lists(router: APIRouter, query: Query) -> None:
 def _add_annotate(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
         "/runs/{run_id}/annotations",
-        tags=["look back"],
-        dependencies=[Depends(require("control"))],
         responses=answers(AnnotationView),
         openapi_extra=takes(AnnotationRequest),
     )
@@ -96,4 +95,4 @@ def _add_annotate(router: APIRouter, store: Store, clock: Clock) -> None:
         return reply(annotate(store, run_id, body, caller=who, now_unix_ns=clock.time_ns()))
 
 
-__all__ = ["lookback_router"]
+__all__ = ["lookback_routers"]

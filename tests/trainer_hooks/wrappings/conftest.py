@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return what each rank found for a world size and a wrapping; only those asked for are run."""
     asked: dict[int, dict[str, None]] = {}
     for item in request.session.items:
-        if "found" in getattr(item, "fixturenames", ()):
+        if item.path.parent == Path(__file__).parent and "found" in getattr(
+            item, "fixturenames", ()
+        ):
             params = item.callspec.params  # type: ignore[attr-defined]
             asked.setdefault(params["world"], {})[params["name"]] = None
     launched = {
