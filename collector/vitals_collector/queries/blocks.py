@@ -66,10 +66,10 @@ class Part:
     is_columnar: bool
     min_step: int
     max_step: int
-    min_attempt: int = 0
-    max_attempt: int = 0
-    min_time_unix_ns: int = 0
-    max_time_unix_ns: int = 0
+    min_attempt: int
+    max_attempt: int
+    min_time_unix_ns: int
+    max_time_unix_ns: int
 
 
 def find_parts(
