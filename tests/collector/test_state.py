@@ -76,6 +76,21 @@ def test_rows_that_arrive_late_or_with_a_wrong_clock_count_when_they_arrived():
     assert "lost" == run_state([source(seen=50_000, received=100)], at(200))
 
 
+@pytest.mark.parametrize(
+    ("source_", "state"),
+    [
+        (source(seen=100), "running"),
+        (source(seen=100, alive=0), "running"),
+        (source(seen=100, ended="finished"), "finished"),
+        (source(seen=100, received=100), "lost"),
+    ],
+    ids=["silent", "gone", "ended", "sent"],
+)
+def test_a_run_is_not_lost_while_its_folder_is_still_being_read(source_: SourceState, state: str):
+    when = Liveness(now_unix_ns=START + 9_999 * SECOND, is_reading_in=True)
+    assert state == run_state([source_], when)
+
+
 def test_silence_while_the_collector_was_away_is_not_held_against_a_run():
     silent = [source(seen=100, received=100)]
     assert "running" == run_state(silent, at(1_000, up_since=990))

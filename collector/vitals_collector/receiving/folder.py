@@ -53,7 +53,10 @@ class FolderIngest:
             StorageError: the store refused; what was read is read again at the next poll.
         """
         stop = stop or threading.Event()
-        return sum(self._read(spool, stop) for spool in self._spools())
+        try:
+            return sum(self._read(spool, stop) for spool in self._spools())
+        finally:
+            self._store.is_reading_in = False
 
     def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
         """Poll until told to stop; say an error once and try again, for a disk may come back."""
@@ -72,6 +75,8 @@ class FolderIngest:
 
     def _read(self, spool: Path, stop: threading.Event) -> int:
         position = self._position(spool)
+        if position == Position():
+            self._store.is_reading_in = True
         # Left to the end, so that a file that grows faster than we read cannot keep us here.
         found = read_batches(spool, position, now=time.time())
         num_new = 0

@@ -91,6 +91,8 @@ class Store:
         self.engine = engine
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
+        self.is_reading_in = False
+        """Whether a folder's past is being read: how a run ended may be yet to come."""
         self.settle: Callable[[], None] = _nothing_waits
         """Places what was acknowledged and is not in its tables yet: called before reads."""
         self.hold: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -316,6 +316,7 @@ class Engine:
             now_unix_ns=self._clock.time_ns(),
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._config.lost_after_seconds,
+            is_reading_in=self._store.is_reading_in,
         )
         with self._store.read(settled=self._looks.is_pressed) as connection:
             return self._looks.look(connection, when, only_new=only_new)

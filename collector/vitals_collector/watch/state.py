@@ -19,6 +19,8 @@ class Liveness:
     """When this collector started: silence while it was away says nothing."""
     lost_after_seconds: float = 60.0
     """Neither a rank's row nor its agent's for longer than this: the run is lost."""
+    is_reading_in: bool = False
+    """A folder is being read for the first time: its runs' last words may be yet to come."""
 
 
 class SourceState(NamedTuple):
@@ -49,6 +51,8 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
         said: RunState = next((state for state in _FINAL if state in ended), "finished")
         # A launcher that loses one rank interrupts the others: theirs is not the story.
         return "failed" if said == "interrupted" and _lost_one_first(ranks) else said
+    if when.is_reading_in and not any(one.last_received_unix_ns for one in newest.values()):
+        return "running"
     is_gone = bool(ranks) and all(one.alive == 0 or one.ended_state for one in ranks)
     if is_gone or all(_is_silent(one, when) for one in (*ranks, *agents)):
         # Where rank 0 was killed before it could speak, another rank may have said why.
