@@ -53,7 +53,7 @@ docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ an
 	$(BIN)/python docs/build_docs.py
 	$(BIN)/vitals deploy all --output deploy --force
 
-screenshot: $(STAMP) ## take the README's picture of the dashboard (needs chromium)
+screenshot: $(STAMP) ## take the documents' pictures of the dashboard (needs chromium)
 	$(BIN)/python docs/screenshot.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs in vitals_runs/ stay
