@@ -90,7 +90,17 @@ def test_the_metadata_is_complete(metadata):
     assert "trainvitals" == metadata["Name"]
     assert "Apache-2.0" == metadata["License-Expression"]
     assert ">=3.11" == metadata["Requires-Python"]
-    extras = {"torch", "agent", "collector", "postgresql", "dashboard", "grafana", "replay", "all"}
+    extras = {
+        "torch",
+        "agent",
+        "collector",
+        "postgresql",
+        "parquet",
+        "dashboard",
+        "grafana",
+        "replay",
+        "all",
+    }
     extras |= {"huggingface", "accelerate", "lightning", "deepspeed", "torchtitan"}
     assert extras == set(metadata.get_all("Provides-Extra", []))
 
