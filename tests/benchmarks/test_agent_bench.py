@@ -1,7 +1,10 @@
+import pytest
+
 from vitals_bench.agent import agent_cost, measure_agent
 from vitals_bench.agent.cost import Cost
 
 
+@pytest.mark.slow
 def test_an_agent_beside_eight_ranks_spools_their_rows_and_says_what_each_part_cost():
     cost = agent_cost(seconds=1.0, warm_up_seconds=2.0, ships=True)
     assert cost.num_rows > 0

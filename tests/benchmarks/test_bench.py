@@ -114,6 +114,7 @@ def test_a_bench_that_cannot_run_is_named_and_the_others_are_shown(monkeypatch, 
     assert "| fine | 2 ms |" in written.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["norms", "steps", "loop"])
 def test_a_part_of_the_guard_s_bench_yields_rows_with_figures(part):
     rows = list(guard.PARTS[part](quick=True))
@@ -123,6 +124,7 @@ def test_a_part_of_the_guard_s_bench_yields_rows_with_figures(part):
     assert len(rows) == len({(r.name, r.peer) for r in rows})
 
 
+@pytest.mark.slow
 def test_nothing_is_read_lost_or_grown():
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     code = "import sys, json; from vitals_bench.guard import reads, saying; " + (
@@ -137,6 +139,7 @@ def test_nothing_is_read_lost_or_grown():
     assert [True, True, True] == [r["met"] for r in found], found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_ranks_of_the_sharded_bench_leave_a_row(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -3,6 +3,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.collector.acting import decision
 from tests.collector.conftest import Served
@@ -37,6 +38,7 @@ class LongStepped(Writer):
         return self.started + 10 * step * SECOND
 
 
+@pytest.mark.slow
 def test_hours_of_sixteen_ranks_stay_below_the_cap_and_lose_no_spike(tmp_path: Path):
     store = open_data_store(tmp_path / "data")
     clock = ManualClock(time_ns=START)

@@ -267,6 +267,7 @@ def test_the_answer_to_a_question_is_taken_away_as_csv(page, address, tmp_path: 
         assert [{"step": str(SPIKE_STEP), "loss": "9.0"}] == list(csv.DictReader(taken))
 
 
+@pytest.mark.slow
 def test_every_page_can_be_read_by_everybody(page, address):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page.goto(address)

@@ -9,7 +9,7 @@ from tests.e2e.lab import Lab, free_port, open_lab, until
 from trainvitals.io.client import CollectorClient
 from trainvitals.views import AlertView, CommandView, DecisionView, RunDetail
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 RANKS = ("--standalone", "--nproc-per-node", "2")
 ONE = ("--standalone", "--nproc-per-node", "1")

@@ -113,6 +113,7 @@ def run_dirs(lab: Lab) -> list[Path]:
     return sorted(path.parent for path in lab.runs.glob("[0-9A-Z]*/run.json"))
 
 
+@pytest.mark.slow
 def test_two_jobs_of_one_user_on_one_node_have_each_their_own_agent_and_journals(lab):
     stop = lab.folder / "stop"
     jobs = [

@@ -74,6 +74,7 @@ def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
     assert "Traceback" not in lab.log("up").read_text()
 
 
+@pytest.mark.slow
 def test_the_agent_finds_a_collector_that_was_started_again_at_another_port(lab):
     environ = lab.environ()
     with Stack(lab.folder / "home", environ) as stack, socket.socket() as squatter:

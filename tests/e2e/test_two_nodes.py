@@ -17,7 +17,7 @@ from trainvitals.testing.faults import FaultPlan
 from trainvitals.views import RunDetail
 from trainvitals.wire import decode_batch
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 STEPS = 120
 NODES = ("node-a", "node-b")

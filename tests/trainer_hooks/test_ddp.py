@@ -59,6 +59,7 @@ def test_ranks_agreed_on_every_verdict(four_ranks):
     assert sum(s.num_lost_rows for s in detail.sources) == 0
 
 
+@pytest.mark.slow
 def test_observe_decides_the_same_and_touches_nothing(tmp_path):
     faults = FaultPlan().spike_gradient_at(rank=1, step=30)
     trained = train(tmp_path, steps=40, mode="observe", faults=faults)
@@ -81,6 +82,7 @@ def healed(tmp_path_factory):
     return trained
 
 
+@pytest.mark.slow
 def test_a_storm_and_broken_parameters_are_rolled_back_on_every_rank(healed):
     with reader_of(healed) as reader:
         decisions = [v.decision for v in reader.decisions(run_id_of(healed))]
@@ -95,6 +97,7 @@ def test_a_storm_and_broken_parameters_are_rolled_back_on_every_rank(healed):
     assert math.isfinite(healed.result["validation_loss"])
 
 
+@pytest.mark.slow
 def test_the_curve_is_stitched_and_the_discarded_branch_stays(healed):
     run_id = run_id_of(healed)
     with reader_of(healed) as reader:
@@ -109,6 +112,7 @@ def test_the_curve_is_stitched_and_the_discarded_branch_stays(healed):
     assert sorted(left.step) == sorted(discarded)
 
 
+@pytest.mark.slow
 def test_the_poisoned_batches_were_passed_over(healed):
     run_id = run_id_of(healed)
     with reader_of(healed) as reader:

@@ -20,7 +20,6 @@ from tests.trainer_hooks.torchrun import GLOO_ABORT
 pytestmark = pytest.mark.dist
 
 RANKS, STEPS = 4, 22
-QUICK = ("ddp", "kill_amid_restore")
 PLACES = ["kill_before_restore", "kill_amid_restore", "kill_after_restore"]
 
 
@@ -116,14 +115,8 @@ def test_a_run_whose_rank_was_killed_finds_its_checkpoint_and_equals_one_that_wa
     assert digests(calm) == digests(told)
 
 
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        pytest.param(kind, place, marks=[] if (kind, place) == QUICK else [pytest.mark.slow])
-        for kind in ("ddp", "fsdp2")
-        for place in PLACES
-    ],
-)
+@both_slowly
+@pytest.mark.parametrize("place", PLACES)
 def test_a_rollback_that_was_killed_goes_on_after_the_relaunch_and_is_counted_once(
     kind, calm, place, tmp_path
 ):

@@ -158,6 +158,7 @@ def steps_of_both(tmp_path_factory):
     return spawned(relaunched, tmp_path_factory.mktemp("relaunched"))
 
 
+@pytest.mark.slow
 def test_where_one_rank_s_data_cannot_begin_again_no_rank_takes_its_first_batch_twice(
     steps_of_both,
 ):

@@ -101,6 +101,7 @@ def clean():
     return Loop().unguarded()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_poisoned_window_ends_within_one_percent_of_the_clean_one(clean):
     loop = Loop(poisoned=WINDOW)
     assert abs(loop.guarded() / clean - 1) < 0.01

@@ -25,6 +25,7 @@ def test_the_rows_come_in_two_forms_with_the_same_numbers():
     ]
 
 
+@pytest.mark.slow
 def test_rows_into_sqlite_are_measured_beside_core_and_orm():
     rows = list(stored.measure_sqlite(TINY))
     assert ["ratio >= 4", "ratio >= 15"] * 2 == [row.plain()["goal"] for row in rows]

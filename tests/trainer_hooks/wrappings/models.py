@@ -297,9 +297,8 @@ WRAPPINGS = {
 }
 
 QUICK = {
-    *("plain", "ddp", "ddp accumulating", "ddp of mixed types", "ddp autocast fp16 scaled"),
-    *("compiled in ddp", "fsdp1", "fsdp1 flat", "fsdp2 nested", "fsdp2 of mixed types"),
-    *("fsdp2 autocast fp16 scaled", "sequence parallel", "fsdp1 hybrid flat", "hsdp", "fsdp2 x tp"),
+    *("plain", "ddp", "ddp autocast fp16 scaled", "fsdp1 flat", "fsdp2 nested"),
+    *("sequence parallel", "hsdp", "fsdp2 x tp"),
 }
 """One of each kind; the others are as much work again, and run with the slow tests."""
 
