@@ -167,7 +167,10 @@ def test_every_row_is_in_the_store_exactly_once(fleet):
     assert len(fleet.mirror.rows) > ROUNDS * ROWS_OF_A_ROUND
     stored = fleet.stored()
     assert {1} == set(stored.values())
-    assert set(fleet.mirror.rows) == set(stored)
+    assert set() == set(fleet.mirror.rows) - set(stored)
+    # A segment may come and go before the ledger links it: then none of its rows are in it.
+    linked = {row[:3] for row in fleet.mirror.rows}
+    assert set() == {row for row in stored if row[:3] in linked} - set(fleet.mirror.rows)
 
 
 def test_every_row_has_the_values_that_its_rank_wrote(fleet):
