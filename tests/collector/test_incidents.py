@@ -80,6 +80,17 @@ def test_an_incident_has_what_belongs_to_it_and_its_story_answers(store: Store):
     assert [False, False] == [one.is_open for one in told(store)]
 
 
+def test_a_slow_step_before_bad_numbers_is_told_but_is_not_what_moved_first(store: Store):
+    ranks = troubled_run(store)
+    waits = [5.0 if step == ONSET - 4 else 0.01 for step in range(BAD + 2)]
+    ingest(store, Writer("rank:2").steps(range(BAD + 2), data_wait_seconds=list(waits)))
+    end(store, ranks)
+    slow, bad = ("\n".join(one.story) for one in told(store))
+    assert "What moved first was grad norm of h.1: 500 at step 158" in bad
+    assert "Of the ranks: data wait seconds of rank 2, 5 at step 154" in bad
+    assert "What moved first was data wait seconds of rank 2" in slow
+
+
 def test_an_incident_is_open_until_the_run_was_healthy_for_long_enough(store: Store):
     troubled_run(store, num_after=BAD + 1 - BACK_TO + 90)
     assert [True, True] == [one.is_open for one in told(store)]

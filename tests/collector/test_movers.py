@@ -52,6 +52,19 @@ def test_among_equals_the_first_to_leave_its_course_is_first():
     assert {"late": 590, "early": 570} == {one.view.row: one.first_step for one in found if one}
 
 
+def test_what_jumps_now_and_then_anyway_has_not_moved_by_jumping_once_more():
+    steps = np.arange(600)
+    waits = np.where(steps % 2, 0.010, 0.011)
+    waits[steps % 60 == 30] = 0.5
+    jumped = judge("rank:0", "data_wait_seconds", steps, waits, 599)
+    assert jumped is not None
+    assert 3.0 == pytest.approx(jumped.view.score, rel=1e-3)  # less than is told of
+    waits[590] = 5.0
+    moved = judge("rank:0", "data_wait_seconds", steps, waits, 599)
+    assert moved is not None
+    assert (590, 590) == (moved.first_step, moved.view.peak_step)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(), max_size=40), st.integers(-10, 60))
 def test_whatever_was_measured_a_score_is_a_number(values: list[float], step: int):

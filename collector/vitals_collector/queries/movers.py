@@ -1,7 +1,8 @@
 """Which layers and ranks moved before a step: the last steps against those before them.
 
 The scale is robust (1.4826 times the median distance from the median), so that the trouble itself
-does not widen it. What was not finite comes first, and of these what was so at the earliest step.
+does not widen it; what jumps now and then anyway, such as a wait for data, has the wider one of its
+own jumps. What was not finite comes first, and of these what was so at the earliest step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,10 @@ _MIN_BEFORE = 8
 """Values without which there is no middle to compare with."""
 _MOVED = 5.0
 """Scales from which a row is said to have begun to move."""
+_USUAL = 0.99
+"""Part of the steps before of which no distance counts as a move."""
+_USUAL_SCALES = 3.0
+"""Scales at least of the furthest of these: of normal noise it is 2.6."""
 
 RUN = "run"
 """Row of what is equal on all ranks."""
@@ -41,6 +46,8 @@ _OF_LAYER = (
     "grad_norm", RATIO, "weight_norm", "activation_rms", "activation_max", "activation_dead_ratio",
 )  # fmt: skip
 _SOURCES_OF = {RATIO: ("update_norm", "weight_norm")}
+OF_SPEED = frozenset(name for name in _OF_RANK if name.endswith("_seconds"))
+"""Metrics that say how fast it went, not what was learned."""
 
 
 class Moved(NamedTuple):
@@ -216,8 +223,10 @@ def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Move
     if middle is None or len(before) < _MIN_BEFORE:
         return None
     with np.errstate(over="ignore"):
-        scale = 1.4826 * float(np.median(np.abs(before - middle)))
-        away = np.abs(late - middle) / max(scale, abs(middle) * 1e-3, 1e-12)
+        usual = np.abs(before - middle)
+        scale = 1.4826 * float(np.median(usual))
+        jumps = float(np.quantile(usual, _USUAL)) / _USUAL_SCALES
+        away = np.abs(late - middle) / max(scale, jumps, abs(middle) * 1e-3, 1e-12)
     peak = int(np.argmax(away))
     score = min(float(away[peak]), MAX_SCORE)
     begins = np.flatnonzero(away >= min(_MOVED, score))
@@ -232,4 +241,4 @@ def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Move
     return Moved(view, int(at[begins[0]]))
 
 
-__all__ = ["RUN", "Moved", "ancestry", "attempt_of", "judge", "moved", "movers"]
+__all__ = ["OF_SPEED", "RUN", "Moved", "ancestry", "attempt_of", "judge", "moved", "movers"]

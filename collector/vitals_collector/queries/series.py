@@ -18,6 +18,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
+_LEAST_OUT = 4
+"""Points of two buckets: tsdownsample panics at fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Points:
@@ -160,7 +163,7 @@ def downsample(points: Points, num_points: int) -> Points:
 
 def _extremes(points: Points, finite: Ints, num_points: int) -> Ints:
     """Return where the finite points are that draw the curve; some of them more than once."""
-    num_out = max(2, num_points - 2) // 2 * 2
+    num_out = max(_LEAST_OUT, num_points - 2) // 2 * 2
     if len(finite) <= num_out + 2:
         return finite
     from tsdownsample import MinMaxDownsampler  # 180 ms to import; small answers do without

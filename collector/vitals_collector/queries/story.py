@@ -20,7 +20,8 @@ from trainvitals.views import (
 )
 from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
-from vitals_collector.queries.movers import NONFINITE_SCORE, RUN, Moved
+from vitals_collector.queries.grouping import domain_of
+from vitals_collector.queries.movers import NONFINITE_SCORE, OF_SPEED, RUN, Moved
 
 _T = TypeVar("_T")
 
@@ -142,13 +143,16 @@ def _moved(told: Told) -> str:
     ranks = [one for one in movers if one.view.row.startswith("rank:")]
     of_run = [one for one in movers if one.view.row == RUN]
     said = []
-    if movers:
-        first = min(movers, key=lambda one: (one.first_step, -one.view.score, one.view.row))
+    # A slow step is told below; it is no first sign of numbers that go wrong.
+    is_of_speed = domain_of(told.cause) == "speed"
+    asked = [one for one in movers if (one.view.metric in OF_SPEED) == is_of_speed]
+    if asked:
+        first = min(asked, key=lambda one: (one.first_step, -one.view.score, one.view.row))
         said.append(f"What moved first was {_name(first.view)}: {_how(first)}.")
     else:
         said.append(
-            "Nothing that is stored moved in the 50 steps before: which signal was first is not "
-            "known."
+            "None of the signals that could have shown it moved in the 50 steps before: which was "
+            "first is not known."
         )
     said += _of_kind(layers, "Of the layers", told.evidence.has_layers, "Which layer")
     said += _of_kind(ranks, "Of the ranks", True, "Which rank")
