@@ -53,7 +53,7 @@ def dashboard(
         )
     port = launch.free_port(port)
     environ = dict(os.environ)
-    with _ended_by_sigterm(), ExitStack() as stack:
+    with ended_by_signals(), ExitStack() as stack:
         children = []
         if folder is not None:
             path = launch.check_folder(folder)
@@ -91,10 +91,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that the programs are stopped as well."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a closed terminal, stop the programs as Ctrl-C does."""
+    told = (signal.SIGTERM, signal.SIGHUP)
+    before = [(number, signal.signal(number, _interrupt)) for number in told]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import httpx
 
@@ -172,11 +172,18 @@ def discovered(environ: Mapping[str, str]) -> CollectorPlace:
     )
 
 
+class Slot(NamedTuple):
+    """A folder for the store of a folder of runs, and the open file whose lock holds it."""
+
+    path: Path
+    lock: int
+
+
 @contextmanager
-def cache_dir(folder: Path) -> Iterator[Path]:
+def cache_slot(folder: Path) -> Iterator[Slot]:
     """Hold a node-local folder for the store of a folder of runs, used again the next time.
 
-    Two dashboards of the same folder get one each.
+    Two dashboards of the same folder get one each. Whoever inherits the lock holds it too.
     """
     base = ensure_private_dir(Path(tempfile.gettempdir()) / f"trainvitals-{os.getuid()}")
     key = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
@@ -191,7 +198,7 @@ def cache_dir(folder: Path) -> Iterator[Path]:
                 raise StorageError(f"{path}: cannot be locked: {error.strerror}") from error
             continue
         try:
-            yield path
+            yield Slot(path, lock)
         finally:
             os.close(lock)
         return
@@ -200,9 +207,21 @@ def cache_dir(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def program(
-    name: str, command: Sequence[str], log: Path, environ: Mapping[str, str]
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    environ: Mapping[str, str],
+    inherits: Collection[int] = (),
 ) -> Iterator[Program]:
-    """Run a program with its output in ``log``; stop it on the way out."""
+    """Run a program with its output in ``log``; stop it on the way out.
+
+    Args:
+        name: what it is, in messages.
+        command: the program and its arguments.
+        log: the file of what it says.
+        environ: its environment.
+        inherits: open files that it gets as well.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(
             list(command),
@@ -211,6 +230,7 @@ def program(
             stderr=subprocess.STDOUT,
             env=dict(environ),
             start_new_session=True,
+            pass_fds=inherits,
         )
     try:
         yield Program(name, process, log)
@@ -243,11 +263,12 @@ def folder_collector(
     folder: Path, environ: Mapping[str, str]
 ) -> Iterator[tuple[Program, CollectorPlace]]:
     """Run a collector that reads the folder, until the block ends."""
-    with cache_dir(folder) as data:
+    # The collector holds the lock too: should this process be killed, the next one takes another.
+    with cache_slot(folder) as (data, lock):
         found = data / "collector.json"
         found.unlink(missing_ok=True)
         command = collector_command(folder, data)
-        with program("collector", command, data / "collector.log", environ) as child:
+        with program("collector", command, data / "collector.log", environ, (lock,)) as child:
             place = wait_for(child, lambda: read_collector_file(found))
             wait_for(child, lambda: _answers(f"{place.url}/healthz"))
             yield (

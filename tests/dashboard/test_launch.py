@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,6 +18,7 @@ from tests.dashboard.folder import write_run
 from trainvitals.cli.main import main
 from trainvitals.errors import UsageError
 from vitals_dashboard import launch
+from vitals_dashboard.cli import ended_by_signals
 from vitals_dashboard.settings import (
     SETTINGS_VARIABLE,
     DashboardSettings,
@@ -80,11 +81,26 @@ def test_a_collector_that_moved_to_another_port_is_found_again(tmp_path: Path):
 
 def test_two_dashboards_of_one_folder_do_not_share_a_store(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with launch.cache_dir(Path("/runs")) as first, launch.cache_dir(Path("/runs")) as second:
-        assert first != second
-    with launch.cache_dir(Path("/runs")) as again:
-        assert first == again, "the next one goes on with what was read"
-    assert 0o700 == stat.S_IMODE(first.stat().st_mode)
+    with launch.cache_slot(Path("/runs")) as first, launch.cache_slot(Path("/runs")) as second:
+        assert first.path != second.path
+    with launch.cache_slot(Path("/runs")) as again:
+        assert first.path == again.path, "the next one goes on with what was read"
+    assert 0o700 == stat.S_IMODE(first.path.stat().st_mode)
+
+
+def test_a_store_is_held_while_the_program_that_reads_it_lives(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with ExitStack() as stack:
+        with launch.cache_slot(Path("/runs")) as first:
+            command = [sys.executable, "-c", "input()"]
+            reads, writes = os.pipe()
+            stack.callback(os.close, writes)
+            process = subprocess.Popen(command, stdin=reads, pass_fds=(first.lock,))
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            os.close(reads)
+        with launch.cache_slot(Path("/runs")) as second:
+            assert first.path != second.path
 
 
 def test_a_folder_has_one_store_by_whatever_path_it_is_named(tmp_path: Path, monkeypatch):
@@ -218,6 +234,14 @@ def test_the_command_serves_a_folder_behind_its_token_and_ends_in_seconds(
         assert 130 == process.wait(30)
         assert 10 > time.monotonic() - started
         assert all(gone(pid) for pid in children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_and_a_closed_terminal_end_it_as_ctrl_c_does(number: signal.Signals):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        signal.raise_signal(number)
+    assert before == signal.getsignal(number)
 
 
 @pytest.mark.parametrize("victim", ["collector", "pages"])
