@@ -7,7 +7,7 @@ NaN or infinite. Fields of bytes are base64.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,6 +20,10 @@ TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts",
 Branch = Literal["lineage", "discarded", "all"]
 """``lineage``: the stitched curve of the present attempt and its ancestors up to their forks;
 ``discarded``: the rows that rollbacks left behind; ``all``: both."""
+
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63) + 1, le=2**63 - 1)]
+"""What a database can compare a step with."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +137,28 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite: tuple[NonFiniteMark, ...]
     """20,000 at most, evenly chosen; ``num_nonfinite`` says how many there are."""
     num_nonfinite: int = 0
+
+
+class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which series is wanted, and how finely."""
+
+    metric: str
+    """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
+    source: str = ""
+    """Whose rows; "" is rank 0, or the first GPU or node there is."""
+    branch: Branch = "lineage"
+    """GPU, node and process rows have no step: they come by time, on every branch."""
+    points: int = 1_000
+    """At most about this many."""
+    from_step: Int64 | None = None
+    to_step: Int64 | None = None
+    """Inclusive."""
+
+
+class ManySeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a page draws, asked for at once."""
+
+    series: tuple[SeriesRequest, ...]
 
 
 class CurveReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from trainvitals.views import RunDetail, SeriesReply
+from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import words
 from vitals_dashboard.source import POINTS, Source, series_of
 from vitals_dashboard.tables import Row
@@ -77,11 +77,14 @@ def value_rows(
 
     add("state", [d.summary.state for d in details])
     add("last step", [f"{d.summary.last_step:,}" for d in details])
-    for one in dict.fromkeys((metric, *_SHOWN)):
-        last = [_last(series_of(source, d, one, points=POINTS)) for d in details]
-        if any(value is not None for value in last):
+    shown = list(dict.fromkeys((metric, *_SHOWN)))
+    requests = [SeriesRequest(metric=one, points=POINTS) for one in shown]
+    found = [[_values(one) for one in series_of(source, d, requests)] for d in details]
+    for one, values in zip(shown, zip(*found, strict=True), strict=True):
+        if any(values):
+            last = [some[-1] if some else None for some in values]
             add(f"{words.plain(one, 60)}, last", [words.number(value, 5) for value in last])
-    chosen = [_values(series_of(source, d, metric, points=POINTS)) for d in details]
+    chosen = [of_run[0] for of_run in found]
     add(f"{words.plain(metric, 60)}, lowest", [words.number(min(v, default=None)) for v in chosen])
     add(f"{words.plain(metric, 60)}, highest", [words.number(max(v, default=None)) for v in chosen])
     add("skips", [f"{d.summary.num_skips:,}" for d in details])
@@ -91,8 +94,3 @@ def value_rows(
 
 def _values(reply: SeriesReply | None) -> list[float]:
     return [] if reply is None else [value for value in reply.value if value is not None]
-
-
-def _last(reply: SeriesReply | None) -> float | None:
-    values = _values(reply)
-    return values[-1] if values else None

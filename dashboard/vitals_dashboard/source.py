@@ -1,16 +1,15 @@
 """The way to the collector: one client an address and token, shared by all sessions."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import streamlit as st
 
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import RunDetail, SeriesReply
+from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import states
 from vitals_dashboard.settings import load_settings
 
@@ -63,29 +62,34 @@ def guarded(draw: Callable[[Source], None]) -> None:
 @st.cache_data(max_entries=1000, ttl=3600, show_spinner=False)
 def loss_curve(_client: CollectorClient, url: str, run_id: str, last_step: int) -> list[float]:
     """Return a few points of a run's loss; asked again only when the run has gone on."""
-    reply = _client.series(run_id, "steps.loss", points=60)
+    (reply,) = _client.many_series(run_id, [SeriesRequest(metric="steps.loss", points=60)])
     return [value for value in reply.value if value is not None]
 
 
-@st.cache_data(max_entries=400, ttl=60, show_spinner=False)
+@st.cache_data(max_entries=60, ttl=60, show_spinner=False, hash_funcs={SeriesRequest: repr})
 def _series(
     _client: CollectorClient,
     url: str,
     run_id: str,
-    metric: str,
-    how: tuple[tuple[str, Any], ...],
+    asked: tuple[SeriesRequest, ...],
     seen_unix_ns: int,
-) -> SeriesReply:
-    """Return a series; asked again only when the run was heard of again, or after a minute."""
-    return _client.series(run_id, metric, **dict(how))
+) -> tuple[SeriesReply, ...]:
+    """Return series; asked again only when the run was heard of again, or after a minute."""
+    return _client.many_series(run_id, asked)
 
 
-def series_of(source: Source, detail: RunDetail, metric: str, /, **how: Any) -> SeriesReply | None:
-    """Return a series of a run as it is at present, or None where there is no point of it."""
-    if metric not in detail.metrics:
-        return None
-    line = detail.summary
-    asked = tuple(sorted(how.items()))
-    client = source.client
-    reply = _series(client, client.url, line.run_id, metric, asked, line.last_seen_unix_ns)
-    return reply if reply.step or reply.nonfinite else None
+def series_of(
+    source: Source, detail: RunDetail, requests: Sequence[SeriesRequest]
+) -> list[SeriesReply | None]:
+    """Return series of a run as they are at present; None where there is no point of one.
+
+    One request for all: most of what a refresh costs is the way there and back.
+    """
+    asked = tuple(dict.fromkeys(one for one in requests if one.metric in detail.metrics))
+    line, client = detail.summary, source.client
+    found: dict[SeriesRequest, SeriesReply] = {}
+    if asked:
+        replies = _series(client, client.url, line.run_id, asked, line.last_seen_unix_ns)
+        found = dict(zip(asked, replies, strict=True))
+    drawn = {one: reply for one, reply in found.items() if reply.step or reply.nonfinite}
+    return [drawn.get(one) for one in requests]

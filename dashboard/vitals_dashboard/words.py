@@ -9,11 +9,13 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
 def plain(text: str, limit: int = 120) -> str:
     """Return text for one line: no control or direction-changing characters, at most ``limit``."""
-    kept = "".join(
-        " " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c
-        for c in text[: limit * 4]
-        if unicodedata.category(c) not in ("Cf", "Cs", "Co", "Cn")
-    )
+    kept = text[: limit * 4]
+    if not kept.isprintable():
+        kept = "".join(
+            " " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c
+            for c in kept
+            if unicodedata.category(c) not in ("Cf", "Cs", "Co", "Cn")
+        )
     kept = " ".join(kept.split())
     return kept if len(kept) <= limit else kept[: limit - 1] + ELLIPSIS
 

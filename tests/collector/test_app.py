@@ -16,7 +16,7 @@ from trainvitals.errors import (
     UsageError,
 )
 from trainvitals.records import AttemptStarted, NamesDefined, RunInfo, RunStarted
-from trainvitals.views import Problem
+from trainvitals.views import Problem, SeriesRequest
 from vitals_collector.api.app import CollectorSettings, create_app
 
 
@@ -37,7 +37,11 @@ def test_a_batch_goes_in_over_http_and_every_question_is_answered(served: Served
     with served.client() as client:
         assert ["tiny"] == [run.name for run in client.runs()]
         assert RUN == client.run(RUN).summary.run_id
-        assert 20 == client.series(RUN, "steps.loss").num_total
+        loss = client.series(RUN, "steps.loss")
+        assert 20 == loss.num_total
+        asked = [SeriesRequest(metric=f"steps.{name}") for name in ("loss", "mfu_ratio")]
+        both = client.many_series(RUN, asked)
+        assert (loss, ()) == (both[0], both[1].step)
         assert 1.0 == client.step(RUN, 7).rows[0].values["loss"]
         assert () == client.decisions(RUN) == client.findings(RUN) == client.checkpoints(RUN)
         assert ["RunStarted", "AttemptStarted"] == [one.kind for one in client.events(RUN)]

@@ -20,7 +20,7 @@ from trainvitals.records import (
     RunStarted,
 )
 from trainvitals.rows import Schema
-from trainvitals.views import SeriesReply
+from trainvitals.views import SeriesReply, SeriesRequest
 from vitals_collector.queries.query import Query
 from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import alerts
@@ -198,6 +198,35 @@ def test_a_series_that_is_not_there_is_explained(store: Store, metric: str, sour
     ingest(store, Writer().steps([0], loss=1.0))
     with pytest.raises(UsageError, match=said):
         query(store).series(RUN, metric, source=source)
+
+
+def test_many_series_at_once_are_what_each_is_alone(store: Store):
+    rolled_back_run(store)
+    asked = [
+        SeriesRequest(metric=metric, source=source, branch=branch, points=points, from_step=first)
+        for metric in ("steps.loss", "steps.grad_norm", "steps.rank_loss", "gpu.power_watts")
+        for source in ("", "rank:1")
+        for branch, points in (("lineage", 5), ("discarded", 100))
+        for first in (None, 4)
+    ]
+    alone = [
+        query(store).series(
+            RUN, a.metric, source=a.source, branch=a.branch, points=a.points, from_step=a.from_step
+        )
+        for a in asked
+    ]
+    assert repr(alone) == repr(list(query(store).many_series(RUN, asked)))  # NaN is not itself
+    assert () == query(store).many_series(RUN, [])
+    assert any(one.num_total for one in alone)
+
+
+def test_more_points_than_an_answer_may_have_are_refused(store: Store):
+    rolled_back_run(store)
+    many = [SeriesRequest(metric="steps.loss", points=20_000)] * 11
+    with pytest.raises(UsageError, match="11 series are to have 220000 points"):
+        query(store).many_series(RUN, many)
+    with pytest.raises(UsageError, match="points is 1"):
+        query(store).many_series(RUN, [SeriesRequest(metric="steps.loss", points=1)])
 
 
 def test_a_mistyped_metric_gets_the_right_name(store: Store):

@@ -17,9 +17,11 @@ from trainvitals.views import (
     CellsReply,
     CommandRequest,
     CommandView,
+    ManySeriesRequest,
     Problem,
     RunSummary,
     SeriesReply,
+    SeriesRequest,
     TableReply,
     TableRequest,
 )
@@ -67,12 +69,8 @@ class Stub:
             line = next((r for r in self.runs if r.run_id in parts), None)
             if line is None or len(parts) < 3:
                 return None
-            self.num_series += parts[-1] == "series"
-            return _bare_series(line, query) if parts[-1] == "series" else ()
+            return ()
         kind = parts[2] if len(parts) > 2 else "detail"
-        if kind == "series":
-            self.num_series += 1
-            return _series(sample, query)
         if kind == "cells":
             return _cells(sample, query)
         return {"detail": sample.detail}.get(kind, getattr(sample, kind, None))
@@ -83,6 +81,10 @@ class Stub:
         if parts == ["tables"]:
             self.questions.append(msgspec.json.decode(raw, type=TableRequest))
             return self.table
+        if parts[-1] == "series":
+            self.num_series += 1
+            asked = msgspec.json.decode(raw, type=ManySeriesRequest)
+            return [_series(self.samples.get(parts[1]), parts[1], one) for one in asked.series]
         if parts[-1] == "ack":
             self.acks.append((parts[1], msgspec.json.decode(raw, type=AckRequest)))
             return next(a for a in self.alerts if a.fingerprint == parts[1])
@@ -121,12 +123,13 @@ def _cells(sample: SampleRun, query: dict[str, str]) -> CellsReply | Problem:
     )
 
 
-def _series(sample: SampleRun, query: dict[str, str]) -> SeriesReply:
-    key = (query["metric"], query.get("source", "rank:0"), query.get("branch", "lineage"))
-    reply = sample.series.get(key)
+def _series(sample: SampleRun | None, run_id: str, asked: SeriesRequest) -> SeriesReply:
+    key = (asked.metric, asked.source or "rank:0", asked.branch)
+    reply = None if sample is None else sample.series.get(key)
     if reply is None:
-        return _empty(sample.summary.run_id, *key)
-    first, last = int(query.get("from_step", 0)), int(query.get("to_step", 1 << 40))
+        return _empty(run_id, *key)
+    first = 0 if asked.from_step is None else asked.from_step
+    last = 1 << 40 if asked.to_step is None else asked.to_step
     keep = [i for i, step in enumerate(reply.step) if first <= step <= last]
     return msgspec.structs.replace(
         reply,
@@ -136,10 +139,6 @@ def _series(sample: SampleRun, query: dict[str, str]) -> SeriesReply:
         value=tuple(reply.value[i] for i in keep),
         nonfinite=tuple(mark for mark in reply.nonfinite if first <= mark.step <= last),
     )
-
-
-def _bare_series(line: RunSummary, query: dict[str, str]) -> SeriesReply:
-    return _empty(line.run_id, query["metric"], "rank:0", "lineage")
 
 
 def _empty(run_id: str, metric: str, source: str, branch: str) -> SeriesReply:
@@ -176,7 +175,8 @@ class StubServer:
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["Content-Length"]))
-                needed = (READ, CONTROL) if self.path == "/v1/tables" else (CONTROL,)
+                only_reads = self.path.endswith(("/tables", "/series"))
+                needed = (READ, CONTROL) if only_reads else (CONTROL,)
                 if self.headers.get("Authorization") not in [f"Bearer {t}" for t in needed]:
                     self._send(403, Problem(code="V410", text="the token may not do this"))
                     return

@@ -41,11 +41,13 @@ from trainvitals.views import (
     EventView,
     FindingView,
     IncidentView,
+    ManySeriesRequest,
     MoverView,
     Problem,
     RunDetail,
     RunSummary,
     SeriesReply,
+    SeriesRequest,
     StepView,
     TableReply,
     TableRequest,
@@ -181,6 +183,14 @@ class CollectorClient:
         params |= {"branch": branch, "points": points, "from_step": from_step, "to_step": to_step}
         path = _path("runs", run_id, "series")
         return self._call(SeriesReply, "GET", path, params=_given(params))
+
+    def many_series(
+        self, run_id: str, requests: Sequence[SeriesRequest]
+    ) -> tuple[SeriesReply, ...]:
+        """Return several series of one moment, in the order they are asked for."""
+        body = _json(ManySeriesRequest(series=tuple(requests)))
+        path = _path("runs", run_id, "series")
+        return self._call(tuple[SeriesReply, ...], "POST", path, **body)
 
     def curve(
         self,

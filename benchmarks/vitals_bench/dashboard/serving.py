@@ -25,6 +25,7 @@ NAMES = (
 )
 """The metrics that the run page has charts of."""
 FULL = Size(num_steps=1_000_000, num_metrics=len(NAMES), num_ranks=8, rounds=9)
+_CAUGHT_UP_SECONDS = 300.0
 QUICK = Size(num_steps=100_000, num_metrics=len(NAMES), num_ranks=8, rounds=2)
 
 
@@ -74,6 +75,7 @@ def serve(folder: Path, size: Size) -> Iterator[Serving]:
     command = [sys.executable, "-m", "trainvitals", "collector", *listen]
     with Started("collector", command, folder) as collector:
         collector.wait_for(lambda: answers(f"{url}/healthz"), 180.0)
+        collector.settle(_CAUGHT_UP_SECONDS)  # it looks at all that was stored before it started
         place = launch.CollectorPlace(url=url, token_file=str(data / "tokens.json"))
         with launch.pages(place, launch.free_port(0), os.environ) as (pages, address):
             pids = [collector.popen.pid, pages.process.pid]

@@ -16,12 +16,14 @@ from trainvitals.views import (
     DecisionView,
     EventView,
     FindingView,
+    ManySeriesRequest,
     RunDetail,
     RunSummary,
     SeriesReply,
     StepView,
 )
-from vitals_collector.api.web import answers, reply
+from vitals_collector.api.control import body_of
+from vitals_collector.api.web import answers, reply, takes
 from vitals_collector.queries.query import MAX_POINTS, Query
 
 _INT64 = 2**63 - 1
@@ -64,6 +66,17 @@ def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
             to_step=to_step,
         )
         return reply(found)
+
+    @router.post(
+        "/{run_id}/series",
+        responses=answers(tuple[SeriesReply, ...]),
+        openapi_extra=takes(ManySeriesRequest),
+    )
+    def show_many_series(
+        run_id: str, body: Annotated[ManySeriesRequest, Depends(body_of(ManySeriesRequest))]
+    ) -> Response:
+        """Return several curves of one moment, in the order they are asked for."""
+        return reply(query.many_series(run_id, body.series))
 
     _add_curve(router, query)
     _add_lists(router, query)

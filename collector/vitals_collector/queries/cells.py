@@ -24,7 +24,7 @@ from vitals_collector.queries.extremes import (
     of_curves,
     starts_of,
 )
-from vitals_collector.queries.loading import Selection, load_outline, load_outlines
+from vitals_collector.queries.loading import Selection, load_outline, load_outlines_by_source
 from vitals_collector.queries.recorded import attempt_rows
 from vitals_collector.queries.series import AttemptRow, Floats, Ints, Points
 from vitals_collector.storage.schema import measured_columns
@@ -124,7 +124,9 @@ def _of_sources(
 ) -> tuple[Sequence[str], Ints, Extremes]:
     """Return the names of ranks, GPUs or nodes, the first step of each column, and the cells."""
     if wanted.stream == "steps":
-        curves = load_outlines(connection, wanted, attempts, "lineage", _POINTS_A_COLUMN * points)
+        curves = load_outlines_by_source(
+            connection, wanted, attempts, "lineage", _POINTS_A_COLUMN * points
+        )
     else:
         curves = _host(connection, wanted, attempts, points)
     names = [name for name in _ordered(curves) if len(curves[name])]
@@ -181,7 +183,7 @@ def _host(
     if not len(times):
         return {}
     of_host = Selection(run_id=wanted.run_id, stream=wanted.stream, column=wanted.column)
-    found = load_outlines(connection, of_host, attempts, "all", _POINTS_A_COLUMN * points)
+    found = load_outlines_by_source(connection, of_host, attempts, "all", _POINTS_A_COLUMN * points)
     curves = {}
     for name, curve in found.items():
         at = np.interp(curve.time_unix_ns, times, steps, left=-1.0, right=-1.0)

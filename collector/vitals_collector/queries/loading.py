@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Select, and_, select
+from sqlalchemy import Connection, Select, select
 
 from trainvitals.errors import FormatError
 from trainvitals.rows import column_of
@@ -61,6 +61,14 @@ class Selection:
         return self.keys if isinstance(self.keys, int) else self.keys.get(incarnation)
 
 
+class Outlined(NamedTuple):
+    """A curve of which an overview is wanted."""
+
+    wanted: Selection
+    branch: Branch
+    num_points: int
+
+
 class _Part(NamedTuple):
     """A batch that may hold some of it."""
 
@@ -91,7 +99,8 @@ _Cluster = list[_Part]
 
 def load(connection: Connection, wanted: Selection) -> Points:
     """Return every measured point of the selection, as good as ordered by step or time."""
-    clusters = _clusters(_find(connection, wanted), wanted)
+    (parts,) = _find(connection, [wanted])
+    clusters = _clusters(parts, wanted)
     return join(list(_read(connection, wanted, [part for some in clusters for part in some])))
 
 
@@ -116,11 +125,21 @@ def load_outline(
     Returns:
         The points, and how many the whole curve has.
     """
-    clusters = _clusters(_find(connection, wanted), wanted)
-    return _outline(connection, wanted, attempts, branch, num_points, clusters)
+    return load_outlines(connection, [Outlined(wanted, branch, num_points)], attempts)[0]
 
 
 def load_outlines(
+    connection: Connection, outlined: Sequence[Outlined], attempts: Sequence[AttemptRow]
+) -> list[tuple[Points, int]]:
+    """Return what ``load_outline`` does, of several curves of one run, in few searches."""
+    found = _find(connection, [one.wanted for one in outlined])
+    return [
+        _outline(connection, one, attempts, parts)
+        for one, parts in zip(outlined, found, strict=True)
+    ]
+
+
+def load_outlines_by_source(
     connection: Connection,
     wanted: Selection,
     attempts: Sequence[AttemptRow],
@@ -129,24 +148,23 @@ def load_outlines(
 ) -> dict[str, Points]:
     """Return what ``load_outline`` would, of every source that has rows, in one search."""
     by_source: dict[str, list[_Part]] = {}
-    for part in _find(connection, wanted):
+    (found,) = _find(connection, [wanted])
+    for part in found:
         by_source.setdefault(part.source, []).append(part)
+    one = Outlined(wanted, branch, num_points)
     return {
-        source: _outline(
-            connection, wanted, attempts, branch, num_points, _clusters(parts, wanted)
-        )[0]
-        for source, parts in by_source.items()
+        source: _outline(connection, one, attempts, parts)[0] for source, parts in by_source.items()
     }
 
 
 def _outline(
     connection: Connection,
-    wanted: Selection,
+    outlined: Outlined,
     attempts: Sequence[AttemptRow],
-    branch: Branch,
-    num_points: int,
-    clusters: Sequence[_Cluster],
+    parts: Sequence[_Part],
 ) -> tuple[Points, int]:
+    wanted, branch, num_points = outlined
+    clusters = _clusters(parts, wanted)
     side_of = _sides(wanted, attempts, branch)
     summed = [c[0] for c in clusters if len(c) == 1 and c[0].is_summed and side_of(c[0]) == "in"]
     is_summed = {part.id for part in summed}
@@ -154,8 +172,7 @@ def _outline(
     others = [part for part in others if side_of(part) != "out"]
     entries = _entries(summed)
     if 2 * len(entries) + sum(part.num_rows for part in others) < num_points:
-        parts = [part for c in clusters for part in c]
-        curve = join(list(_read(connection, wanted, parts)))
+        curve = join(list(_read(connection, wanted, [part for c in clusters for part in c])))
         curve = _arranged(curve, wanted, attempts, branch)
         return curve, len(curve)
     read = _arranged(join(list(_read(connection, wanted, others))), wanted, attempts, branch)
@@ -175,16 +192,43 @@ def _arranged(
 # ------------------------------------------------------------------------------------ finding
 
 
-def _find(connection: Connection, wanted: Selection) -> list[_Part]:
-    """Return the batches to look into."""
-    joined = and_(batch_columns.c.batch_id == batches.c.id, batch_columns.c.name == wanted.column)
+def _find(connection: Connection, wanted: Sequence[Selection]) -> list[list[_Part]]:
+    """Return the batches to look into for each; curves of the same rows share the search."""
+    alike: dict[tuple[Any, ...], list[Selection]] = {}
+    for one in wanted:
+        alike.setdefault(_rows_of(one), []).append(one)
+    found = {key: _find_alike(connection, some) for key, some in alike.items()}
+    return [found[_rows_of(one)][one.column] for one in wanted]
+
+
+def _rows_of(wanted: Selection) -> tuple[Any, ...]:
+    return wanted.run_id, wanted.stream, wanted.source, wanted.from_step, wanted.to_step
+
+
+def _find_alike(connection: Connection, alike: Sequence[Selection]) -> dict[str, list[_Part]]:
+    """Return the batches by column, of selections that differ in nothing else."""
+    columns = sorted({one.column for one in alike})
     fields = (is_columnar if n == "is_columnar" else batches.c[n] for n in _Part._fields[:-2])
-    query = select(*fields, batch_columns.c.summary, batch_columns.c.marks).join(
-        batch_columns, joined, isouter=True
-    )
-    parts = [_Part._make(row) for row in connection.execute(_narrowed(query, wanted))]
+    rows = connection.execute(_narrowed(select(*fields), alike[0]))
+    bare = [_Part._make((*row, None, None)) for row in rows]
+    table = batch_columns.c
+    of_columns = select(table.name, table.batch_id, table.summary, table.marks)
+    of_columns = of_columns.join(batches, table.batch_id == batches.c.id)
+    of_columns = _narrowed(of_columns, alike[0]).where(table.name.in_(columns))
+    there: dict[str, dict[int, tuple[bytes | None, bytes | None]]] = {name: {} for name in columns}
+    for row in connection.execute(of_columns):
+        there[row.name][row.batch_id] = (row.summary, row.marks)
+    none = (None, None)
     # A compacted batch without the column has no value of it.
-    return [part for part in parts if part.summary is not None or not part.is_columnar]
+    return {
+        name: [
+            part._replace(summary=summary, marks=marks)
+            for part in bare
+            for summary, marks in (found.get(part.id, none),)
+            if summary is not None or not part.is_columnar
+        ]
+        for name, found in there.items()
+    }
 
 
 def _narrowed(query: Select[Any], wanted: Selection) -> Select[Any]:
@@ -337,4 +381,13 @@ def _whole(column: Callable[[str], _Column], name: str) -> Ints:
     return column(name)[0].astype(np.int64, copy=False)
 
 
-__all__ = ["HOST_STREAMS", "Selection", "load", "load_curve", "load_outline", "load_outlines"]
+__all__ = [
+    "HOST_STREAMS",
+    "Outlined",
+    "Selection",
+    "load",
+    "load_curve",
+    "load_outline",
+    "load_outlines",
+    "load_outlines_by_source",
+]

@@ -5,6 +5,7 @@ answer differently.
 """
 
 import math
+from collections.abc import Sequence
 
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
@@ -23,6 +24,7 @@ from trainvitals.views import (
     RunDetail,
     RunSummary,
     SeriesReply,
+    SeriesRequest,
     StepView,
     TableReply,
     TableRequest,
@@ -34,7 +36,7 @@ from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.cells import cells
 from vitals_collector.queries.curve import curve_reply
 from vitals_collector.queries.incidents import incidents
-from vitals_collector.queries.loading import load_curve, load_outline
+from vitals_collector.queries.loading import Outlined, load_curve, load_outlines
 from vitals_collector.queries.movers import movers
 from vitals_collector.queries.recorded import (
     alerts_of,
@@ -55,6 +57,7 @@ from vitals_collector.watch import overview
 from vitals_collector.watch.state import Liveness
 
 MAX_POINTS = 20_000
+MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000
 """Non-finite values that a series names one by one; of more, evenly chosen ones."""
 
@@ -114,43 +117,54 @@ class Query:
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> SeriesReply:
-        """Return one curve, downsampled to about ``points`` points.
-
-        Args:
-            run_id: of which run.
-            metric: ``stream.column``, ``scalars.NAME``, ``layers.NAME``, or another column of a
-                layer, ``layers.NAME:weight_norm``.
-            source: whose rows; "" is rank 0, or the first GPU or node there is.
-            branch: GPU, node and process rows have no step: they come by time, on every branch.
-            points: at most about this many.
-            from_step: first step wanted.
-            to_step: last step wanted, inclusive.
+        """Return one curve, downsampled to about ``points`` points; ``SeriesRequest`` says more.
 
         Raises:
             UsageError: unknown run, metric or source, or a number out of bounds.
         """
-        if not 2 <= points <= MAX_POINTS:
-            raise UsageError(f"points is {points}; it must be 2 to {MAX_POINTS}")
+        request = SeriesRequest(
+            metric=metric,
+            source=source,
+            branch=branch,
+            points=points,
+            from_step=from_step,
+            to_step=to_step,
+        )
+        return self.many_series(run_id, [request])[0]
+
+    def many_series(
+        self, run_id: str, requests: Sequence[SeriesRequest]
+    ) -> tuple[SeriesReply, ...]:
+        """Return several curves of one moment, in the order of the requests.
+
+        Raises:
+            UsageError: unknown run, metric or source, or a number out of bounds.
+        """
+        for request in requests:
+            if not 2 <= request.points <= MAX_POINTS:
+                raise UsageError(f"points is {request.points}; it must be 2 to {MAX_POINTS}")
+        total = sum(request.points for request in requests)
+        if total > MAX_POINTS_AT_ONCE:
+            raise UsageError(
+                f"{len(requests)} series are to have {total} points together; it must be at most "
+                f"{MAX_POINTS_AT_ONCE}"
+            )
         with self._store.read() as connection:
             run_row(connection, run_id)
-            steps = (from_step, to_step)
-            chosen, wanted = metrics.select_rows(connection, run_id, metric, source, steps)
-            forks = attempt_rows(connection, run_id)
-            found, num_total = load_outline(connection, wanted, forks, branch, points)
-        drawn = series.downsample(found, points)
-        return SeriesReply(
-            run_id=run_id,
-            metric=metric,
-            source=chosen,
-            unit=metrics.unit_of(metric),
-            branch=branch,
-            num_total=num_total,
-            step=tuple(drawn.step.tolist()),
-            time_unix_ns=tuple(drawn.time_unix_ns.tolist()),
-            attempt=tuple(drawn.attempt.tolist()),
-            value=tuple(v if math.isfinite(v) else None for v in drawn.value.tolist()),
-            nonfinite=series.nonfinite_marks(found, MAX_MARKS),
-            num_nonfinite=series.num_nonfinite(found),
+            chosen = [
+                metrics.select_rows(
+                    connection, run_id, one.metric, one.source, (one.from_step, one.to_step)
+                )
+                for one in requests
+            ]
+            outlined = [
+                Outlined(wanted, request.branch, request.points)
+                for (_, wanted), request in zip(chosen, requests, strict=True)
+            ]
+            found = load_outlines(connection, outlined, attempt_rows(connection, run_id))
+        return tuple(
+            _series_reply(run_id, request, source, *curve)
+            for request, (source, _), curve in zip(requests, chosen, found, strict=True)
         )
 
     def curve(
@@ -266,6 +280,27 @@ class Query:
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._lost_after_seconds,
         )
+
+
+def _series_reply(
+    run_id: str, request: SeriesRequest, source: str, found: series.Points, num_total: int
+) -> SeriesReply:
+    drawn = series.downsample(found, request.points)
+    values = drawn.value.tolist()
+    return SeriesReply(
+        run_id=run_id,
+        metric=request.metric,
+        source=source,
+        unit=metrics.unit_of(request.metric),
+        branch=request.branch,
+        num_total=num_total,
+        step=tuple(drawn.step.tolist()),
+        time_unix_ns=tuple(drawn.time_unix_ns.tolist()),
+        attempt=tuple(drawn.attempt.tolist()),
+        value=tuple(v if math.isfinite(v) else None for v in values),
+        nonfinite=series.nonfinite_marks(found, MAX_MARKS),
+        num_nonfinite=series.num_nonfinite(found),
+    )
 
 
 __all__ = ["Branch", "Query"]

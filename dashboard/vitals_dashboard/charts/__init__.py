@@ -6,7 +6,7 @@ Names and reasons become tooltip values, titles and legend texts only, which ECh
 text.
 """
 
-from vitals_dashboard.charts.lines import Line, Spec
+from vitals_dashboard.charts.lines import Line, Role, Spec
 from vitals_dashboard.charts.marks import (
     Mark,
     alert_marks,
@@ -32,6 +32,7 @@ __all__ = [
     "Legend",
     "Line",
     "Mark",
+    "Role",
     "Scale",
     "Spec",
     "alert_marks",

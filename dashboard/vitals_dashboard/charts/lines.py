@@ -11,6 +11,7 @@ from vitals_dashboard.look import UNITS, Palette
 
 Spec = dict[str, Any]
 Point = tuple[float, float | None]
+Role = Literal["main", "limit", "discarded"]
 
 _PYECHARTS = "--x_x--"
 """Streamlit refuses a whole chart in which a text begins and ends with this."""
@@ -22,7 +23,7 @@ class Line:
 
     name: str
     reply: SeriesReply
-    role: Literal["main", "limit", "discarded"] = "main"
+    role: Role = "main"
     scale: Scale | None = None
     """Where its steps are, if not where the chart's are: of another run."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import streamlit as st
 
-from trainvitals.views import RunDetail, RunSummary
+from trainvitals.views import RunDetail, RunSummary, SeriesRequest
 from vitals_dashboard import charts, comparing, frame, states, tables, words
 from vitals_dashboard.charts import Line
 from vitals_dashboard.source import POINTS, Source, series_of
@@ -137,8 +137,9 @@ def _lines(
     chosen: Controls,
 ) -> list[Line]:
     """Return the curves of the runs that have the metric, each on its own steps or tokens."""
+    request = SeriesRequest(metric=metric, points=POINTS)
     replies = {
-        name: series_of(source, detail, metric, points=POINTS)
+        name: series_of(source, detail, [request])[0]
         for detail, name in zip(details, names, strict=True)
     }
     lines = [Line(name=name, reply=reply) for name, reply in replies.items() if reply is not None]
@@ -150,10 +151,11 @@ def _by_tokens(
     source: Source, details: Sequence[RunDetail], names: Sequence[str], lines: Sequence[Line]
 ) -> list[Line]:
     by_name = dict(zip(names, details, strict=True))
+    request = SeriesRequest(metric="steps.tokens_seen", points=POINTS // 2)
     counted = {
         line.name: reply
         for line in lines
-        if (reply := series_of(source, by_name[line.name], "steps.tokens_seen", points=POINTS // 2))
+        if (reply := series_of(source, by_name[line.name], [request])[0])
     }
     most = max((v for r in counted.values() for v in r.value if v is not None), default=0.0)
     found: list[Line] = []

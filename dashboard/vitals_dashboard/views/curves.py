@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import streamlit as st
 
-from trainvitals.views import Branch, RunDetail
+from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import charts, words
-from vitals_dashboard.charts import STEPS, Line, Mark, Scale
+from vitals_dashboard.charts import STEPS, Line, Mark, Role, Scale
 from vitals_dashboard.look import Palette
 from vitals_dashboard.source import POINTS, Source, series_of
 from vitals_dashboard.views.controls import Controls, zoom_to
@@ -68,6 +69,14 @@ class Payload:
         return said
 
 
+class Wanted(NamedTuple):
+    """A curve that is asked for, and what it is called in its chart."""
+
+    name: str
+    request: SeriesRequest
+    role: Role = "main"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """What is to be drawn, and how."""
@@ -105,33 +114,50 @@ class View:
             return 0
         return max((a.last_step for a in self.detail.attempts), default=0)
 
-    def line(
+    def wanted(
         self,
         metric: str,
         name: str,
         *,
         source: str = "",
-        role: str = "main",
-        branch: Branch = "lineage",
+        role: Role = "main",
         points: int = POINTS,
-    ) -> Iterator[Line]:
-        """Yield the series as a line, or nothing where the run has none of it."""
-        how: dict[str, object] = {"source": source, "branch": branch, "points": points}
-        if not metric.startswith(("gpu.", "node.")):
-            how["from_step"], how["to_step"] = self.asked
-        reply = series_of(self.source, self.detail, metric, **how)
-        if reply is not None:
-            yield Line(name=name, reply=reply, role=role)  # type: ignore[arg-type]
+    ) -> Wanted:
+        """Return a curve of the steps that are asked for; GPUs and nodes have none."""
+        has_steps = not metric.startswith(("gpu.", "node."))
+        first, last = self.asked if has_steps else (None, None)
+        request = SeriesRequest(
+            metric=metric,
+            source=source,
+            branch="discarded" if role == "discarded" else "lineage",
+            points=points,
+            from_step=first,
+            to_step=last,
+        )
+        return Wanted(name, request, role)
 
-    def with_limit(self, metric: str, name: str, *, clipped: str = "") -> list[Line]:
+    def with_limit(self, metric: str, name: str, *, clipped: str = "") -> list[Wanted]:
         """Return a run's curve, its limit, and what rollbacks left behind of it."""
-        lines = list(self.line(metric, name))
+        found = [self.wanted(metric, name)]
         if clipped:
-            lines += self.line(clipped, "clipped")
-        lines += self.line(f"{metric}_limit", "limit", role="limit")
+            found.append(self.wanted(clipped, "clipped"))
+        found.append(self.wanted(f"{metric}_limit", "limit", role="limit"))
         if self.controls.discarded and len(self.detail.attempts) > 1:
-            lines += self.line(metric, "rolled back", role="discarded", branch="discarded")
-        return lines
+            found.append(self.wanted(metric, "rolled back", role="discarded"))
+        return found
+
+    def lines(self, wanted: Sequence[Sequence[Wanted]]) -> list[list[Line]]:
+        """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
+        every = [one for some in wanted for one in some]
+        replies = iter(series_of(self.source, self.detail, [one.request for one in every]))
+        return [
+            [
+                Line(name=one.name, reply=reply, role=one.role)
+                for one, reply in zip(some, replies, strict=False)
+                if reply is not None
+            ]
+            for some in wanted
+        ]
 
     def sources(self, kind: str) -> list[str]:
         """Return the distinct sources of a kind, ranks by number."""
@@ -144,7 +170,7 @@ def scale_of(view: View) -> Scale | None:
     if view.controls.axis == "step":
         return STEPS
     metric = "steps.loss" if view.controls.axis == "time" else "steps.tokens_seen"
-    for line in view.line(metric, "", points=POINTS // 2):
+    for line in view.lines([[view.wanted(metric, "", points=POINTS // 2)]])[0]:
         make = charts.time_scale if view.controls.axis == "time" else charts.token_scale
         scale = make(line.reply)
         return scale if scale.steps else None
@@ -166,25 +192,26 @@ def last_values(source: Source, detail: RunDetail) -> LastValues:
     """Return the newest values that the summary does not hold."""
     start = max(0, detail.summary.last_step - DELTA_STEPS)
 
-    def tail(metric: str) -> list[tuple[int, float]]:
-        reply = series_of(source, detail, metric, from_step=start, points=DELTA_STEPS)
-        if reply is None:
-            return []
-        pairs = zip(reply.step, reply.value, strict=True)
-        return [(step, value) for step, value in pairs if value is not None]
-
-    def newest(metric: str) -> float | None:
-        values = tail(metric)
-        return values[-1][1] if values else None
-
-    loss = tail("steps.loss")
+    requests = [
+        SeriesRequest(metric=f"steps.{name}", from_step=start, points=DELTA_STEPS)
+        for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
+    ]
+    loss, *others = [_finite(reply) for reply in series_of(source, detail, requests)]
+    learning_rate, tokens, mfu = (values[-1][1] if values else None for values in others)
     return LastValues(
         loss_delta=loss[-1][1] - loss[0][1] if len(loss) > 1 else None,
         delta_steps=loss[-1][0] - loss[0][0] if loss else 0,
-        learning_rate=newest("steps.learning_rate"),
-        tokens_per_second=newest("steps.tokens_per_second"),
-        mfu=newest("steps.mfu_ratio"),
+        learning_rate=learning_rate,
+        tokens_per_second=tokens,
+        mfu=mfu,
     )
+
+
+def _finite(reply: SeriesReply | None) -> list[tuple[int, float]]:
+    if reply is None:
+        return []
+    pairs = zip(reply.step, reply.value, strict=True)
+    return [(step, value) for step, value in pairs if value is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,50 +220,51 @@ class Chart:
 
     key: str
     title: str
-    lines: Sequence[Line]
+    wanted: Sequence[Wanted]
     log: bool = False
     unitless: bool = False
     exact: bool = False
     """Steps of its own are what is to be seen: never smoothed."""
+    least: int = 1
+    """Lines without which there is nothing to see."""
 
 
 def draw(view: View, own: Sequence[str] = ()) -> None:
     """Draw all charts there is something for; ``own`` are metrics that were asked for."""
     loss = view.with_limit("steps.loss", "loss")
-    if not loss:
+    main = Chart(key="loss", title="Loss", wanted=loss, log=view.controls.log_loss)
+    below = list(_charts(view, own))
+    of_main, *others = view.lines([chart.wanted for chart in (main, *below)])
+    if not of_main:
         st.caption(_nothing(view))
         return
-    main = Chart(key="loss", title="Loss", lines=loss, log=view.controls.log_loss)
-    _main_chart(view, main)
-    charts_below = [chart for chart in _charts(view, own) if chart.lines]
-    for i in range(0, len(charts_below), 2):
-        for column, chart in zip(st.columns(2), charts_below[i : i + 2], strict=False):
+    _main_chart(view, main, of_main)
+    drawn = [(c, lines) for c, lines in zip(below, others, strict=True) if len(lines) >= c.least]
+    for i in range(0, len(drawn), 2):
+        for column, (chart, lines) in zip(st.columns(2), drawn[i : i + 2], strict=False):
             with column:
-                _chart(view, chart)
+                _chart(view, chart, lines)
 
 
 def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     """Yield the charts under the loss, two of them beside each other."""
-
-    def run(metric: str, name: str) -> list[Line]:
-        return list(view.line(metric, name))
-
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
-    yield Chart(key="grad_norm", title="Gradient norm (log)", lines=norm, log=True)
-    rate = run("steps.learning_rate", "lr")
-    yield Chart(key="lr", title="Learning rate", lines=rate, exact=True)
-    tokens = run("steps.tokens_per_second", "tokens/s")
-    yield Chart(key="tokens", title="Tokens per second", lines=tokens, unitless=True)
-    yield Chart(key="mfu", title="MFU", lines=run("steps.mfu_ratio", "MFU"))
-    yield Chart(key="split", title="Step time, rank 0 (log)", lines=_split(view), log=True)
+    yield Chart(key="grad_norm", title="Gradient norm (log)", wanted=norm, log=True)
+    rate = [view.wanted("steps.learning_rate", "lr")]
+    yield Chart(key="lr", title="Learning rate", wanted=rate, exact=True)
+    tokens = [view.wanted("steps.tokens_per_second", "tokens/s")]
+    yield Chart(key="tokens", title="Tokens per second", wanted=tokens, unitless=True)
+    yield Chart(key="mfu", title="MFU", wanted=[view.wanted("steps.mfu_ratio", "MFU")])
+    split = [view.wanted(metric, name, points=POINTS // 2) for metric, name in SPLIT]
+    yield Chart(key="split", title="Step time, rank 0 (log)", wanted=split, log=True, least=2)
     duration = _ranks(view, "steps.step_duration_seconds")
-    yield Chart(key="duration", title="Step duration of each rank", lines=duration)
-    yield Chart(key="rank_loss", title="Loss of each rank", lines=_ranks(view, "steps.rank_loss"))
-    scale = run("steps.loss_scale", "loss scale")
-    yield Chart(key="scale", title="Loss scale (log)", lines=scale, log=True, exact=True)
+    yield Chart(key="duration", title="Step duration of each rank", wanted=duration)
+    yield Chart(key="rank_loss", title="Loss of each rank", wanted=_ranks(view, "steps.rank_loss"))
+    scale = [view.wanted("steps.loss_scale", "loss scale")]
+    yield Chart(key="scale", title="Loss scale (log)", wanted=scale, log=True, exact=True)
     for i, metric in enumerate(own):
         name = metric.removeprefix("scalars.")
-        yield Chart(key=f"own_{i}", title=name, lines=run(metric, name))
+        yield Chart(key=f"own_{i}", title=name, wanted=[view.wanted(metric, name)])
 
 
 def stands_still(view: View) -> bool:
@@ -254,25 +282,18 @@ def _nothing(view: View) -> str:
     )
 
 
-def _split(view: View) -> list[Line]:
-    lines = [line for m, name in SPLIT for line in view.line(m, name, points=POINTS // 2)]
-    return lines if len(lines) > 1 else []
-
-
-def _ranks(view: View, metric: str) -> list[Line]:
+def _ranks(view: View, metric: str) -> list[Wanted]:
     ranks = view.sources("rank")[:MAX_SOURCES]
     points = POINTS if len(ranks) <= 2 else POINTS // 2
     return [
-        line
-        for rank in ranks
-        for line in view.line(metric, rank.replace(":", " "), source=rank, points=points)
+        view.wanted(metric, rank.replace(":", " "), source=rank, points=points) for rank in ranks
     ]
 
 
-def _chart(view: View, chart: Chart) -> None:
+def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
     spec = charts.step_chart(
         chart.title,
-        chart.lines,
+        lines,
         look=view.look,
         others=view.decisions,
         extent=view.extent,
@@ -287,11 +308,11 @@ def _chart(view: View, chart: Chart) -> None:
         st.echarts_chart(spec, key=f"chart_{chart.key}", height=LOW, alt=alt)
 
 
-def _main_chart(view: View, chart: Chart) -> None:
+def _main_chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
     """Draw the loss with all that happened; a range can be dragged on it where it stands still."""
     spec = charts.step_chart(
         chart.title,
-        chart.lines,
+        lines,
         look=view.look,
         others=[*view.decisions, *view.others],
         extent=view.extent,

@@ -1,11 +1,11 @@
 """Incidents: what went wrong told as one story, with the curves, layers, ranks and data of it."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import streamlit as st
+from msgspec.structs import replace
 
-from trainvitals.views import IncidentView, RunDetail, RunSummary
+from trainvitals.views import IncidentView, RunDetail, RunSummary, SeriesRequest
 from vitals_dashboard import charts, frame, maps, tables, words
 from vitals_dashboard.look import SEVERITY_BADGES
 from vitals_dashboard.source import Source, series_of
@@ -21,7 +21,6 @@ CURVES = (
     ("steps.tokens_per_second", "Tokens per second", False),
 )
 HEIGHT = 205
-Role = Literal["main", "limit", "discarded"]
 
 
 def render() -> None:
@@ -134,18 +133,19 @@ def _lines(
     source: Source, detail: RunDetail, metric: str, steps: tuple[int, int]
 ) -> list[charts.Line]:
     """Return the curve, its limit, and what rollbacks left behind of it."""
-    wanted: list[tuple[str, str, Role, dict[str, str]]] = [
-        (metric.removeprefix("steps."), metric, "main", {}),
-        ("limit", f"{metric}_limit", "limit", {}),
+    asked = SeriesRequest(metric=metric, from_step=steps[0], to_step=steps[1])
+    wanted: list[tuple[str, charts.Role, SeriesRequest]] = [
+        (metric.removeprefix("steps."), "main", asked),
+        ("limit", "limit", replace(asked, metric=f"{metric}_limit")),
     ]
     if len(detail.attempts) > 1:
-        wanted.append(("rolled back", metric, "discarded", {"branch": "discarded"}))
-    lines = []
-    for name, of, role, how in wanted:
-        reply = series_of(source, detail, of, from_step=steps[0], to_step=steps[1], **how)
-        if reply is not None:
-            lines.append(charts.Line(name=name, reply=reply, role=role))
-    return lines
+        wanted.append(("rolled back", "discarded", replace(asked, branch="discarded")))
+    replies = series_of(source, detail, [request for _, _, request in wanted])
+    return [
+        charts.Line(name=name, reply=reply, role=role)
+        for (name, role, _), reply in zip(wanted, replies, strict=True)
+        if reply is not None
+    ]
 
 
 def _map(

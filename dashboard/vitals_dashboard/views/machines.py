@@ -3,7 +3,6 @@
 import streamlit as st
 
 from vitals_dashboard import charts, words
-from vitals_dashboard.charts import Line
 from vitals_dashboard.source import POINTS
 from vitals_dashboard.views.curves import MAX_SOURCES, STRIP, View
 
@@ -26,12 +25,16 @@ def draw(view: View) -> None:
     wanted = [(title, metric) for title, metric in (GPU if gpus else HOST) if metric in known]
     extent = _times(view)
     columns = st.columns(len(wanted)) if wanted else []
-    for column, (title, metric) in zip(columns, wanted, strict=True):
-        lines = [
-            line
-            for source in (gpus or nodes)[:MAX_SOURCES]
-            for line in view.line(metric, _short(source), source=source, points=POINTS // 2)
+    found = view.lines(
+        [
+            [
+                view.wanted(metric, _short(source), source=source, points=POINTS // 2)
+                for source in (gpus or nodes)[:MAX_SOURCES]
+            ]
+            for _, metric in wanted
         ]
+    )
+    for column, (title, metric), lines in zip(columns, wanted, found, strict=True):
         if lines:
             spec = charts.time_chart(title, lines, look=view.look, extent=extent, height=STRIP)
             if view.payload.takes(spec):
@@ -45,7 +48,7 @@ def _times(view: View) -> tuple[float, float] | None:
     """Return when the steps shown were trained, in milliseconds; None where all are shown."""
     if view.asked == (None, None):
         return None
-    found: list[Line] = list(view.line("steps.loss", ""))
+    (found,) = view.lines([[view.wanted("steps.loss", "")]])
     times = [time / 1_000_000 for line in found for time in line.reply.time_unix_ns]
     return (min(times), max(times)) if times and max(times) > min(times) else None
 
