@@ -11,6 +11,8 @@ from vitals_dashboard.source import POINTS, Source, series_of
 from vitals_dashboard.tables import Row
 
 NAME = 40
+HEADS = ("Value", "Setting")
+"""Of the columns that say what a row is: no run is called so."""
 _NO_STEPS = ("gpu.", "node.", "process.")
 _SHOWN = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.tokens_per_second")
 _NOT_SET = frozenset({"name", "config", "judge", "run_dir"})
@@ -26,7 +28,9 @@ def distinct_names(details: Sequence[RunDetail]) -> list[str]:
     """Return what each run is called; runs of one name are told apart by their ids' ends."""
     names = [words.run_label(d.summary.name, d.summary.run_id, NAME) for d in details]
     return [
-        name if names.count(name) == 1 else f"{name[: NAME - 10]} ({d.summary.run_id[-6:]})"
+        name
+        if names.count(name) == 1 and name not in HEADS
+        else f"{name[: NAME - 10]} ({d.summary.run_id[-6:]})"
         for name, d in zip(names, details, strict=True)
     ]
 

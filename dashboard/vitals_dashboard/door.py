@@ -7,7 +7,6 @@ that what people copy and share holds no secret.
 
 import hashlib
 import hmac
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -41,12 +40,14 @@ def _same(given: str, expected: str) -> bool:
 
 
 def cookie_admits(cookie_header: str, door_token: str, port: int) -> bool:
-    """Return whether the request's cookies prove the token."""
-    try:
-        morsel = SimpleCookie(cookie_header).get(cookie_name(port))
-    except CookieError:
-        return False
-    return morsel is not None and _same(morsel.value, cookie_value(door_token))
+    """Return whether the request's cookies prove the token.
+
+    Every program on this host shares its cookies with us: whatever stands beside ours is passed
+    over, where ``http.cookies`` would give up on all of them.
+    """
+    pairs = [part.strip().partition("=") for part in cookie_header.split(";")]
+    expected = cookie_value(door_token)
+    return any(name == cookie_name(port) and _same(value, expected) for name, _, value in pairs)
 
 
 def take_token(query: str) -> tuple[str | None, str]:

@@ -14,6 +14,8 @@ from trainvitals.io.spool import Spool
 from trainvitals.policy import Judge
 from trainvitals.records import CheckpointChanged, DecisionMade, RunEnded
 from trainvitals.testing import judgements
+from trainvitals.views import TableRequest
+from vitals_collector.queries.reading import open_folder
 
 
 def run_cli(*arguments: str) -> int:
@@ -164,8 +166,12 @@ def test_without_a_collector_the_way_out_is_said(run_dir: RunDir, capsys):
 
 def test_alerts_of_a_folder_are_what_the_run_would_raise(run_dir: RunDir, capsys):
     assert 0 == run_cli("alerts", "list", "--dir", str(run_dir.path.parent), "--format", "json")
-    names = {alert["name"] for alert in json.loads(capsys.readouterr().out)}
-    assert "StepSkipped" in names
+    listed = {alert["name"] for alert in json.loads(capsys.readouterr().out)}
+    assert "StepSkipped" in listed
+    with open_folder(run_dir.path.parent) as opened:
+        assert listed == {alert.name for alert in opened.reader.alerts()}
+        table = opened.reader.table(TableRequest(table="alerts"))
+        assert listed == set(table.data[table.columns.index("name")])
 
 
 def test_an_alert_is_listed_acknowledged_and_silenced(known: Served, capsys):

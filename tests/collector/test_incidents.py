@@ -91,6 +91,16 @@ def test_a_slow_step_before_bad_numbers_is_told_but_is_not_what_moved_first(stor
     assert "What moved first was data wait seconds of rank 2" in slow
 
 
+def test_where_many_moved_at_once_none_of_them_is_said_to_be_first(store: Store):
+    head = Writer()
+    for rank in range(3):
+        loss = [2.0 + 0.01 * (s % 5) for s in range(BAD)] + [float("nan")]
+        ingest(store, Writer(f"rank:{rank}").steps(range(BAD + 1), rank_loss=loss))
+    ingest(store, head.events(finding(onset_step=BAD, cause="nonfinite_loss"), step=BAD))
+    (one,) = told(store)
+    assert f"What moved first, 3 of them at step {BAD}: rank loss of rank 0" in "".join(one.story)
+
+
 def test_an_incident_is_open_until_the_run_was_healthy_for_long_enough(store: Store):
     troubled_run(store, num_after=BAD + 1 - BACK_TO + 90)
     assert [True, True] == [one.is_open for one in told(store)]

@@ -77,6 +77,15 @@ def test_the_cookie_opens_the_door(kind):
     assert (["/run"], []) == knock("/run", cookie=f"a=b; {GOOD_COOKIE}", kind=kind)
 
 
+@pytest.mark.parametrize(
+    "foreign", ['prefs={"theme":"dark","n":1}', "user=Ada Lovelace", "a/b=1", "x"]
+)
+def test_what_other_programs_keep_beside_the_cookie_does_not_lock_out(foreign):
+    for cookies in (f"{foreign}; {GOOD_COOKIE}", f"{GOOD_COOKIE};{foreign}"):
+        assert (["/run"], []) == knock("/run", cookie=cookies)
+    assert [] == knock("/run", cookie=foreign)[0]
+
+
 def test_the_token_is_taken_out_of_the_address_and_becomes_a_cookie():
     entered, sent = knock("/run", query=f"run=01K&token={TOKEN}&log=true")
     headers = dict(sent[0]["headers"])

@@ -14,7 +14,6 @@ import typer
 
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, moment, write_json, write_rows
-from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
 from trainvitals.io.client import (
     CollectorClient,
@@ -24,7 +23,7 @@ from trainvitals.io.client import (
 )
 from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
 from vitals_collector.cli.replay import folder_here
-from vitals_collector.queries.reading import find_run, open_reader
+from vitals_collector.queries.reading import find_run, open_folder, open_reader
 
 Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
@@ -190,18 +189,9 @@ def list_alerts(
 
 def _alerts_of(folder: Path, run: str, state: str) -> tuple[AlertView, ...]:
     """Return the alerts that the runs in a folder would raise now; nobody is told."""
-    from vitals_collector.queries.query import Query
-    from vitals_collector.receiving.folder import FolderIngest
-    from vitals_collector.storage.store import open_store
-    from vitals_collector.watch.engine import assemble
-
-    clock = SystemClock()
-    with contextlib.closing(open_store("sqlite://")) as store:
-        acting = assemble(store, (), clock=clock)
-        FolderIngest(store, [folder]).poll()
-        acting.engine.poll()
-        run_id = find_run(Query(store, clock=clock), run).run_id if run else ""
-        return acting.inbox.listed(run_id=run_id, state=state)
+    with open_folder(folder) as opened:
+        run_id = find_run(opened.reader, run).run_id if run else ""
+        return opened.reader.alerts(run_id=run_id, state=state)
 
 
 def ack(

@@ -89,7 +89,7 @@ class Reader(Protocol):
         ...
 
     def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return the alerts; a folder without a collector has none."""
+        """Return the alerts; of a folder those that its runs would have raised."""
         ...
 
     def cells(
@@ -167,7 +167,7 @@ def find_run(reader: Reader, wanted: str) -> RunSummary:
 @contextlib.contextmanager
 def open_folder(folder: Path) -> Iterator[Opened]:
     """Give a reader over a folder: one run's, or one with run directories."""
-    from vitals_collector.queries.query import Query
+    from vitals_collector.queries.unwatched import UnwatchedQuery
     from vitals_collector.receiving.folder import FolderIngest
     from vitals_collector.storage.store import open_store
 
@@ -175,6 +175,6 @@ def open_folder(folder: Path) -> Iterator[Opened]:
     try:
         spools = FolderIngest(store, [folder])
         spools.poll()
-        yield Opened(Query(store, clock=SystemClock()), spools.poll)
+        yield Opened(UnwatchedQuery(store, clock=SystemClock()), spools.poll)
     finally:
         store.close()

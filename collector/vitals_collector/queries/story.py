@@ -147,8 +147,17 @@ def _moved(told: Told) -> str:
     is_of_speed = domain_of(told.cause) == "speed"
     asked = [one for one in movers if (one.view.metric in OF_SPEED) == is_of_speed]
     if asked:
-        first = min(asked, key=lambda one: (one.first_step, -one.view.score, one.view.row))
-        said.append(f"What moved first was {_name(first.view)}: {_how(first)}.")
+        begun = min(one.first_step for one in asked)
+        first = sorted(
+            (one for one in asked if one.first_step == begun),
+            key=lambda one: (-one.view.score, one.view.row == RUN, one.view.row),
+        )
+        if len(first) == 1:
+            said.append(f"What moved first was {_name(first[0].view)}: {_how(first[0])}.")
+        else:
+            said.append(
+                f"What moved first, {len(first)} of them at step {begun}: {_list_of(first)}."
+            )
     else:
         said.append(
             "None of the signals that could have shown it moved in the 50 steps before: which was "
