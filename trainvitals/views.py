@@ -1,8 +1,9 @@
 """What is asked of a collector and what it answers: the query API's bodies, defined once.
 
 The collector answers with these as JSON (``msgspec.json``), the client and the dashboard decode
-them. JSON has no NaN: a missing or non-finite value is ``null``, and ``nonfinite`` says which were
-NaN or infinite. Fields of bytes are base64.
+them. JSON has no NaN: in the points of curves and heat maps a missing or non-finite value is
+``null``, and ``nonfinite`` says which were NaN or infinite; everywhere else a number that is not
+finite travels as a word (``trainvitals.jsonable``). Fields of bytes are base64.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lo
 Health = Literal["healthy", "acting", "critical", "unknown"]
 Severity = Literal["page", "notify", "log"]
 TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
+Along = Literal["step", "tokens"]
 Branch = Literal["lineage", "discarded", "all"]
 """``lineage``: the stitched curve of the present attempt and its ancestors up to their forks;
 ``discarded``: the rows that rollbacks left behind; ``all``: both."""
@@ -177,6 +179,22 @@ class CurveReply(msgspec.Struct, frozen=True, kw_only=True):
     """``float64``; NaN and infinities are themselves."""
 
 
+class DifferenceReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run has more than another, of every point; thinned as a series is."""
+
+    base: str
+    other: str
+    metric: str
+    along: Along
+    num_total: int
+    is_interpolated: bool
+    """Whether some x is a place of only one of them."""
+    x: tuple[int, ...]
+    """Steps, or tokens."""
+    value: tuple[float | None, ...]
+    """None where one of them was not finite."""
+
+
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     """One source's row of one step; values that were not measured are absent."""
 
@@ -306,6 +324,8 @@ class CellsReply(msgspec.Struct, frozen=True, kw_only=True):
     """``value[row][column]``: of the steps of a column the value furthest from the row's middle."""
     nonfinite: tuple[tuple[int, int], ...]
     """(row, column) of the cells with a NaN or infinite value in them."""
+    rolled_back: tuple[int, int] | None = None
+    """The first and the last step of which a value is in it that was rolled back."""
 
 
 class MoverView(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,6 +396,8 @@ class TableRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Conditions that all hold: ``loss > 3``, ``rank = 2``, ``name ~ gpt``."""
     columns: tuple[str, ...] = ()
     """Empty: all of them."""
+    branch: Branch = "all"
+    """Of steps and ranks: with ``all``, a step that was trained again has a row of each attempt."""
     from_step: int | None = None
     to_step: int | None = None
     newest_first: bool = False
@@ -390,6 +412,8 @@ class TableReply(msgspec.Struct, frozen=True, kw_only=True):
     """``data[column][row]``; numbers that are not finite are the texts nan, inf and -inf."""
     num_total: int
     """Rows that met the conditions; more than there are here where ``limit`` cut them."""
+    num_discarded: int = 0
+    """Rows that rollbacks left behind and that were not looked at: the branch was ``lineage``."""
 
 
 class AckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

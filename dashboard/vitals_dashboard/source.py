@@ -9,7 +9,7 @@ import streamlit as st
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
+from trainvitals.views import Along, DifferenceReply, RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import states
 from vitals_dashboard.settings import load_settings
 
@@ -76,6 +76,46 @@ def _series(
 ) -> tuple[SeriesReply, ...]:
     """Return series; asked again only when the run was heard of again, or after a minute."""
     return _client.many_series(run_id, asked)
+
+
+def last_value(reply: SeriesReply | None) -> float | None:
+    """Return the newest value, nan and infinities as they are; None where there is none."""
+    if reply is None:
+        return None
+    points = zip(reply.step, reply.value, strict=True)
+    last = next((one for one in reversed([*points]) if one[1] is not None), (-1, None))
+    if reply.nonfinite and reply.nonfinite[-1].step > last[0]:
+        return float(reply.nonfinite[-1].kind)
+    return last[1]
+
+
+@st.cache_data(max_entries=60, ttl=60, show_spinner=False)
+def _difference(
+    _client: CollectorClient,
+    url: str,
+    base: str,
+    other: str,
+    metric: str,
+    along: Along,
+    seen_unix_ns: tuple[int, int],
+) -> DifferenceReply:
+    """Return a difference; asked again only when one of the runs was heard of again."""
+    return _client.difference(base, other, metric, along=along, points=POINTS)
+
+
+def differences(
+    source: Source, details: Sequence[RunDetail], metric: str, along: Along
+) -> list[DifferenceReply]:
+    """Return what each run but the first has more of a metric than the first."""
+    client = source.client
+    first, *others = [detail.summary for detail in details]
+    return [
+        _difference(
+            client, client.url, first.run_id, one.run_id, metric, along,
+            (first.last_seen_unix_ns, one.last_seen_unix_ns),
+        )
+        for one in others
+    ]  # fmt: skip
 
 
 def series_of(

@@ -100,6 +100,7 @@ def test_every_route_has_a_schema_of_what_it_answers(served: Served):
         "/v1/runs/{run_id}",
         "/v1/runs/{run_id}/series",
         "/v1/runs/{run_id}/curve",
+        "/v1/runs/{run_id}/difference",
         "/v1/runs/{run_id}/cells",
         "/v1/runs/{run_id}/movers",
         "/v1/runs/{run_id}/incidents",

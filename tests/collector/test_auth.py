@@ -279,6 +279,7 @@ SCOPES: dict[tuple[str, str], set[str]] = {
     ("GET", "/v1/runs/{run_id}/series"): {"read", "control"},
     ("POST", "/v1/runs/{run_id}/series"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/curve"): {"read", "control"},
+    ("GET", "/v1/runs/{run_id}/difference"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/cells"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/movers"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/incidents"): {"read", "control"},

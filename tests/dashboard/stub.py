@@ -1,13 +1,16 @@
 """A collector that answers with made-up views over real HTTP: the dashboard's other side."""
 
+import math
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
+import numpy as np
 
 from tests.dashboard.samples import NOW_NS, SampleRun
+from trainvitals.jsonable import to_json
 from trainvitals.records import Command
 from trainvitals.views import (
     AckRequest,
@@ -17,6 +20,7 @@ from trainvitals.views import (
     CellsReply,
     CommandRequest,
     CommandView,
+    DifferenceReply,
     ManySeriesRequest,
     Problem,
     RunSummary,
@@ -25,6 +29,7 @@ from trainvitals.views import (
     TableReply,
     TableRequest,
 )
+from vitals_collector.queries.difference import Curve, subtract
 
 READ, CONTROL = "read-token-0123456789", "control-token-0123456789"
 
@@ -71,6 +76,8 @@ class Stub:
                 return None
             return ()
         kind = parts[2] if len(parts) > 2 else "detail"
+        if kind == "difference":
+            return _difference(sample, self.samples[query["other"]], query)
         if kind == "cells":
             return _cells(sample, query)
         return {"detail": sample.detail}.get(kind, getattr(sample, kind, None))
@@ -93,6 +100,30 @@ class Stub:
         asked = msgspec.json.decode(raw, type=CommandRequest)
         self.commands.append((parts[1], asked))
         return _sent(parts[1], asked, len(self.commands))
+
+
+def _difference(base: SampleRun, other: SampleRun, query: dict[str, str]) -> DifferenceReply:
+    """Return it at the points the stub has, by the collector's own arithmetic."""
+
+    def curve(sample: SampleRun) -> Curve:
+        reply = sample.series[query["metric"], "rank:0", "lineage"]
+        x = np.array(reply.step, dtype=float)
+        if query["along"] == "tokens":
+            counted = sample.series["steps.tokens_seen", "rank:0", "lineage"]
+            x = np.interp(x, counted.step, np.array(counted.value, dtype=float))
+        return Curve(x, np.array(reply.value, dtype=float))
+
+    found = subtract(curve(base), curve(other))
+    return DifferenceReply(
+        base=base.summary.run_id,
+        other=other.summary.run_id,
+        metric=query["metric"],
+        along=query["along"],  # type: ignore[arg-type]
+        num_total=len(found.x),
+        is_interpolated=False,
+        x=tuple(np.rint(found.x).astype(int).tolist()),
+        value=tuple(v if math.isfinite(v) else None for v in found.value.tolist()),
+    )
 
 
 def _sent(run_id: str, asked: CommandRequest, number: int) -> CommandView:
@@ -189,7 +220,7 @@ class StubServer:
                     self._send(404 if isinstance(body, Problem) else 200, body)
 
             def _send(self, status: int, body: object) -> None:
-                raw = msgspec.json.encode(body)
+                raw = to_json(body)
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(raw)))

@@ -10,7 +10,6 @@ from vitals_dashboard import charts
 from vitals_dashboard.charts import Line
 from vitals_dashboard.charts.lines import branches, points, smoothed
 from vitals_dashboard.charts.marks import mark_text
-from vitals_dashboard.charts.runs import difference
 from vitals_dashboard.look import ACTIONS, DARK, LIGHT
 
 
@@ -230,13 +229,3 @@ def test_a_text_that_streamlit_would_take_for_code_is_text():
     lines = [Line(name="--x_x--alert(1)--x_x--", reply=reply), Line(name="b", reply=reply)]
     spec = charts.runs_chart("--x_x--a--x_x--", lines, look=DARK)
     assert "--x_x--" not in json.dumps(spec)
-
-
-def test_the_difference_of_two_runs_keeps_the_spikes_of_both_and_their_gaps():
-    first = [(0.0, 1.0), (10.0, 1.0), (20.0, 1.0), (30.0, 1.0)]
-    other = [(5.0, 2.0), (12.0, 9.0), (15.0, 2.0), (20.0, None), (25.0, 2.0)]
-    found = difference(first, other)
-    assert [5.0, 10.0, 12.0, 15.0, 20.0, 25.0] == [x for x, _ in found]
-    assert [1.0, pytest.approx(6.0), 8.0, 1.0, None, 1.0] == [y for _, y in found]
-    assert [] == difference(first, [(0.0, None)])
-    assert [] == difference(first, [(100.0, 1.0)]), "the runs have no step in common"

@@ -26,9 +26,11 @@ from trainvitals.errors import (
 )
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
+from trainvitals.jsonable import from_json
 from trainvitals.views import (
     AckRequest,
     AlertView,
+    Along,
     AnnotationRequest,
     AnnotationView,
     Branch,
@@ -38,6 +40,7 @@ from trainvitals.views import (
     CommandView,
     CurveReply,
     DecisionView,
+    DifferenceReply,
     EventView,
     FindingView,
     IncidentView,
@@ -152,10 +155,10 @@ class CollectorClient:
 
     # ------------------------------------------------------------------------- for readers
 
-    def healthy(self) -> bool:
-        """Return whether the collector answers and says that it works."""
+    def answers(self) -> bool:
+        """Return whether the collector answers; one without room to write (503) can be read."""
         try:
-            return self._http.get("/healthz").status_code == 200
+            return self._http.get("/healthz").status_code in (200, 503)
         except httpx.HTTPError:
             return False
 
@@ -191,6 +194,14 @@ class CollectorClient:
         body = _json(ManySeriesRequest(series=tuple(requests)))
         path = _path("runs", run_id, "series")
         return self._call(tuple[SeriesReply, ...], "POST", path, **body)
+
+    def difference(
+        self, base: str, other: str, metric: str, *, along: Along = "step", points: int = 1000
+    ) -> DifferenceReply:
+        """Return what a metric of ``other`` has more than that of ``base``."""
+        params = {"other": other, "metric": metric, "along": along, "points": points}
+        path = _path("runs", base, "difference")
+        return self._call(DifferenceReply, "GET", path, params=params)
 
     def curve(
         self,
@@ -240,12 +251,13 @@ class CollectorClient:
         *,
         points: int = 200,
         rows: int = 64,
+        branch: Branch = "all",
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> CellsReply:
         """Return a heat map of one metric: sources or layers by steps."""
         params: dict[str, str | int | None] = {"metric": metric, "points": points, "rows": rows}
-        params |= {"from_step": from_step, "to_step": to_step}
+        params |= {"branch": branch, "from_step": from_step, "to_step": to_step}
         return self._call(CellsReply, "GET", _path("runs", run_id, "cells"), params=_given(params))
 
     def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
@@ -306,7 +318,7 @@ class CollectorClient:
     def _call(self, answer: type[T], method: str, path: str, **how: Any) -> T:
         raw = self._send(method, path, **how)
         try:
-            return msgspec.json.decode(raw, type=answer)
+            return from_json(raw, answer)
         except msgspec.DecodeError as error:
             raise TransportError(
                 f"{self.url}{path} answered something else than a collector would: {error}",

@@ -11,9 +11,11 @@ from fastapi import Query as Parameter
 from starlette.responses import Response
 
 from trainvitals.views import (
+    Along,
     CheckpointView,
     CurveReply,
     DecisionView,
+    DifferenceReply,
     EventView,
     FindingView,
     ManySeriesRequest,
@@ -28,6 +30,7 @@ from vitals_collector.queries.query import MAX_POINTS, Query
 
 _INT64 = 2**63 - 1
 _FromStep = Annotated[int | None, Parameter(ge=-_INT64, le=_INT64)]
+_Points = Annotated[int, Parameter(ge=2, le=MAX_POINTS)]
 _OneStep = Annotated[int, Path(ge=-_INT64, le=_INT64)]
 
 
@@ -51,7 +54,7 @@ def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
         metric: str,
         source: str = "",
         branch: Literal["lineage", "discarded", "all"] = "lineage",
-        points: Annotated[int, Parameter(ge=2, le=MAX_POINTS)] = 1_000,
+        points: _Points = 1_000,
         from_step: _FromStep = None,
         to_step: _FromStep = None,
     ) -> Response:
@@ -77,6 +80,17 @@ def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
     ) -> Response:
         """Return several curves of one moment, in the order they are asked for."""
         return reply(query.many_series(run_id, body.series))
+
+    @router.get("/{run_id}/difference", responses=answers(DifferenceReply))
+    def show_difference(
+        run_id: str,
+        other: str,
+        metric: str,
+        along: Along = "step",
+        points: _Points = 1_000,
+    ) -> Response:
+        """Return what another run's curve has more than this one's."""
+        return reply(query.difference(run_id, other, metric, along=along, points=points))
 
     _add_curve(router, query)
     _add_lists(router, query)

@@ -11,12 +11,14 @@ from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.views import (
     AlertView,
+    Along,
     AnnotationView,
     Branch,
     CellsReply,
     CheckpointView,
     CurveReply,
     DecisionView,
+    DifferenceReply,
     EventView,
     FindingView,
     IncidentView,
@@ -35,6 +37,7 @@ from vitals_collector.queries import metrics, series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.cells import cells
 from vitals_collector.queries.curve import curve_reply
+from vitals_collector.queries.difference import difference
 from vitals_collector.queries.incidents import incidents
 from vitals_collector.queries.loading import Outlined, load_curve, load_outlines
 from vitals_collector.queries.movers import movers
@@ -189,6 +192,15 @@ class Query:
             found = load_curve(connection, wanted, attempt_rows(connection, run_id), branch)
         return curve_reply(run_id, metric, chosen, branch, found)
 
+    def difference(
+        self, base: str, other: str, metric: str, *, along: Along = "step", points: int = 1_000
+    ) -> DifferenceReply:
+        """Return what a metric of ``other`` has more than that of ``base``."""
+        with self._store.read() as connection:
+            run_row(connection, base)
+            run_row(connection, other)
+            return difference(connection, base, other, metric, along=along, points=points)
+
     def step(self, run_id: str, step: int) -> StepView:
         """Return what is known of one step, on every attempt that trained it."""
         with self._store.read() as connection:
@@ -241,14 +253,23 @@ class Query:
         *,
         points: int = 200,
         rows: int = 64,
+        branch: Branch = "all",
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> CellsReply:
         """Return a heat map of one metric; ``queries.cells`` says more."""
         with self._store.read() as connection:
             run_row(connection, run_id)
-            steps = {"from_step": from_step, "to_step": to_step}
-            return cells(connection, run_id, metric, points=points, rows=rows, **steps)
+            return cells(
+                connection,
+                run_id,
+                metric,
+                points=points,
+                rows=rows,
+                branch=branch,
+                from_step=from_step,
+                to_step=to_step,
+            )
 
     def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
         """Return which layers and ranks moved most up to a step."""

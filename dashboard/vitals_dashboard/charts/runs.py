@@ -2,20 +2,16 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from trainvitals.views import DifferenceReply
 from vitals_dashboard.charts.lines import (
     Line,
-    Point,
     Spec,
     curve_series,
     line_series,
-    points,
     said_below,
 )
 from vitals_dashboard.charts.marks import APART, mark_series, nonfinite_marks, num_lanes
-from vitals_dashboard.charts.scale import STEPS, Scale
+from vitals_dashboard.charts.scale import STEPS, Scale, token_size
 from vitals_dashboard.charts.sheet import Sheet, x_axis
 from vitals_dashboard.look import Palette
 
@@ -51,46 +47,41 @@ def runs_chart(
 
 
 def difference_chart(
-    title: str, lines: Sequence[Line], *, look: Palette, height: int = DIFFERENCE_HEIGHT
+    title: str,
+    lines: Sequence[Line],
+    found: Sequence[DifferenceReply],
+    *,
+    look: Palette,
+    height: int = DIFFERENCE_HEIGHT,
 ) -> Spec:
-    """Return what each run but the first has more than the first, where both have steps."""
+    """Return what each run but the first has more than the first, where both have steps.
+
+    Args:
+        title: what is drawn.
+        lines: the runs' curves, the first one first.
+        found: the difference of each of the others to the first.
+        look: colours.
+        height: of the chart, in pixels.
+    """
     first, *rest = lines
-    base = points(first.reply, scale=first.scale or STEPS)
+    scale = _scale(lines)
     colours = look.lines[1:]
     curves: list[Spec] = []
-    for i, line in enumerate(rest):
-        curve = difference(base, points(line.reply, scale=line.scale or STEPS))
+    for i, (line, one) in enumerate(zip(rest, found, strict=True)):
+        places = [x / token_size(scale.unit) for x in one.x] if one.along == "tokens" else one.x
+        curve = list(zip(places, one.value, strict=True))
         curves += line_series(line.label, curve, colours[i % len(colours)], z=3)
+    said = f"above 0: more than {first.label}"
+    said += "; interpolated where steps differ" * any(one.is_interpolated for one in found)
     sheet = Sheet(
         title=title,
-        below=f"above 0: more than {first.label}; interpolated where steps differ",
-        along=_scale(lines).unit,
+        below=said,
+        along=scale.unit,
         look=look,
         height=height,
         legend=[line.label for line in rest],
     )
-    return sheet.spec(curves, x_axis(_scale(lines), None))
-
-
-def difference(base: Sequence[Point], other: Sequence[Point]) -> list[Point]:
-    """Return ``other`` less ``base`` at every x of either that both reach; a gap of one is one."""
-    mine, theirs = _finite(base), _finite(other)
-    if not len(mine[0]) or not len(theirs[0]):
-        return []
-    low, high = max(mine[0][0], theirs[0][0]), min(mine[0][-1], theirs[0][-1])
-    gaps = {x for curve in (base, other) for x, y in curve if y is None}
-    xs = np.union1d(np.union1d(mine[0], theirs[0]), np.asarray(sorted(gaps)))
-    xs = xs[(xs >= low) & (xs <= high)]
-    values = np.interp(xs, *theirs) - np.interp(xs, *mine)
-    return [
-        (x, None if x in gaps else value)
-        for x, value in zip(xs.tolist(), values.tolist(), strict=True)
-    ]
-
-
-def _finite(curve: Sequence[Point]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    known = [(x, y) for x, y in curve if y is not None]
-    return np.asarray([x for x, _ in known]), np.asarray([y for _, y in known])
+    return sheet.spec(curves, x_axis(scale, None))
 
 
 def _scale(lines: Sequence[Line]) -> Scale:

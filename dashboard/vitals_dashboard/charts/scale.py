@@ -56,11 +56,16 @@ def token_unit(most: float) -> str:
     return next((unit for unit, size in _TOKEN_UNITS.items() if most >= size), "tokens")
 
 
+def token_size(unit: str) -> float:
+    """Return how many tokens one of a unit is."""
+    return _TOKEN_UNITS.get(unit, 1.0)
+
+
 def token_scale(reply: SeriesReply, *, unit: str = "") -> Scale:
     """Return the scale of tokens by a run's ``steps.tokens_seen``; ``unit`` "" lets it choose."""
     known = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
     unit = unit or token_unit(max((value for _, value in known), default=0.0))
-    places = [value / _TOKEN_UNITS.get(unit, 1.0) for _, value in known]
+    places = [value / token_size(unit) for _, value in known]
     return _rising([step for step, _ in known], places, "tokens", unit)
 
 

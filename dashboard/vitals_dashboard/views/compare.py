@@ -6,10 +6,10 @@ from typing import Literal
 
 import streamlit as st
 
-from trainvitals.views import RunDetail, RunSummary, SeriesRequest
+from trainvitals.views import DifferenceReply, RunDetail, RunSummary, SeriesRequest
 from vitals_dashboard import charts, comparing, frame, states, tables, words
 from vitals_dashboard.charts import Line
-from vitals_dashboard.source import POINTS, Source, series_of
+from vitals_dashboard.source import POINTS, Source, differences, series_of
 
 MAX_RUNS = 6
 DEFAULT_METRIC = "steps.loss"
@@ -74,7 +74,12 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption("None of these runs has recorded a number yet.")
         return
     lines = _lines(source, details, names, metric, chosen)
-    _draw(lines, names, metric, chosen)
+    found: list[DifferenceReply] = []
+    if len(lines) > 1 and lines[0].name == names[0]:
+        by_name = dict(zip(names, details, strict=True))
+        drawn = [by_name[line.name] for line in lines]
+        found = differences(source, drawn, metric, chosen.axis)
+    _draw(lines, found, metric, chosen)
     _table("Last values", comparing.value_rows(source, details, names, metric), "compare_values")
     differing = comparing.config_rows(details, names)
     if differing:
@@ -172,7 +177,9 @@ def _say_missing(names: Sequence[str], what: str) -> None:
         st.text(f"Left out, for there is {what}: {', '.join(names)}")
 
 
-def _draw(lines: Sequence[Line], names: Sequence[str], metric: str, chosen: Controls) -> None:
+def _draw(
+    lines: Sequence[Line], found: Sequence[DifferenceReply], metric: str, chosen: Controls
+) -> None:
     if not lines:
         return
     look = frame.present_palette()
@@ -181,9 +188,11 @@ def _draw(lines: Sequence[Line], names: Sequence[str], metric: str, chosen: Cont
             metric, lines, look=look, log=chosen.log, smoothing=chosen.smoothing
         )
     }
-    if len(lines) > 1 and lines[0].name == names[0]:
+    if found:
         title = f"{metric}: difference to the first run"
-        specs["Difference to the first run"] = charts.difference_chart(title, lines, look=look)
+        specs["Difference to the first run"] = charts.difference_chart(
+            title, lines, found, look=look
+        )
     for i, (alt, spec) in enumerate(specs.items()):
         height = charts.DIFFERENCE_HEIGHT if i else charts.RUNS_HEIGHT
         st.echarts_chart(spec, key=f"chart_compare_{i}", height=height, alt=alt)

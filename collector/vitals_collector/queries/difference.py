@@ -1,0 +1,103 @@
+"""What one run's curve has more than another's: of every point, and thinned only afterwards.
+
+The difference of two curves that were thinned each by itself is none of the runs': where one keeps
+a bucket's minimum and the other its maximum, noise is doubled and a spike has a twin.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from sqlalchemy import Connection
+
+from trainvitals.errors import UsageError
+from trainvitals.views import Along, DifferenceReply
+from vitals_collector.queries import metrics
+from vitals_collector.queries.loading import HOST_STREAMS, load_curve
+from vitals_collector.queries.recorded import attempt_rows
+from vitals_collector.queries.series import Floats, Points, downsample
+
+TOKENS = "steps.tokens_seen"
+
+
+class Curve(NamedTuple):
+    """Values at rising places along x; NaN where there was no finite one."""
+
+    x: Floats
+    value: Floats
+
+
+def difference(
+    connection: Connection, base: str, other: str, metric: str, *, along: Along, points: int
+) -> DifferenceReply:
+    """Return what ``other`` has more than ``base`` wherever both have steps.
+
+    Raises:
+        UsageError: a run lacks the metric, or the metric has no steps.
+    """
+    if metric.partition(".")[0] in HOST_STREAMS:
+        raise UsageError(f"{metric[:200]!r} has no steps: runs can be compared by their steps only")
+    mine, theirs = (_curve(connection, run_id, metric, along) for run_id in (base, other))
+    found = subtract(mine, theirs)
+    place = np.rint(found.x).astype(np.int64)
+    zero = np.zeros(len(place), dtype=np.int64)
+    drawn = downsample(Points(place, zero, zero, found.value), points)
+    values = drawn.value.tolist()
+    return DifferenceReply(
+        base=base,
+        other=other,
+        metric=metric,
+        along=along,
+        num_total=len(place),
+        is_interpolated=len(found.x) > len(np.intersect1d(mine.x, theirs.x)),
+        x=tuple(drawn.step.tolist()),
+        value=tuple(value if math.isfinite(value) else None for value in values),
+    )
+
+
+def subtract(base: Curve, other: Curve) -> Curve:
+    """Return ``other`` less ``base`` at every x of either that both reach; a gap of one is one.
+
+    Between its points a curve is a straight line. Pure.
+    """
+    known = [Curve(c.x[np.isfinite(c.value)], c.value[np.isfinite(c.value)]) for c in (base, other)]
+    if any(not len(curve.x) for curve in known):
+        return Curve(np.zeros(0), np.zeros(0))
+    low, high = max(c.x[0] for c in known), min(c.x[-1] for c in known)
+    xs = np.union1d(base.x, other.x)
+    xs = xs[(xs >= low) & (xs <= high)]
+    values = np.interp(xs, *known[1]) - np.interp(xs, *known[0])
+    for curve in (base, other):
+        values[np.isin(xs, curve.x[~np.isfinite(curve.value)])] = np.nan
+    return Curve(xs, values)
+
+
+def _curve(connection: Connection, run_id: str, metric: str, along: Along) -> Curve:
+    attempts = attempt_rows(connection, run_id)
+
+    def load(name: str) -> Points:
+        _, wanted = metrics.select_rows(connection, run_id, name, "")
+        return load_curve(connection, wanted, attempts, "lineage")
+
+    found = load(metric)
+    x = found.step.astype(np.float64)
+    if along == "tokens":
+        x = _tokens(load, x)
+    is_placed = np.isfinite(x)
+    # A step of no tokens stands where the one before it does: the last of them counts.
+    x, value = np.maximum.accumulate(x[is_placed]), found.value[is_placed]
+    is_last = np.append(x[1:] > x[:-1], True) if len(x) else np.zeros(0, dtype=np.bool_)
+    return Curve(x[is_last], value[is_last])
+
+
+def _tokens(load: Callable[[str], Points], steps: Floats) -> Floats:
+    counted = load(TOKENS)
+    counted = counted.take(np.isfinite(counted.value))
+    if not len(counted):
+        return np.full(len(steps), np.nan)
+    at = counted.step.astype(np.float64)
+    return np.interp(steps, at, counted.value, left=np.nan, right=np.nan)
+
+
+__all__ = ["Curve", "difference", "subtract"]
