@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 from tests.collector.conftest import Served
 from tests.collector.rows import STEPS, Writer
 from tests.collector.test_grouping import told_by
-from tests.collector.test_ingest import stored_rows
+from tests.collector.test_ingest import spoil_processes, stored_rows, torn
 from trainvitals.catalog import steps_schema
 from trainvitals.errors import StorageError
 from trainvitals.identity import new_run_id
@@ -218,6 +218,40 @@ def test_what_the_disk_refuses_is_not_acknowledged_and_comes_again(
     assert [1] == [reply.num_new for reply in take_in(arrivals, [raw])]
     assert [("steps", seq) for seq in range(3)] == stored_rows(memory)
     assert 0 == memory.counters.num_lost
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["running", "restarted"])
+def test_an_acknowledged_batch_at_which_we_fail_goes_alone_and_keeps_no_row_back(
+    memory: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_restarted: bool,
+):
+    spoil_processes(monkeypatch)
+    arrivals, agent, rank = Arrivals(memory), Writer("node:a"), Writer()
+    take_in(arrivals, [agent.process_rows(0, {0: (7, 1)}), rank.steps([0])])
+    for second in range(1, 5):
+        process = agent.process_rows(second, {0: (666 if second == 2 else 7, 1)})
+        take_in(arrivals, [process, rank.steps([second])])
+    place_left(memory) if is_restarted else arrivals.settle()
+    assert 0 == num_waiting(memory)
+    expected = [("process", seq) for seq in (0, 1, 3, 4)] + [("steps", seq) for seq in range(5)]
+    assert expected == stored_rows(memory)
+    assert {"V200": 1} == memory.counters.rejected
+    assert "acknowledged_rows_refused" in caplog.text
+
+
+def test_what_was_acknowledged_and_is_fit_no_longer_is_counted_and_told(
+    memory: Store, caplog: pytest.LogCaptureFixture
+):
+    raws = [Writer().steps([0]), torn(Writer().steps([0])), Writer().steps([0])]
+    with memory.write() as connection:
+        connection.execute(tables.arrivals.insert(), [{"body": raw} for raw in raws])
+    place_left(memory)
+    assert 0 == num_waiting(memory)
+    assert 2 == len(stored_rows(memory))
+    assert {"V200": 1} == memory.counters.rejected
+    assert "acknowledged_rows_refused: batch claims" in caplog.text
 
 
 def test_rows_of_a_folder_go_behind_those_that_wait(memory: Store):

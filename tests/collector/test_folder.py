@@ -1,4 +1,5 @@
 import logging
+import threading
 from pathlib import Path
 
 import msgspec
@@ -161,6 +162,33 @@ def test_rows_and_position_move_together(tmp_path: Path, monkeypatch: pytest.Mon
     assert [] == seqs(store)
     assert 1 == reader.poll()
     store.close()
+
+
+def test_a_run_that_cannot_be_read_is_counted_and_keeps_no_other_back(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    for run in (RUN, OTHER_RUN):
+        spool = spool_of(tmp_path, run=run)
+        spool.append(Writer(run=run).steps([0]))
+        spool.close()
+    stop = threading.Event()
+    store.after_ingest.append(lambda _: stop.set())
+    reader = FolderIngest(store, [tmp_path])
+    read = reader._read
+
+    def read_or_fail(spool: Path, stop: threading.Event) -> int:
+        if RUN in str(spool):
+            raise ValueError("a fault of ours")
+        return read(spool, stop)
+
+    monkeypatch.setattr(reader, "_read", read_or_fail)
+    reader.follow(stop)
+    assert [0] == seqs(store)
+    assert {"folder": 1} == store.counters.failures
+    assert "a fault of ours" in caplog.text
 
 
 def test_reading_changes_nothing_in_the_folder(tmp_path: Path):

@@ -60,7 +60,8 @@ def told_by(writers: Sequence[Writer], choices: Sequence[tuple[int, int]]) -> li
         elif kind == 3:
             raws.append(writer.events(Note(code="N1", text=f"at {step}"), step=step))
         elif kind == 2:
-            raws.append(writer.process_rows(step, {0: (100, step % 2), 1: (100, 1)}))
+            # By the node's agent alone: of two streams either may be placed first.
+            raws.append(writers[-1].process_rows(step, {0: (100, step % 2), 1: (100, 1)}))
         else:
             loss = [math.nan, 1.0, None][: kind + 1]
             raws.append(writer.steps(range(step, step + kind + 1), lose=kind, loss=loss))

@@ -1,16 +1,17 @@
 import math
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
 from tests.collector.rows import RUN, SECOND, START, STEPS, Writer
-from trainvitals.catalog import SCALARS_SCHEMA
+from trainvitals.catalog import ROW_COLUMNS, SCALARS_SCHEMA
 from trainvitals.errors import FormatError, NewerVersionError
 from trainvitals.records import (
     EVENT_SCHEMA,
@@ -29,9 +30,10 @@ from trainvitals.records import (
     RunInfo,
     RunStarted,
 )
-from trainvitals.rows import Column, Schema
+from trainvitals.rows import Column, Schema, column_of
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.receiving import facts
+from vitals_collector.receiving.ingest import ingest, ingest_all
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.store import Store, open_store
 
@@ -165,6 +167,29 @@ def without_step(raw: bytes) -> bytes:
     return encode_batch(header, columns.pack(0, [1.0]))
 
 
+def with_column(raw: bytes, stream: str, name: str, kind: str) -> bytes:
+    """Return one row of another stream that has a column which the batch had not."""
+    columns = Schema(stream, (*ROW_COLUMNS, Column(name, kind)))
+    header = msgspec.structs.replace(decode_batch(raw).header, stream_schema=columns, num_rows=1)
+    return encode_batch(header, columns.pack(0, [0, 0, 0, 0, None]))
+
+
+def with_text_as_loss(raw: bytes) -> bytes:
+    return with_column(raw, "steps", "loss", "S8")
+
+
+def with_text_as_a_group(raw: bytes) -> bytes:
+    return with_column(raw, "steps", "learning_rate.1", "S8")
+
+
+def with_rank_as_fraction(raw: bytes) -> bytes:
+    return with_column(raw, "process", "rank", "f8")
+
+
+def with_a_long_name(raw: bytes) -> bytes:
+    return with_column(raw, "steps", "x" * 4_000, "f8")
+
+
 @pytest.mark.parametrize(
     ("spoil", "said", "kind"),
     [
@@ -174,6 +199,10 @@ def without_step(raw: bytes) -> bytes:
         (renumbered, "sequence numbers", FormatError),
         (too_large, "64 bits", FormatError),
         (without_step, "lack the columns step", FormatError),
+        (with_text_as_loss, "column 'loss' of steps is S8; by the catalog it is f8", FormatError),
+        (with_text_as_a_group, "'learning_rate.1' of steps is S8", FormatError),
+        (with_rank_as_fraction, "column 'rank' of process is f8; .* it is i8", FormatError),
+        (with_a_long_name, "has a name of 4000 characters", FormatError),
         (lambda raw: b"", "begins with", FormatError),
     ],
 )
@@ -201,6 +230,47 @@ def test_a_number_that_no_database_takes_undoes_the_whole_batch(store: Store):
     with pytest.raises(FormatError, match="no database stores"):
         ingest(store, writer.events(Note(code="N1", text=""), bad))
     assert [] == stored_rows(store)
+
+
+def spoil_processes(patch: pytest.MonkeyPatch) -> None:
+    """Let no process of number 666 be placed, by a fault of ours."""
+    note_processes = facts.note_processes
+
+    def note_or_fail(connection: Connection, told: Iterable[Any]) -> None:
+        some = list(told)
+        for _, schema, rows in some:
+            if 666 in column_of(schema, rows, "pid")[0]:
+                raise ValueError("cannot convert float NaN to integer")
+        note_processes(connection, some)
+
+    patch.setattr(facts, "note_processes", note_or_fail)
+
+
+def test_a_batch_at_which_we_fail_is_refused_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    spoil_processes(monkeypatch)
+    agent, rank = Writer("node:a"), Writer()
+    raws = [agent.process_rows(1, {0: (7, 1)}), agent.process_rows(2, {0: (666, 1)})]
+    replies = ingest_all(store, [*raws, rank.steps(range(3))], 5)
+    assert [1, 0, 3] == [reply.num_new for reply in replies]
+    assert "the batch cannot be stored: ValueError: cannot convert" in replies[1].text
+    assert {"V200": 1} == store.counters.rejected
+    assert [("process", 0), *(("steps", i) for i in range(3))] == stored_rows(store)
+    assert "batch_not_stored" in caplog.text
+
+
+def test_where_memory_runs_out_no_batch_is_at_fault(store: Store, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    raw = Writer().steps([0])
+    with monkeypatch.context() as patch:
+        patch.setattr(facts, "note_processes", fail)
+        with pytest.raises(MemoryError):
+            ingest(store, raw)
+    assert {} == store.counters.rejected
+    assert 1 == ingest(store, raw).num_new
 
 
 def test_an_event_nobody_knows_is_kept_as_unknown(store: Store):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 from sqlalchemy import Connection, delete, select
 
+from trainvitals.errors import FormatError
 from trainvitals.records import EventRow
 from trainvitals.wire import MAX_BODY_BYTES, Batch, BatchHeader, split_batches
 from vitals_collector.receiving.checking import Checked, check_batches
@@ -83,6 +84,15 @@ class Arrivals:
         self._thread = threading.Thread(target=self._run, name="vitals-arrivals")
         store.settle, store.hold = self.settle, self.hold
         store.after_ingest.append(self._hear)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Let wait what an earlier process left: its streams go on behind it, once there is room."""
+        with self._store.read(settled=False) as connection:
+            for row in connection.execute(select(arrivals).order_by(arrivals.c.id)):
+                _let_wait(self._store, self._waiting, row.body)
+                self._ids.append(row.id)
+                self._num_bytes += len(row.body)
 
     def start(self) -> None:
         """Start the thread that places what nobody reads."""
@@ -261,10 +271,23 @@ def place_left(store: Store) -> None:
             return
         waiting: Waiting = {}
         for row in rows:
-            for batch in check_batches(split_batches(row.body)):
-                if isinstance(batch, Batch):
-                    waiting.setdefault(key_of(batch), []).append(batch)
+            _let_wait(store, waiting, row.body)
         _place(store, waiting, [row.id for row in rows], 0)
+
+
+def _let_wait(store: Store, waiting: Waiting, body: bytes) -> None:
+    for batch in _batches_of(body):
+        if isinstance(batch, Batch):
+            waiting.setdefault(key_of(batch), []).append(batch)
+        else:
+            _tell_refused(store, batch)
+
+
+def _batches_of(body: bytes) -> list[Checked]:
+    try:
+        return check_batches(split_batches(body))
+    except FormatError as error:
+        return [error]
 
 
 def join_batches(some: Sequence[Batch]) -> Iterator[Batch]:
@@ -303,17 +326,38 @@ def _place(
         if first:
             time.sleep(_PAUSE_SECONDS)
         is_last = first + _AT_ONCE >= len(batches)
+        some = batches[first : first + _AT_ONCE]
         with store.write() as connection:
-            stored = store_batches(connection, batches[first : first + _AT_ONCE], received_unix_ns)
+            stored = _store_or_part(connection, some, waiting, received_unix_ns)
             if is_last:
                 _take_away(connection, ids)
         for one in stored:
             if one.error is not None:
-                store.counters.reject(one.error.code)
-                _LOG.error("acknowledged_rows_refused: %s", one.error)
+                _tell_refused(store, one.error)
     if not batches:
         with store.write() as connection:
             _take_away(connection, ids)
+
+
+def _store_or_part(
+    connection: Connection,
+    joined: Sequence[Batch],
+    waiting: Mapping[StreamKey, Sequence[Batch]],
+    received_unix_ns: int,
+) -> list[Stored]:
+    """Store what was joined; where that is refused, as it came: one refused batch stays alone."""
+    with connection.begin_nested() as attempt:
+        stored = store_batches(connection, joined, received_unix_ns)
+        if all(one.error is None for one in stored):
+            return stored
+        attempt.rollback()
+    parts = [one for key in dict.fromkeys(map(key_of, joined)) for one in waiting[key]]
+    return store_batches(connection, parts, received_unix_ns)
+
+
+def _tell_refused(store: Store, error: FormatError) -> None:
+    store.counters.reject(error.code)
+    _LOG.error("acknowledged_rows_refused: %s", error)
 
 
 def _take_away(connection: Connection, ids: Sequence[int]) -> None:

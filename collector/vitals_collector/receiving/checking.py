@@ -4,6 +4,7 @@ Schemas are shared objects: numpy works once on all rows of a schema, not once f
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -12,13 +13,31 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.catalog import (
+    GPU_SCHEMA,
+    LAYERS_SCHEMA,
+    NODE_SCHEMA,
+    PROCESS_SCHEMA,
+    ROW_COLUMNS,
+    SCALARS_SCHEMA,
+    steps_schema,
+)
 from trainvitals.errors import FormatError
 from trainvitals.records import EVENT_SCHEMA
 from trainvitals.rows import Schema, column_of
 from trainvitals.wire import Batch, decode_batch
 
 _MAX_INT64 = 2**63 - 1
+_MAX_NAME = 255
+"""Characters of a column's name: no index of a database takes it at any length."""
+_KINDS = {
+    schema.stream: {column.name: column.kind for column in schema.columns}
+    for schema in (
+        *(steps_schema(), LAYERS_SCHEMA, SCALARS_SCHEMA),
+        *(GPU_SCHEMA, NODE_SCHEMA, PROCESS_SCHEMA),
+    )
+}
+"""Of each stream's columns, as the catalog has them: what reads them relies on it."""
 
 Checked = Batch | FormatError
 """A batch that is fit to be stored, or why it is not."""
@@ -32,7 +51,7 @@ class Summary(NamedTuple):
     """Validity bits: column i has a value in some row."""
     limits: tuple[int, ...]
     """As ``LIMITS`` names them."""
-    last: tuple[int | float | None, ...] | None
+    last: tuple[int | float | str | None, ...] | None
     """The newest row of a rank's steps as ``LAST`` names its numbers; None in other streams."""
 
     @property
@@ -111,17 +130,17 @@ def _summaries(schema: Schema, digest: str, batches: Sequence[Batch]) -> list[Su
 
 def _last_of(
     schema: Schema, rows: npt.NDArray[np.void]
-) -> Iterator[tuple[int | float | None, ...]]:
-    """Yield what the list of runs shows of each row; a number that is not finite is None."""
+) -> Iterator[tuple[int | float | str | None, ...]]:
+    """Yield what the list of runs shows of each row; NaN as text, since SQLite stores none."""
     columns: list[list[Any]] = [
         column_of(schema, rows, name)[0].tolist() for name in ("step", "attempt", "time_unix_ns")
     ]
     for name in ("loss", "grad_norm"):
         values, is_valid = column_of(schema, rows, name)
-        is_shown = is_valid & np.isfinite(values) if values.dtype.kind in "fi" else is_valid & False
+        is_shown = is_valid if values.dtype.kind in "fi" else is_valid & False
         columns.append(
             [
-                float(value) if shown else None
+                None if not shown else "nan" if math.isnan(value) else float(value)
                 for value, shown in zip(values.tolist(), is_shown.tolist(), strict=True)
             ]
         )
@@ -151,6 +170,9 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
     missing = [column.name for column in wanted if column not in schema.columns]
     if missing:
         text = f"rows of {schema.stream} lack the columns {', '.join(missing)}"
+    else:
+        text = _misfit_of(schema)
+    if text:
         yield from ((i, FormatError(text)) for i in range(len(batches)))
         return
     rows, starts, counts = _joined(schema, batches)
@@ -166,6 +188,20 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
     for i, batch in enumerate(batches) if is_events else ():
         if not _has_whole_rows(schema, batch.rows):
             yield i, FormatError("the checksum of an event's row does not hold")
+
+
+def _misfit_of(schema: Schema) -> str:
+    """Return what is wrong with a column, in words; empty where nothing is."""
+    kinds = _KINDS.get(schema.stream, {})
+    for name, kind in ((column.name, column.kind) for column in schema.columns):
+        if len(name) > _MAX_NAME:
+            text = f"has a name of {len(name)} characters; at most {_MAX_NAME} are stored"
+            return f"column {name[:16]}... of {schema.stream} {text}"
+        # Of ``learning_rate.1`` the catalog says what it says of ``learning_rate``.
+        known = kinds.get(name.partition(".")[0], kind)
+        if kind != known and (kind, known) != ("i8", "f8"):  # a whole number is a number
+            return f"column {name!r} of {schema.stream} is {kind}; by the catalog it is {known}"
+    return ""
 
 
 def _has_whole_rows(schema: Schema, rows: bytes) -> bool:

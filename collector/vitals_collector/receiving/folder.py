@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from sqlalchemy import Connection, select
 
-from trainvitals.errors import NewerVersionError, UsageError, VitalsError
+from trainvitals.errors import NewerVersionError, StorageError, UsageError, VitalsError
 from trainvitals.identity import check_run_id
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Position, read_batches
@@ -62,16 +62,32 @@ class FolderIngest:
         """Poll until told to stop; say an error once and try again, for a disk may come back."""
         while not stop.is_set():
             try:
-                self.poll(stop)
-            except (VitalsError, OSError) as error:
-                self._store.counters.fail("folder")
-                self._say_once(str(error))
+                for spool in self._spools():
+                    self._read_or_tell(spool, stop)
+            except Exception as error:  # noqa: BLE001 - nobody but ``stop`` ends this thread
+                self._tell(error)
+            finally:
+                self._store.is_reading_in = False
             stop.wait(interval_seconds)
 
     def _spools(self) -> Iterator[Path]:
         for folder in self._folders:
             for run_dir in [RunDir(folder)] if _is_run(folder) else RunDir.find_all(folder):
                 yield from run_dir.spool_dirs().values()
+
+    def _read_or_tell(self, spool: Path, stop: threading.Event) -> None:
+        """Read a spool; one that cannot be read keeps no other back."""
+        try:
+            self._read(spool, stop)
+        except StorageError:
+            raise  # it is the store: no other spool would fare better
+        except Exception as error:  # noqa: BLE001 - counted, told, and tried again
+            self._tell(error, f"{spool}: ")
+
+    def _tell(self, error: Exception, where: str = "") -> None:
+        self._store.counters.fail("folder")
+        is_ours = isinstance(error, (VitalsError, OSError))
+        self._say_once(f"{where}{error}", None if is_ours else error)
 
     def _read(self, spool: Path, stop: threading.Event) -> int:
         position = self._position(spool)
@@ -119,10 +135,10 @@ class FolderIngest:
             return Position()  # another spool took its place; the store knows what it knows
         return position
 
-    def _say_once(self, text: str) -> None:
+    def _say_once(self, text: str, bug: Exception | None = None) -> None:
         if text not in self._told:
             self._told.add(text)
-            _LOG.warning("%s", text)
+            _LOG.warning("%s", text, exc_info=bug)
 
 
 def _next_of(found: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:

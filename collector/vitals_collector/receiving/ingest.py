@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 from sqlalchemy import Connection
-from sqlalchemy.exc import DataError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from trainvitals.errors import FormatError
+from trainvitals.errors import FormatError, VitalsError
 from trainvitals.records import EventRow, decode_events
 from trainvitals.wire import Batch, IngestReply
 from vitals_collector.receiving import facts
@@ -31,6 +31,8 @@ from vitals_collector.receiving.marks import (
 from vitals_collector.receiving.placing import place_batches
 from vitals_collector.storage.store import Store
 
+_FOREIGN_KEY = "23503"
+"""PostgreSQL's word for a row that hangs on one which is not there."""
 _LOG = logging.getLogger("vitals.collector.ingest")
 
 
@@ -156,7 +158,7 @@ def _refused(error: FormatError) -> Stored:
 def _store_or_halve(
     connection: Connection, batches: Sequence[Batch], received_unix_ns: int
 ) -> list[Stored]:
-    """Store the batches; where the database refuses a value, find whose it is by halves."""
+    """Store the batches; where one cannot be stored, find it by halves and refuse it alone."""
     try:
         with connection.begin_nested():
             return _store(connection, batches, received_unix_ns)
@@ -164,11 +166,28 @@ def _store_or_halve(
         if len(batches) == 1:
             text = f"the batch holds a value that no database stores: {error}"
             return [_refused(FormatError(text))]
+    except Exception as error:
+        if not _is_of_a_batch(error):
+            raise
+        if len(batches) == 1:
+            _LOG.exception("batch_not_stored key=%s", key_of(batches[0]))
+            text = f"the batch cannot be stored: {type(error).__name__}: {error}"
+            return [_refused(FormatError(text))]
     half = len(batches) // 2
     return [
         *_store_or_halve(connection, batches[:half], received_unix_ns),
         *_store_or_halve(connection, batches[half:], received_unix_ns),
     ]
+
+
+def _is_of_a_batch(error: Exception) -> bool:
+    """Return whether it would come again with the same batch, for ever; else a later try helps."""
+    if isinstance(error, DBAPIError):
+        # Where another process removes a run just now its row is missing (foreign key): tried again
+        # the batch is one of a removed run.
+        is_race = getattr(error.orig, "sqlstate", "") == _FOREIGN_KEY
+        return isinstance(error, (DataError, IntegrityError)) and not is_race
+    return not isinstance(error, (MemoryError, VitalsError))
 
 
 def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: int) -> list[Stored]:
