@@ -7,7 +7,7 @@ import msgspec
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import words
-from vitals_dashboard.source import POINTS, Source, series_of
+from vitals_dashboard.source import POINTS, Source, last_value, series_of
 from vitals_dashboard.tables import Row
 
 NAME = 40
@@ -83,18 +83,18 @@ def value_rows(
     add("last step", [f"{d.summary.last_step:,}" for d in details])
     shown = list(dict.fromkeys((metric, *_SHOWN)))
     requests = [SeriesRequest(metric=one, points=POINTS) for one in shown]
-    found = [[_values(one) for one in series_of(source, d, requests)] for d in details]
-    for one, values in zip(shown, zip(*found, strict=True), strict=True):
-        if any(values):
-            last = [some[-1] if some else None for some in values]
+    found = [series_of(source, d, requests) for d in details]
+    for one, replies in zip(shown, zip(*found, strict=True), strict=True):
+        last = [last_value(reply) for reply in replies]
+        if any(value is not None for value in last):
             add(f"{words.plain(one, 60)}, last", [words.number(value, 5) for value in last])
-    chosen = [of_run[0] for of_run in found]
-    add(f"{words.plain(metric, 60)}, lowest", [words.number(min(v, default=None)) for v in chosen])
-    add(f"{words.plain(metric, 60)}, highest", [words.number(max(v, default=None)) for v in chosen])
+    for word, most in (("lowest", min), ("highest", max)):
+        values = [most(_finite(of_run[0]), default=last_value(of_run[0])) for of_run in found]
+        add(f"{words.plain(metric, 60)}, {word}", [words.number(value) for value in values])
     add("skips", [f"{d.summary.num_skips:,}" for d in details])
     add("rollbacks", [f"{d.summary.num_rollbacks:,}" for d in details])
     return rows
 
 
-def _values(reply: SeriesReply | None) -> list[float]:
+def _finite(reply: SeriesReply | None) -> list[float]:
     return [] if reply is None else [value for value in reply.value if value is not None]

@@ -1,5 +1,6 @@
 """Tables as rows of plain values: pure functions from the query API's replies."""
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -38,7 +39,11 @@ def moment(time_unix_ns: int) -> datetime | None:
 def run_rows(
     runs: Sequence[RunSummary], *, now_unix_ns: int, curves: dict[str, list[float]]
 ) -> list[Row]:
-    """Return the fleet's rows, in the order given."""
+    """Return the fleet's rows, in the order given.
+
+    A table's column of numbers can show no nan: losses are texts where one is not finite.
+    """
+    are_numbers = all(math.isfinite(run.loss or 0.0) for run in runs)
     return [
         {
             "Run": words.run_label(run.name, run.run_id),
@@ -46,7 +51,7 @@ def run_rows(
             "Health": HEALTH_WORDS[run.health],
             "Alerts": run.num_firing_alerts,
             "Step": run.last_step,
-            "Loss": run.loss,
+            "Loss": run.loss if are_numbers else words.number(run.loss),
             "Loss curve": curves.get(run.run_id, []),
             "Seen": words.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
             "Last decision": words.plain(run.last_decision, 160),

@@ -267,7 +267,8 @@ def test_the_list_of_runs_tells_what_each_is_doing(store: Store):
         run.num_firing_alerts,
         run.last_decision,
     )
-    assert (OTHER_RUN, None, 1) == (other.run_id, other.loss, other.num_attempts)
+    assert (OTHER_RUN, "nan", 1) == (other.run_id, str(other.loss), other.num_attempts)
+    assert "critical" == other.health
 
 
 def test_a_run_says_how_it_ended_and_a_relaunch_runs_again(store: Store):
@@ -351,4 +352,4 @@ def test_the_ledger_findings_checkpoints_and_events_come_in_order(store: Store):
     assert [3, 7] == [one.finding.step for one in asked.findings(RUN)]
     assert ["one [N1]", "two [N2]"] == [one.text for one in asked.events(RUN)]
     assert [10, 20] == [one.step for one in asked.checkpoints(RUN)]
-    assert {"a": 1.0} == asked.decisions(RUN)[0].decision.evidence
+    assert "{'a': 1.0, 'b': nan}" == str(asked.decisions(RUN)[0].decision.evidence)

@@ -108,6 +108,8 @@ def test_silence_while_the_collector_was_away_is_not_held_against_a_run():
         ("finished", {"recent_action": True, "ended_in_trouble": True}, "acting"),
         ("running", {"firing_pages": 1}, "critical"),
         ("lost", {"has_steps": False}, "critical"),
+        ("finished", {"is_broken": True}, "critical"),
+        ("running", {"is_broken": True, "recent_action": True}, "acting"),
     ],
 )
 def test_health_is_the_worst_that_is_known(state: str, how: dict[str, object], word: str):

@@ -4,6 +4,8 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from trainvitals.records import Decision, RunInfo
 from trainvitals.views import (
     AlertView,
@@ -123,6 +125,20 @@ def series(
         value=tuple(values),
         nonfinite=nonfinite,
     )
+
+
+def diverged_run() -> SampleRun:
+    """The sample run as it would be had its last loss been NaN, as a decision saw it."""
+    run = sample_run(name="diverged")
+    broken = {"loss": math.nan, "grad_norm": math.inf, "health": "critical"}
+    run.summary = replace(run.summary, **broken)
+    run.detail = replace(run.detail, summary=run.summary)
+    made = decision(9, "skip_step", LAST, "loss is nan", value=math.nan)
+    run.decisions.append(made)
+    nan = NonFiniteMark(step=LAST, attempt=SECOND, kind="nan")
+    key = ("steps.loss", "rank:0", "lineage")
+    run.series[key] = replace(run.series[key], nonfinite=(*run.series[key].nonfinite, nan))
+    return run
 
 
 def sample_run(*, name: str = "", with_gpu: bool = False, now_ns: int = NOW_NS) -> SampleRun:

@@ -62,6 +62,16 @@ def test_two_runs_are_drawn_over_each_other_with_their_difference_and_settings(
     assert "steps.loss, last" in set(last["Value"])
 
 
+def test_a_run_that_ends_with_nan_has_that_as_its_last_value(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.diverged_run())
+    stub.add(other_run(2, name="wide", shift=0.5))
+    app = open_page("compare", runs=runs(1, 2))
+    shown(app)
+    last = app.dataframe[0].value.set_index("Value").loc["steps.loss, last"]
+    assert "nan" == last["diverged"]
+    assert 2 < float(last["wide"]) < 4
+
+
 def test_the_address_names_runs_metric_and_alignment(stub: Stub, open_page: Open) -> None:
     for number, per_step in ((1, 2e6), (2, 4e6)):
         run = other_run(number, name=f"r{number}", shift=0.0)

@@ -1,3 +1,4 @@
+import math
 import time
 from collections.abc import Callable
 
@@ -123,6 +124,16 @@ def test_the_overview_shows_each_run_with_its_state(stub: Stub, open_page: Open)
     assert ["bytes-gpt-1", "bytes-gpt-2"] == list(table["Run"])
     assert ["running", "halted"] == [state.split()[-1] for state in table["State"]]
     assert 60 < len(table["Loss curve"][0]), "the curve came from the collector"
+
+
+def test_the_overview_says_where_a_loss_is_not_a_number(stub: Stub, open_page: Open) -> None:
+    stub.runs += [
+        samples.summary(number, loss=loss)
+        for number, loss in ((1, math.nan), (2, math.inf), (3, 2.5), (4, None))
+    ]
+    app = open_page()
+    shown(app)
+    assert ["nan", "inf", "2.5", "\N{EN DASH}"] == list(app.dataframe[0].value["Loss"])
 
 
 def test_hundreds_of_runs_are_paged_and_few_curves_are_asked_for(

@@ -54,6 +54,20 @@ def test_a_rising_loss_is_marked_as_the_bad_direction(stub: Stub, open_page: Ope
     assert loss.proto.color == loss.proto.MetricColor.RED
 
 
+def test_a_run_that_ends_with_nan_shows_no_way_that_its_loss_took(
+    stub: Stub, open_page: Open
+) -> None:
+    run = samples.diverged_run()
+    stub.add(run)
+    app = open_page("run")
+    shown(app)
+    loss, norm = (
+        next(m for m in app.metric if m.label == label) for label in ("Loss", "Grad norm")
+    )
+    assert ("nan", "", "inf") == (loss.value, loss.delta, norm.value)
+    assert "nan" == app.dataframe[0].value["Value"][0]
+
+
 def test_a_run_without_gpu_shows_the_host_and_says_so(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     app = open_page("run")

@@ -10,6 +10,8 @@ from typing import TextIO
 
 import msgspec
 
+from trainvitals.jsonable import to_json
+
 MAX_CELL = 60
 """Characters of a table's cell, but in its last column."""
 
@@ -26,7 +28,7 @@ class Format(StrEnum):
 
 def write_json(body: object, *, to: TextIO | None = None) -> None:
     """Write the body as indented JSON, to stdout where nothing else is given."""
-    text = msgspec.json.format(msgspec.json.encode(body), indent=2).decode()
+    text = msgspec.json.format(to_json(body), indent=2).decode()
     (to or sys.stdout).write(text + "\n")
 
 

@@ -19,7 +19,9 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
-from trainvitals.views import Problem
+from trainvitals.jsonable import to_json
+from trainvitals.records import Decision, Finding
+from trainvitals.views import Problem, RunSummary
 
 _LOG = logging.getLogger("vitals.collector")
 _STATUS_BY_CODE = {"V101": 404, "V102": 409, "V302": 507}
@@ -34,11 +36,12 @@ _STATUS: tuple[tuple[type[VitalsError], int], ...] = (
 _RETRY_SECONDS = {503: (1, 5), 507: (10, 30)}
 _TYPES: dict[str, Any] = {}
 _REF = "#/components/schemas/{name}"
+_WORDS = {"type": "string", "enum": ["nan", "inf", "-inf"]}
 
 
 def reply(body: object, status: int = 200) -> Response:
     """Return a view as the JSON answer."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    return Response(to_json(body), status, media_type="application/json")
 
 
 def problem(error: VitalsError) -> Response:
@@ -85,11 +88,23 @@ def document(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=__version__, routes=app.routes)
             _, components = msgspec.json.schema_components(_TYPES.values(), ref_template=_REF)
+            for kind in (RunSummary, Finding, Decision):
+                _allow_words(components[kind.__name__]["properties"])
             schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _allow_words(properties: dict[str, Any]) -> None:
+    """Say of each number that it may be a word, where it is not finite."""
+    for name, of in properties.items():
+        kinds = of.get("anyOf", [of])
+        if {"type": "number"} in kinds:
+            of["anyOf"] = [*kinds, _WORDS]
+        elif name == "evidence":
+            of["additionalProperties"] = {"anyOf": [{"type": "number"}, _WORDS]}
 
 
 def _documented(text: str, body: Any) -> dict[str, Any]:

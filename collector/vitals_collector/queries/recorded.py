@@ -133,15 +133,9 @@ def decisions_of(
         query = query.where(table.step == step)
     rows = connection.execute(query.order_by(table.ledger_seq, table.time_unix_ns))
     return tuple(
-        DecisionView(run_id=run_id, time_unix_ns=time, decision=_jsonable(_decision(body)))
+        DecisionView(run_id=run_id, time_unix_ns=time, decision=_decision(body))
         for time, body in rows
     )
-
-
-def _jsonable(decision: Decision) -> Decision:
-    """Return the decision without evidence that JSON cannot say; its reason names it in words."""
-    evidence = {name: v for name, v in decision.evidence.items() if math.isfinite(v)}
-    return msgspec.structs.replace(decision, evidence=evidence)
 
 
 def findings_of(

@@ -1,5 +1,6 @@
 """The list of runs: one line each, in a number of queries that does not grow with the runs."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -104,6 +105,7 @@ def _summary(
     run_id = row.run_id
     state = run_state([_state_of(source) for source in of_run], when)
     head = _head(of_run)
+    loss = None if head is None else _float(head.loss)
     last = decided.get(run_id)
     num_pages = counts.firing.get((run_id, "page"), 0)
     return RunSummary(
@@ -121,19 +123,25 @@ def _summary(
             ended_in_trouble=head is not None and _is_recent(last, head.last_step, _LAST_STEPS),
             lr_factor=1.0 if last is None else last.lr_factor,
             firing_pages=num_pages,
+            is_broken=loss is not None and not math.isfinite(loss),
         ),
         world_size=row.world_size or max((source.world_size for source in of_run), default=0),
         started_unix_ns=row.started_unix_ns,
         last_seen_unix_ns=max((source.last_seen_unix_ns for source in of_run), default=0),
         last_step=-1 if head is None else head.last_step,
-        loss=None if head is None else head.loss,
-        grad_norm=None if head is None else head.grad_norm,
+        loss=loss,
+        grad_norm=None if head is None else _float(head.grad_norm),
         num_skips=counts.actions.get((run_id, "skip_step"), 0),
         num_rollbacks=counts.actions.get((run_id, "rollback"), 0),
         num_attempts=max(1, counts.attempts.get((run_id,), 0)),
         num_firing_alerts=sum(num for key, num in counts.firing.items() if key[0] == run_id),
         last_decision="" if last is None else f"{last.action} at step {last.step}: {last.reason}",
     )
+
+
+def _float(stored: float | str | None) -> float | None:
+    """Return the number; SQLite holds NaN as text."""
+    return None if stored is None else float(stored)
 
 
 def _head(of_run: Sequence[Row[Any]]) -> Row[Any] | None:

@@ -78,10 +78,12 @@ def health(
     lr_factor: float,
     firing_pages: int,
     ended_in_trouble: bool = False,
+    is_broken: bool = False,
 ) -> Health:
     """Return the one word a list of runs shows beside the state.
 
-    A run that ended while its last steps were being skipped is not healthy for having ended.
+    A run that ended while its last steps were being skipped is not healthy for having ended; nor is
+    a broken one, whose last loss is not finite: critical, unless it is being acted on.
     """
     if state in ("halted", "failed", "lost") or firing_pages:
         return "critical"
@@ -89,7 +91,7 @@ def health(
         return "unknown"
     if ended_in_trouble or (state == "running" and (recent_action or lr_factor < 1)):
         return "acting"
-    return "healthy"
+    return "critical" if is_broken else "healthy"
 
 
 def _newest(sources: Iterable[SourceState]) -> dict[str, SourceState]:

@@ -100,6 +100,9 @@ def _body(source: Source, wanted: Wanted) -> None:
 def _list(source: Source, runs: Sequence[RunSummary]) -> None:
     rows = tables.run_rows(runs, now_unix_ns=source.clock.time_ns(), curves=_curves(source, runs))
     numbers = st.column_config.NumberColumn(format="localized", width=70)
+    is_text = any(isinstance(row["Loss"], str) for row in rows)
+    column = st.column_config
+    loss = column.TextColumn(width=70) if is_text else column.NumberColumn(format="%.4g", width=70)
     chosen = frame.table(
         rows,
         "No run is like that. Take something out of the search above.",
@@ -111,7 +114,7 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
             "State": st.column_config.TextColumn(width=105),
             "Health": st.column_config.TextColumn(width=95),
             "Alerts": st.column_config.NumberColumn(width=60),
-            "Loss": st.column_config.NumberColumn(format="%.4g", width=70),
+            "Loss": loss,
             "Loss curve": st.column_config.LineChartColumn(
                 width=130, color=frame.present_palette().main
             ),

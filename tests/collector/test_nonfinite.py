@@ -1,0 +1,57 @@
+import math
+
+import pytest
+
+from tests.collector.conftest import Served
+from tests.collector.rows import RUN, Writer
+from tests.collector.test_cli_read import vitals
+from tests.collector.test_query import decision
+from trainvitals.records import DecisionMade, Finding, FindingRaised, RunEnded, RunInfo, RunStarted
+
+
+def diverge(served: Served) -> None:
+    """Send a run that nobody stopped: its last loss is NaN, its last gradient norm infinite."""
+    writer = Writer(world_size=1)
+    found = Finding(
+        kind="nonfinite_loss", level="act", step=4, detector="nonfinite", reason="", value=math.nan
+    )
+    evidence = {"loss": math.nan, "grad_norm": math.inf, "limit": 2.0}
+    observed = decision(acted=False, value=math.nan, evidence=evidence)
+    with served.client("ingest") as client:
+        client.ingest(writer.events(RunStarted(info=RunInfo(name="diverged"))))
+        loss = [1.0, 1.0, 1.0, 1.0, math.nan]
+        client.ingest(writer.steps(range(5), loss=loss, grad_norm=[*loss[:4], math.inf]))
+        client.ingest(writer.events(FindingRaised(finding=found), step=4))
+        client.ingest(writer.events(DecisionMade(decision=observed), step=4))
+        client.ingest(writer.events(RunEnded(state="finished"), step=4))
+
+
+def test_a_run_that_ends_with_nan_says_so_wherever_it_is_asked(
+    served: Served, capsys: pytest.CaptureFixture[str]
+):
+    diverge(served)
+    with served.client("read") as client:
+        (line,) = client.runs()
+        made = client.decisions(RUN)[0].decision
+        values = [
+            *(line.loss, client.run(RUN).summary.loss, made.value, made.evidence["loss"]),
+            *(view.finding.value for view in client.findings(RUN)),
+            *(view.decision.value for view in client.step(RUN, 4).decisions),
+            *(v.finding.value for one in client.incidents(RUN) for v in one.findings),
+        ]
+    assert ["nan"] * 7 == [str(value) for value in values]
+    assert (math.inf, math.inf) == (line.grad_norm, made.evidence["grad_norm"])
+    assert ("finished", "critical") == (line.state, line.health)
+    where = ("--collector", served.url, "--token-file", served.settings.data / "tokens.json")
+    assert 0 == vitals("postmortem", "diverged", *where)
+    told = capsys.readouterr().out
+    assert "| loss, gradient norm | nan, inf |" in told
+    assert "loss nan, grad_norm inf, limit 2" in told
+
+
+def test_the_document_says_which_numbers_may_be_words(served: Served):
+    schemas = served.request("GET", "/openapi.json").json()["components"]["schemas"]
+    word = {"type": "string", "enum": ["nan", "inf", "-inf"]}
+    for name, of in (("RunSummary", "loss"), ("Finding", "value"), ("Decision", "value")):
+        assert word in schemas[name]["properties"][of]["anyOf"]
+    assert word in schemas["Decision"]["properties"]["evidence"]["additionalProperties"]["anyOf"]
