@@ -4,7 +4,6 @@ Every table is a list of columns with a kind each; conditions are parsed against
 is read. Only what meets them all is answered, and counted.
 """
 
-import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from sqlalchemy import Connection, Row, Select, Table, select
 
 from trainvitals.errors import UsageError
+from trainvitals.jsonable import jsonable, word_of
 from trainvitals.records import Decision, Finding
 from trainvitals.views import AlertView, EventView, RunSummary, TableReply, TableRequest
 from vitals_collector.acting.alert_rows import entry_of
@@ -109,17 +109,11 @@ def _listed(cells: Cells) -> tuple[Any, ...]:
     values: list[Any] = cells.values.tolist()
     if cells.values.dtype.kind == "f":
         for i in np.flatnonzero(~np.isfinite(cells.values)).tolist():
-            values[i] = _word(values[i])
+            values[i] = word_of(values[i])
     if cells.valid is not None:
         for i in np.flatnonzero(~cells.valid).tolist():
             values[i] = None
     return tuple(values)
-
-
-def _word(value: float) -> str:
-    if math.isnan(value):
-        return "nan"
-    return "inf" if value > 0 else "-inf"
 
 
 # ------------------------------------------------------------------------------- what is listed
@@ -141,13 +135,12 @@ def _row(record: msgspec.Struct, **own: object) -> dict[str, Any]:
 
 
 def _jsonable(value: Any) -> str | float | int | bool | None:
-    if isinstance(value, float) and not math.isfinite(value):
-        return _word(value)
     if value is None or isinstance(value, str | float | int | bool):
-        return value
+        word: str | float | int | bool | None = jsonable(value)
+        return word
     if isinstance(value, tuple):
         return ", ".join(str(one) for one in value)
-    return msgspec.json.encode(value, order="sorted").decode()
+    return msgspec.json.encode(jsonable(value), order="sorted").decode()
 
 
 def _met(

@@ -1,5 +1,6 @@
 """The curves of one run: which are asked for, and where each is drawn."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import charts, words
 from vitals_dashboard.charts import STEPS, Line, Mark, Role, Scale
 from vitals_dashboard.look import Palette
-from vitals_dashboard.source import POINTS, Source, series_of
+from vitals_dashboard.source import POINTS, Source, last_value, series_of
 from vitals_dashboard.views.controls import Controls, zoom_to
 
 MAX_SOURCES = 8
@@ -196,10 +197,13 @@ def last_values(source: Source, detail: RunDetail) -> LastValues:
         SeriesRequest(metric=f"steps.{name}", from_step=start, points=DELTA_STEPS)
         for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
     ]
-    loss, *others = [_finite(reply) for reply in series_of(source, detail, requests)]
-    learning_rate, tokens, mfu = (values[-1][1] if values else None for values in others)
+    """None too where the last loss is not finite: nothing fell or rose to it."""
+    of_loss, *others = series_of(source, detail, requests)
+    loss = _finite(of_loss)
+    learning_rate, tokens, mfu = (last_value(reply) for reply in others)
+    is_finite = math.isfinite(detail.summary.loss or 0.0)
     return LastValues(
-        loss_delta=loss[-1][1] - loss[0][1] if len(loss) > 1 else None,
+        loss_delta=loss[-1][1] - loss[0][1] if len(loss) > 1 and is_finite else None,
         delta_steps=loss[-1][0] - loss[0][0] if loss else 0,
         learning_rate=learning_rate,
         tokens_per_second=tokens,
