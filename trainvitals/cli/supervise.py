@@ -280,7 +280,8 @@ def _one_click(log: Path) -> str | None:
 
 def _answers(url: str) -> bool | None:
     try:
-        return httpx.get(url, timeout=2.0, trust_env=False).is_success or None
+        # 503: it has no room to write, and can be read.
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code in (200, 503) or None
     except httpx.HTTPError:
         return None
 

@@ -36,7 +36,7 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
     if os.environ.get("VITALS_COLLECTOR_URL"):
         return found
     with CollectorClient(found.url, found.tokens.read) as client:
-        return found if client.healthy() else None
+        return found if client.answers() else None
 
 
 def default_folder() -> Path:

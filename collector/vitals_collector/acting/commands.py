@@ -178,7 +178,7 @@ def expire(store: Store, now_unix_ns: int) -> int:
 def counts(store: Store) -> dict[str, int]:
     """Return the number of commands by status."""
     query = select(commands.c.status, func.count()).group_by(commands.c.status)
-    with store.read() as connection:
+    with store.read(settled=False) as connection:
         return {str(status): int(num) for status, num in connection.execute(query)}
 
 

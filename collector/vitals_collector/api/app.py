@@ -134,12 +134,14 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
 
 def _arrivals(store: Store, settings: CollectorSettings) -> Arrivals | None:
     """Return what lets rows wait: where nobody else may write, in our own data directory."""
-    place_left(store)
     if settings.database:
+        place_left(store)
         return None
     # What tells that a run is silent must not be taken for silence.
     seconds = min(WAIT_SECONDS, settings.lost_after_seconds / 6)
-    return Arrivals(store, ArrivalsConfig(seconds=seconds))
+    arrivals = Arrivals(store, ArrivalsConfig(seconds=seconds))
+    store.try_to_settle()  # what an earlier process left, before anybody looks
+    return arrivals
 
 
 def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
@@ -241,9 +243,12 @@ def _ingest_router(store: Store, reception: Reception) -> APIRouter:
 
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
     def healthz() -> Response:
-        """Say that the database answers. Needs no token."""
+        """Say that the database answers, or why it takes nothing now (503). Needs no token."""
         with store.read(settled=False) as connection:
             connection.exec_driver_sql("SELECT 1")
+        if store.no_room is not None:
+            text = "the store has no room left; what it holds can be read"
+            return reply({"status": text}, 503)
         return reply({"status": "ok"})
 
     return router

@@ -74,7 +74,8 @@ class StoreCollector(Collector):
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._lost_after_seconds,
         )
-        with self._store.read() as connection:
+        # As it is, without placing what waits: who watches must see it on a full disk as well.
+        with self._store.read(settled=False) as connection:
             shown = _shown(overview.summaries(connection, when), now)
             families = _run_families(connection, shown) | _own_families(connection, self._store)
         families["collector_commands_total"] = {

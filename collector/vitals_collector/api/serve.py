@@ -26,8 +26,13 @@ LOCK_FILE = "collector.lock"
 _SHUTDOWN_SECONDS = 3
 _BACKLOG = 2_048
 """Connections that wait to be accepted: all agents of a fleet, after an outage."""
+_TICKS = 50
+"""Of the server's, ten a second: how often the address is written where that failed."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than an agent is silent, so that it need not connect again for every body."""
+
+
+_LOG = logging.getLogger("vitals.collector.serve")
 
 
 class CollectorFile(msgspec.Struct, frozen=True):
@@ -132,6 +137,7 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
     )
     url = url_of(bound, listen)
     _allow_many_files()
+    (data / ADDRESS_FILE).unlink(missing_ok=True)  # of one that was killed: nobody is there
     # uvicorn raises the signal once more when it has shut down: unheard, that kills us right there.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -167,17 +173,35 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._data = data
         self._url = url
+        self._is_told = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then tell where: nobody reads an address that does not answer yet."""
         await super().startup(sockets=sockets)
         if self.should_exit:
             return
+        self._write_address()
+        print(f"vitals collector: {self._url} (data in {self._data})", file=sys.stderr, flush=True)  # noqa: T201
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what a server does ten times a second; write the address where that failed."""
+        if not self._is_told and counter % _TICKS == 0:
+            self._write_address()
+        return await super().on_tick(counter)
+
+    def _write_address(self) -> None:
+        """Write the address file; on a full disk it is tried again, and what is stored is read."""
         body = msgspec.json.encode(
             CollectorFile(url=self._url, pid=os.getpid(), node=socket.gethostname())
         )
-        replace_file(self._data / ADDRESS_FILE, body + b"\n", mode=0o600)
-        print(f"vitals collector: {self._url} (data in {self._data})", file=sys.stderr, flush=True)  # noqa: T201
+        try:
+            replace_file(self._data / ADDRESS_FILE, body + b"\n", mode=0o600)
+        except OSError as error:
+            _LOG.warning(
+                "address_not_written: %s; until then give --collector %s", error, self._url
+            )
+            return
+        self._is_told = True
 
 
 def _address_of(data: Path) -> str:

@@ -15,7 +15,7 @@ import typer
 
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.output import Format, write_json, write_rows
-from trainvitals.errors import UsageError
+from trainvitals.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from vitals_collector.storage.store import Store
@@ -152,7 +152,8 @@ def forget(
             name = _names(store)[run_id]
             typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns())
-        gone = retention.forget(store, run_id, by=_user(), when=when)
+        with _room_told(store, run_id):
+            gone = retention.forget(store, run_id, by=_user(), when=when)
     _say(f"run {gone.run_id} removed: {gone.num_bytes} bytes")
 
 
@@ -175,7 +176,13 @@ def keep(
 @contextmanager
 def _store(data: Path | None, database: str) -> "Iterator[Store]":
     from vitals_collector.receiving.arrivals import place_left
-    from vitals_collector.storage.store import DATABASE_FILE, open_data_store, open_store
+    from vitals_collector.storage.store import (
+        DATABASE_FILE,
+        FULL,
+        LOCKED,
+        open_data_store,
+        open_store,
+    )
 
     where = data_dir(data)
     if not database and not (where / DATABASE_FILE).is_file():
@@ -184,7 +191,12 @@ def _store(data: Path | None, database: str) -> "Iterator[Store]":
         )
     store = open_store(database) if database else open_data_store(where)
     try:
-        place_left(store)
+        try:
+            place_left(store)
+        except StorageError as error:
+            if error.code not in (FULL, LOCKED):
+                raise
+            _say(f"the newest rows are left out: {error.text}")
         yield store
     finally:
         store.close()
@@ -195,6 +207,28 @@ def _one_run(run: str, data: Path | None, database: str) -> "Iterator[tuple[Stor
     """Give the store, and the id of the one run that is meant."""
     with _store(data, database) as store:
         yield store, _find(store, run)
+
+
+@contextmanager
+def _room_told(store: "Store", run_id: str) -> Iterator[None]:
+    """Say what to do where there is no room even to remove the run."""
+    from vitals_collector.keeping.thinnable import run_bytes
+    from vitals_collector.storage.store import FULL
+
+    try:
+        yield
+    except StorageError as error:
+        if error.code != FULL:
+            raise
+        with store.read(settled=False) as connection:
+            num_bytes = run_bytes(connection, run_id)
+        raise StorageError(
+            error.text,
+            hint="to remove a run some room is needed first, for the journal, and at most what the "
+            f"run takes ({num_bytes / 1e6:.1f} MB) and 10 MB more: stop the collector, free so "
+            "much there, and say it again, or remove a smaller run before",
+            code=FULL,
+        ) from error
 
 
 def data_dir(data: Path | None) -> Path:

@@ -6,6 +6,7 @@ it makes ``durable_seq`` simply the last stored row, where WAL checkpoints once 
 a clock, a thread and a second number.
 """
 
+import logging
 import os
 import sqlite3
 import threading
@@ -33,6 +34,7 @@ UNKNOWN = "V101"
 """Error code: there is nothing of that name."""
 LOCKED = "V303"
 """Error code: somebody else holds the database."""
+_LOG = logging.getLogger("vitals.collector.store")
 
 AfterIngest = Callable[[Sequence[tuple[Batch, Sequence[EventRow]]]], None]
 """Told of new rows (duplicates cut off) and the events in them, after their commit: of all batches
@@ -97,6 +99,9 @@ class Store:
         """Places what was acknowledged and is not in its tables yet: called before reads."""
         self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
         """Does so too, and lets nothing be acknowledged before the context ends."""
+        self.no_room: StorageError | None = None
+        """What the last write was refused with, where that was for want of room."""
+        self._is_behind = False
         self._turn = threading.RLock()
         self._is_sqlite = engine.dialect.name == "sqlite"
 
@@ -110,11 +115,12 @@ class Store:
         """Give a connection whose reads see one moment.
 
         Args:
-            settled: that moment has the rows that were acknowledged before. Who reads no rows, or
-                has them from ``after_ingest``, need not ask for it.
+            settled: that moment has the rows that were acknowledged before, as far as there is
+                room to place them. Who reads no rows, or has them from ``after_ingest``, need not
+                ask for it.
         """
         if settled:
-            self.settle()
+            self.try_to_settle()
         with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
             if not self._is_sqlite:  # there, a transaction sees one moment by itself
                 options: dict[str, Any] = {"isolation_level": "REPEATABLE READ"}
@@ -125,10 +131,36 @@ class Store:
     def write(self) -> Iterator[Connection]:
         """Give a connection inside a transaction; commit durably at the end, or undo everything."""
         turn = self._turn if self._is_sqlite else threading.RLock()
-        with turn, self._translated(), self.engine.connect() as connection:
-            writing = connection.execution_options(vitals_write=True)
-            with writing.begin():
-                yield writing
+        try:
+            with turn, self._translated(), self.engine.connect() as connection:
+                writing = connection.execution_options(vitals_write=True)
+                with writing.begin():
+                    yield writing
+        except StorageError as error:
+            if error.code == FULL:
+                self.no_room = error
+            raise
+        self.no_room = None
+
+    def try_to_settle(self) -> None:
+        """Settle; on a full disk or a locked database what waits goes on waiting, and that is said.
+
+        Else nobody could look at what is there just when there is something to look for.
+
+        Raises:
+            StorageError: the database refused for another reason.
+        """
+        try:
+            self.settle()
+        except StorageError as error:
+            if error.code not in (FULL, LOCKED):
+                raise
+            if not self._is_behind:  # not again at each read
+                self.counters.fail("arrivals")
+                _LOG.warning("newest_rows_not_shown: %s", error)
+            self._is_behind = True
+        else:
+            self._is_behind = False
 
     def reclaim(self, *, above: float = 0.0, max_pages: int = 512) -> int:
         """Give free pages of an SQLite file back to the disk; PostgreSQL does that by itself.
@@ -196,6 +228,13 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
             f"{where} is locked by another process: {said}",
             hint="is a second collector, a backup or a database shell open on it?",
             code=LOCKED,
+        )
+    if "malformed" in low or "not a database" in low:
+        return StorageError(
+            f"{where} is damaged: {said.splitlines()[0]}",
+            hint="put the copy that `vitals store backup` made as vitals.db into a new folder and "
+            "give it with --data; without a copy a new folder begins anew. Agents send again what "
+            "they still have",
         )
     return StorageError(
         f"{where} cannot be used: {said.splitlines()[0]}",
@@ -328,13 +367,12 @@ def _without_password(url: str) -> str:
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
     # SQLAlchemy says BEGIN (see below), so that a read sees one moment and a write starts as one.
     connection.isolation_level = None
+    pragmas = ["journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"]
     # A fresh database can give back freed pages little by little; an older one keeps its own way.
-    for pragma in (
-        "auto_vacuum=INCREMENTAL",
-        "journal_mode=WAL",
-        "synchronous=FULL",
-        "foreign_keys=ON",
-    ):
+    # To say so once more would be a write, which a full disk refuses.
+    if connection.execute("PRAGMA page_count").fetchone() == (0,):
+        pragmas.insert(0, "auto_vacuum=INCREMENTAL")
+    for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}").close()
 
 

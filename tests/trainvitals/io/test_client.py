@@ -193,7 +193,7 @@ def test_a_collector_that_is_not_there_is_named() -> None:
         taken.bind(("127.0.0.1", 0))  # bound, never listening: refused
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with CollectorClient(url) as client:
-            assert not client.healthy()
+            assert not client.answers()
             with pytest.raises(TransportError, match=url) as caught:
                 client.runs()
     assert "vitals collector" in caught.value.hint
@@ -236,7 +236,7 @@ def test_the_token_goes_through_no_proxy_and_follows_no_redirect(
         thread.start()
         try:
             with CollectorClient(f"http://127.0.0.1:{server.server_port}/", "secret") as client:
-                assert client.healthy()
+                assert client.answers()
                 with pytest.raises(TransportError, match="302"):
                     client.runs()
         finally:
