@@ -109,6 +109,7 @@ def test_silence_while_the_collector_was_away_is_not_held_against_a_run():
         ("running", {"firing_pages": 1}, "critical"),
         ("lost", {"has_steps": False}, "critical"),
         ("finished", {"is_broken": True}, "critical"),
+        ("running", {"is_broken": True, "lr_factor": 0.5}, "critical"),
         ("running", {"is_broken": True, "recent_action": True}, "acting"),
     ],
 )

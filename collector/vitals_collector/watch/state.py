@@ -89,9 +89,10 @@ def health(
         return "critical"
     if not has_steps:
         return "unknown"
-    if ended_in_trouble or (state == "running" and (recent_action or lr_factor < 1)):
-        return "acting"
-    return "critical" if is_broken else "healthy"
+    is_acted_on = ended_in_trouble or (state == "running" and recent_action)
+    if is_broken and not is_acted_on:
+        return "critical"
+    return "acting" if is_acted_on or (state == "running" and lr_factor < 1) else "healthy"
 
 
 def _newest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
