@@ -117,6 +117,7 @@ class Client:
         run_id: str = "",
         where: Sequence[str] = (),
         columns: Sequence[str] = (),
+        branch: Branch = "all",
         from_step: int | None = None,
         to_step: int | None = None,
         newest_first: bool = False,
@@ -130,6 +131,9 @@ class Client:
             run_id: of this run; steps and ranks are asked of one.
             where: conditions that all hold: ``loss > 3``, ``rank = 2``, ``name ~ gpt``.
             columns: which ones, in this order; none is all of them.
+            branch: of steps and ranks. ``all`` has a row of each attempt that trained a step, told
+                apart by the column ``attempt``; ``lineage`` is without what rollbacks left
+                behind, ``discarded`` is that alone.
             from_step: first step wanted.
             to_step: last step wanted, inclusive.
             newest_first: the other way around.
@@ -140,6 +144,7 @@ class Client:
             run_id=run_id,
             where=tuple(where),
             columns=tuple(columns),
+            branch=branch,
             from_step=from_step,
             to_step=to_step,
             newest_first=newest_first,
@@ -292,6 +297,7 @@ class Run:
         *,
         points: int = 300,
         rows: int = 64,
+        branch: Branch = "all",
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> Cells:
@@ -302,11 +308,19 @@ class Run:
                 ``layers.grad_norm``.
             points: at most about so many columns.
             rows: at most so many rows, the most deviating ones.
+            branch: ``all`` has rolled-back steps too, and a cell the worst of all attempts;
+                ``lineage`` what came of it in the end.
             from_step: first step wanted.
             to_step: last step wanted, inclusive.
         """
         reply = self._reader.cells(
-            self.run_id, metric, points=points, rows=rows, from_step=from_step, to_step=to_step
+            self.run_id,
+            metric,
+            points=points,
+            rows=rows,
+            branch=branch,
+            from_step=from_step,
+            to_step=to_step,
         )
         return arrays.cells(reply)
 

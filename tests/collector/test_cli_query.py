@@ -72,6 +72,26 @@ def test_conditions_and_a_limit_are_obeyed_and_what_was_cut_is_said(
     assert "losss" in capsys.readouterr().err
 
 
+def test_what_a_branch_leaves_out_and_which_rows_look_alike_is_said(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+):
+    at_88 = ("query", "steps", runs, "--from-step", 88, "--format", "csv", "--to-step", 88)
+    assert 0 == vitals(*at_88, "--columns", "step,attempt,loss")
+    said = capsys.readouterr()
+    assert ["88,1", "88,2"] == [line.rpartition(",")[0] for line in said.out.split()[1:]]
+    assert "" == said.err
+    assert 0 == vitals(*at_88, "--columns", "step,loss")
+    assert "the column attempt tells them apart" in capsys.readouterr().err
+    assert 0 == vitals(*at_88, "--columns", "step,attempt", "--branch", "lineage")
+    said = capsys.readouterr()
+    assert ["step,attempt", "88,2"] == said.out.split()
+    assert "not looked at: 1; --branch all" in said.err
+    assert 0 == vitals(*at_88, "--columns", "step,attempt", "--branch", "discarded")
+    assert ("step,attempt\n88,1\n", "") == capsys.readouterr()
+    assert 2 == vitals("query", "decisions", runs, "--branch", "lineage")
+    assert "only steps and ranks have branches" in capsys.readouterr().err
+
+
 def test_a_collector_answers_as_a_folder_does(
     served: Served, runs: Path, capsys: pytest.CaptureFixture[str]
 ):

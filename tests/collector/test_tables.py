@@ -1,6 +1,7 @@
 """Tables by conditions: their grammar, and the rows that meet them."""
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
@@ -11,14 +12,18 @@ from tests.collector.conftest import Served
 from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_query import query
+from tests.collector.test_volumes import LATER, SMALL
+from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.errors import UsageError
-from trainvitals.records import Note, RunInfo, RunStarted
-from trainvitals.views import TableReply, TableRequest
+from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
+from trainvitals.views import Branch, TableReply, TableRequest
+from vitals_collector.keeping.volumes import Volumes
 from vitals_collector.queries.conditions import OPERATORS, Kind, parse
 from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import Store
 
+BRANCHES: tuple[Branch, ...] = get_args(Branch)
 COLUMNS: dict[str, Kind] = {"step": "number", "name": "text", "acted": "bool"}
 
 
@@ -30,31 +35,91 @@ def rows(reply: TableReply) -> list[tuple]:
     return list(zip(*reply.data, strict=True))
 
 
-def test_steps_are_those_of_the_lineage_with_their_numbers(store: Store):
+def test_steps_of_the_lineage_are_those_that_no_rollback_left_behind(store: Store):
     troubled_run(store, num_after=60)
-    found = ask(store, "steps", columns=("step", "attempt", "loss"), limit=1_000)
+    own = ("step", "attempt", "loss")
+    found = ask(store, "steps", columns=own, limit=1_000, branch="lineage")
     assert list(range(180)) == list(found.data[0])
     assert {1: BACK_TO, 2: 60} == {n: found.data[1].count(n) for n in (1, 2)}
-    every = ask(store, "steps", "step >= 130", "loss < 2.02", limit=2, newest_first=True)
-    assert (20, [176, 175]) == (every.num_total, list(every.data[0]))
+    assert BAD + 2 - BACK_TO == found.num_discarded
+    every = ask(store, "steps", "step >= 130", "loss < 2.02", limit=2, newest_first=True,
+                branch="lineage")  # fmt: skip
+    assert (20, [176, 175], 32) == (every.num_total, list(every.data[0]), every.num_discarded)
     assert ("step", "attempt", "time_unix_ns", "loss", "grad_norm") == every.columns[:5]
     assert 1.0 == every.data[4][0]
     between = ask(store, "steps", from_step=10, to_step=12, columns=("step",))
     assert [(10,), (11,), (12,)] == rows(between)
     nothing = ask(store, "steps", "skipped = 1")
     assert (0, ()) == (nothing.num_total, nothing.data[0])
+    assert 0 == ask(store, "steps", to_step=BACK_TO - 1, branch="lineage").num_discarded
+
+
+def test_what_was_rolled_back_is_found_and_told_from_what_was_trained_again(store: Store):
+    troubled_run(store, num_after=60)
+    own = ("step", "attempt", "loss")
+    bad = ask(store, "steps", "loss = nan", columns=own)
+    assert ([(BAD, 1, "nan")], 0) == (rows(bad), bad.num_discarded)
+    assert rows(bad) == rows(ask(store, "steps", "loss = nan", columns=own, branch="discarded"))
+    hidden = ask(store, "steps", "loss = nan", columns=own, branch="lineage")
+    assert ([], BAD + 2 - BACK_TO) == (rows(hidden), hidden.num_discarded)
+
+    whole = ask(store, "steps", columns=own[:2], limit=1_000)
+    first, second = range(BAD + 2), range(BACK_TO, BACK_TO + 60)
+    every = sorted([(step, 1) for step in first] + [(step, 2) for step in second])
+    assert every == rows(whole)
+    assert 222 == whole.num_total
+    newest = ask(store, "steps", columns=own[:2], limit=30, newest_first=True)
+    assert every[:-31:-1] == rows(newest)
+    left = ask(store, "steps", columns=own[:2], branch="discarded", limit=1_000)
+    assert [(step, 1) for step in range(BACK_TO, BAD + 2)] == rows(left)
+    of_one = ask(store, "steps", f"step >= {BAD}", "attempt = 1", columns=own[:1])
+    assert [(BAD,), (BAD + 1,)] == rows(of_one)
+
+    own = ("step", "attempt", "rank", "rank_loss")
+    at_bad = ask(store, "ranks", from_step=BAD, to_step=BAD, columns=own)
+    assert [(BAD, 1, 0, 2.0), (BAD, 1, 1, "nan"), (BAD, 2, 0, 2.0), (BAD, 2, 1, 2.0)] == (
+        rows(at_bad)
+    )
+    backwards = ask(
+        store, "ranks", from_step=BAD, to_step=BAD, columns=own, newest_first=True, limit=3
+    )
+    assert [(2, 0), (2, 1), (1, 0)] == [row[1:3] for row in rows(backwards)]
+    assert 2 * 42 == ask(store, "ranks", branch="lineage", limit=1).num_discarded
+
+
+def test_thinned_rows_of_a_rolled_back_branch_are_found(store: Store):
+    writers = ranks(6)
+    write_steps(store, writers, range(40))
+    head = writers[0]
+    ingest(store, head.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
+    again = AttemptStarted(id=2, parent=1, fork_step=24, reason="rollback")
+    ingest(store, head.events(again, step=24, attempt=2))
+    write_steps(store, writers, range(24, 64), attempt=2)
+    settled(store)
+    assert 0 < Volumes(store, SMALL).maintain(LATER)
+    own = ("step", "attempt")
+    rolled_back = [(step, 1) for step in range(24, 40)]
+    assert rolled_back == rows(ask(store, "steps", branch="discarded", columns=own))
+    assert 80 == ask(store, "steps").num_total
+    worst = ("rank = 5", "step_duration_seconds > 1")
+    assert rolled_back == rows(ask(store, "ranks", *worst, branch="discarded", columns=own))
+    assert 64 == ask(store, "ranks", *worst, branch="lineage").num_total
+    kept = {one: ask(store, "ranks", "rank = 3", branch=one) for one in BRANCHES}
+    assert 0 < kept["all"].num_total < 80
+    assert kept["all"].num_total == kept["lineage"].num_total + kept["discarded"].num_total
+    assert kept["discarded"].num_total == kept["lineage"].num_discarded
 
 
 def test_ranks_have_a_row_for_each_step_and_rank(store: Store):
     troubled_run(store, num_after=20)
     own = ("step", "rank", "rank_loss")
-    found = ask(store, "ranks", from_step=138, columns=own, limit=3)
+    found = ask(store, "ranks", from_step=138, columns=own, limit=3, branch="lineage")
     assert (4, [(138, 0, 2.03), (138, 1, 2.03), (139, 0, 2.04)]) == (found.num_total, rows(found))
     last = ask(store, "ranks", "rank = 1", "rank_loss >= 2.03", columns=own, limit=2,
-               newest_first=True)  # fmt: skip
+               newest_first=True, branch="lineage")  # fmt: skip
     assert [(139, 1, 2.04), (138, 1, 2.03)] == rows(last)
     assert 0 == ask(store, "ranks", "rank = 1", "rank = 0").num_total
-    assert 140 == ask(store, "ranks", "rank != 0").num_total
+    assert 140 == ask(store, "ranks", "rank != 0", branch="lineage").num_total
     assert "loss" not in ask(store, "ranks", limit=1).columns
 
 
@@ -128,6 +193,7 @@ def test_what_is_listed_can_be_asked_of_one_run_and_of_all(store: Store):
         ({"table": "runs", "where": ("name = a",) * 33}, "33 conditions"),
         ({"table": "runs", "columns": ("nam",)}, "no column 'nam'(?s:.*)did you mean name"),
         ({"table": "runs", "from_step": 1}, "runs have none"),
+        ({"table": "findings", "branch": "lineage"}, "findings are always of all attempts"),
         ({"table": "steps", "run_id": ""}, "asked of one run"),
         ({"table": "steps", "run_id": "nobody"}, "there is no run nobody"),
         ({"table": "steps", "limit": 0}, "limit is 0"),

@@ -29,6 +29,7 @@ REPLY = TableReply(
         (samples.NOW_NS, 0, None),
     ),
     num_total=7,
+    num_discarded=66,
 )
 
 
@@ -38,16 +39,18 @@ def test_a_question_comes_from_the_address_and_its_answer_is_counted(
     stub.add(samples.sample_run())
     stub.table = REPLY
     address = {"table": "steps", "where": "loss > 3\n\n skipped = 1", "columns": "step, loss"}
-    app = open_page(
-        "query", run=samples.run_id(1), newest="true", limit="5", **address, **{"from": "10"}
+    address |= {"from": "10", "branch": "lineage"}
+    app = open_page("query", run=samples.run_id(1), newest="true", limit="5", **address)
+    assert (
+        "3 of 7 rows that meet this; raise the number of rows to see more; 66 rolled-back rows"
+        in shown(app)
     )
-    assert "3 of 7 rows that meet this; raise the number of rows to see more" in shown(app)
     asked = stub.questions[-1]
     assert ("steps", samples.run_id(1), ("loss > 3", "skipped = 1"), ("step", "loss")) == (
         asked.table, asked.run_id, asked.where, asked.columns,
     )  # fmt: skip
-    assert (10, None, True, 5) == (
-        asked.from_step, asked.to_step, asked.newest_first, asked.limit,
+    assert (10, None, True, 5, "lineage") == (
+        asked.from_step, asked.to_step, asked.newest_first, asked.limit, asked.branch,
     )  # fmt: skip
     assert 3 == len(app.dataframe[0].value)
 
@@ -61,6 +64,30 @@ def test_what_cannot_be_asked_is_said_with_the_way_out(stub: Stub, open_page: Op
     assert "not understood" in said and "did you mean loss?" in said
     stub.table = TableReply(columns=("name",), data=((),), num_total=0)
     assert "No row meets all conditions." in shown(open_page("query", table="runs"))
+
+
+def test_every_branch_is_asked_for_unless_one_is_chosen(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    stub.table = REPLY
+    app = open_page("query", run=samples.run_id(1), table="ranks")
+    assert "all" == stub.questions[-1].branch
+    app.selectbox(key="branch").set_value("discarded").run()
+    assert "discarded" == stub.questions[-1].branch
+    app.button_group(key="table").set_value("decisions").run()
+    assert ("decisions", "all") == (stub.questions[-1].table, stub.questions[-1].branch)
+
+
+def test_a_run_that_is_not_here_is_said_and_not_asked_for(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    stub.table = REPLY
+    app = open_page("query", run="nope", table="decisions")
+    assert "This run is not here" in shown(app) and "The address asks for nope" in shown(app)
+    assert [] == stub.questions and None is app.selectbox(key="query_run").value
+    app.selectbox(key="query_run").set_value(samples.run_id(1)).run()
+    assert "not here" not in shown(app)
+    assert samples.run_id(1) == stub.questions[-1].run_id
+    app.selectbox(key="query_run").set_value("all runs").run()
+    assert ("", "decisions") == (stub.questions[-1].run_id, stub.questions[-1].table)
 
 
 def test_no_text_of_a_csv_is_run_as_a_formula_and_numbers_are_whole() -> None:

@@ -1,13 +1,14 @@
 """`vitals query`: rows of runs, steps, ranks, decisions and so on, by conditions."""
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated, cast, get_args
 
 import typer
 from msgspec.structs import replace
 
 from trainvitals.errors import UsageError
-from trainvitals.views import TableName, TableRequest
+from trainvitals.views import Branch, TableName, TableReply, TableRequest
 from vitals_collector.cli.opening import Collector, Dir, TokenFile, as_folder
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
 from vitals_collector.queries.reading import find_run, open_reader
@@ -28,6 +29,14 @@ Where = Annotated[
     typer.Option("--where", help='A condition, such as "loss > 3" or "name ~ gpt"; repeatable.'),
 ]
 Columns = Annotated[str, typer.Option(help="Columns wanted, by commas [default: all].")]
+OfBranch = Annotated[
+    Branch,
+    typer.Option(
+        "--branch",
+        help="Of steps and ranks: all, lineage (without what rollbacks left behind), or discarded "
+        "(only that).",
+    ),
+]
 FromStep = Annotated[int | None, typer.Option(help="First step wanted.")]
 ToStep = Annotated[int | None, typer.Option(help="Last step wanted, inclusive.")]
 NewestFirst = Annotated[bool, typer.Option("--newest-first", help="Turn the order over.")]
@@ -36,7 +45,7 @@ Limit = Annotated[int, typer.Option(help="At most so many rows.", min=1)]
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    example = 'Example: vitals query steps my-run --where "loss > 3" --columns step,loss'
+    example = 'Example: vitals query steps my-run --where "loss > 3" --columns step,attempt,loss'
     app.command("query", epilog=example)(query)
 
 
@@ -46,6 +55,7 @@ def query(
     folder: Dir = None,
     where: Where = None,
     columns: Columns = "",
+    branch: OfBranch = "all",
     from_step: FromStep = None,
     to_step: ToStep = None,
     newest_first: NewestFirst = False,
@@ -67,6 +77,7 @@ def query(
         table=cast(TableName, table),
         where=tuple(where or ()),
         columns=tuple(name.strip() for name in columns.split(",") if name.strip()),
+        branch=branch,
         from_step=from_step,
         to_step=to_step,
         newest_first=newest_first,
@@ -79,6 +90,24 @@ def query(
         found = opened.reader.table(request)
     shown = dict(zip(found.columns, found.data, strict=True))
     write_columns(shown, form, output, force=force)
+    for line in _said(found, table):
+        sys.stderr.write(f"{line}\n")
+
+
+def _said(found: TableReply, table: str) -> Iterator[str]:
+    """Yield what the rows alone do not tell: which are not among them, and which look alike."""
     num = len(found.data[0]) if found.data else 0
     if num < found.num_total:
-        sys.stderr.write(f"{num} of {found.num_total} rows; --limit {found.num_total} has all\n")
+        yield f"{num} of {found.num_total} rows; --limit {found.num_total} has all"
+    if found.num_discarded:
+        yield (
+            f"rows of rolled-back steps that were not looked at: {found.num_discarded}; "
+            "--branch all looks at them too"
+        )
+    keys = ("step", "rank") if table == "ranks" else ("step",)
+    columns = dict(zip(found.columns, found.data, strict=True))
+    is_told_apart = (
+        table not in _OF_ONE_RUN or "attempt" in columns or not {*keys} <= columns.keys()
+    )
+    if not is_told_apart and len(set(zip(*(columns[key] for key in keys), strict=True))) < num:
+        yield "some steps were trained more than once; the column attempt tells them apart"

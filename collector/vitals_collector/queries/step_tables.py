@@ -6,7 +6,7 @@ as many as are wanted are read with all their columns.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from sqlalchemy import Connection, select
@@ -14,7 +14,7 @@ from sqlalchemy import Connection, select
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.metrics import STEP_METRICS
-from trainvitals.views import TableRequest
+from trainvitals.views import Branch, TableRequest
 from vitals_collector.queries.blocks import (
     KEYS,
     Block,
@@ -32,20 +32,31 @@ from vitals_collector.storage.schema import batches, measured_columns
 MAX_SCANNED_ROWS = 200_000_000
 """Rows that one question may look at."""
 _PLAIN = ("step", "attempt", "time_unix_ns")
+_Bounds = tuple[int | None, int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Rows that met the conditions: of which rank, and where they lie."""
+class Found(NamedTuple):
+    """Rows that met the conditions: of which rank and attempt, and where they lie."""
 
     rank: Ints
     step: Ints
+    attempt: Ints
     batch: Ints
     at: Ints
 
     def take(self, which: Ints) -> "Found":
         """Return the chosen rows, in the order of the choice."""
-        return Found(self.rank[which], self.step[which], self.batch[which], self.at[which])
+        return Found._make(column[which] for column in self)
+
+
+class Answer(NamedTuple):
+    """The rows wanted, and what is not among them."""
+
+    found: Found
+    num_total: int
+    """Rows that met the conditions."""
+    num_discarded: int
+    """Rows left behind by rollbacks that were not looked at: the branch is ``lineage``."""
 
 
 def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[str, Kind]:
@@ -74,22 +85,24 @@ def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kin
 
 def find_steps(
     connection: Connection, request: TableRequest, conditions: Sequence[Condition]
-) -> tuple[Found, int]:
-    """Return the rows wanted, in their order, and how many meet the conditions.
+) -> Answer:
+    """Return the rows wanted, by step, then attempt, then rank.
 
     Raises:
         UsageError: they are too many to look at.
     """
     attempts = attempt_rows(connection, request.run_id)
-    low, high = _bounds(request, conditions)
+    bounds = _bounds(request, conditions)
     found: list[Found] = []
-    total = 0
-    parts = _parts(connection, request, conditions, low, high)
-    for source, some in parts.items():
-        one = _of_source(connection, source, some, conditions, attempts, (low, high))
-        total += len(one.step)
+    num_total = num_discarded = 0
+    for source, parts in _parts(connection, request, conditions, bounds).items():
+        rows = _rows_of(connection, parts, conditions, bounds)
+        one, num_left = _met(rows, _rank(source), request.branch, attempts, conditions)
+        del rows  # those of the next source take their place
+        num_total += len(one.step)
+        num_discarded += num_left
         found = [_first(_joined([*found, one]), request)]
-    return (_joined(found), total)
+    return Answer(_joined(found), num_total, num_discarded)
 
 
 def read_steps(
@@ -119,9 +132,7 @@ def _key(batch: Ints, at: Ints) -> Ints:
     return (batch << 24) | at  # a batch has far fewer rows than 2**24
 
 
-def _bounds(
-    request: TableRequest, conditions: Sequence[Condition]
-) -> tuple[int | None, int | None]:
+def _bounds(request: TableRequest, conditions: Sequence[Condition]) -> _Bounds:
     """Return the steps asked for, conditions on the step included: less is read."""
     lows = [] if request.from_step is None else [request.from_step]
     highs = [] if request.to_step is None else [request.to_step]
@@ -141,8 +152,7 @@ def _parts(
     connection: Connection,
     request: TableRequest,
     conditions: Sequence[Condition],
-    low: int | None,
-    high: int | None,
+    bounds: _Bounds,
 ) -> dict[str, list[Part]]:
     """Return the batches to look into, by source, the lowest rank first."""
     ranks = [c.value for c in conditions if c.column == "rank" and c.op == "="]
@@ -151,7 +161,9 @@ def _parts(
         where = [batches.c.source == "rank:0"]
     elif ranks:
         where = [batches.c.source == f"rank:{ranks[0]}"]
-    found = find_parts(connection, request.run_id, "steps", *where, from_step=low, to_step=high)
+    found = find_parts(
+        connection, request.run_id, "steps", *where, from_step=bounds[0], to_step=bounds[1]
+    )
     num = sum(part.num_rows for part in found)
     if num > MAX_SCANNED_ROWS:
         raise UsageError(
@@ -169,24 +181,35 @@ def _rank(source: str) -> int:
     return -1 if rank is None else rank
 
 
-def _of_source(
+def _rows_of(
     connection: Connection,
-    source: str,
     parts: Sequence[Part],
     conditions: Sequence[Condition],
-    attempts: Sequence[AttemptRow],
-    bounds: tuple[int | None, int | None],
-) -> Found:
+    bounds: _Bounds,
+) -> Block:
+    """Return one source's rows, with the columns that the conditions ask for."""
     asked = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
     names = list(dict.fromkeys([*_PLAIN, *asked]))
     low, high = bounds
     blocks = list(read_blocks(connection, parts, names, from_step=low, to_step=high))
-    rows = join_blocks(blocks, names)
+    return join_blocks(blocks, names)
+
+
+def _met(
+    rows: Block,
+    rank: int,
+    branch: Branch,
+    attempts: Sequence[AttemptRow],
+    conditions: Sequence[Condition],
+) -> tuple[Found, int]:
+    """Return the branch's rows that meet the conditions, and how many a lineage left out."""
     step, attempt = rows.whole("step"), rows.whole("attempt")
-    rank = _rank(source)
     index = np.arange(len(rows), dtype=np.float64)
     points = Points(step, attempt, rows.whole("time_unix_ns"), index)
-    which = stitch(points, attempts, "lineage").value.astype(np.int64)
+    which = stitch(points, attempts, branch).value.astype(np.int64)
+    num_left = 0
+    if branch == "lineage" and len(which) < len(points):
+        num_left = len(stitch(points, attempts, "discarded"))
     for condition in conditions:
         if condition.column == "rank":
             cells = Cells(np.full(len(which), rank, dtype=np.int64))
@@ -194,27 +217,22 @@ def _of_source(
             cells = rows.column(condition.column).take(which)
         which = which[condition.met(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
-    return Found(ranks, step[which], rows.batch[which], rows.at[which])
+    found = Found(ranks, step[which], attempt[which], rows.batch[which], rows.at[which])
+    return found, num_left
 
 
 def _joined(parts: Sequence[Found]) -> Found:
     if len(parts) == 1:
         return parts[0]
-    none = np.zeros(0, dtype=np.int64)
-    if not parts:
-        return Found(none, none, none, none)
-    return Found(
-        np.concatenate([part.rank for part in parts]),
-        np.concatenate([part.step for part in parts]),
-        np.concatenate([part.batch for part in parts]),
-        np.concatenate([part.at for part in parts]),
-    )
+    none = Found._make([np.zeros(0, dtype=np.int64)] * len(Found._fields))
+    return Found._make(np.concatenate(columns) for columns in zip(none, *parts, strict=True))
 
 
 def _first(found: Found, request: TableRequest) -> Found:
     """Return the rows in the order wanted, as many as are."""
-    step = -found.step if request.newest_first else found.step
-    return found.take(np.lexsort((found.rank, step))[: request.limit])
+    sign = -1 if request.newest_first else 1
+    order = np.lexsort((found.rank, sign * found.attempt, sign * found.step))
+    return found.take(order[: request.limit])
 
 
-__all__ = ["Found", "columns_of_steps", "find_steps", "read_steps", "shown_columns"]
+__all__ = ["Answer", "Found", "columns_of_steps", "find_steps", "read_steps", "shown_columns"]

@@ -74,6 +74,11 @@ def _check(request: TableRequest) -> None:
             raise UsageError(f"{name} is {value}; it must be {-_INT64} to {_INT64}")
         if request.table == "runs":
             raise UsageError(f"{name} was given; runs have none", hint="such as last_step >= 100")
+    if request.table not in _OF_STEPS and request.branch != "all":
+        raise UsageError(
+            f"the branch is {request.branch}; {request.table} are always of all attempts",
+            hint=f"leave it out; only {' and '.join(_OF_STEPS)} have branches",
+        )
     if request.table in _OF_STEPS and not request.run_id:
         raise UsageError(
             f"run_id is empty; {request.table} are asked of one run",
@@ -97,10 +102,13 @@ def _steps(connection: Connection, request: TableRequest) -> TableReply:
     columns = columns_of_steps(connection, request.run_id, request.table)
     conditions = parse(request.where, columns)
     shown = _shown(request, columns, shown_columns(connection, request.run_id, columns))
-    found, total = find_steps(connection, request, conditions)
-    read = read_steps(connection, request.run_id, found, shown)
+    answer = find_steps(connection, request, conditions)
+    read = read_steps(connection, request.run_id, answer.found, shown)
     return TableReply(
-        columns=tuple(shown), data=tuple(_listed(read[name]) for name in shown), num_total=total
+        columns=tuple(shown),
+        data=tuple(_listed(read[name]) for name in shown),
+        num_total=answer.num_total,
+        num_discarded=answer.num_discarded,
     )
 
 

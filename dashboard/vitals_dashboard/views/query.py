@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from trainvitals.errors import TransportError, UnauthorizedError, UsageError
-from trainvitals.views import RunSummary, TableName, TableReply, TableRequest
+from trainvitals.views import Branch, RunSummary, TableName, TableReply, TableRequest
 from vitals_dashboard import exports, frame, states, tables, words
 from vitals_dashboard.source import Source, guarded
 
@@ -26,6 +26,7 @@ EXAMPLES: dict[TableName, str] = {
 }
 """Filters that make sense for each table; one a line, all must hold."""
 OF_ONE_RUN = ("steps", "ranks")
+BRANCHES: tuple[Branch, ...] = ("all", "lineage", "discarded")
 
 
 def render() -> None:
@@ -49,7 +50,6 @@ def _page(source: Source) -> None:
         return
     request = _asked(runs)
     if request is None:
-        st.caption("Steps and ranks are asked of one run: choose it above.")
         return
     try:
         reply = source.client.table(request)
@@ -60,7 +60,7 @@ def _page(source: Source) -> None:
 
 
 def _asked(runs: list[RunSummary]) -> TableRequest | None:
-    """Draw the question; return it, or None where a run has yet to be chosen."""
+    """Draw the question; return it, or None, said in words, where a run has yet to be chosen."""
     names = {ALL_RUNS: ALL_RUNS} | {
         run.run_id: f"{words.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
         for run in runs
@@ -71,30 +71,26 @@ def _asked(runs: list[RunSummary]) -> TableRequest | None:
         )
         name: TableName = table if table in TABLES else "steps"
         run_id = _run_choice(names)
+        branch = _branch_choice() if name in OF_ONE_RUN else "all"
         steps = frame.step_range() if name != "runs" else (None, None)
         limit = st.number_input(
             "Rows at most", min_value=1, max_value=MAX_ROWS, value=1_000, step=1_000,
             key="limit", bind="query-params", width=110,
         )  # fmt: skip
         newest = st.toggle("Newest first", key="newest", bind="query-params")
-    left, right = st.columns([3, 2])
-    where = left.text_area(
-        "Conditions, one a line; all must hold", key="where", bind="query-params", height=100,
-        max_chars=4_000, placeholder=EXAMPLES[name],
-        help="COLUMN OP VALUE. OP is one of = != < <= > >= and ~ (holds the text). `= none` finds"
-        " what is missing, `= nan` what is NaN.",
-    )  # fmt: skip
-    columns = right.text_area(
-        "Columns, by comma; empty: all", key="columns", bind="query-params", height=100,
-        max_chars=4_000, placeholder="step, loss, grad_norm",
-    )  # fmt: skip
+    where, columns = _conditions(name)
+    if run_id is None:
+        states.no_such_run(st.query_params.get("run") or "")
+        return None
     if run_id == ALL_RUNS and name in OF_ONE_RUN:
+        st.caption("Steps and ranks are asked of one run: choose it above.")
         return None
     return TableRequest(
         table=name,
         run_id="" if run_id == ALL_RUNS else run_id,
-        where=tuple(line.strip() for line in str(where or "").splitlines() if line.strip()),
-        columns=tuple(c for c in re.split(r"[\s,]+", str(columns or "")) if c),
+        where=where,
+        columns=columns,
+        branch=branch,
         from_step=steps[0],
         to_step=steps[1],
         newest_first=bool(newest),
@@ -102,26 +98,57 @@ def _asked(runs: list[RunSummary]) -> TableRequest | None:
     )
 
 
-def _run_choice(names: dict[str, str]) -> str:
-    asked = st.query_params.get("run") or st.session_state.get(frame.LAST_RUN) or ALL_RUNS
-    if asked in names:
-        st.session_state["query_run"] = asked
+def _branch_choice() -> Branch:
+    chosen = st.selectbox(
+        "Branch", BRANCHES, key="branch", bind="query-params", width=120,
+        help="all: a step that was trained again has a row of each attempt. lineage: without what"
+        " rollbacks left behind. discarded: only that.",
+    )  # fmt: skip
+    return chosen if chosen in BRANCHES else "all"
+
+
+def _conditions(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Draw both boxes; return the conditions and the columns wanted."""
+    left, right = st.columns([3, 2])
+    where = left.text_area(
+        "Conditions, one a line; all must hold", key="where", bind="query-params", height=100,
+        max_chars=4_000, placeholder=EXAMPLES[table],
+        help="COLUMN OP VALUE. OP is one of = != < <= > >= and ~ (holds the text). `= none` finds"
+        " what is missing, `= nan` what is NaN.",
+    )  # fmt: skip
+    columns = right.text_area(
+        "Columns, by comma; empty: all", key="columns", bind="query-params", height=100,
+        max_chars=4_000, placeholder="step, attempt, loss, grad_norm",
+    )  # fmt: skip
+    return (
+        tuple(line.strip() for line in str(where or "").splitlines() if line.strip()),
+        tuple(c for c in re.split(r"[\s,]+", str(columns or "")) if c),
+    )
+
+
+def _run_choice(names: dict[str, str]) -> str | None:
+    """Draw the choice of the run; return it, or None where the address names one not here."""
+    before = st.session_state.get(frame.LAST_RUN)
+    asked = st.query_params.get("run") or (before if before in names else ALL_RUNS)
+    st.session_state["query_run"] = asked if asked in names else None
 
     def follow() -> None:
         st.query_params["run"] = st.session_state["query_run"]
 
     chosen = st.selectbox(
-        "Run", list(names), key="query_run", format_func=lambda k: names[k], on_change=follow,
-        width=215,
+        "Run", list(names), index=0 if asked in names else None, key="query_run",
+        format_func=lambda k: names[k], on_change=follow, width=215, placeholder="Choose a run",
     )  # fmt: skip
-    return str(chosen)
+    return None if chosen is None else str(chosen)
 
 
 def _answer(request: TableRequest, reply: TableReply) -> None:
     num = len(reply.data[0]) if reply.data else 0
     with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
         cut = "; raise the number of rows to see more" if num < reply.num_total else ""
-        st.caption(f"{num:,} of {words.count(reply.num_total, 'row')} that meet this{cut}")
+        unseen = f"; {words.count(reply.num_discarded, 'rolled-back row')} not looked at"
+        said = cut + (unseen if reply.num_discarded else "")
+        st.caption(f"{num:,} of {words.count(reply.num_total, 'row')} that meet this{said}")
         st.space("stretch")
         name = f"vitals_{request.table}{'_' + request.run_id if request.run_id else ''}"
         st.download_button(
