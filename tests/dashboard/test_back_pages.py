@@ -50,6 +50,27 @@ def test_layers_are_a_heat_map_of_the_range_in_the_address_with_what_moved(
     assert "opt-in" in shown(app.run())
 
 
+def test_a_map_says_what_was_rolled_back_and_how_many_steps_a_column_mostly_is(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = with_look_back(samples.sample_run())
+    whole = sample.cells["layers.grad_norm"]
+    told = "Between the steps 120 and 161 some were rolled back: a cell there shows what"
+    assert told not in shown(_of(stub, open_page, sample))
+    steps = (0, 10, *range(20, len(whole.step) + 18))  # each one was measured from 20 on
+    sample.cells["layers.grad_norm"] = msgspec.structs.replace(
+        whole, step=steps, rolled_back=(120, 161)
+    )
+    said = shown(_of(stub, open_page, sample))
+    assert told in said and "A column is about" not in said
+
+
+def _of(stub: Stub, open_page: Open, sample: samples.SampleRun) -> AppTest:
+    stub.runs.clear()
+    stub.add(sample)
+    return open_page("layers")
+
+
 def test_stragglers_are_named_with_their_node(stub: Stub, open_page: Open) -> None:
     stub.add(with_look_back(samples.sample_run()))
     app = open_page("ranks")
@@ -149,6 +170,15 @@ def test_checkpoints_say_where_a_rollback_goes(stub: Stub, open_page: Open) -> N
     shown(press(app, "Send: rollback"))
     assert ("rollback", "") == (stub.commands[0][1].action, stub.commands[0][1].checkpoint_id)
     assert 1 == len(open_page("checkpoints", worth="bad").dataframe[0].value)
+
+
+def test_of_a_run_that_ended_only_what_is_on_disk_is_left(stub: Stub, open_page: Open) -> None:
+    sample = with_look_back(samples.sample_run())
+    sample.summary = msgspec.structs.replace(sample.summary, state="finished")
+    stub.add(sample)
+    said = shown(open_page("checkpoints", control=True))
+    assert "its snapshots in memory are gone" in said
+    assert "in memory:" not in said and "rollback commanded" not in said
 
 
 def test_where_nothing_is_healthy_it_is_said(stub: Stub, open_page: Open) -> None:

@@ -181,6 +181,16 @@ def test_steps_stand_at_their_time_or_at_their_tokens():
     assert (0.0, 4.0) == (spec["xAxis"]["min"], spec["xAxis"]["max"])
 
 
+def test_along_time_an_alert_stands_when_it_was_and_not_when_its_step_was_trained_again():
+    times = charts.time_scale(series("steps.loss", "rank:0", [3.0, 2.0], steps=[0, 60]))
+    alert = samples.alert()
+    (mark,) = charts.alert_marks([alert], times)
+    assert (alert.started_unix_ns / 1e6, alert.step) == (mark.place, mark.step)
+    (one, *_) = sample_run().checkpoints
+    assert one.time_unix_ns / 1e6 == charts.checkpoint_marks([one], times)[0].place
+    assert [one.step] == [mark.place for mark in charts.checkpoint_marks([one])]
+
+
 def test_everything_that_happened_has_a_shape_and_a_row_of_its_own():
     run = sample_run()
     note = AnnotationView(step=60, time_unix_ns=1, text="new data", by="ada")

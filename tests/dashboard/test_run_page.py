@@ -210,6 +210,45 @@ def test_a_note_needs_a_control_token_and_is_on_the_curve_at_once(
     assert 42 == step and why.startswith("step 42, ada: <script>")
 
 
+def test_rolled_back_branches_are_drawn_of_ranks_and_of_metrics_of_ones_own(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = samples.sample_run()
+    for metric, source in (("steps.rank_loss", "rank:1"), ("scalars.val", "rank:0")):
+        sample.series[metric, source, "lineage"] = samples.series(metric, source, [2.0] * 200)
+        sample.series[metric, source, "discarded"] = samples.series(
+            metric, source, [3.0, None], steps=[180, 181], attempt=samples.FIRST,
+            branch="discarded",
+        )  # fmt: skip
+    metrics = (*sample.detail.metrics, "scalars.val")
+    sample.detail = msgspec.structs.replace(sample.detail, metrics=metrics)
+    stub.add(sample)
+    app = open_page("run", also="scalars.val")
+    shown(app)
+    charts = drawn(app)
+    left = [named(charts["Loss of each rank"], "rank 1, rolled back")]
+    left.append(named(charts["val"], "rolled back"))
+    assert [[[180, 3.0], [181, None]]] * 2 == [one["data"] for one in left]
+    app = open_page("run", also="scalars.val", discarded="false")
+    shown(app)
+    said = {s["name"] for spec in drawn(app).values() for s in spec["series"]}
+    assert set() == {name for name in said if name.endswith("rolled back")}
+
+
+def test_what_comes_after_the_last_step_is_drawn_too(stub: Stub, open_page: Open) -> None:
+    sample = samples.sample_run()
+    last = sample.summary.last_step + 1
+    sample.series["scalars.val", "rank:0", "lineage"] = samples.series(
+        "scalars.val", "rank:0", [0.5], steps=[last]
+    )
+    metrics = (*sample.detail.metrics, "scalars.val")
+    sample.detail = msgspec.structs.replace(sample.detail, metrics=metrics)
+    stub.add(sample)
+    app = open_page("run", also="scalars.val")
+    shown(app)
+    assert {last} == {spec["xAxis"]["max"] for spec in drawn(app).values()}
+
+
 def test_a_refresh_is_bounded_and_counted(
     stub: Stub, open_page: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,8 @@ def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]
     def say(alert: AlertView) -> str:
         return f"{alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}"
 
-    return _marks(ALERT, [alert for alert in alerts if alert.step >= 0], scale, say)
+    of_steps = [alert for alert in alerts if alert.step >= 0]
+    return _marks(ALERT, of_steps, scale, say, [alert.started_unix_ns for alert in of_steps])
 
 
 def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS) -> list[Mark]:
@@ -121,7 +122,8 @@ def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS
     def say(one: CheckpointView) -> str:
         return f"{one.state} state of step {one.step:,} in {one.where}, {one.checkpoint_id}"
 
-    return _marks(CHECKPOINT, list(checkpoints), scale, say)
+    every = list(checkpoints)
+    return _marks(CHECKPOINT, every, scale, say, [one.time_unix_ns for one in every])
 
 
 def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> list[Mark]:
@@ -134,9 +136,16 @@ def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> l
 
 
 def _marks(
-    look: MarkLook, happened: Sequence[Any], scale: Scale, say: Callable[[Any], str]
+    look: MarkLook,
+    happened: Sequence[Any],
+    scale: Scale,
+    say: Callable[[Any], str],
+    times_unix_ns: Sequence[int] = (),
 ) -> list[Mark]:
+    """Place each at its step; along time at its own, for a step may be trained twice."""
     places = scale.place([one.step for one in happened])
+    if scale.axis == "time" and times_unix_ns:
+        places = [time / 1e6 for time in times_unix_ns]
     return [
         Mark(look=look, step=one.step, place=place, say=partial(say, one))
         for one, place in zip(happened, places, strict=True)

@@ -25,9 +25,15 @@ def _body(source: Source, run: RunSummary) -> None:
             " disk with `checkpoints=` in watch()."
         )
         return
-    _totals(every)
-    target = rollback_target(every)
-    _target(source, run, source.client.run(run.run_id), target)
+    is_running = run.state == "running"
+    # What was in memory is gone with the processes.
+    there = [one for one in every if is_running or one.where == "disk"]
+    _totals(there)
+    target = rollback_target(there)
+    if is_running:
+        _target(source, run, source.client.run(run.run_id), target)
+    else:
+        _left(target)
     with st.container(horizontal=True, key="checkpoint_controls"):
         state = st.selectbox(
             "State", list(CHECKPOINT_WORDS), index=None, key="worth", bind="query-params",
@@ -42,7 +48,7 @@ def _body(source: Source, run: RunSummary) -> None:
     rows = tables.checkpoint_rows(shown)
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
     for row, one in zip(rows, newest, strict=True):
-        row["Next"] = "\N{LEFTWARDS ARROW} rollback" if one == target else ""
+        row["Next"] = "\N{LEFTWARDS ARROW} rollback" if is_running and one == target else ""
     picked = frame.table(
         rows,
         "None is like that.",
@@ -55,7 +61,7 @@ def _body(source: Source, run: RunSummary) -> None:
 
 
 def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
-    """Return what a rollback commanded now goes to, by the ladder's own choice."""
+    """Return what is gone back to, by the ladder's own choice."""
     found = newest_healthy(
         [
             CheckpointRef(
@@ -103,6 +109,17 @@ def _target(
         )
         st.text(_own_choice(detail))
         acting.command(source, run, "rollback", label="Roll back", key="rollback_newest")
+
+
+def _left(target: CheckpointView | None) -> None:
+    with st.container(border=True, key="prose_target", gap="small"):
+        left = "None on disk is healthy."
+        if target is not None:
+            left = (
+                f"The newest healthy one on disk is {words.plain(target.checkpoint_id, 60)},"
+                f" before step {target.step:,}."
+            )
+        st.text(f"The run does not run: its snapshots in memory are gone. {left}")
 
 
 def _own_choice(detail: RunDetail) -> str:

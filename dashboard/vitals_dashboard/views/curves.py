@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import streamlit as st
+from msgspec import structs
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import charts, words
@@ -20,6 +21,7 @@ MAX_POINTS = 60_000
 """Points a refresh may carry to the browser; beyond it whole charts are left out, and counted."""
 MAX_OWN = 8
 """Metrics of one's own in one view."""
+ROLLED_BACK = "rolled back"
 DELTA_STEPS = 100
 TALL, LOW, STRIP = 330, 220, 170
 
@@ -92,6 +94,8 @@ class View:
     """Drawn with the loss only: alerts, notes, checkpoints."""
     scale: Scale = STEPS
     payload: Payload = field(default_factory=Payload)
+    drawn_to: int = 0
+    """The last step of any curve: an evaluation may come after the run's last one."""
 
     @property
     def run_id(self) -> str:
@@ -107,7 +111,8 @@ class View:
     def extent(self) -> tuple[int, int]:
         """First and last step: the same in all charts, so that marks stand above each other."""
         first, last = self.asked
-        end = max(self.detail.summary.last_step, self._furthest()) if last is None else last
+        ends = (self.detail.summary.last_step, self._furthest(), self.drawn_to)
+        end = max(ends) if last is None else last
         return (first or 0, max(end, 0))
 
     def _furthest(self) -> int:
@@ -143,9 +148,18 @@ class View:
         if clipped:
             found.append(self.wanted(clipped, "clipped"))
         found.append(self.wanted(f"{metric}_limit", "limit", role="limit"))
-        if self.controls.discarded and len(self.detail.attempts) > 1:
-            found.append(self.wanted(metric, "rolled back", role="discarded"))
-        return found
+        return [*found, *self.left_behind(found[:1])]
+
+    def left_behind(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Return what rollbacks left behind of curves; what has no steps has no branches."""
+        if not self.controls.discarded or len(self.detail.attempts) < 2:
+            return []
+        named = f"{{}}, {ROLLED_BACK}" if len(wanted) > 1 else ROLLED_BACK
+        return [
+            Wanted(named.format(name), structs.replace(request, branch="discarded"), "discarded")
+            for name, request, _ in wanted
+            if not request.metric.startswith(("gpu.", "node.", "process."))
+        ]
 
     def lines(self, wanted: Sequence[Sequence[Wanted]]) -> list[list[Line]]:
         """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
@@ -183,6 +197,7 @@ class LastValues:
     """The newest value of a few series; None where there is none."""
 
     loss_delta: float | None
+    """None too where the last loss is not finite: nothing fell or rose to it."""
     delta_steps: int
     learning_rate: float | None
     tokens_per_second: float | None
@@ -197,7 +212,6 @@ def last_values(source: Source, detail: RunDetail) -> LastValues:
         SeriesRequest(metric=f"steps.{name}", from_step=start, points=DELTA_STEPS)
         for name in ("loss", "learning_rate", "tokens_per_second", "mfu_ratio")
     ]
-    """None too where the last loss is not finite: nothing fell or rose to it."""
     of_loss, *others = series_of(source, detail, requests)
     loss = _finite(of_loss)
     learning_rate, tokens, mfu = (last_value(reply) for reply in others)
@@ -242,6 +256,8 @@ def draw(view: View, own: Sequence[str] = ()) -> None:
     if not of_main:
         st.caption(_nothing(view))
         return
+    ends = (line.reply.step[-1] for some in others for line in some if line.reply.step)
+    view = replace(view, drawn_to=max(ends, default=0))
     _main_chart(view, main, of_main)
     drawn = [(c, lines) for c, lines in zip(below, others, strict=True) if len(lines) >= c.least]
     for i in range(0, len(drawn), 2):
@@ -268,7 +284,8 @@ def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     yield Chart(key="scale", title="Loss scale (log)", wanted=scale, log=True, exact=True)
     for i, metric in enumerate(own):
         name = metric.removeprefix("scalars.")
-        yield Chart(key=f"own_{i}", title=name, wanted=[view.wanted(metric, name)])
+        of_own = [view.wanted(metric, name)]
+        yield Chart(key=f"own_{i}", title=name, wanted=[*of_own, *view.left_behind(of_own)])
 
 
 def stands_still(view: View) -> bool:
@@ -289,9 +306,10 @@ def _nothing(view: View) -> str:
 def _ranks(view: View, metric: str) -> list[Wanted]:
     ranks = view.sources("rank")[:MAX_SOURCES]
     points = POINTS if len(ranks) <= 2 else POINTS // 2
-    return [
+    found = [
         view.wanted(metric, rank.replace(":", " "), source=rank, points=points) for rank in ranks
     ]
+    return [*found, *view.left_behind(found)]
 
 
 def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:

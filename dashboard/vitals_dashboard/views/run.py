@@ -19,6 +19,9 @@ from vitals_dashboard.source import Source
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
+WIDE_NUMBER, NUMBER = 190, 150
+"""Pixels."""
+
 
 def render() -> None:
     """Draw the page."""
@@ -159,18 +162,18 @@ def _numbers(source: Source, detail: RunDetail) -> None:
         ("Skips", f"{summary.num_skips:,}"),
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
     )
-    columns = st.columns([1.5] + [1] * len(cells))
-    columns[0].metric(
-        "Loss",
-        words.number(summary.loss),
-        delta=None if delta is None else f"{delta:+.3g}",
-        delta_color="inverse",
-        delta_description=f"in {last.delta_steps} steps" if delta is not None else None,
-        border=True,
-        height="stretch",
-    )
-    for column, (label, value) in zip(columns[1:], cells, strict=True):
-        column.metric(label, value, border=True, height="stretch")
+    with st.container(horizontal=True, key="run_numbers", gap="small"):  # wraps where it is narrow
+        st.metric(
+            "Loss",
+            words.number(summary.loss),
+            delta=None if delta is None else f"{delta:+.3g}",
+            delta_color="inverse",
+            delta_description=f"in {last.delta_steps} steps" if delta is not None else None,
+            border=True,
+            width=WIDE_NUMBER,
+        )
+        for label, value in cells:
+            st.metric(label, value, border=True, height="stretch", width=NUMBER)
 
 
 def _below(
