@@ -246,7 +246,8 @@ def test_what_comes_after_the_last_step_is_drawn_too(stub: Stub, open_page: Open
     stub.add(sample)
     app = open_page("run", also="scalars.val")
     shown(app)
-    assert {last} == {spec["xAxis"]["max"] for spec in drawn(app).values()}
+    of_steps = [s for s in drawn(app).values() if s["title"][2]["text"] == "step"]
+    assert {last} == {spec["xAxis"]["max"] for spec in of_steps}
 
 
 def test_a_refresh_is_bounded_and_counted(
