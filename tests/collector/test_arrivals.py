@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from sqlalchemy import func, select
 
 from tests.collector.conftest import Served
-from tests.collector.rows import STEPS, Writer
+from tests.collector.rows import OTHER_RUN, RUN, START, STEPS, Writer
+from tests.collector.test_folder import spool_of
 from tests.collector.test_grouping import told_by
 from tests.collector.test_ingest import spoil_processes, stored_rows, torn
 from trainvitals.catalog import steps_schema
@@ -19,14 +21,17 @@ from trainvitals.errors import StorageError
 from trainvitals.identity import new_run_id
 from trainvitals.records import Note
 from trainvitals.rows import Column, Schema
-from trainvitals.wire import IngestReply, decode_batch
+from trainvitals.wire import Batch, IngestReply, decode_batch
+from vitals_collector.keeping.retention import forget
 from vitals_collector.receiving import arrivals as arriving
 from vitals_collector.receiving.arrivals import Arrivals, ArrivalsConfig, join_batches, place_left
 from vitals_collector.receiving.checking import check_batches
+from vitals_collector.receiving.folder import FolderIngest
 from vitals_collector.receiving.ingest import ingest, store_batches
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.store import Store, open_store
 from vitals_collector.storage.stored import read_pages
+from vitals_collector.watch.state import Liveness
 
 
 @pytest.fixture
@@ -137,10 +142,8 @@ def test_whoever_dies_while_rows_wait_the_same_is_stored_as_one_by_one(
         elif what in ("fail", "kill"):
             die_while_placing(waits, arrivals, after)
             if what == "kill":
-                waits.after_ingest.remove(arrivals._hear)
                 place_left(waits)
                 arrivals = Arrivals(waits)
-    waits.after_ingest.remove(arrivals._hear)
     assert [(one.durable_seq, one.num_new, one.num_duplicate) for one in alone] == [
         (one.durable_seq, one.num_new, one.num_duplicate) for one in together
     ]
@@ -275,6 +278,46 @@ def test_rows_of_a_folder_go_behind_those_that_wait(memory: Store):
     with memory.read() as connection:
         lost = connection.execute(select(func.sum(tables.streams.c.num_lost))).scalar_one()
     assert 0 == lost
+
+
+def test_what_a_folder_stores_is_known_before_it_can_come_again(tmp_path: Path):
+    """The hooks run when the database is free again: here, while the same row comes by HTTP."""
+    store, writer = open_store("sqlite://"), Writer()
+    first, second = writer.steps([0]), writer.steps([1])
+    replies: list[IngestReply] = []
+    told: list[int] = []
+
+    def bring_again(new: Sequence[tuple[Batch, object]]) -> None:
+        told.extend(batch.header.last_seq for batch, _ in new)
+        if told == [0, 1]:
+            replies.extend(take_in(arrivals, [second]))
+
+    store.after_ingest.append(bring_again)
+    arrivals = Arrivals(store)
+    take_in(arrivals, [first])
+    spool = spool_of(tmp_path)
+    spool.append(second)
+    spool.close()
+    FolderIngest(store, [tmp_path]).poll()
+    assert [(0, 1)] == [(reply.num_new, reply.num_duplicate) for reply in replies]
+    assert [0, 1] == told
+    assert (2, 1) == (store.counters.num_rows, store.counters.num_duplicate)
+    store.close()
+
+
+def test_rows_of_a_removed_run_count_as_forgotten_though_they_were_acknowledged(memory: Store):
+    arrivals, writer, other = Arrivals(memory), Writer(), Writer(run=OTHER_RUN)
+    take_in(arrivals, [writer.steps([0, 1]), other.steps([0])])
+    forget(memory, RUN, by="somebody", when=Liveness(now_unix_ns=START * 5))
+    for step in range(2, 5):
+        take_in(arrivals, [writer.steps([step]), other.steps([step])])
+    arrivals.settle()
+    assert 0 == num_waiting(memory)
+    assert (3, 2 + 4) == (memory.counters.num_forgotten, memory.counters.num_rows)
+    (reply,) = take_in(arrivals, [writer.steps([5])])
+    assert (0, 5) == (reply.num_new, reply.durable_seq)
+    assert 4 == memory.counters.num_forgotten, "the run is known no more"
+    assert 4 == len(stored_rows(memory))
 
 
 def test_large_batches_are_placed_at_once_and_what_waits_is_bounded(memory: Store):

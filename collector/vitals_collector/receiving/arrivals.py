@@ -23,7 +23,6 @@ import msgspec
 from sqlalchemy import Connection, delete, select
 
 from trainvitals.errors import FormatError
-from trainvitals.records import EventRow
 from trainvitals.wire import MAX_BODY_BYTES, Batch, BatchHeader, split_batches
 from vitals_collector.receiving.checking import Checked, check_batches
 from vitals_collector.receiving.ingest import (
@@ -79,15 +78,13 @@ class Arrivals:
         self._ids: list[int] = []
         self._num_bytes = 0
         self._received_unix_ns = 0
-        self._is_announcing = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-arrivals")
-        store.settle, store.hold = self.settle, self.hold
-        store.after_ingest.append(self._hear)
+        store.settle, store.hold, store.note_stored = self.settle, self.hold, self._follow
         self._take_over()
 
     def _take_over(self) -> None:
-        """Let wait what an earlier process left: its streams go on behind it, once there is room."""
+        """Let wait what an earlier process left: its streams go on behind it once there is room."""
         with self._store.read(settled=False) as connection:
             for row in connection.execute(select(arrivals).order_by(arrivals.c.id)):
                 _let_wait(self._store, self._waiting, row.body)
@@ -196,20 +193,16 @@ class Arrivals:
             for (_, _, mark), one in zip(some, stored, strict=True):
                 if one.batch is not None:
                     self._waiting.setdefault(mark.key, []).append(one.batch)
-        self._is_announcing = True
         announce(self._store, stored)
-        self._is_announcing = False
         return stored
 
-    def _hear(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
-        """Follow what was stored past us, from a folder.
+    def _follow(self, new: Sequence[Batch]) -> None:
+        """Follow what was stored past us, from a folder, while ``hold`` keeps the rest out.
 
-        A mark that stays behind does no harm: what is taken in twice is placed once.
+        A mark that stays behind would have what comes again counted, and told to hooks, again.
         """
-        if self._is_announcing:
-            return
         with self._taking:
-            for batch, _ in new:
+            for batch in new:
                 known = self._known.get(key_of(batch))
                 if known is not None:
                     known[1].last_seq = max(known[1].last_seq, batch.header.last_seq)
@@ -229,7 +222,7 @@ class Arrivals:
             if not ids:
                 return
             try:
-                _place(self._store, waiting, ids, self._received_unix_ns)
+                gone = _place(self._store, waiting, ids, self._received_unix_ns)
             except BaseException:
                 with self._taking:
                     for key, batches in self._waiting.items():
@@ -237,6 +230,18 @@ class Arrivals:
                     self._waiting, self._ids = waiting, ids + self._ids
                     self._num_bytes += num_bytes
                 raise
+            if gone:
+                self._give_up(gone)
+
+    def _give_up(self, gone: Sequence[Batch]) -> None:
+        """Count rows no more that were acknowledged and not stored; ask for their marks again."""
+        counters = self._store.counters
+        num_rows = sum(batch.header.num_rows for batch in gone)
+        with self._taking, counters.lock:
+            # What an earlier process acknowledged was not counted in this one.
+            counters.num_rows = max(0, counters.num_rows - num_rows)
+            for batch in gone:
+                self._known.pop(key_of(batch), None)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -319,8 +324,14 @@ def _place(
     waiting: Mapping[StreamKey, Sequence[Batch]],
     ids: Sequence[int],
     received_unix_ns: int,
-) -> None:
-    """Store the batches, and take away the arrivals that they came in with the last of them."""
+) -> list[Batch]:
+    """Store the batches, and take away the arrivals that they came in with the last of them.
+
+    Returns:
+        Those that were refused, or came of removed runs: they are counted as such.
+    """
+    gone: list[Batch] = []
+    num_forgotten = 0
     batches = [batch for some in waiting.values() for batch in join_batches(some)]
     for first in range(0, len(batches), _AT_ONCE):
         if first:
@@ -331,12 +342,18 @@ def _place(
             stored = _store_or_part(connection, some, waiting, received_unix_ns)
             if is_last:
                 _take_away(connection, ids)
-        for one in stored:
+        for batch, one in stored:
             if one.error is not None:
                 _tell_refused(store, one.error)
+            if one.error is not None or one.num_forgotten:
+                gone.append(batch)
+                num_forgotten += one.num_forgotten
     if not batches:
         with store.write() as connection:
             _take_away(connection, ids)
+    with store.counters.lock:
+        store.counters.num_forgotten += num_forgotten
+    return gone
 
 
 def _store_or_part(
@@ -344,15 +361,15 @@ def _store_or_part(
     joined: Sequence[Batch],
     waiting: Mapping[StreamKey, Sequence[Batch]],
     received_unix_ns: int,
-) -> list[Stored]:
+) -> list[tuple[Batch, Stored]]:
     """Store what was joined; where that is refused, as it came: one refused batch stays alone."""
     with connection.begin_nested() as attempt:
         stored = store_batches(connection, joined, received_unix_ns)
         if all(one.error is None for one in stored):
-            return stored
+            return list(zip(joined, stored, strict=True))
         attempt.rollback()
     parts = [one for key in dict.fromkeys(map(key_of, joined)) for one in waiting[key]]
-    return store_batches(connection, parts, received_unix_ns)
+    return list(zip(parts, store_batches(connection, parts, received_unix_ns), strict=True))
 
 
 def _tell_refused(store: Store, error: FormatError) -> None:

@@ -115,9 +115,11 @@ class FolderIngest:
             checked = checked[:newer]
         if not checked:
             return [], True
-        with self._store.hold(), self._store.write() as connection:
-            stored = store_batches(connection, checked)
-            _remember(connection, spool, some[len(checked) - 1][0])
+        with self._store.hold():
+            with self._store.write() as connection:
+                stored = store_batches(connection, checked)
+                _remember(connection, spool, some[len(checked) - 1][0])
+            self._store.note_stored([one.batch for one in stored if one.batch])
         for one in stored:
             if one.error is not None:
                 self._say_once(f"{spool}: a batch is passed over: {one.error}")

@@ -99,6 +99,8 @@ class Store:
         """Places what was acknowledged and is not in its tables yet: called before reads."""
         self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
         """Does so too, and lets nothing be acknowledged before the context ends."""
+        self.note_stored: Callable[[Sequence[Batch]], None] = _nobody_asks
+        """Told, before that context ends, which rows were stored in it."""
         self.no_room: StorageError | None = None
         """What the last write was refused with, where that was for want of room."""
         self._is_behind = False
@@ -210,6 +212,10 @@ class Store:
 
 
 def _nothing_waits() -> None:
+    return
+
+
+def _nobody_asks(_: Sequence[Batch]) -> None:
     return
 
 
