@@ -8,8 +8,10 @@ import pytest
 from sqlalchemy import func, select
 
 from tests.collector.rows import Writer
+from tests.collector.test_folder import seqs, spool_of
 from trainvitals.errors import StorageError, UsageError
 from vitals_collector.keeping.backup import backup
+from vitals_collector.receiving.folder import FolderIngest
 from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import batches, streams
 from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store
@@ -35,6 +37,25 @@ def restored(file: Path, where: Path) -> Store:
     where.mkdir(mode=0o700)
     file.rename(where / DATABASE_FILE)
     return open_data_store(where)
+
+
+def test_what_came_after_the_copy_is_read_from_the_run_directories(tmp_path: Path):
+    spool, writer = spool_of(tmp_path / "runs"), Writer()
+    store = open_data_store(tmp_path / "data")
+    for first in (0, 20, 40):
+        raw = writer.steps(range(first, first + 20))
+        spool.append(raw)
+        ingest(store, raw)
+        if first == 0:
+            made = backup(tmp_path / "data", tmp_path / "copy.db")
+    spool.sync()
+    store.close()
+    copy = restored(made.file, tmp_path / "restored")
+    assert 40 == FolderIngest(copy, [tmp_path / "runs"]).poll()
+    assert list(range(60)) == seqs(copy)
+    assert 1 == ingest(copy, writer.steps([60])).num_new, "and it goes on"
+    copy.close()
+    spool.close()
 
 
 def test_a_copy_amid_ingest_holds_one_moment_and_all_that_was_acknowledged(tmp_path: Path):

@@ -98,9 +98,10 @@ def copy(
 ) -> None:
     """Copy the store as it is at one moment, while a collector writes to it.
 
-    To restore, put the file as vitals.db into an empty data directory (mode 0700) and start
-    `vitals collector --data` on it: agents send again what they still have. PostgreSQL has its
-    own: pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE".
+    To restore, put the file as vitals.db into an empty data directory (mode 0700), and first run
+    `vitals collector --data DIR --folder RUNS` on a port that no agent knows, until it has read
+    the run directories: what came after the copy lies in them, and agents do not send it again.
+    PostgreSQL has its own: pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE".
     """
     from vitals_collector.keeping.backup import backup
 
