@@ -1,6 +1,8 @@
 """Stores of both kinds, and a collector behind its HTTP interface."""
 
 import contextlib
+import os
+import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
@@ -62,6 +64,23 @@ def served(tmp_path: Path) -> Iterator[Served]:
     """A collector over a fresh store, answering on loopback."""
     with Served(CollectorSettings(data=tmp_path / "data")) as collector:
         yield collector
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB that ``grow`` makes larger."""
+    where = tmp_path / "small"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", str(where)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a small tmpfs")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def grow(small_disk: Path) -> None:
+    """Give the disk room again."""
+    subprocess.run(["mount", "-o", "remount,size=40m", str(small_disk)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,15 @@ from sqlalchemy import select
 from typer.testing import CliRunner
 
 from tests.collector.acting import decision
-from tests.collector.rows import RUN
+from tests.collector.conftest import grow
+from tests.collector.rows import RUN, Writer
+from tests.collector.test_store import fill
 from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.cli.main import build_app
+from trainvitals.errors import VitalsError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
 from vitals_collector.api.serve import only_one
+from vitals_collector.receiving.arrivals import Arrivals
 from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import audit, runs
 from vitals_collector.storage.store import open_data_store
@@ -68,6 +72,23 @@ def test_forget_asks_first_and_leaves_an_audit(data: Path):
     store.close()
     unknown = vitals("forget", RUN, "--yes", "--data", data)
     assert "fits 0 runs" in str(unknown.exception)
+
+
+def test_on_a_full_disk_sizes_are_shown_and_the_way_to_remove_a_run_is_said(small_disk: Path):
+    data = small_disk / "data"
+    store = open_data_store(data)
+    fill(Arrivals(store), Writer())
+    store.close()
+    shown = vitals("size", "--data", data)
+    assert 0 == shown.exit_code, shown.output
+    assert RUN in shown.output
+    assert "the newest rows are left out" in shown.output
+    refused = vitals("forget", RUN, "--yes", "--data", data).exception
+    assert isinstance(refused, VitalsError)
+    assert "free so much there" in refused.hint
+    grow(small_disk)
+    assert 0 == vitals("forget", RUN, "--yes", "--data", data).exit_code
+    assert RUN not in vitals("size", "--data", data).output
 
 
 def test_keep_pins_a_run_until_it_is_let_go(data: Path):

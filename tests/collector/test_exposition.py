@@ -199,6 +199,18 @@ def test_what_failed_and_what_the_watchers_did_not_take_at_once_is_counted(page:
     assert 4.0 == page.value("collector_dropped_samples_total")
 
 
+def test_a_scrape_places_nothing_and_so_works_on_a_full_disk(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+):
+    page.send(Writer().steps([7], loss=[3.0]))
+
+    def settle() -> None:
+        raise AssertionError("a scrape wants to write")
+
+    monkeypatch.setattr(page.store, "settle", settle)
+    assert "train_loss" in generate_latest(page.registry).decode()
+
+
 def test_nothing_is_registered_globally():
     from prometheus_client import REGISTRY
 

@@ -1,3 +1,4 @@
+import contextlib
 import signal
 import socket
 import subprocess
@@ -5,12 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.collector.conftest import grow
 from tests.collector.rows import RUN, STEPS, Writer
 from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import CollectorClient, discover_collector, read_tokens
@@ -24,7 +25,7 @@ from vitals_collector.storage.stored import read_pages
 COMMAND = [sys.executable, "-m", "vitals_collector", "collector"]
 
 
-@contextmanager
+@contextlib.contextmanager
 def collector(data: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A collector in a process of its own, answering; killed at the end if it still runs."""
     process = subprocess.Popen(
@@ -32,8 +33,10 @@ def collector(data: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     )
     try:
         assert process.stderr is not None
-        first = process.stderr.readline()
-        assert first.startswith("vitals collector: http://127.0.0.1:"), first
+        said = []  # on a full disk a warning comes before the address
+        while not (said and said[-1].startswith("vitals collector: http://127.0.0.1:")):
+            said.append(process.stderr.readline())
+            assert said[-1], said
         yield process
     finally:
         process.kill()
@@ -83,6 +86,47 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
     assert acknowledged < len(seqs) <= max(sent) + 20
     kept = [loss for page in pages for loss in column_of(STEPS, page.rows, "loss")[0].tolist()]
     assert kept == [losses[seq] for seq in seqs]
+
+
+def test_on_a_full_disk_it_is_read_scraped_and_started_again_and_says_so(small_disk: Path):
+    data, writer = small_disk / "data", Writer()
+
+    def answered() -> list[int]:
+        with client_of(data, "read") as client:
+            assert [RUN] == [run.run_id for run in client.runs()]
+            assert client.answers()
+            paths = ("/healthz", "/metrics")
+            return [client._http.get(path).status_code for path in paths]
+
+    with collector(data) as process, client_of(data, "ingest") as client:
+        refused, num_sent = fill(client, writer)
+        assert [503, 200] == answered()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with (data / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
+        while True:
+            other.write(bytes(512))
+    with collector(data) as process:
+        grow(small_disk)
+        while not (data / ADDRESS_FILE).exists():  # written once there is room
+            assert process.poll() is None
+        with client_of(data, "ingest") as client:
+            assert num_sent + 14 == client.ingest(refused).durable_seq
+        assert [200, 200] == answered()
+        with client_of(data, "read") as client:
+            assert num_sent + 15 == client.run(RUN).sources[0].num_rows
+
+
+def fill(client: CollectorClient, writer: Writer) -> tuple[bytes, int]:
+    """Send until the disk is full; return what was refused, and how many rows were not."""
+    num_sent = 0
+    while True:
+        raw = writer.steps(range(num_sent, num_sent + 15), loss=1.0)
+        try:
+            client.ingest(raw)
+        except TransportError:
+            return raw, num_sent
+        num_sent += 15
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

@@ -1,8 +1,6 @@
-import os
+import logging
 import sqlite3
 import stat
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +8,12 @@ import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
+from tests.collector.conftest import grow
 from tests.collector.rows import Writer
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
+from vitals_collector.receiving.arrivals import Arrivals
 from vitals_collector.receiving.ingest import ingest
-from vitals_collector.storage.schema import batches, metadata
+from vitals_collector.storage.schema import batches, metadata, streams
 from vitals_collector.storage.store import (
     DATABASE_FILE,
     FULL,
@@ -109,8 +109,21 @@ def test_a_database_that_someone_else_holds_says_so(tmp_path: Path):
 
 def test_a_file_that_is_no_database_says_so(tmp_path: Path):
     (tmp_path / "x.db").write_bytes(b"this is a text file, not a database, really" * 50)
-    with pytest.raises(StorageError, match="file is not a database"):
+    with pytest.raises(StorageError, match="file is not a database") as caught:
         open_store(f"sqlite:///{tmp_path}/x.db")
+    assert "vitals store backup" in caught.value.hint
+
+
+def test_a_damaged_database_names_the_backup_and_a_new_folder(tmp_path: Path):
+    store = open_data_store(tmp_path / "data")
+    ingest(store, Writer().steps(range(5)))
+    store.close()
+    with (tmp_path / "data" / DATABASE_FILE).open("r+b") as file:
+        file.truncate(3 * 4096)
+    with pytest.raises(StorageError, match="is damaged: database disk image is malf") as caught:
+        num_rows(open_data_store(tmp_path / "data"))
+    assert "vitals store backup" in caught.value.hint
+    assert "--data" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -132,17 +145,6 @@ def test_a_server_that_is_not_there_is_a_storage_error():
         open_store("postgresql://nobody@127.0.0.1:9/nothing")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    where = tmp_path / "small"
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", str(where)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a small tmpfs")
-    yield where
-    subprocess.run(["umount", str(where)], check=True)
-
-
 def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_acknowledged_is_lost(small_disk: Path):
     store = open_data_store(small_disk / "data")
     writer = Writer()
@@ -157,6 +159,48 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_acknowledged_is_lost
     store = open_data_store(small_disk / "data")
     assert acknowledged == num_rows(store)
     store.close()
+
+
+def test_what_a_full_disk_holds_is_read_and_what_waits_is_placed_by_the_next_process(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.WARNING)
+    store = open_data_store(small_disk / "data")
+    writer = Writer()
+    num_sent = fill(Arrivals(store), writer)
+    num_placed = [num_rows(store), num_rows(store)][-1]
+    assert 0 < num_placed < num_sent
+    assert {"arrivals": 1} == store.counters.failures
+    assert 1 == caplog.text.count("newest_rows_not_shown")
+    assert store.no_room is not None
+    store.close()  # as a process that is killed does: what waits is left
+
+    store = open_data_store(small_disk / "data")
+    after = Arrivals(store)
+    assert num_placed == num_rows(store)
+    raw = writer.steps(range(50), loss=1.0)
+    with pytest.raises(StorageError, match="no room left"):
+        after.ingest_bodies([[raw]], 5)
+    grow(small_disk)
+    assert num_sent == num_rows(store)
+    assert store.no_room is None
+    after.ingest_bodies([[raw]], 5)
+    assert num_sent + 50 == num_rows(store)
+    with store.read() as connection:
+        marks = connection.execute(sqlalchemy.select(streams.c.num_rows, streams.c.num_lost)).all()
+    assert [(num_sent + 50, 15)] == marks, "the 15 that were refused and never came again"
+    store.close()
+
+
+def fill(arrivals: Arrivals, writer: Writer) -> int:
+    """Send small batches until the disk is full; return how many rows were acknowledged."""
+    num_sent = 0
+    try:
+        while True:
+            arrivals.ingest_bodies([[writer.steps(range(num_sent, num_sent + 15), loss=1.0)]], 5)
+            num_sent += 15
+    except StorageError:
+        return num_sent
 
 
 def test_a_read_sees_one_moment(store: Store):
