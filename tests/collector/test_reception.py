@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import gzip
 import os
 import signal
 import socket
@@ -237,6 +238,18 @@ def test_any_bytes_are_stored_or_refused_and_never_a_fault(served: Served, body:
 def test_a_body_that_is_too_large_is_refused_by_its_length(served: Served):
     with begin(served, auth.MAX_INGEST_BYTES + 1, b"") as opened:
         assert opened.recv(1_000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_compressed_body_is_refused_in_words(served: Served):
+    raw = Writer().steps(range(3))
+    headers = OCTETS | {"Content-Encoding": "gzip"}
+    url, body = "/v1/ingest", gzip.compress(raw)
+    answer = served.request("POST", url, "ingest", content=body, headers=headers)
+    assert 415 == answer.status_code
+    assert "Content-Encoding is 'gzip'; batches are taken as they are" == answer.json()["text"]
+    assert {answer.json()["code"]: 1} == served.store.counters.rejected
+    plain = OCTETS | {"Content-Encoding": "identity"}
+    assert 200 == served.request("POST", url, "ingest", content=raw, headers=plain).status_code
 
 
 def test_what_waits_when_the_collector_ends_is_stored(tmp_path: Path):

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trainvitals.clock import Clock
-from trainvitals.errors import FormatError, StorageError, VitalsError
+from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
 from trainvitals.wire import split_batches
 from vitals_collector.api.auth import (
     MAX_INGEST_BYTES,
@@ -151,6 +151,7 @@ class Reception:
         return reply(outcome)
 
     async def _serve(self, scope: Scope, receive: Receive) -> Response:
+        self._check_plain(scope)
         num_bytes = announced_bytes(scope, MAX_INGEST_BYTES)
         try:
             await self._room.take(num_bytes)
@@ -161,6 +162,16 @@ class Reception:
             return await self.answer(await read_body(receive, MAX_INGEST_BYTES))
         finally:
             self._room.give(num_bytes)
+
+    def _check_plain(self, scope: Scope) -> None:
+        """Refuse what is compressed: its length would not say how much memory it takes."""
+        said = [value for name, value in scope["headers"] if name == b"content-encoding"]
+        coding = b", ".join(said).decode("latin-1").strip().lower()
+        if coding not in ("", "identity"):
+            text = f"Content-Encoding is {coding[:32]!r}; batches are taken as they are"
+            error = UsageError(text, hint="send the body without compression")
+            self._store.counters.reject(error.code)
+            raise Refused(415, error)
 
 
 def _tell(told: Sequence[tuple[Waiting, Outcome]]) -> None:
