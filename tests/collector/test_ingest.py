@@ -154,6 +154,14 @@ def renumbered(raw: bytes) -> bytes:
     return encode_batch(msgspec.structs.replace(batch.header, first_seq=7), batch.rows)
 
 
+def numbered_beyond_reach(raw: bytes) -> bytes:
+    header = decode_batch(raw).header
+    first = msgspec.structs.replace(header, first_seq=2**53, num_rows=2)
+    pack = header.stream_schema.pack
+    blank = [None] * len(header.stream_schema.columns)
+    return encode_batch(first, b"".join(pack(2**53 + i, blank) for i in range(2)))
+
+
 def too_large(raw: bytes) -> bytes:
     batch = decode_batch(raw)
     identity = msgspec.structs.replace(batch.header.identity, pid=2**63)
@@ -197,6 +205,7 @@ def with_a_long_name(raw: bytes) -> bytes:
         (flipped, "checksum", FormatError),
         (newer, "format version 99", NewerVersionError),
         (renumbered, "sequence numbers", FormatError),
+        (numbered_beyond_reach, "numbered up to 9007199254740993; no run", FormatError),
         (too_large, "64 bits", FormatError),
         (without_step, "lack the columns step", FormatError),
         (with_text_as_loss, "column 'loss' of steps is S8; by the catalog it is f8", FormatError),

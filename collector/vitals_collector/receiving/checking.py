@@ -27,7 +27,8 @@ from trainvitals.records import EVENT_SCHEMA
 from trainvitals.rows import Schema, column_of
 from trainvitals.wire import Batch, decode_batch
 
-_MAX_INT64 = 2**63 - 1
+_MAX_SEQ = 2**53
+"""Rows that no stream ever has: what counts on from a number below it stays in 64 bits."""
 _MAX_NAME = 255
 """Characters of a column's name: no index of a database takes it at any length."""
 _KINDS = {
@@ -78,8 +79,9 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
         try:
             batch = decode_batch(raw)
             header = batch.header
-            if header.first_seq + header.num_rows > _MAX_INT64:
-                raise FormatError("a number in the batch's header does not fit 64 bits")
+            if header.last_seq > _MAX_SEQ:
+                text = f"rows are numbered up to {header.last_seq}; no run comes beyond {_MAX_SEQ}"
+                raise FormatError(text)
             checked.append(batch)
         except FormatError as error:
             checked.append(error)
