@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from typer.testing import CliRunner
 
 from tests.collector.acting import decision
 from tests.collector.conftest import grow
-from tests.collector.rows import RUN, Writer
+from tests.collector.rows import RUN, SECOND, Writer
 from tests.collector.test_store import fill
 from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.cli.main import build_app
@@ -72,6 +73,17 @@ def test_forget_asks_first_and_leaves_an_audit(data: Path):
     store.close()
     unknown = vitals("forget", RUN, "--yes", "--data", data)
     assert "fits 0 runs" in str(unknown.exception)
+
+
+def test_a_run_is_lost_after_the_silence_that_the_collector_was_told(tmp_path: Path):
+    store = open_data_store(tmp_path / "data")
+    heard = time.time_ns() - 30 * SECOND
+    ingest(store, Writer(started=heard).steps([0]), received_unix_ns=heard)
+    store.close()
+    running = vitals("forget", RUN, "--yes", "--data", tmp_path / "data")
+    assert "is running" in str(running.exception)
+    lost = vitals("forget", RUN, "--yes", "--data", tmp_path / "data", "--lost-after", "10")
+    assert 0 == lost.exit_code, lost.output
 
 
 def test_on_a_full_disk_sizes_are_shown_and_the_way_to_remove_a_run_is_said(small_disk: Path):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitals_collector.cli import control, read, replay, store
-from vitals_collector.cli.store import CapGigabytes, data_dir
+from vitals_collector.cli.store import CapGigabytes, LostAfter, data_dir
 
 if TYPE_CHECKING:
     from vitals_collector.api.app import CollectorSettings
@@ -44,9 +44,6 @@ Webhooks = Annotated[
 Alertmanager = Annotated[
     str,
     typer.Option(help="Hand alerts to this Alertmanager.", envvar="VITALS_COLLECTOR_ALERTMANAGER"),
-]
-LostAfter = Annotated[
-    float, typer.Option(help="Seconds of silence after which a run is lost.", min=1.0)
 ]
 KeepHours = Annotated[
     float, typer.Option(help="Hours until rows of ranks and hosts are thinned.", min=0.0)

@@ -28,6 +28,9 @@ CapGigabytes = Annotated[
         min=0.0,
     ),
 ]
+LostAfter = Annotated[
+    float, typer.Option(help="Seconds of silence after which a run is lost.", min=1.0)
+]
 Data = Annotated[
     Path | None,
     typer.Option(help="The collector's own folder [default: ~/.local/share/trainvitals]."),
@@ -141,6 +144,7 @@ def forget(
     data: Data = None,
     database: Database = "",
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    lost_after: LostAfter = 60.0,
 ) -> None:
     """Remove a run that ended, for good: also what late agents still send of it."""
     import time
@@ -152,7 +156,7 @@ def forget(
         if not yes:
             name = _names(store)[run_id]
             typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
-        when = Liveness(now_unix_ns=time.time_ns())
+        when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told(store, run_id):
             gone = retention.forget(store, run_id, by=_user(), when=when)
     _say(f"run {gone.run_id} removed: {gone.num_bytes} bytes")
@@ -278,4 +282,4 @@ def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
-__all__ = ["CapGigabytes", "data_dir", "register"]
+__all__ = ["CapGigabytes", "LostAfter", "data_dir", "register"]
