@@ -47,12 +47,20 @@ class Desk:
         self.inbox.take([occurrence], cursor=("decisions/x", self.seq))
         return alert
 
-    def look(self, state: RunState = "running", *, step: int = 0, trouble: int = -1) -> None:
+    def look(
+        self,
+        state: RunState = "running",
+        *,
+        step: int = 0,
+        trouble: int = -1,
+        seen_unix_ns: int | None = None,
+    ) -> None:
         now = RunNow(
             run_id=RUN,
             state=state,
             last_step=step,
             last_unhealthy_step=trouble,
+            last_seen_unix_ns=self.clock.time_ns() if seen_unix_ns is None else seen_unix_ns,
             conditions=alerts_for_run_state(state, run_id=RUN, step=step),
         )
         self.inbox.update([now])
@@ -97,6 +105,18 @@ def test_a_point_alert_resolves_after_healthy_steps_and_not_before(desk: Desk):
         assert expected == desk.only().state
     assert [("StepSkipped", "firing"), ("StepSkipped", "resolved")] == desk.told
     assert desk.only().ended_unix_ns == desk.clock.time_ns()
+
+
+def test_the_alert_of_a_run_that_is_read_months_later_ended_with_the_run(desk: Desk):
+    desk.skip(5)
+    started = desk.only().started_unix_ns
+    desk.clock.advance(90 * 24 * 3600.0)
+    desk.look("finished", step=90, seen_unix_ns=started + 60 * SECOND)
+    assert started + 60 * SECOND == desk.only().ended_unix_ns
+    desk.skip(5, cause="loss_outlier")
+    desk.look("finished", step=90, seen_unix_ns=1)
+    ended = {view.ended_unix_ns for view in desk.inbox.listed()}
+    assert {started + 60 * SECOND, desk.clock.time_ns()} == ended, "none ends before it began"
 
 
 def test_after_a_rollback_the_steps_must_pass_the_trouble_again(desk: Desk):

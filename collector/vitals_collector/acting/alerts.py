@@ -62,6 +62,8 @@ class RunNow:
     state: RunState
     last_step: int
     last_unhealthy_step: int
+    last_seen_unix_ns: int
+    """By the run's own clocks. A run that is read months later did not recover today."""
     conditions: tuple[Alert, ...]
     """The condition alerts that hold now."""
     lasting: frozenset[str] = frozenset()
@@ -142,7 +144,7 @@ class Inbox:
             if entry.view.fingerprint in run.lasting:
                 continue
             if entry.life.point and self._is_over(entry, run):
-                changes.append((entry, _resolved(entry, now)))
+                changes.append((entry, _resolved(entry, now, min(now, run.last_seen_unix_ns))))
             elif not entry.life.point and entry.view.fingerprint not in holding:
                 changes.append((entry, self._advanced(entry, None, run, now)))
         for fingerprint, alert in holding.items():
@@ -176,7 +178,7 @@ class Inbox:
         )
         if alert is None:
             assert entry is not None, "only a known alert ends"
-            return _resolved(entry, now)
+            return _resolved(entry, now, now)
         state = cast(Literal["pending", "firing"], moved.state.value)
         life = Life(point=False, active_since=moved.active_since)
         return Entry(_view(alert, run.run_id, state, now, now), life)
@@ -314,10 +316,11 @@ def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
     return Entry(kept, entry.life)
 
 
-def _resolved(entry: Entry, now: int) -> Entry:
+def _resolved(entry: Entry, now: int, ended: int) -> Entry:
     # One that was only pending was never told; it ends without a word.
     settled = "resolved" if entry.view.state == "pending" else entry.life.settled
-    view = replace(entry.view, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
+    ended = max(ended, entry.view.started_unix_ns)
+    view = replace(entry.view, state="resolved", updated_unix_ns=now, ended_unix_ns=ended)
     return Entry(view, replace(entry.life, active_since=None, settled=settled))
 
 

@@ -342,6 +342,7 @@ class Engine:
             state=run.state,
             last_step=run.last_step,
             last_unhealthy_step=run.last_trouble,
+            last_seen_unix_ns=run.last_seen_unix_ns,
             conditions=tuple(conditions),
             lasting=frozenset(lasting),
         )

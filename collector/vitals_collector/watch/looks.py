@@ -35,6 +35,8 @@ class RunLook:
     """The step that the state is about."""
     last_trouble: int = -1
     """The step of its newest skip or rollback."""
+    last_seen_unix_ns: int = 0
+    """When it was last heard of, by its own clocks."""
 
 
 class _Decided(NamedTuple):
@@ -149,6 +151,7 @@ def _look_of(
         last_step=last_step,
         step=last_step,
         last_trouble=decided.last_trouble,
+        last_seen_unix_ns=max((row.last_seen_unix_ns for row in rows), default=0),
     )
     if decided.halt is not None:
         # The rank may have died before it could say goodbye; its last decision says it for it.
