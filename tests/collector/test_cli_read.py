@@ -3,6 +3,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.collector.conftest import Served
@@ -15,6 +16,7 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
+from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile
 from vitals_collector.queries.reading import find_run, open_reader
 from vitals_collector.queries.tail import Tail
 from vitals_collector.queries.why import explain
@@ -61,6 +63,22 @@ def test_the_same_answer_comes_from_a_collector(served: Served, capsys: pytest.C
     assert [RUN] == [run["run_id"] for run in json.loads(capsys.readouterr().out)]
     assert 0 == vitals("show", "tiny", *where)
     assert RUN in capsys.readouterr().out
+
+
+def test_a_collector_is_named_by_its_data_folder_as_well(
+    served: Served, capsys: pytest.CaptureFixture[str]
+):
+    data = served.settings.data
+    with served.client("ingest") as client:
+        client.ingest(Writer().events(RunStarted(info=RunInfo(name="tiny"))))
+    assert 2 == vitals("runs", "--collector", data)
+    assert "no collector runs on that folder" in capsys.readouterr().err
+    body = msgspec.json.encode(CollectorFile(url=served.url, pid=1))
+    (data / ADDRESS_FILE).write_bytes(body)
+    assert 0 == vitals("show", "tiny", "--collector", data)
+    assert RUN in capsys.readouterr().out
+    command = ("command", RUN, "halt", "--reason", "enough", "--collector", data)
+    assert 0 == vitals(*command), capsys.readouterr().err
 
 
 def test_a_long_name_pushes_nothing_out_of_sight(

@@ -349,11 +349,15 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
     ``VITALS_COLLECTOR_URL`` and ``VITALS_TOKEN_FILE`` come first, then the files that a collector
     writes into its data folder. Whether it is alive is not asked.
     """
-    data = default_data_dir(environ)
     url = environ.get("VITALS_COLLECTOR_URL", "")
     token_file = environ.get("VITALS_TOKEN_FILE", "")
     if url:
         return CollectorAddress(url=url, tokens=read_tokens(token_file) if token_file else Tokens())
+    return collector_on(default_data_dir(environ), token_file)
+
+
+def collector_on(data: Path, token_file: str = "") -> CollectorAddress | None:
+    """Return the collector that wrote its address into its data folder; None: none is there."""
     try:
         found = msgspec.json.decode((data / "collector.json").read_bytes(), type=_CollectorFile)
     except (OSError, msgspec.DecodeError):

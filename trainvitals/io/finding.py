@@ -9,6 +9,7 @@ from trainvitals.io.client import (
     CollectorAddress,
     CollectorClient,
     Tokens,
+    collector_on,
     discover_collector,
     read_tokens,
 )
@@ -21,11 +22,12 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
     """Return the collector at ``url``, else the one that is found here, with its tokens.
 
     Found are the collector that the environment names, and this user's own where it answers.
+    For ``url`` its data folder may be given, as an absolute path.
     """
     file = token_file or os.environ.get("VITALS_TOKEN_FILE") or None
-    found = discover_collector(os.environ)
+    url, found = known_collector(url)
     if url:
-        is_own = found is not None and found.url == url.rstrip("/")
+        is_own = found is not None and found.url == url
         own = found.tokens if found is not None and is_own else Tokens()
         return CollectorAddress(url=url, tokens=read_tokens(file) if file else own)
     if found is None:
@@ -37,6 +39,23 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
         return found
     with CollectorClient(found.url, found.tokens.read) as client:
         return found if client.answers() else None
+
+
+def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
+    """Return the address that was named, and the collector whose tokens are known here.
+
+    Raises:
+        UsageError: a folder was named, and no collector runs on it.
+    """
+    if not Path(named).is_absolute():
+        return named.rstrip("/"), discover_collector(os.environ)
+    found = collector_on(Path(named))
+    if found is None:
+        raise UsageError(
+            f"--collector is {named}, and no collector runs on that folder",
+            hint="give the folder that the collector has as --data, or its address",
+        )
+    return found.url, found
 
 
 def default_folder() -> Path:

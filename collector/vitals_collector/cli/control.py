@@ -21,13 +21,16 @@ from trainvitals.io.client import (
     discover_collector,
     read_tokens,
 )
+from trainvitals.io.finding import known_collector
 from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
 from vitals_collector.cli.replay import folder_here
 from vitals_collector.queries.reading import find_run, open_folder, open_reader
 
 Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
-Collector = Annotated[str, typer.Option("--collector", help="Address of a running collector.")]
+Collector = Annotated[
+    str, typer.Option("--collector", help="Address or data folder of a collector.")
+]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
 Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 By = Annotated[str, typer.Option("--by", help="Who does it [default: this user].")]
@@ -259,8 +262,8 @@ def _default_folder(collector: str) -> Path | None:
 @contextlib.contextmanager
 def _control(collector: str, token_file: Path | None, *, needs: str) -> Iterator[CollectorClient]:
     """Give a client with the token that the call needs; it never comes from the command line."""
-    found = discover_collector(os.environ)
-    url = collector.rstrip("/") or (found.url if found else "")
+    url, found = known_collector(collector)
+    url = url or (found.url if found else "")
     if not url:
         raise UsageError(
             "no collector is known here",

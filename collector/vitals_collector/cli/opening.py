@@ -17,7 +17,9 @@ Run = Annotated[
     ),
 ]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
-Collector = Annotated[str, typer.Option("--collector", help="Address of a running collector.")]
+Collector = Annotated[
+    str, typer.Option("--collector", help="Address or data folder of a collector.")
+]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
 
 
