@@ -27,6 +27,7 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import NUM_FIGURES, Derived, agreed, rank_losses, step_record
 from trainer_hooks.signals import HostStep
 from trainer_hooks.snapshots import Meta, Restored
+from trainer_hooks.starter import NodeAgent
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted
@@ -72,6 +73,7 @@ class Host:
     columns: RootColumns
     attempt: int
     evaluations: Unevaluated = field(default_factory=Unevaluated)
+    agent: NodeAgent | None = None
     tokens_seen: int = 0
     tokens_trained: int = 0
     probe_parameters: bool = False

@@ -212,6 +212,9 @@ class Loop:
             with host.faults.fail_open("close"):
                 if host.healer is not None:
                     host.healer.close()
+            if host.agent is not None:
+                now = host.clock.monotonic_ns()
+                host.agent.close(now, step=self._step, attempt=self.attempt)
             self.goodbye.say(state, reason)
             self._release()
             closed(self)

@@ -316,6 +316,8 @@ class StepParts:
         host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
         host_step.before_clip = before_clip
         host_step.clip_unknown = before_clip and max_norm is None
+        if (agent := self._host.agent) is not None:
+            agent.look(host_step.monotonic_ns, step=step, attempt=host_step.attempt)
         return device.readback.push(numbers, host_step)
 
     def _loss_scale(self) -> Tensor:

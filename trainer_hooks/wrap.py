@@ -36,7 +36,7 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.shards import unwrap
 from trainer_hooks.signals import Utilization
 from trainer_hooks.snapshots import Restored
-from trainer_hooks.starter import missing_packages, start_agent
+from trainer_hooks.starter import NodeAgent, Starter, missing_packages
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.policy import Judge
 from trainvitals.policy.stopping import EarlyStopping
@@ -328,4 +328,9 @@ def _start_agent(host: Host, place: Place, environ: Mapping[str, str]) -> None:
         host.emitter.event(Note(code="no_agent", text=text), step=0, attempt=place.attempt)
         return
     with host.faults.fail_open("agent.start"):
-        start_agent(place.run_dir, place.folder.parent, place.node, environ)
+        host.agent = NodeAgent(
+            Starter(place, environ),
+            emitter=host.emitter,
+            faults=host.faults,
+            now_ns=host.clock.monotonic_ns(),
+        )
