@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import streamlit as st
 
 from trainvitals.errors import UsageError
-from trainvitals.views import CellsReply, RunSummary
+from trainvitals.views import Branch, CellsReply, RunSummary
 from vitals_dashboard import frame, heat, words
 from vitals_dashboard.source import Source
 
@@ -35,11 +36,18 @@ def ask(
     steps: tuple[int | None, int | None],
     *,
     points: int = POINTS,
+    branch: Branch = "all",
 ) -> CellsReply | None:
     """Return a heat map's cells; None where the run has no number of it in these steps."""
     try:
         reply = source.client.cells(
-            run.run_id, metric, points=points, rows=ROWS, from_step=steps[0], to_step=steps[1]
+            run.run_id,
+            metric,
+            points=points,
+            rows=ROWS,
+            branch=branch,
+            from_step=steps[0],
+            to_step=steps[1],
         )
     except UsageError:
         return None  # this run never measured it
@@ -99,7 +107,8 @@ def draw(
 
 
 def _notes(reply: CellsReply) -> list[str]:
-    width = reply.step[1] - reply.step[0] if len(reply.step) > 1 else 1
+    apart = sorted(b - a for a, b in pairwise(reply.step))
+    width = apart[len(apart) // 2] if apart else 1  # where steps go bad, more of them are measured
     notes = [f"{words.count(len(reply.rows), 'row')}, {words.count(len(reply.step), 'column')}."]
     if reply.num_rows > len(reply.rows):
         notes[0] = f"The {len(reply.rows)} most deviating of {reply.num_rows:,} rows."
@@ -107,6 +116,11 @@ def _notes(reply: CellsReply) -> list[str]:
         notes.append(
             f"A column is about {width:,} steps; a cell shows the value of them that is furthest"
             " from the row's middle."
+        )
+    if reply.rolled_back is not None:
+        notes.append(
+            "Between the steps {:,} and {:,} some were rolled back: a cell there shows what is"
+            " furthest of all attempts.".format(*reply.rolled_back)
         )
     if reply.nonfinite:
         notes.append(

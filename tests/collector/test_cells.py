@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from tests.collector.conftest import Served
-from tests.collector.lookback import BAD, ONSET, gpu_rows, troubled_run
+from tests.collector.lookback import BACK_TO, BAD, ONSET, gpu_rows, troubled_run
 from tests.collector.rows import RUN, SECOND, START, Writer
 from tests.collector.test_query import At, query
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import UsageError
-from trainvitals.records import NamesDefined
+from trainvitals.records import AttemptStarted, NamesDefined
 from trainvitals.rows import Value
 from vitals_collector.queries.cells import MAX_CELLS
 from vitals_collector.queries.query import Query
@@ -125,10 +125,63 @@ def test_layers_have_a_row_each_in_the_models_order(store: Store):
     found = query(store).cells(RUN, "layers.grad_norm", points=500)
     assert ("embed", "h.0", "h.1") == found.rows
     assert 270 == len(found.step)
-    assert () == found.nonfinite  # the lineage went back before it
     ratio = query(store).cells(RUN, "layers.update_ratio", points=2, rows=2)
     assert (3, "ratio") == (ratio.num_rows, ratio.unit)
     assert all(v == pytest.approx(0.01) for row in ratio.value for v in row)
+
+
+def test_what_was_rolled_back_is_in_the_map_unless_only_the_lineage_is_asked_for(store: Store):
+    troubled_run(store, num_after=30)  # fewer than were rolled back
+    for metric, row, bad in (
+        ("layers.grad_norm", 2, ((2, BAD), (2, BAD + 1))),
+        ("steps.rank_loss", 1, ((1, BAD),)),
+    ):
+        found = query(store).cells(RUN, metric, points=500)
+        assert (bad, (BACK_TO, BAD + 1)) == (found.nonfinite, found.rolled_back)
+        assert tuple(range(BAD + 2)) == found.step
+        kept = query(store).cells(RUN, metric, points=500, branch="lineage")
+        assert ((), None) == (kept.nonfinite, kept.rolled_back)
+        assert tuple(range(BACK_TO + 30)) == kept.step
+        left = query(store).cells(RUN, metric, points=500, branch="discarded")
+        assert ((BACK_TO, BAD + 1), BACK_TO) == (left.rolled_back, left.step[0])
+        assert tuple((r, c - BACK_TO) for r, c in bad) == left.nonfinite
+        assert found.value[row][ONSET:BAD] == left.value[row][ONSET - BACK_TO : BAD - BACK_TO]
+        wide = query(store).cells(RUN, metric, points=9)  # 18 steps each
+        assert ((row, 8),) == wide.nonfinite
+        before = query(store).cells(RUN, metric, to_step=BACK_TO - 1)
+        assert ((), None) == (before.nonfinite, before.rolled_back)
+    layers = query(store).cells(RUN, "layers.grad_norm", points=9)
+    assert 500.0 == layers.value[2][8]
+
+
+@pytest.mark.parametrize("points", [100, 10])
+@pytest.mark.parametrize("bad", [0.5, 9.0])
+def test_a_cell_of_two_attempts_shows_the_one_that_left_the_lineages_course(
+    store: Store, points: int, bad: float
+):
+    writer, other = Writer(), Writer("rank:1")
+    ingest(store, writer.events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
+    ingest(store, writer.events(AttemptStarted(id=2, parent=1, fork_step=50, reason="rollback")))
+    norms = {1: [2.0] * 50 + [bad] * 40, 2: [2.0] * 50}
+    rows = []
+    for attempt, first in ((1, 0), (2, 50)):
+        some = norms[attempt]
+        steps = range(first, first + len(some))
+        ingest(store, other.steps(steps, attempt=attempt, rank_loss=list(some)))
+        each = layer_rows(writer, {s: [v] * 3 for s, v in zip(steps, some, strict=True)})
+        rows += [[step, attempt, *rest] for step, _, *rest in each]
+    # one batch has rows of both attempts, and the first one's last steps were written twice
+    for part in (rows[:150], rows[150:330], rows[330:], rows[240:270]):
+        ingest(store, writer.batch(LAYERS_SCHEMA, part))
+    for metric in ("layers.grad_norm", "steps.rank_loss"):
+        found = query(store).cells(RUN, metric, points=points)
+        num = points // 2
+        assert [2.0] * num == list(found.value[0][:num])
+        assert [bad] * (num * 4 // 5) == list(found.value[0][num : num * 9 // 5])
+        kept = query(store).cells(RUN, metric, points=points, branch="lineage")
+        assert (points, {2.0}) == (len(kept.step), {v for row in kept.value for v in row})
+        left = query(store).cells(RUN, metric, points=points, branch="discarded")
+        assert (50, {bad}) == (left.step[0], {v for row in left.value for v in row})
 
 
 def test_gpus_are_drawn_over_the_steps_that_ran_then(store: Store):
@@ -139,6 +192,10 @@ def test_gpus_are_drawn_over_the_steps_that_ran_then(store: Store):
     assert (("gpu:GPU-1",), "celsius") == (found.rows, found.unit)
     assert 91.0 == found.value[0][-1]
     assert max(found.step) <= BAD
+    assert (BACK_TO, BAD) == found.rolled_back
+    kept = query(store).cells(RUN, "gpu.temperature_celsius", points=500, branch="lineage")
+    assert (BACK_TO - 2, None) == (max(kept.step), kept.rolled_back)  # the agent saw no more
+    assert 61.0 > max(kept.value[0])
     part = query(store).cells(RUN, "gpu.temperature_celsius", points=500, to_step=ONSET - 50)
     assert max(part.step) <= ONSET - 50
 
@@ -166,6 +223,8 @@ def test_a_heat_map_comes_over_http(served: Served):
             query(served.store).cells(RUN, "steps.rank_loss", points=7, rows=1, from_step=3)
             == found
         )
+        kept = client.cells(RUN, "steps.rank_loss", branch="lineage")
+        assert ((BACK_TO, BAD + 1), None) == (found.rolled_back, kept.rolled_back)
         assert client.movers(RUN, BAD)
         with pytest.raises(UsageError, match=r"did you mean steps\.rank_loss"):
             client.cells(RUN, "steps.rnk_loss")

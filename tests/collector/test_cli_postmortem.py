@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.collector.conftest import Served
+from tests.collector.lookback import troubled_run
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_both_ways import story, through_a_folder
 from tests.collector.test_cli_read import leave, vitals
@@ -103,6 +104,23 @@ def test_a_collector_tells_it_as_a_folder_does(served: Served, runs: Path, tmp_p
 
     assert "skip_step" in decided(files[0])
     assert decided(files[0]) == decided(files[1])
+
+
+def test_the_maps_of_an_incident_have_the_numbers_that_were_rolled_back(
+    served: Served, tmp_path: Path
+):
+    troubled_run(served.store)
+    tokens = served.settings.data / "tokens.json"
+    where = ("--collector", served.url, "--token-file", tokens)
+    html, md = tmp_path / "x.html", tmp_path / "x.md"
+    chosen = ("--incident", "1-158-nonfinite_loss", "--html", html, "--md", md)
+    assert 0 == vitals("postmortem", RUN, *where, *chosen)
+    told = md.read_text()
+    of_loss = told.partition("| Loss of each rank |")[2].partition("| Step time")[0]
+    assert ["no", "yes"] == re.findall(r"^\| rank:\d .*\| (\w+) \|$", of_loss, re.M)
+    assert " | 500 | 158 | yes |" in told.partition("| Gradient norm of each layer |")[2]
+    some = "f steps 120 to 161 some were rolled back: a cell has the worst of all attempts"
+    assert 3 == told.count(f"O{some}.") == Page(html).text.count(f"; o{some}")
 
 
 def test_markdown_goes_to_stdout_with_its_curves(runs: Path, capsys: pytest.CaptureFixture[str]):

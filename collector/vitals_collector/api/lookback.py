@@ -1,6 +1,6 @@
 """The routes of the look back: heat maps, movers, incidents, annotations, tables."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from fastapi import Query as Parameter
@@ -48,12 +48,19 @@ def _add_maps(router: APIRouter, query: Query) -> None:
         metric: str,
         points: Annotated[int, Parameter(ge=1, le=MAX_COLUMNS)] = 200,
         rows: Annotated[int, Parameter(ge=1, le=MAX_ROWS)] = 64,
+        branch: Literal["lineage", "discarded", "all"] = "all",
         from_step: _Bound = None,
         to_step: _Bound = None,
     ) -> Response:
         """Return a heat map of one metric, ranks, GPUs, nodes or layers by steps."""
         found = query.cells(
-            run_id, metric, points=points, rows=rows, from_step=from_step, to_step=to_step
+            run_id,
+            metric,
+            points=points,
+            rows=rows,
+            branch=branch,
+            from_step=from_step,
+            to_step=to_step,
         )
         return reply(found)
 

@@ -1,9 +1,12 @@
-"""Heat maps: one metric of every rank, GPU, node or layer over the steps of a run's lineage.
+"""Heat maps: one metric of every rank, GPU, node or layer over the steps of a run.
 
 A column of the map stands for some steps. Of these a cell shows the value that lies furthest from
 the row's middle thereabouts, so that a spike of one step is as visible among a million steps as it
-is in a hundred. Ranks, GPUs and nodes come out of the summaries beside the stored columns; layers
-have none and are decoded.
+is in a hundred. Steps that were rolled back are in it unless they are not asked for: the trouble
+lies in them, and a cell then shows the worst of all attempts.
+
+Ranks, GPUs and nodes come out of the summaries beside the stored columns; layers have none and are
+decoded.
 """
 
 import difflib
@@ -15,9 +18,10 @@ from sqlalchemy import Connection, select
 from trainvitals import catalog
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
-from trainvitals.views import CellsReply
+from trainvitals.views import Branch, CellsReply
 from vitals_collector.queries import layer_cells, metrics
 from vitals_collector.queries.extremes import (
+    Drawn,
     Extremes,
     furthest,
     nanmedian,
@@ -26,7 +30,15 @@ from vitals_collector.queries.extremes import (
 )
 from vitals_collector.queries.loading import Selection, load_outline, load_outlines_by_source
 from vitals_collector.queries.recorded import attempt_rows
-from vitals_collector.queries.series import AttemptRow, Floats, Ints, Points
+from vitals_collector.queries.series import (
+    AttemptRow,
+    Floats,
+    Points,
+    by_time,
+    ends,
+    is_of_lineage,
+    join,
+)
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import UNKNOWN
 
@@ -46,6 +58,7 @@ def cells(
     *,
     points: int,
     rows: int,
+    branch: Branch = "all",
     from_step: int | None = None,
     to_step: int | None = None,
 ) -> CellsReply:
@@ -57,6 +70,7 @@ def cells(
         metric: ``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``.
         points: at most so many columns.
         rows: at most so many rows: those that deviate most.
+        branch: of which attempts; of a step that several trained, a cell has all their values.
         from_step: first step wanted.
         to_step: last step wanted, inclusive.
 
@@ -69,10 +83,8 @@ def cells(
     wanted = Selection(
         run_id=run_id, stream=stream, column=column, from_step=from_step, to_step=to_step
     )
-    if stream == "layers":
-        names, starts, found = layer_cells.load(connection, wanted, attempts, points)
-    else:
-        names, starts, found = _of_sources(connection, wanted, attempts, points)
+    load = layer_cells.load if stream == "layers" else _of_sources
+    names, starts, found, rolled_back = load(connection, wanted, attempts, branch, points)
     value = furthest(found)
     chosen = _most(value, found, rows, is_alike=stream != "layers")
     marks = np.argwhere(found.is_marked[chosen])
@@ -85,6 +97,7 @@ def cells(
         step=tuple(starts.tolist()),
         value=tuple(tuple(None if v != v else v for v in row) for row in value[chosen].tolist()),
         nonfinite=tuple((int(r), int(c)) for r, c in marks),
+        rolled_back=rolled_back,
     )
 
 
@@ -120,19 +133,36 @@ def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
 
 
 def _of_sources(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], points: int
-) -> tuple[Sequence[str], Ints, Extremes]:
-    """Return the names of ranks, GPUs or nodes, the first step of each column, and the cells."""
+    connection: Connection,
+    wanted: Selection,
+    attempts: Sequence[AttemptRow],
+    branch: Branch,
+    points: int,
+) -> Drawn:
+    """Return the rows of ranks, GPUs or nodes."""
+    num = _POINTS_A_COLUMN * points
     if wanted.stream == "steps":
-        curves = load_outlines_by_source(
-            connection, wanted, attempts, "lineage", _POINTS_A_COLUMN * points
-        )
+        curves = load_outlines_by_source(connection, wanted, attempts, branch, num)
     else:
-        curves = _host(connection, wanted, attempts, points)
-    names = [name for name in _ordered(curves) if len(curves[name])]
-    drawn = [curves[name] for name in names]
-    starts = starts_of(drawn, points)
-    return names, starts, of_curves(drawn, starts)
+        curves = _host(connection, wanted, attempts, num)
+    end_of = ends(attempts)
+    names: list[str] = []
+    kept: list[Points] = []
+    left: list[Points] = []
+    for name in _ordered(curves):
+        curve = curves[name]
+        is_kept = is_of_lineage(curve.attempt, curve.step, end_of)
+        of_lineage = curve.take(is_kept) if branch != "discarded" else join([])
+        discarded = curve.take(~is_kept) if branch != "lineage" else join([])
+        if len(of_lineage) or len(discarded):
+            names.append(name)
+            kept.append(of_lineage)
+            left.append(discarded)
+    starts = starts_of([curve for curve in (*kept, *left) if len(curve)], points)
+    cells = of_curves(kept, starts).with_discarded(of_curves(left, starts))
+    again = join(left).step
+    rolled_back = (int(again.min()), int(again.max())) if len(again) else None
+    return Drawn(names, starts, cells, rolled_back)
 
 
 def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
@@ -173,43 +203,55 @@ def _most(value: Floats, found: Extremes, num: int, *, is_alike: bool) -> list[i
 
 
 def _host(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], points: int
+    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], num_points: int
 ) -> dict[str, Points]:
     """Return the curves of GPUs or nodes with the steps that ran as they were measured.
 
     What was measured before the first step ended, or after the last, belongs to none.
     """
-    times, steps = clock_of_steps(connection, wanted.run_id, attempts, _POINTS_A_COLUMN * points)
-    if not len(times):
+    clock = _clock(connection, wanted.run_id, attempts, num_points)
+    if not len(clock):
         return {}
     of_host = Selection(run_id=wanted.run_id, stream=wanted.stream, column=wanted.column)
-    found = load_outlines_by_source(connection, of_host, attempts, "all", _POINTS_A_COLUMN * points)
+    found = load_outlines_by_source(connection, of_host, attempts, "all", num_points)
     curves = {}
     for name, curve in found.items():
-        at = np.interp(curve.time_unix_ns, times, steps, left=-1.0, right=-1.0)
-        step = np.floor(at).astype(np.int64)
-        is_in = at >= 0
+        with_steps = _with_steps(curve, clock)
+        is_in = np.ones(len(with_steps), dtype=np.bool_)
         if wanted.from_step is not None:
-            is_in &= step >= wanted.from_step
+            is_in &= with_steps.step >= wanted.from_step
         if wanted.to_step is not None:
-            is_in &= step <= wanted.to_step
-        with_steps = Points(step, curve.attempt, curve.time_unix_ns, curve.value)
+            is_in &= with_steps.step <= wanted.to_step
         curves[name] = with_steps.take(is_in)
     return curves
 
 
-def clock_of_steps(
+def _clock(
     connection: Connection, run_id: str, attempts: Sequence[AttemptRow], num_points: int
-) -> tuple[Floats, Floats]:
-    """Return moments and the steps of the lineage that ended then, both rising."""
+) -> Points:
+    """Return steps of all attempts by the moments at which they ended."""
     for column in _TIMED:
         wanted = Selection(run_id=run_id, stream="steps", column=column, source="rank:0")
-        found, _ = load_outline(connection, wanted, attempts, "lineage", max(num_points, 1_000))
+        found, _ = load_outline(connection, wanted, attempts, "all", max(num_points, 1_000))
         if len(found):
-            order = np.argsort(found.time_unix_ns, kind="stable")
-            steps = np.maximum.accumulate(found.step[order])
-            return found.time_unix_ns[order].astype(np.float64), steps.astype(np.float64)
-    return np.zeros(0), np.zeros(0)
+            return by_time(found)
+    return join([])
 
 
-__all__ = ["MAX_COLUMNS", "MAX_ROWS", "cells", "clock_of_steps"]
+def _with_steps(curve: Points, clock: Points) -> Points:
+    """Return what was measured while steps ran, with their numbers and attempts.
+
+    While a run goes back, no step ends: what is measured then is of the last one before.
+    """
+    time = curve.time_unix_ns
+    at = np.searchsorted(clock.time_unix_ns, time, side="right") - 1
+    is_in = (at >= 0) & (time <= clock.time_unix_ns[-1])
+    at, time, value = at[is_in], time[is_in], curve.value[is_in]
+    after = np.minimum(at + 1, len(clock) - 1)
+    begun, step = clock.time_unix_ns[at], clock.step[at]
+    part = (time - begun) / np.maximum(clock.time_unix_ns[after] - begun, 1)
+    ended = np.floor(part * np.maximum(clock.step[after] - step, 0)).astype(np.int64)
+    return Points(step + ended, clock.attempt[at], time, value)
+
+
+__all__ = ["MAX_COLUMNS", "MAX_ROWS", "cells"]

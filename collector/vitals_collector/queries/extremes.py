@@ -27,6 +27,30 @@ class Extremes(NamedTuple):
             self.low[which], self.high[which], self.middle[which], self.is_marked[which]
         )
 
+    def with_discarded(self, left: "Extremes") -> "Extremes":
+        """Return the lineage's cells with what was rolled back in them.
+
+        The middle stays that of the lineage where it has one: of two attempts' values halfway
+        between them there is no course, and a cell could not tell which of them left it.
+        """
+        return Extremes(
+            np.fmin(self.low, left.low),
+            np.fmax(self.high, left.high),
+            np.where(np.isnan(self.middle), left.middle, self.middle),
+            self.is_marked | left.is_marked,
+        )
+
+
+class Drawn(NamedTuple):
+    """All rows of a heat map."""
+
+    names: Sequence[str]
+    starts: Ints
+    """The first step of each column."""
+    cells: Extremes
+    rolled_back: tuple[int, int] | None
+    """The first and the last step of which a value is in it that is not of the lineage."""
+
 
 class Grid:
     """Cells that take in values in any order; rows are added as they are needed."""
@@ -175,6 +199,7 @@ def nanmedian(values: Floats) -> Floats:
 
 
 __all__ = [
+    "Drawn",
     "Extremes",
     "Grid",
     "even_starts",

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from sqlalchemy import Connection, select
 
+from trainvitals.views import Branch
 from vitals_collector.queries.blocks import KEYS, Block, Part, find_parts, read_blocks
-from vitals_collector.queries.extremes import Extremes, Grid, even_starts
+from vitals_collector.queries.extremes import Drawn, Grid, even_starts
 from vitals_collector.queries.loading import Selection
-from vitals_collector.queries.series import AttemptRow, Floats, Ints, Mask, ends
+from vitals_collector.queries.series import AttemptRow, Floats, Ints, Mask, ends, is_of_lineage
 from vitals_collector.storage.schema import names
 
 RATIO = "update_ratio"
@@ -25,13 +26,18 @@ _MAX_NUMBER = 4_096
 
 
 def load(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], points: int
-) -> tuple[Sequence[str], Ints, Extremes]:
-    """Return the layers in the model's own order, the first step of each column, and the cells."""
+    connection: Connection,
+    wanted: Selection,
+    attempts: Sequence[AttemptRow],
+    branch: Branch,
+    points: int,
+) -> Drawn:
+    """Return the layers in the model's own order."""
     named = layer_names(connection, wanted.run_id)
-    spans = _spans(connection, wanted, attempts)
-    calm, others, shared = _sorted_out(spans, _families(named, spans))
-    source = _Source(connection, wanted, attempts, named)
+    spans = _spans(connection, wanted, attempts, branch)
+    families = _families(named, spans)
+    calm, others, shared = _sorted_out(_clusters(spans, families, _lines(spans, branch)))
+    source = _Source(connection, wanted, attempts, branch, named)
     filling = _Filling(source, calm, points)
     for rows in source.read(others):
         filling.wait(rows)
@@ -45,10 +51,11 @@ def load(
             filling.add(rows.take(~is_shared))
         else:
             filling.add(rows)
-    starts, found = filling.finish(len(source.rows.names))
-    order = source.rows.order()
-    is_there = [i for i in order if (found.is_marked[i] | ~np.isnan(found.low[i])).any()]
-    return [source.rows.names[i] for i in is_there], starts, found.take(is_there)
+    names, starts, found, rolled_back = filling.finish()
+    is_there = [
+        i for i in source.rows.order() if (found.is_marked[i] | ~np.isnan(found.low[i])).any()
+    ]
+    return Drawn([names[i] for i in is_there], starts, found.take(is_there), rolled_back)
 
 
 # ------------------------------------------------------------------------------ which overlap
@@ -65,9 +72,9 @@ class _Span(NamedTuple):
 
 
 def _spans(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow]
+    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], branch: Branch
 ) -> list[_Span]:
-    """Return the batches that may have rows of the lineage, by step."""
+    """Return the batches that may have rows of the branch, by step."""
     low, high = wanted.from_step, wanted.to_step
     end_of = ends(attempts)
     found = []
@@ -75,8 +82,11 @@ def _spans(
     for place, part in enumerate(parts):
         first = part.min_step if low is None else max(part.min_step, low)
         last = part.max_step if high is None else min(part.max_step, high)
-        if part.min_attempt == part.max_attempt and last >= end_of(part.min_attempt):
-            last = int(max(end_of(part.min_attempt), first)) - 1
+        end = end_of(part.min_attempt)
+        if part.min_attempt == part.max_attempt and branch == "lineage" and last >= end:
+            last = int(max(end, first)) - 1
+        elif part.min_attempt == part.max_attempt and branch == "discarded" and first < end:
+            first = int(min(end, last + 1))
         if first <= last:
             found.append(_Span(first, last, place, part))
     return sorted(found)
@@ -104,14 +114,30 @@ def _families(named: Mapping[tuple[str, int], str], spans: Sequence[_Span]) -> d
     return {writer: i for i, (writers, _) in enumerate(families) for writer in writers}
 
 
+def _lines(spans: Sequence[_Span], branch: Branch) -> dict[int, int]:
+    """Return a number for each attempt: rows of those of one number may replace each other.
+
+    Of the lineage the newer attempt's row stays; else each attempt has its own, and only batches
+    with rows of several attempts keep these together.
+    """
+    lines: dict[int, int] = {}
+    number, end = 0, -1
+    for first, last in sorted({(s.part.min_attempt, s.part.max_attempt) for s in spans}):
+        if branch != "lineage" and first > end:
+            number += 1
+        lines[first] = number
+        end = max(end, last)
+    return lines
+
+
 def _sorted_out(
-    spans: Sequence[_Span], family_of: Mapping[str, int]
+    clusters: Sequence[Sequence[_Span]],
 ) -> tuple[list[_Span], list[_Span], set[int]]:
     """Return the columnar batches that overlap none, the others, and steps at which some touch."""
     calm: list[_Span] = []
     others: list[_Span] = []
     shared: set[int] = set()
-    for cluster in _clusters(spans, family_of):
+    for cluster in clusters:
         writers = {(s.part.incarnation, s.part.min_attempt, s.part.max_attempt) for s in cluster}
         pairs = list(pairwise(cluster))
         _, first_attempt, last_attempt = min(writers)
@@ -128,12 +154,14 @@ def _sorted_out(
     return calm, sorted(others, key=lambda span: span.place), shared
 
 
-def _clusters(spans: Sequence[_Span], family_of: Mapping[str, int]) -> list[list[_Span]]:
-    """Return together what has steps in common with another batch of the family."""
+def _clusters(
+    spans: Sequence[_Span], family_of: Mapping[str, int], line_of: Mapping[int, int]
+) -> list[list[_Span]]:
+    """Return together what has steps in common with another batch of the family and the line."""
     clusters: list[list[_Span]] = []
-    newest: dict[int, tuple[list[_Span], int]] = {}
+    newest: dict[tuple[int, int], tuple[list[_Span], int]] = {}
     for span in spans:
-        family = family_of[span.part.incarnation]
+        family = family_of[span.part.incarnation], line_of[span.part.min_attempt]
         some, end = newest.get(family, ([], span.low - 1))
         if span.low > end:
             some = []
@@ -147,7 +175,7 @@ def _clusters(spans: Sequence[_Span], family_of: Mapping[str, int]) -> list[list
 
 
 class _Rows(NamedTuple):
-    """Measured values of one batch, of the lineage and the wanted steps."""
+    """Measured values of one batch, of the branch and the wanted steps."""
 
     span: _Span
     row: Ints
@@ -213,12 +241,14 @@ class _Source:
         connection: Connection,
         wanted: Selection,
         attempts: Sequence[AttemptRow],
+        branch: Branch,
         named: Mapping[tuple[str, int], str],
     ) -> None:
         self.rows = _Numbering(named)
+        self.branch = branch
+        self.end_of = ends(attempts)
         self._connection = connection
         self._wanted = wanted
-        self._end_of = ends(attempts)
 
     def read(self, spans: Sequence[_Span], *, is_timed: bool = True) -> Iterator[_Rows]:
         """Yield the values of some batches at a time, in the order given; none is empty.
@@ -238,8 +268,8 @@ class _Source:
         ):
             value, is_kept = value_of(block, columns)
             span = span_of[int(block.batch[0])]
-            if not (span.part.is_columnar and span.high == span.part.max_step):
-                is_kept &= self._is_of_lineage(block.whole("attempt"), block.whole("step"))
+            if not self._is_whole(span):
+                is_kept &= self._is_of_branch(block)
             if not is_kept.all():
                 block, value = block.take(is_kept), value[is_kept]
             if len(block):
@@ -255,13 +285,16 @@ class _Source:
             time = np.where(step == span.part.max_step, last, first)
         return _Rows(span, row, layer, step, attempt, time, value)
 
-    def _is_of_lineage(self, attempt: Ints, step: Ints) -> Mask:
-        if np.all(attempt == attempt[0]):
-            is_kept: Mask = step < self._end_of(int(attempt[0]))
-            return is_kept
-        found, which = np.unique(attempt, return_inverse=True)
-        is_before: Mask = step < np.array([self._end_of(int(one)) for one in found])[which]
-        return is_before
+    def _is_whole(self, span: _Span) -> bool:
+        """Return whether all rows of the span's block are of the branch."""
+        part = span.part
+        is_uncut = (span.low, span.high) == (part.min_step, part.max_step)
+        is_pure = part.is_columnar and part.min_attempt == part.max_attempt
+        return self.branch == "all" or (is_pure and is_uncut)
+
+    def _is_of_branch(self, block: Block) -> Mask:
+        is_kept = is_of_lineage(block.whole("attempt"), block.whole("step"), self.end_of)
+        return ~is_kept if self.branch == "discarded" else is_kept
 
 
 class _Filling:
@@ -275,7 +308,9 @@ class _Filling:
         self._held: list[_Rows] = []
         """What came before there were more steps than columns."""
         self._waiting: list[_Rows] = []
-        self._grid: Grid | None = None
+        self._grids: tuple[Grid, Grid] | None = None
+        """Of the lineage, and of what was rolled back."""
+        self._rolled_back: tuple[int, int] | None = None
 
     def wait(self, rows: _Rows) -> None:
         """Take in values that others of the same layer and step may replace."""
@@ -286,28 +321,40 @@ class _Filling:
         """Take in values that none replaces."""
         if not len(rows.step):
             return
-        if self._grid is None:
+        if self._grids is None:
             self._held.append(rows)
             self._steps = np.union1d(self._steps, rows.step)
             if len(self._steps) <= self._points:
                 return
             self._begin(even_starts(self._end(1), self._end(-1), self._points))
         else:
-            self._grid.add(rows.row, rows.step, rows.value)
+            self._put(rows, self._grids)
 
-    def finish(self, num_rows: int) -> tuple[Ints, Extremes]:
-        """Return the first step of each column, and the cells."""
+    def finish(self) -> Drawn:
+        """Return all layers, in the order in which they were met."""
         for rows in self._stitched():
             self.add(rows)
-        grid = self._grid or self._begin(self._steps)
-        return grid.starts, grid.extremes(num_rows)
+        kept, left = self._grids or self._begin(self._steps)
+        names = self._source.rows.names
+        found = kept.extremes(len(names)).with_discarded(left.extremes(len(names)))
+        return Drawn(names, kept.starts, found, self._rolled_back)
 
-    def _begin(self, starts: Ints) -> Grid:
-        self._grid = grid = Grid(starts)
+    def _begin(self, starts: Ints) -> tuple[Grid, Grid]:
+        self._grids = grids = Grid(starts), Grid(starts)
         for rows in self._held:
-            grid.add(rows.row, rows.step, rows.value)
+            self._put(rows, grids)
         self._held.clear()
-        return grid
+        return grids
+
+    def _put(self, rows: _Rows, grids: tuple[Grid, Grid]) -> None:
+        is_kept = is_of_lineage(rows.attempt, rows.step, self._source.end_of)
+        if not is_kept.all():
+            again, rows = rows.take(~is_kept), rows.take(is_kept)
+            grids[1].add(again.row, again.step, again.value)
+            low, high = int(again.step.min()), int(again.step.max())
+            before = self._rolled_back or (low, high)
+            self._rolled_back = min(low, before[0]), max(high, before[1])
+        grids[0].add(rows.row, rows.step, rows.value)
 
     def _end(self, sign: int) -> int:
         """Return the first step that has a value, or with -1 the last one."""
@@ -324,7 +371,7 @@ class _Filling:
         return sign * best
 
     def _stitched(self) -> list[_Rows]:
-        """Return what waited, of a layer's step the newest row only."""
+        """Return what waited, of a layer's step (and attempt, but of a lineage) the newest row."""
         some, self._waiting = sorted(self._waiting, key=lambda rows: rows.span.place), []
         if not some:
             return []
@@ -334,6 +381,8 @@ class _Filling:
         rows = rows.take(np.lexsort((rows.time_unix_ns, rows.attempt, rows.step, rows.row)))
         is_last = np.ones(len(rows.step), dtype=np.bool_)
         is_last[:-1] = (rows.row[:-1] != rows.row[1:]) | (rows.step[:-1] != rows.step[1:])
+        if self._source.branch != "lineage":
+            is_last[:-1] |= rows.attempt[:-1] != rows.attempt[1:]
         return [rows.take(is_last)]
 
 

@@ -99,6 +99,7 @@ class Reader(Protocol):
         *,
         points: int = 200,
         rows: int = 64,
+        branch: Branch = "all",
         from_step: int | None = None,
         to_step: int | None = None,
     ) -> CellsReply:

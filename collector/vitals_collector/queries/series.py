@@ -101,7 +101,7 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
         points = points.take(_last_of_each(points.step, points.attempt))
     if branch == "all":
         return points
-    is_kept = _of_lineage(points, attempts)
+    is_kept = is_of_lineage(points.attempt, points.step, ends(attempts))
     if branch == "discarded":
         return points.take(~is_kept)
     if not is_kept.all():
@@ -109,11 +109,11 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
     return points if _is_rising(points.step) else points.take(_last_of_each(points.step))
 
 
-def _of_lineage(points: Points, attempts: Sequence[AttemptRow]) -> Mask:
-    end_of = ends(attempts)
-    is_kept = np.zeros(len(points), dtype=np.bool_)
-    for attempt in _distinct(points.attempt):
-        is_kept |= (points.attempt == attempt) & (points.step < end_of(attempt))
+def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> Mask:
+    """Return which rows are of the lineage; all others were rolled back. ``end_of``: ``ends``."""
+    is_kept = np.zeros(len(step), dtype=np.bool_)
+    for one in _distinct(attempt):
+        is_kept |= (attempt == one) & (step < end_of(one))
     return is_kept
 
 

@@ -82,7 +82,14 @@ def _stragglers(
 ) -> None:
     last = run.last_step if steps[1] is None else steps[1]
     first = max(steps[0] or 0, last - LAST_STEPS + 1)
-    reply = maps.ask(source, run, "steps.step_duration_seconds", (first, last), points=LAST_STEPS)
+    reply = maps.ask(
+        source,
+        run,
+        "steps.step_duration_seconds",
+        (first, last),
+        points=LAST_STEPS,
+        branch="lineage",  # of two attempts a cell would have the slower one
+    )
     with st.container(border=True, key="prose_stragglers", gap="xsmall"):
         if reply is None:
             st.text("No step time was measured here, so no straggler can be named.")

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 
 from trainvitals.cli.output import printable
 from vitals_collector.replays import text_plot
-from vitals_collector.replays.postmortem.blocks import Block, Heading, HeatMap, Plot, Table, Words
+from vitals_collector.replays.postmortem.blocks import (
+    Block,
+    Heading,
+    HeatMap,
+    Plot,
+    Table,
+    Words,
+    rolled_back,
+)
 
 _ACTIVE = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_]))")
 """What means something within a line: emphasis, code, links, cells, formulas."""
@@ -59,8 +67,10 @@ def _heat_map(block: HeatMap) -> str:
         rows.append((name, least[0], most[0], most[1], "yes" if number in lost else "no"))
     header = (block.title, "least", "greatest", "about step", "not finite values")
     left = reply.num_rows - len(reply.rows)
-    more = f"\n\n{left} rows that deviate less are left out." if left > 0 else ""
-    return _table(header, rows) + more
+    more = [f"{left} rows that deviate less are left out."] if left > 0 else []
+    if reply.rolled_back is not None:
+        more.append(f"{rolled_back(reply.rolled_back).capitalize()}.")
+    return "\n\n".join([_table(header, rows), *more])
 
 
 def _cell(value: object) -> str:

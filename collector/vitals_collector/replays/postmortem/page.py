@@ -6,7 +6,15 @@ from pathlib import Path
 from trainvitals.cli.output import printable
 from vitals_collector.replays.curves import KINDS
 from vitals_collector.replays.postmortem import pictures
-from vitals_collector.replays.postmortem.blocks import Block, Heading, HeatMap, Plot, Table, Words
+from vitals_collector.replays.postmortem.blocks import (
+    Block,
+    Heading,
+    HeatMap,
+    Plot,
+    Table,
+    Words,
+    rolled_back,
+)
 from vitals_collector.replays.postmortem.tree import Node, node, style, written
 
 _STYLE = Path(__file__).with_name("page.css")
@@ -77,7 +85,8 @@ def _heat_map(block: HeatMap) -> Node:
     if reply.num_rows > len(reply.rows):
         words += f"; {len(reply.rows)} of {reply.num_rows} rows, those that deviate most"
     words += "; a cross is a value that is not finite" if reply.nonfinite else ""
-    words += "; steps trained again are shown as trained again"
+    if reply.rolled_back is not None:
+        words += f"; {rolled_back(reply.rolled_back)}"
     caption = node("figcaption", node("b", block.title), words)
     return node("figure", caption, pictures.draw_cells(reply, block.onset_step))
 
