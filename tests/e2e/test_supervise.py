@@ -13,7 +13,7 @@ import pytest
 
 from tests.agent.builders import World
 from tests.e2e.lab import Lab, open_lab, stored_rows, until
-from trainvitals.cli.supervise import Stack
+from trainvitals.cli.supervise import MAX_REVIVALS, Child, Stack
 from trainvitals.identity import safe_node_id
 from trainvitals.io.private import private_base
 
@@ -108,6 +108,40 @@ def test_run_keeps_the_commands_output_and_exit_code(lab):
     assert (7, "to stdout\n") == (done.returncode, done.stdout)
     assert "to stderr\n" in done.stderr
     assert {} == lab.alive()
+
+
+def test_what_dies_beside_a_training_is_started_again_and_the_training_goes_on(lab):
+    goes_on = lab.folder / "goes_on"
+    goes_on.touch()
+    program = "import os, sys, time\nwhile os.path.exists(sys.argv[1]): time.sleep(0.1)"
+    run = lab.start_vitals("run", *home(lab), "--", sys.executable, "-c", program, str(goes_on))
+
+    def agents() -> list[int]:
+        return [pid for pid, words in lab.alive().items() if "trainvitals agent" in words]
+
+    until(lambda: len(agents()) == 1, "the agent runs")
+    (killed,) = agents()
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: agents() not in ([], [killed]), "another agent has been started")
+    goes_on.unlink()
+    assert 0 == run.wait(STOP_SECONDS), lab.log("run").read_text()
+    assert "the agent ended with exit code -9; it is started again" in lab.log("run").read_text()
+    assert {} == lab.alive()
+
+
+def test_what_dies_again_and_again_stays_away_and_it_is_said(lab):
+    stack = Stack(lab.folder / "home", lab.environ())
+    stack.home.mkdir()
+    (log := stack.home / "agent.log").touch()
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    stack._children.append(child := Child("agent", process, log, ("--no-such-option",)))
+    said = []
+    for _ in range(MAX_REVIVALS + 1):
+        child.process.wait()
+        said += stack.revive()
+    assert ["started again"] * MAX_REVIVALS == [text[-13:] for text in said[:MAX_REVIVALS]]
+    assert "it stays away. Its log is" in said[-1]
+    assert [] == list(stack.revive())
 
 
 def test_run_gives_128_and_the_number_of_the_signal_that_killed_the_command(lab):

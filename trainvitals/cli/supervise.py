@@ -27,6 +27,8 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+LOOK_SECONDS = 1.0
+MAX_REVIVALS = 3
 COMMAND_STOP_SECONDS = 40.0
 """torchrun itself gives its ranks 30 seconds to end; killed before, it would leave them behind."""
 
@@ -38,6 +40,8 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    options: Sequence[str] = ()
+    num_revivals: int = 0
 
     def last_words(self, num_lines: int = 15) -> str:
         """Return the end of the program's log."""
@@ -107,9 +111,16 @@ class Stack:
 
     def _start(self, name: str, options: Sequence[str]) -> Child:
         log = self.home / f"{name}.log"
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        child = Child(name, self._spawn(name, options, log, os.O_TRUNC), log, options)
+        self._children.append(child)
+        return child
+
+    def _spawn(
+        self, name: str, options: Sequence[str], log: Path, how: int
+    ) -> subprocess.Popen[bytes]:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as output:  # private: the dashboard prints the way in
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "trainvitals", name, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -117,9 +128,6 @@ class Stack:
                 env=self.environ,
                 start_new_session=True,
             )
-        child = Child(name, process, log)
-        self._children.append(child)
-        return child
 
     def _until(self, child: Child, probe: Callable[[], T | None]) -> T:
         """Return the probe's first answer.
@@ -147,6 +155,21 @@ class Stack:
     def dead(self) -> Child | None:
         """Return a program that ended by itself, or None."""
         return next((c for c in self._children if c.process.poll() is not None), None)
+
+    def revive(self) -> Iterator[str]:
+        """Start again what ended by itself, at most ``MAX_REVIVALS`` times each; yield what to say.
+
+        A training must not end because a program beside it did.
+        """
+        for child in [one for one in self._children if one.process.poll() is not None]:
+            said = f"the {child.name} ended with exit code {child.process.returncode}"
+            if child.num_revivals >= MAX_REVIVALS:
+                self._children.remove(child)
+                yield f"{said} again; it stays away. Its log is {child.log}"
+                continue
+            child.num_revivals += 1
+            child.process = self._spawn(child.name, child.options, child.log, os.O_APPEND)
+            yield f"{said}; it is started again"
 
     # ---------------------------------------------------------------------------- stopping
 
@@ -219,8 +242,15 @@ def start_command(command: Sequence[str], environ: Mapping[str, str], log: Path)
         stop_process(process)
 
 
-def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_command(
+    command: Sequence[str], environ: Mapping[str, str], look: Callable[[], object]
+) -> int:
     """Run a command in the foreground; return its exit code, 128 + N after signal N.
+
+    Args:
+        command: the program and its arguments.
+        environ: its environment.
+        look: called about once a second while it runs.
 
     Raises:
         UsageError: there is no such command.
@@ -234,13 +264,21 @@ def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
             hint="vitals run -- torchrun --nproc-per-node 8 train.py",
         ) from error
     try:
-        code = process.wait()
+        code = _wait(process, look)
     except _Ended as ended:
         code = _end_command(process, ended)
     except KeyboardInterrupt as interrupt:
         _end_command(process, interrupt)
         raise
     return code if code >= 0 else 128 - code
+
+
+def _wait(process: subprocess.Popen[bytes], look: Callable[[], object]) -> int:
+    while True:
+        try:
+            return process.wait(LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            look()
 
 
 class _Ended(KeyboardInterrupt):

@@ -51,8 +51,13 @@ def register(app: typer.Typer) -> None:
             )
         with Stack(directory, environ_of_this_process()) as stack:
             _start(stack, port)
-            code = run_command(command, stack.training_environ())
+            code = run_command(command, stack.training_environ(), lambda: _look_after(stack))
         raise typer.Exit(code)
+
+
+def _look_after(stack: Stack) -> None:
+    for said in stack.revive():
+        typer.echo(f"vitals: {said}", err=True)
 
 
 def _start(stack: Stack, port: int) -> None:

@@ -19,6 +19,8 @@ MAX_SOURCES = 8
 """Ranks, GPUs or nodes drawn in one chart; how many there are is said."""
 MAX_POINTS = 60_000
 """Points a refresh may carry to the browser; beyond it whole charts are left out, and counted."""
+HALF_POINTS = POINTS // 2
+"""Of a chart that is half as wide."""
 MAX_OWN = 8
 """Metrics of one's own in one view."""
 ROLLED_BACK = "rolled back"
@@ -127,7 +129,7 @@ class View:
         *,
         source: str = "",
         role: Role = "main",
-        points: int = POINTS,
+        points: int = HALF_POINTS,
     ) -> Wanted:
         """Return a curve of the steps that are asked for; GPUs and nodes have none."""
         has_steps = not metric.startswith(("gpu.", "node."))
@@ -142,12 +144,14 @@ class View:
         )
         return Wanted(name, request, role)
 
-    def with_limit(self, metric: str, name: str, *, clipped: str = "") -> list[Wanted]:
+    def with_limit(
+        self, metric: str, name: str, *, clipped: str = "", points: int = HALF_POINTS
+    ) -> list[Wanted]:
         """Return a run's curve, its limit, and what rollbacks left behind of it."""
-        found = [self.wanted(metric, name)]
+        found = [self.wanted(metric, name, points=points)]
         if clipped:
-            found.append(self.wanted(clipped, "clipped"))
-        found.append(self.wanted(f"{metric}_limit", "limit", role="limit"))
+            found.append(self.wanted(clipped, "clipped", points=points))
+        found.append(self.wanted(f"{metric}_limit", "limit", role="limit", points=points))
         return [*found, *self.left_behind(found[:1])]
 
     def left_behind(self, wanted: Sequence[Wanted]) -> list[Wanted]:
@@ -185,7 +189,7 @@ def scale_of(view: View) -> Scale | None:
     if view.controls.axis == "step":
         return STEPS
     metric = "steps.loss" if view.controls.axis == "time" else "steps.tokens_seen"
-    for line in view.lines([[view.wanted(metric, "", points=POINTS // 2)]])[0]:
+    for line in view.lines([[view.wanted(metric, "")]])[0]:
         make = charts.time_scale if view.controls.axis == "time" else charts.token_scale
         scale = make(line.reply)
         return scale if scale.steps else None
@@ -249,7 +253,7 @@ class Chart:
 
 def draw(view: View, own: Sequence[str] = ()) -> None:
     """Draw all charts there is something for; ``own`` are metrics that were asked for."""
-    loss = view.with_limit("steps.loss", "loss")
+    loss = view.with_limit("steps.loss", "loss", points=POINTS)
     main = Chart(key="loss", title="Loss", wanted=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
     of_main, *others = view.lines([chart.wanted for chart in (main, *below)])
@@ -275,7 +279,7 @@ def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     tokens = [view.wanted("steps.tokens_per_second", "tokens/s")]
     yield Chart(key="tokens", title="Tokens per second", wanted=tokens, unitless=True)
     yield Chart(key="mfu", title="MFU", wanted=[view.wanted("steps.mfu_ratio", "MFU")])
-    split = [view.wanted(metric, name, points=POINTS // 2) for metric, name in SPLIT]
+    split = [view.wanted(metric, name) for metric, name in SPLIT]
     yield Chart(key="split", title="Step time, rank 0 (log)", wanted=split, log=True, least=2)
     duration = _ranks(view, "steps.step_duration_seconds")
     yield Chart(key="duration", title="Step duration of each rank", wanted=duration)
@@ -305,7 +309,7 @@ def _nothing(view: View) -> str:
 
 def _ranks(view: View, metric: str) -> list[Wanted]:
     ranks = view.sources("rank")[:MAX_SOURCES]
-    points = POINTS if len(ranks) <= 2 else POINTS // 2
+    points = HALF_POINTS if len(ranks) <= 2 else HALF_POINTS // 2
     found = [
         view.wanted(metric, rank.replace(":", " "), source=rank, points=points) for rank in ranks
     ]

@@ -3,8 +3,7 @@
 import streamlit as st
 
 from vitals_dashboard import charts, words
-from vitals_dashboard.source import POINTS
-from vitals_dashboard.views.curves import MAX_SOURCES, STRIP, View
+from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, STRIP, View
 
 GPU: tuple[tuple[str, str], ...] = (
     ("GPU utilization", "gpu.utilization_ratio"),
@@ -28,7 +27,7 @@ def draw(view: View) -> None:
     found = view.lines(
         [
             [
-                view.wanted(metric, _short(source), source=source, points=POINTS // 2)
+                view.wanted(metric, _short(source), source=source, points=HALF_POINTS // 2)
                 for source in (gpus or nodes)[:MAX_SOURCES]
             ]
             for _, metric in wanted
