@@ -88,6 +88,7 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
     assert kept == [losses[seq] for seq in seqs]
 
 
+@pytest.mark.slow
 def test_on_a_full_disk_it_is_read_scraped_and_started_again_and_says_so(small_disk: Path):
     data, writer = small_disk / "data", Writer()
 

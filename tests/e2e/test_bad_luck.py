@@ -87,9 +87,11 @@ def small_tmpfs(tmp_path):
     [
         ({"VITALS_DIR": "/proc/x"}, "/proc/x/"),
         ({"VITALS_SHM": "/absent"}, "VITALS_SHM is '/absent'"),
-        ({"VITALS_RUN_ID": "../../etc"}, "run id is '../../etc'"),
-        ({"VITALS_MODE": "heal"}, "VITALS_MODE is 'heal'"),
-        ({"VITALS_AGENT": "never"}, "VITALS_AGENT is 'never'"),
+        pytest.param(
+            {"VITALS_RUN_ID": "../../etc"}, "run id is '../../etc'", marks=pytest.mark.slow
+        ),
+        pytest.param({"VITALS_MODE": "heal"}, "VITALS_MODE is 'heal'", marks=pytest.mark.slow),
+        pytest.param({"VITALS_AGENT": "never"}, "VITALS_AGENT is 'never'", marks=pytest.mark.slow),
     ],
 )
 def test_a_setting_that_cannot_work_is_said_before_the_training_begins(lab, environ, said):
@@ -103,10 +105,14 @@ def test_a_setting_that_cannot_work_is_said_before_the_training_begins(lab, envi
 @pytest.mark.parametrize(
     ("name", "content", "mode", "said"),
     [
-        ("HALTED", b"", 0o644, "vitals resume"),
+        pytest.param("HALTED", b"", 0o644, "vitals resume", marks=pytest.mark.slow),
         ("command.key", b"00" * 32, 0o644, "chmod go-rwx"),
-        ("command.key", b"torn", 0o600, "64 hexadecimal characters"),
-        ("plan.jsonl", b"garbage\n", 0o644, "plan.jsonl:1 is damaged"),
+        pytest.param(
+            "command.key", b"torn", 0o600, "64 hexadecimal characters", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "plan.jsonl", b"garbage\n", 0o644, "plan.jsonl:1 is damaged", marks=pytest.mark.slow
+        ),
         ("plan.jsonl", b'{"facts": 5}\n', 0o644, "plan.jsonl"),
     ],
 )

@@ -110,6 +110,7 @@ def test_run_keeps_the_commands_output_and_exit_code(lab):
     assert {} == lab.alive()
 
 
+@pytest.mark.slow
 def test_what_dies_beside_a_training_is_started_again_and_the_training_goes_on(lab):
     goes_on = lab.folder / "goes_on"
     goes_on.touch()
@@ -144,6 +145,7 @@ def test_what_dies_again_and_again_stays_away_and_it_is_said(lab):
     assert [] == list(stack.revive())
 
 
+@pytest.mark.slow
 def test_run_gives_128_and_the_number_of_the_signal_that_killed_the_command(lab):
     done = lab.vitals("run", *home(lab), "--", "sh", "-c", "kill -KILL $$")
     assert 128 + signal.SIGKILL == done.returncode, done.stderr
@@ -165,6 +167,7 @@ def test_ctrl_c_ends_a_training_and_all_around_it(lab):
     assert (0, "") == (shown.returncode, shown.stderr)
 
 
+@pytest.mark.slow
 def test_sigterm_to_run_alone_ends_the_command_and_keeps_its_exit_code(lab):
     handles = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))"
     waits = f"{handles}; print('on', flush=True); signal.pause()"

@@ -57,11 +57,21 @@ def run(tmp_path, script, **keywords):
     ("script", "code", "ended"),
     [
         ("", 0, ("finished", "")),
-        ("del monitor, loop", 0, ("finished", "")),
+        pytest.param("del monitor, loop", 0, ("finished", ""), marks=pytest.mark.slow),
         ("raise RuntimeError('boom')", 1, ("failed", "RuntimeError: boom")),
-        ("with monitor: raise KeyError('a')", 1, ("failed", "KeyError: 'a'")),
-        ("with monitor: raise KeyboardInterrupt", None, ("interrupted", "KeyboardInterrupt: ")),
-        ("with monitor: sys.exit(0)", 0, ("finished", "")),
+        pytest.param(
+            "with monitor: raise KeyError('a')",
+            1,
+            ("failed", "KeyError: 'a'"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "with monitor: raise KeyboardInterrupt",
+            None,
+            ("interrupted", "KeyboardInterrupt: "),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("with monitor: sys.exit(0)", 0, ("finished", ""), marks=pytest.mark.slow),
     ],
 )
 def test_every_way_out_is_said_once(tmp_path, script, code, ended):

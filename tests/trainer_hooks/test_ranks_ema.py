@@ -5,7 +5,7 @@ import pytest
 from tests.trainer_hooks.ranks_ema import BAD, WRAPPINGS, main
 from tests.trainer_hooks.spawned import spawned
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -206,6 +206,7 @@ print(monitor.step_index, monitor.swallowed_errors)
 """
 
 
+@pytest.mark.slow
 def test_an_agent_killed_under_a_training_and_at_its_end_loses_and_doubles_nothing(tmp_path):
     (tmp_path / "shm").mkdir()
     environ = {

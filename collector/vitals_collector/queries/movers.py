@@ -225,8 +225,9 @@ def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Move
     with np.errstate(over="ignore"):
         usual = np.abs(before - middle)
         scale = 1.4826 * float(np.median(usual))
-        jumps = float(np.quantile(usual, _USUAL)) / _USUAL_SCALES
-        away = np.abs(late - middle) / max(scale, jumps, abs(middle) * 1e-3, 1e-12)
+        if metric in OF_SPEED:
+            scale = max(scale, float(np.quantile(usual, _USUAL)) / _USUAL_SCALES)
+        away = np.abs(late - middle) / max(scale, abs(middle) * 1e-3, 1e-12)
     peak = int(np.argmax(away))
     score = min(float(away[peak]), MAX_SCORE)
     begins = np.flatnonzero(away >= min(_MOVED, score))

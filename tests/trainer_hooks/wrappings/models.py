@@ -297,8 +297,8 @@ WRAPPINGS = {
 }
 
 QUICK = {
-    *("plain", "ddp", "ddp autocast fp16 scaled", "fsdp1 flat", "fsdp2 nested"),
-    *("sequence parallel", "hsdp", "fsdp2 x tp"),
+    *("ddp", "ddp autocast fp16 scaled", "fsdp1 flat", "fsdp2 nested", "sequence parallel"),
+    "fsdp2 x tp",
 }
 """One of each kind; the others are as much work again, and run with the slow tests."""
 
