@@ -239,8 +239,8 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
         return StorageError(
             f"{where} is damaged: {said.splitlines()[0]}",
             hint="put the copy that `vitals store backup` made as vitals.db into a new folder and "
-            "give it with --data; without a copy a new folder begins anew. Agents send again what "
-            "they still have",
+            "give it with --data; without a copy a new folder begins anew. What agents have sent "
+            "lies in the run directories: --folder reads it in",
         )
     return StorageError(
         f"{where} cannot be used: {said.splitlines()[0]}",
