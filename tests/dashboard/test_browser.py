@@ -294,6 +294,7 @@ def test_without_the_token_there_is_only_the_door(page, address):
     assert "token" not in page.url
 
 
+@pytest.mark.slow
 def test_the_screenshot_script_writes_a_picture_of_the_address(address, tmp_path: Path):
     script = Path(__file__).parents[2] / "docs" / "make_screenshot.py"
     picture = tmp_path / "run.png"

@@ -244,7 +244,7 @@ def test_a_signal_and_a_closed_terminal_end_it_as_ctrl_c_does(number: signal.Sig
     assert before == signal.getsignal(number)
 
 
-@pytest.mark.parametrize("victim", ["collector", "pages"])
+@pytest.mark.parametrize("victim", ["collector", pytest.param("pages", marks=pytest.mark.slow)])
 def test_where_one_part_dies_the_command_says_so_and_ends_the_other(
     victim: str, runs: Path, tmp_path: Path
 ):

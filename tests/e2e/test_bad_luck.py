@@ -86,7 +86,7 @@ def small_tmpfs(tmp_path):
     ("environ", "said"),
     [
         ({"VITALS_DIR": "/proc/x"}, "/proc/x/"),
-        ({"VITALS_SHM": "/absent"}, "VITALS_SHM is '/absent'"),
+        pytest.param({"VITALS_SHM": "/absent"}, "VITALS_SHM is '/absent'", marks=pytest.mark.slow),
         pytest.param(
             {"VITALS_RUN_ID": "../../etc"}, "run id is '../../etc'", marks=pytest.mark.slow
         ),
@@ -130,6 +130,7 @@ def test_a_run_whose_promises_cannot_be_read_does_not_go_on_without_them(
     assert content == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_what_is_only_for_people_may_be_torn(lab):
     directory = run_dir(lab)
     (directory.path / "run.json").write_text('{"name": "un')
@@ -161,6 +162,7 @@ def test_full_shared_memory_is_said_at_the_start(lab, small_tmpfs):
     assert "set VITALS_SHM to a folder with room" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_collector_that_cannot_be_meant_costs_the_run_nothing(lab):
     settings = {"VITALS_COLLECTOR_URL": "nonsense", "VITALS_NODE": "rack 1/node:7"}
     done = train(lab, **settings)
@@ -174,6 +176,7 @@ def test_a_collector_that_cannot_be_meant_costs_the_run_nothing(lab):
     assert "last step      29" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_collector_that_goes_while_a_run_is_followed_is_said(lab):
     port = free_port()
     collector = lab.collector(port)

@@ -53,6 +53,7 @@ def assert_an_error(done: subprocess.CompletedProcess[str], *words: str) -> None
         assert word in done.stderr
 
 
+@pytest.mark.slow
 def test_up_serves_until_ctrl_c_and_refuses_a_second_one_beside_it(lab):
     up = lab.start_vitals("up", *home(lab))
     until(lambda: "VITALS_DIR=" in lab.log("up").read_text(), "vitals up is up")

@@ -263,7 +263,15 @@ run.save()
 """
 
 
-@pytest.mark.parametrize("where", ["before-data", "after-data", "in-manifest", "before-rename"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "before-data",
+        pytest.param("after-data", marks=pytest.mark.slow),
+        "in-manifest",
+        pytest.param("before-rename", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_killed_while_it_saves_leaves_the_old_checkpoint(tmp_path, where):
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), where],
