@@ -1,7 +1,6 @@
 """Stores of both kinds, and a collector behind its HTTP interface."""
 
 import contextlib
-import os
 import subprocess
 import threading
 import warnings
@@ -14,6 +13,7 @@ import pytest
 import sqlalchemy
 import uvicorn
 
+from tests.small_disks import small_file_system
 from trainvitals.io.client import CollectorClient, read_tokens
 from vitals_collector.api.app import TOKENS_FILE, CollectorSettings, create_app
 from vitals_collector.api.serve import ListenSettings, bind, url_of
@@ -69,13 +69,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 2 MB that ``grow`` makes larger."""
-    where = tmp_path / "small"
-    where.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "tmpfs", str(where)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a small tmpfs")
-    yield where
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
+    with small_file_system(tmp_path / "small", "2m") as folder:
+        yield folder
 
 
 def grow(small_disk: Path) -> None:

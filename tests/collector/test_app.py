@@ -1,5 +1,3 @@
-import os
-import subprocess
 from pathlib import Path
 
 import msgspec
@@ -7,6 +5,7 @@ import pytest
 
 from tests.collector.conftest import Served
 from tests.collector.rows import OTHER_RUN, RUN, Writer
+from tests.small_disks import small_file_system
 from trainvitals.errors import (
     FormatError,
     NewerVersionError,
@@ -191,15 +190,8 @@ def test_an_error_has_the_status_that_says_whether_to_try_again(
 
 
 def test_a_full_disk_answers_507_and_nothing_is_acknowledged(tmp_path: Path):
-    where = tmp_path / "small"
-    where.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1200k,mode=700", "tmpfs", str(where)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a small tmpfs")
-    try:
+    with small_file_system(tmp_path / "small", "1200k") as where:
         _fill(where / "data")
-    finally:
-        subprocess.run(["umount", str(where)], check=True)
 
 
 def _fill(data: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
+from tests.small_disks import small_file_system
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
@@ -73,13 +74,8 @@ def fill(folder: Path) -> None:
 @pytest.fixture
 def small_tmpfs(tmp_path):
     """A file system of 128 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    options = ("-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder))
-    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_file_system(tmp_path / "small", "128k") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize(

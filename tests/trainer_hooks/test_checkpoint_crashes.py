@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_disks import small_file_system
 from tests.trainer_hooks.faulty_disk import FaultyDisk, Killed, healthy, relaunch, save, states
 from trainer_hooks.checkpoints.folder import CheckpointFolder
 from trainer_hooks.checkpoints.manifest import checkpoint_id
@@ -143,14 +144,9 @@ def test_what_another_run_is_just_writing_is_left_to_it(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a file system of 256 kB, where this machine lets us."""
-    path = tmp_path / "small"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
-    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system can only be mounted by root")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    """A file system of 256 kB."""
+    with small_file_system(tmp_path / "small", "256k") as folder:
+        yield folder
 
 
 def test_a_real_disk_that_fills_up_at_any_size_keeps_the_old_one(small_disk, monkeypatch):

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from tests.small_disks import small_file_system
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
 from trainer_hooks.checkpoints import payload
 from trainer_hooks.checkpoints.store import CheckpointStore
@@ -167,14 +168,9 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(run, monkeypatch
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a file system of 1 MB, where this machine lets us."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.getuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system can only be mounted by root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    """A file system of 1 MB."""
+    with small_file_system(tmp_path / "small", "1m") as folder:
+        yield folder
 
 
 def test_a_disk_that_fills_up_loses_the_new_checkpoint_and_keeps_the_old(small_disk, monkeypatch):

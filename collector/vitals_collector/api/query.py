@@ -48,6 +48,13 @@ def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
         """Return everything about one run that is not a curve."""
         return reply(query.run(run_id))
 
+    _add_series(router, query)
+    _add_curves(router, query)
+    _add_lists(router, query)
+    return router
+
+
+def _add_series(router: APIRouter, query: Query) -> None:
     @router.get("/{run_id}/series", responses=answers(SeriesReply))
     def show_series(
         run_id: str,
@@ -81,6 +88,8 @@ def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
         """Return several curves of one moment, in the order they are asked for."""
         return reply(query.many_series(run_id, body.series))
 
+
+def _add_curves(router: APIRouter, query: Query) -> None:
     @router.get("/{run_id}/difference", responses=answers(DifferenceReply))
     def show_difference(
         run_id: str,
@@ -92,12 +101,6 @@ def query_router(query: Query, *, guard: Callable[..., Any]) -> APIRouter:
         """Return what another run's curve has more than this one's."""
         return reply(query.difference(run_id, other, metric, along=along, points=points))
 
-    _add_curve(router, query)
-    _add_lists(router, query)
-    return router
-
-
-def _add_curve(router: APIRouter, query: Query) -> None:
     @router.get("/{run_id}/curve", responses=answers(CurveReply))
     def show_curve(
         run_id: str,

@@ -16,7 +16,6 @@ class UnwatchedQuery(Query):
 
     def __init__(self, store: Store, *, clock: Clock) -> None:
         super().__init__(store, clock=clock)
-        self._watched = store, clock
         self._engine: Engine | None = None
 
     def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
@@ -32,8 +31,7 @@ class UnwatchedQuery(Query):
 
     def _look(self) -> None:
         if self._engine is None:
-            store, clock = self._watched
-            self._engine = assemble(store, (), clock=clock).engine
+            self._engine = assemble(self._store, (), clock=self._clock).engine
         self._engine.poll()
 
 

@@ -1,10 +1,11 @@
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.small_disks import small_file_system
 
 SHM = Path("/dev/shm")
 
@@ -22,14 +23,5 @@ def shm() -> Iterator[Path]:
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A file system in memory of 64 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no mount command on this machine")
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting is not permitted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_file_system(tmp_path / "small", "64k") as folder:
+        yield folder
