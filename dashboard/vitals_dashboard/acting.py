@@ -95,11 +95,13 @@ def command(
     ):
         st.caption(LAST_WORD)
         reason = st.text_input("Reason", value=why, max_chars=MAX_REASON, key=f"reason_{key}")
+        said = None
         if st.form_submit_button(f"Send: {action}", type="primary"):
             if not reason.strip():
-                st.text("A command needs a reason: it is kept in the run's ledger.")
+                said = "A command needs a reason: it is kept in the run's ledger."
             else:
-                _send(source.control, run, action, checkpoint_id, reason.strip())
+                said = _send(source.control, run, action, checkpoint_id, reason.strip())
+        frame.answer(key, said)
 
 
 def _send(
@@ -108,16 +110,17 @@ def _send(
     action: CommandAction,
     checkpoint_id: str,
     reason: str,
-) -> None:
+) -> str:
     request = CommandRequest(
         action=action, reason=reason, checkpoint_id=checkpoint_id, ttl_seconds=TTL_SECONDS
     )
     try:
         sent = control.send_command(run.run_id, request)
     except VitalsError as error:
-        st.text(words.plain(f"Not sent: {error.text}. {error.hint}", 400))
-    else:
-        st.toast(f"Sent. Command {sent.command.number} is {sent.status}.")
+        return f"Not sent: {error.text}. {error.hint}"
+    said = f"Sent. Command {sent.command.number} is {sent.status}."
+    st.toast(said)
+    return said
 
 
 def dismiss(source: Source, run: RunSummary, view: DecisionView, *, key: str) -> None:
@@ -131,15 +134,21 @@ def dismiss(source: Source, run: RunSummary, view: DecisionView, *, key: str) ->
         st.caption("Kept as a note at its step, drawn on the curves. Nothing is sent to the run.")
         by = st.text_input("Who", value=frame.person(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=MAX_REASON, key=f"reason_{key}")
+        said = None
         if st.form_submit_button("Dismiss", type="primary"):
             if not (by.strip() and reason.strip()):
-                st.text("Give a name and a reason: others will ask.")
-                return
-            text = veto_text(view, by.strip(), reason.strip())
-            asked = AnnotationRequest(step=view.decision.step, text=text, by=by.strip())
-            try:
-                source.control.annotate(run.run_id, asked)
-            except VitalsError as error:
-                st.text(words.plain(f"Not written: {error.text}", 300))
+                said = "Give a name and a reason: others will ask."
             else:
-                st.toast("Dismissed, and noted.")
+                text = veto_text(view, by.strip(), reason.strip())
+                said = note(source.control, run, view.decision.step, text, by.strip())
+                said = said or "Dismissed, and noted."
+        frame.answer(key, said)
+
+
+def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: str) -> str:
+    """Write a note at a step; return why it could not be written, "" where it was."""
+    try:
+        control.annotate(run.run_id, AnnotationRequest(step=step, text=text, by=by))
+    except VitalsError as error:
+        return f"Not written: {error.text}"
+    return ""

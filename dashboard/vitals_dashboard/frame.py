@@ -240,6 +240,18 @@ def _columns(row: tables.Row) -> dict[str, Any]:
     return {name: kind for name, kind in kinds.items() if name in row}
 
 
+def answer(key: str, said: str | None) -> None:
+    """Draw what came of a form: ``said`` now, else what was said last.
+
+    It is kept because the page is drawn anew every few seconds, maybe before anyone has read it.
+    """
+    kept = f"answer_{key}"
+    if said is not None:
+        st.session_state[kept] = said
+    if text := st.session_state.get(kept):
+        st.text(words.plain(text, 400))
+
+
 def prose(paragraphs: Sequence[str], *, key: str) -> None:
     """Draw paragraphs of other people's words, as plain text."""
     with st.container(key=f"prose_{key}", gap="small"):

@@ -216,9 +216,10 @@ def test_with_a_control_token_an_alert_is_acknowledged_or_silenced(
     press(app, "Acknowledge")
     app.selectbox(key=f"silence_{key}").set_value("8 h")
     assert "A silence needs a reason" in shown(press(app, "Silence"))
+    assert "A silence needs a reason" in shown(app.run()), "drawn anew, as it is every two seconds"
     app.text_input(key=f"silence_by_{key}").set_value("ada")
     app.text_input(key=f"silence_reason_{key}").set_value("known bad shard")
-    shown(press(app, "Silence"))
+    assert "Silenced for 8 h." in shown(press(app, "Silence"))
     assert [(key, "ada", "", 0.0), (key, "ada", "known bad shard", 28_800.0)] == [
         (name, r.by, r.reason, r.silence_seconds) for name, r in stub.acks
     ]

@@ -159,9 +159,11 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
     ):
         person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"reason_{key}")
+        said = None
         if st.form_submit_button("Acknowledge", type="primary"):
             request = AckRequest(by=person.strip() or "dashboard", reason=reason.strip())
-            _send(control, key, request, "Acknowledged.")
+            said = _send(control, key, request, "Acknowledged.")
+        frame.answer(f"ack_{key}", said)
     with (
         st.popover("Silence", key=f"open_silence_{key}"),
         st.form(key=f"form_silence_{key}", border=False, enter_to_submit=False),
@@ -169,22 +171,24 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
         person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"silence_by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"silence_reason_{key}")
         length = st.selectbox("For", list(SILENCES), key=f"silence_{key}")
+        said = None
         if st.form_submit_button("Silence", type="primary"):
             if not reason.strip():
-                st.text("A silence needs a reason: others will ask why nobody was told.")
-                return
-            request = AckRequest(
-                by=person.strip() or "dashboard",
-                reason=reason.strip(),
-                silence_seconds=SILENCES[length],
-            )
-            _send(control, key, request, f"Silenced for {length}.")
+                said = "A silence needs a reason: others will ask why nobody was told."
+            else:
+                request = AckRequest(
+                    by=person.strip() or "dashboard",
+                    reason=reason.strip(),
+                    silence_seconds=SILENCES[length],
+                )
+                said = _send(control, key, request, f"Silenced for {length}.")
+        frame.answer(f"silence_{key}", said)
 
 
-def _send(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> None:
+def _send(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:
     try:
         control.ack_alert(fingerprint, request)
     except VitalsError as error:
-        st.text(words.plain(f"Not done: {error.text}", 300))
-    else:
-        st.toast(done)
+        return f"Not done: {error.text}"
+    st.toast(done)
+    return done

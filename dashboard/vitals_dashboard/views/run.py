@@ -5,16 +5,14 @@ from dataclasses import replace
 
 import streamlit as st
 
-from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
 from trainvitals.policy.hindsight import tally
 from trainvitals.views import (
-    AnnotationRequest,
     CheckpointView,
     DecisionView,
     RunDetail,
 )
-from vitals_dashboard import charts, frame, tables, words
+from vitals_dashboard import acting, charts, frame, tables, words
 from vitals_dashboard.source import Source
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
@@ -116,20 +114,20 @@ def _own_metrics(detail: RunDetail) -> list[str]:
 def _note(control: CollectorClient, detail: RunDetail) -> None:
     with (
         st.popover("Note", icon=":material/edit_note:", key="note_open"),
-        st.form(key="note_form", border=False, enter_to_submit=False, clear_on_submit=True),
+        st.form(key="note_form", border=False, enter_to_submit=False),
     ):
         last = max(0, detail.summary.last_step)
         step = st.number_input("At step", min_value=0, value=last, step=1, key="note_step")
         text = st.text_input("Note", max_chars=300, key="note_text")
         by = st.text_input("Who", value=frame.person(), max_chars=80, key="note_by")
-        if st.form_submit_button("Add the note", type="primary") and text.strip():
-            asked = AnnotationRequest(step=int(step), text=text.strip(), by=by.strip())
-            try:
-                control.annotate(detail.summary.run_id, asked)
-            except VitalsError as error:
-                st.text(words.plain(f"Not written: {error.text}", 300))
+        said = None
+        if st.form_submit_button("Add the note", type="primary"):
+            if not text.strip():
+                said = "A note needs a text."
             else:
-                st.toast("The note is on the curves.")
+                said = acting.note(control, detail.summary, int(step), text.strip(), by.strip())
+                said = said or f"The note is on the curves, at step {step:,}."
+        frame.answer(f"note_{detail.summary.run_id}", said)
 
 
 def _facts(detail: RunDetail, now_unix_ns: int) -> None:
