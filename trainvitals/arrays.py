@@ -80,6 +80,10 @@ class Cells:
     """Shape ``(rows, columns)``: what is furthest from the row's middle; NaN: nothing finite."""
     is_nonfinite: npt.NDArray[np.bool_]
     """Shape ``(rows, columns)``: where a NaN or infinite value was measured."""
+    is_nonfinite_rolled_back: npt.NDArray[np.bool_]
+    """Shape ``(rows, columns)``: where of them only steps that were rolled back have one."""
+    rolled_back: tuple[int, int] | None
+    """The first and the last step of which a value is in it that was rolled back; None: none."""
 
     def to_pandas(self) -> Any:
         """Return a ``DataFrame`` with the rows as its index and the steps as its columns."""
@@ -158,9 +162,10 @@ def whole(replies: Sequence[CurveReply]) -> Series:
 def cells(reply: CellsReply) -> Cells:
     """Return a heat map's answer as arrays."""
     shape = (len(reply.rows), len(reply.step))
-    is_nonfinite = np.zeros(shape, dtype=np.bool_)
-    for row, column in reply.nonfinite:
-        is_nonfinite[row, column] = True
+    is_nonfinite, is_left = (np.zeros(shape, dtype=np.bool_) for _ in range(2))
+    for mask, marks in ((is_nonfinite, reply.nonfinite), (is_left, reply.nonfinite_rolled_back)):
+        for row, column in marks:
+            mask[row, column] = True
     return Cells(
         metric=reply.metric,
         unit=reply.unit,
@@ -169,6 +174,8 @@ def cells(reply: CellsReply) -> Cells:
         step=np.array(reply.step, dtype=np.int64),
         value=np.array(reply.value, dtype=np.float64).reshape(shape),
         is_nonfinite=is_nonfinite,
+        is_nonfinite_rolled_back=is_left,
+        rolled_back=reply.rolled_back,
     )
 
 

@@ -155,6 +155,9 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     from_step: Int64 | None = None
     to_step: Int64 | None = None
     """Inclusive."""
+    from_time_unix_ns: Int64 | None = None
+    to_time_unix_ns: Int64 | None = None
+    """Inclusive: the way to a part of what has no step."""
 
 
 class ManySeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -326,6 +329,8 @@ class CellsReply(msgspec.Struct, frozen=True, kw_only=True):
     """(row, column) of the cells with a NaN or infinite value in them."""
     rolled_back: tuple[int, int] | None = None
     """The first and the last step of which a value is in it that was rolled back."""
+    nonfinite_rolled_back: tuple[tuple[int, int], ...] = ()
+    """Those of ``nonfinite`` in which no step that was kept has such a value."""
 
 
 class MoverView(msgspec.Struct, frozen=True, kw_only=True):

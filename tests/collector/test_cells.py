@@ -138,9 +138,10 @@ def test_what_was_rolled_back_is_in_the_map_unless_only_the_lineage_is_asked_for
     ):
         found = query(store).cells(RUN, metric, points=500)
         assert (bad, (BACK_TO, BAD + 1)) == (found.nonfinite, found.rolled_back)
+        assert bad == found.nonfinite_rolled_back
         assert tuple(range(BAD + 2)) == found.step
         kept = query(store).cells(RUN, metric, points=500, branch="lineage")
-        assert ((), None) == (kept.nonfinite, kept.rolled_back)
+        assert ((), (), None) == (kept.nonfinite, kept.nonfinite_rolled_back, kept.rolled_back)
         assert tuple(range(BACK_TO + 30)) == kept.step
         left = query(store).cells(RUN, metric, points=500, branch="discarded")
         assert ((BACK_TO, BAD + 1), BACK_TO) == (left.rolled_back, left.step[0])

@@ -14,7 +14,7 @@ from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, ROW_COLUMNS
 from trainvitals.clock import SystemClock
 from trainvitals.records import AttemptStarted, NamesDefined
 from trainvitals.rows import Column, Schema, Value
-from trainvitals.views import Branch, RunDetail, SeriesReply, StepView
+from trainvitals.views import Branch, RunDetail, SeriesReply, SeriesRequest, StepView
 from vitals_collector.queries import query as query_module
 from vitals_collector.queries.query import Query
 from vitals_collector.receiving.ingest import ingest
@@ -214,6 +214,15 @@ def whole_answers(store: Store, last: int) -> list[RunDetail | StepView | Series
             answers.append(query.series(RUN, metric, source=source, branch=branch, points=MANY))
         cut = {"from_step": last // 3, "to_step": last // 2}
         answers.append(query.series(RUN, metric, source=source, points=MANY, **cut))
+        times = sorted(query.series(RUN, metric, source=source, points=MANY).time_unix_ns)
+        part = SeriesRequest(
+            metric=metric,
+            source=source,
+            points=MANY,
+            from_time_unix_ns=times[len(times) // 3],
+            to_time_unix_ns=times[len(times) // 2],
+        )
+        answers += query.many_series(RUN, [part])
     return answers
 
 

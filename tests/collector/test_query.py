@@ -220,6 +220,28 @@ def test_many_series_at_once_are_what_each_is_alone(store: Store):
     assert any(one.num_total for one in alone)
 
 
+def test_what_has_no_step_can_be_cut_to_a_time(store: Store):
+    node = Writer("node:node-a", world_size=0)
+    ingest(store, node.node_rows(range(100)))
+    ingest(store, node.node_rows(range(100, 200)))
+    for first, last, num in (
+        (90, 110, 21),
+        (0, 99, 100),
+        (None, 4, 5),
+        (199, None, 1),
+        (300, 9, 0),
+    ):
+        times = [None if s is None else node.time_of(s) for s in (first, last)]
+        asked = SeriesRequest(
+            metric="node.cpu_ratio", from_time_unix_ns=times[0], to_time_unix_ns=times[1]
+        )
+        whole = SeriesRequest(metric="node.cpu_ratio")
+        found, all_of_it = query(store).many_series(RUN, [asked, whole])
+        assert (num, num, 200) == (found.num_total, len(found.step), all_of_it.num_total)
+        begin = 0 if first is None else first
+        assert [node.time_of(begin + i) for i in range(num)] == list(found.time_unix_ns)
+
+
 def test_more_points_than_an_answer_may_have_are_refused(store: Store):
     rolled_back_run(store)
     many = [SeriesRequest(metric="steps.loss", points=20_000)] * 11

@@ -259,10 +259,14 @@ class TestArrays:
             num_rows=2,
             step=(0, 10, 20),
             value=((1.0, None, 2.0), (None, None, None)),
-            nonfinite=((0, 1),),
+            nonfinite=((0, 1), (1, 2)),
+            nonfinite_rolled_back=((1, 2),),
+            rolled_back=(15, 20),
         )
         found = cells(reply)
-        assert ((2, 3), [[0, 1]]) == (found.value.shape, np.argwhere(found.is_nonfinite).tolist())
+        assert ((2, 3), (15, 20)) == (found.value.shape, found.rolled_back)
+        marks = (found.is_nonfinite, found.is_nonfinite_rolled_back)
+        assert [[[0, 1], [1, 2]], [[1, 2]]] == [np.argwhere(mask).tolist() for mask in marks]
         assert ["rank:0", "rank:1"] == list(found.to_pandas().index)
         empty = CellsReply(
             run_id=RUN, metric="a.b", unit="", rows=(), num_rows=0, step=(), value=(), nonfinite=()

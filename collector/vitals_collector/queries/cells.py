@@ -87,7 +87,7 @@ def cells(
     names, starts, found, rolled_back = load(connection, wanted, attempts, branch, points)
     value = furthest(found)
     chosen = _most(value, found, rows, is_alike=stream != "layers")
-    marks = np.argwhere(found.is_marked[chosen])
+    marks, left = (np.argwhere(some[chosen]) for some in (found.is_marked, found.is_left))
     return CellsReply(
         run_id=run_id,
         metric=metric,
@@ -98,6 +98,7 @@ def cells(
         value=tuple(tuple(None if v != v else v for v in row) for row in value[chosen].tolist()),
         nonfinite=tuple((int(r), int(c)) for r, c in marks),
         rolled_back=rolled_back,
+        nonfinite_rolled_back=tuple((int(r), int(c)) for r, c in left),
     )
 
 

@@ -19,12 +19,15 @@ class Extremes(NamedTuple):
     high: Floats
     middle: Floats
     is_marked: Mask
+    is_left: Mask
+    """Whether only what was rolled back has them."""
 
     def take(self, rows: Sequence[int]) -> "Extremes":
         """Return the chosen rows."""
         which = np.array(rows, dtype=np.int64)
         return Extremes(
-            self.low[which], self.high[which], self.middle[which], self.is_marked[which]
+            *(self.low[which], self.high[which], self.middle[which]),
+            *(self.is_marked[which], self.is_left[which]),
         )
 
     def with_discarded(self, left: "Extremes") -> "Extremes":
@@ -38,6 +41,7 @@ class Extremes(NamedTuple):
             np.fmax(self.high, left.high),
             np.where(np.isnan(self.middle), left.middle, self.middle),
             self.is_marked | left.is_marked,
+            left.is_marked & ~self.is_marked,
         )
 
 
@@ -88,7 +92,8 @@ class Grid:
         with np.errstate(over="ignore", invalid="ignore"):
             rest = (total - low - high) / np.maximum(num - 2, 1)  # a lone spike has no part in it
         middle = np.where((num > 2) & np.isfinite(rest), np.clip(rest, low, high), half)
-        return Extremes(low, high, middle, self._is_marked[:end].reshape(shape))
+        is_marked = self._is_marked[:end].reshape(shape)
+        return Extremes(low, high, middle, is_marked, np.zeros_like(is_marked))
 
     def _fold(self, row: Ints, step: Ints, value: Floats) -> int:
         """Take in what lies in one column and comes in the same order of rows again and again.

@@ -55,6 +55,8 @@ class Selection:
     """The key: one for all, or one for each incarnation that knows it."""
     from_step: int | None = None
     to_step: int | None = None
+    from_time_unix_ns: int | None = None
+    to_time_unix_ns: int | None = None
 
     def key_of(self, incarnation: str) -> int | None:
         """Return the key in this incarnation's rows; None where it has none."""
@@ -202,7 +204,9 @@ def _find(connection: Connection, wanted: Sequence[Selection]) -> list[list[_Par
 
 
 def _rows_of(wanted: Selection) -> tuple[Any, ...]:
-    return wanted.run_id, wanted.stream, wanted.source, wanted.from_step, wanted.to_step
+    steps = wanted.from_step, wanted.to_step
+    times = wanted.from_time_unix_ns, wanted.to_time_unix_ns
+    return wanted.run_id, wanted.stream, wanted.source, steps, times
 
 
 def _find_alike(connection: Connection, alike: Sequence[Selection]) -> dict[str, list[_Part]]:
@@ -239,6 +243,10 @@ def _narrowed(query: Select[Any], wanted: Selection) -> Select[Any]:
         query = query.where(batches.c.max_step >= wanted.from_step)
     if wanted.to_step is not None:
         query = query.where(batches.c.min_step <= wanted.to_step)
+    if wanted.from_time_unix_ns is not None:
+        query = query.where(batches.c.max_time_unix_ns >= wanted.from_time_unix_ns)
+    if wanted.to_time_unix_ns is not None:
+        query = query.where(batches.c.min_time_unix_ns <= wanted.to_time_unix_ns)
     return query
 
 
@@ -267,17 +275,24 @@ def _sides(
 ) -> Callable[[_Part], Literal["in", "out", "both"]]:
     """Return what says whether a batch's rows are wanted: all, none, or perhaps some."""
     end_of = ends(attempts)
-    low = -math.inf if wanted.from_step is None else wanted.from_step
-    high = math.inf if wanted.to_step is None else wanted.to_step
+    low, since = (
+        -math.inf if begin is None else begin
+        for begin in (wanted.from_step, wanted.from_time_unix_ns)
+    )
+    high, until = (
+        math.inf if end is None else end for end in (wanted.to_step, wanted.to_time_unix_ns)
+    )
 
     def side_of(part: _Part) -> Literal["in", "out", "both"]:
+        is_cut = part.min_step < low or part.max_step > high
+        is_cut |= part.min_time_unix_ns < since or part.max_time_unix_ns > until
         if wanted.stream in HOST_STREAMS:
-            return "in"
+            return "both" if is_cut else "in"
         end = end_of(part.min_attempt) if branch != "all" else math.inf
         is_split = part.min_attempt != part.max_attempt or part.min_step < end <= part.max_step
         if branch != "all" and not is_split and (part.max_step < end) != (branch == "lineage"):
             return "out"
-        return "both" if is_split or part.min_step < low or part.max_step > high else "in"
+        return "both" if is_split or is_cut else "in"
 
     return side_of
 
@@ -373,6 +388,10 @@ def _kept(
     if wanted.to_step is not None:
         masks.append(steps <= wanted.to_step)
     attempts, times = _whole(column, "attempt"), _whole(column, "time_unix_ns")
+    if wanted.from_time_unix_ns is not None:
+        masks.append(times >= wanted.from_time_unix_ns)
+    if wanted.to_time_unix_ns is not None:
+        masks.append(times <= wanted.to_time_unix_ns)
     points = Points(steps, attempts, times, values.astype(np.float64, copy=False))
     yield points.take(np.logical_and.reduce(masks)) if masks else points
 

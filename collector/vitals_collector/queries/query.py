@@ -6,6 +6,9 @@ answer differently.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+
+from sqlalchemy import Connection
 
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
@@ -39,7 +42,7 @@ from vitals_collector.queries.cells import cells
 from vitals_collector.queries.curve import curve_reply
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.incidents import incidents
-from vitals_collector.queries.loading import Outlined, load_curve, load_outlines
+from vitals_collector.queries.loading import Outlined, Selection, load_curve, load_outlines
 from vitals_collector.queries.movers import movers
 from vitals_collector.queries.recorded import (
     alerts_of,
@@ -154,12 +157,7 @@ class Query:
             )
         with self._store.read() as connection:
             run_row(connection, run_id)
-            chosen = [
-                metrics.select_rows(
-                    connection, run_id, one.metric, one.source, (one.from_step, one.to_step)
-                )
-                for one in requests
-            ]
+            chosen = [_selected(connection, run_id, one) for one in requests]
             outlined = [
                 Outlined(wanted, request.branch, request.points)
                 for (_, wanted), request in zip(chosen, requests, strict=True)
@@ -301,6 +299,13 @@ class Query:
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._lost_after_seconds,
         )
+
+
+def _selected(connection: Connection, run_id: str, asked: SeriesRequest) -> tuple[str, Selection]:
+    steps = (asked.from_step, asked.to_step)
+    source, wanted = metrics.select_rows(connection, run_id, asked.metric, asked.source, steps)
+    since, until = asked.from_time_unix_ns, asked.to_time_unix_ns
+    return source, replace(wanted, from_time_unix_ns=since, to_time_unix_ns=until)
 
 
 def _series_reply(
