@@ -5,9 +5,11 @@ and a loss that is nan says that a run is broken.
 """
 
 import math
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 T = TypeVar("T")
 
@@ -34,16 +36,42 @@ def jsonable(body: Any) -> Any:
     if isinstance(body, float):
         return body if math.isfinite(body) else word_of(body)
     if isinstance(body, msgspec.Struct):
-        fields = {name: getattr(body, name) for name in body.__struct_fields__}
-        changed = _changed(fields)
+        changed = _changed({name: getattr(body, name) for name in _with_numbers(type(body))})
         return msgspec.structs.replace(body, **changed) if changed else body
     if isinstance(body, dict):
         changed = _changed(body)
         return body | changed if changed else body
     # The columns of curves are long, and their queries leave nothing in them to be replaced.
     if isinstance(body, list | tuple) and body and not isinstance(body[0], _PLAIN):
+        if isinstance(body[0], msgspec.Struct) and not _with_numbers(type(body[0])):
+            return body
         return [jsonable(one) for one in body]
     return body
+
+
+@cache
+def _with_numbers(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the fields of a view in which there may be a number that is not whole."""
+    found = inspect.type_info(kind)
+    assert isinstance(found, inspect.StructType)
+    return tuple(one.name for one in found.fields if _may_hold_one(one.type, frozenset({kind})))
+
+
+def _may_hold_one(kind: inspect.Type, outer: frozenset[type]) -> bool:
+    match kind:
+        case inspect.FloatType() | inspect.AnyType():
+            return True
+        case inspect.StructType(cls=cls, fields=fields):
+            inner = outer | {cls}
+            return cls not in outer and any(_may_hold_one(one.type, inner) for one in fields)
+        case inspect.UnionType(types=kinds) | inspect.TupleType(item_types=kinds):
+            return any(_may_hold_one(one, outer) for one in kinds)
+        case inspect.DictType(value_type=one):
+            return _may_hold_one(one, outer)
+        case inspect.ListType(item_type=one) | inspect.VarTupleType(item_type=one):
+            return _may_hold_one(one, outer)
+        case _:
+            return False
 
 
 def _changed(fields: dict[Any, Any]) -> dict[Any, Any]:

@@ -124,28 +124,35 @@ def frame(header: BatchHeader, head: bytes, rows: bytes) -> bytes:
     return b"".join((MAGIC, crc.to_bytes(4, "little"), prefix, head, rows))
 
 
-def batch_size(prefix: bytes) -> int:
-    """Return the whole batch's length from its first ``PREFIX.size`` bytes.
+def batch_size(raw: bytes, start: int = 0) -> int:
+    """Return the whole length of the batch at ``start``, from its first ``PREFIX.size`` bytes.
 
     Raises:
         FormatError: these are not the first bytes of a batch, or it claims to be too large.
     """
-    if len(prefix) < PREFIX.size:
-        raise FormatError(f"a batch begins with {PREFIX.size} bytes; there are {len(prefix)}")
-    magic, _, head, body, *_ = PREFIX.unpack_from(prefix)
+    magic, _, head, body, *_ = _prefix_at(raw, start)
+    return _size_of(magic, head, body)
+
+
+def _prefix_at(raw: bytes, start: int) -> tuple[bytes, int, int, int, int, int, int, int]:
+    if len(raw) - start < PREFIX.size:
+        text = f"a batch begins with {PREFIX.size} bytes; there are {len(raw) - start}"
+        raise FormatError(text)
+    return PREFIX.unpack_from(raw, start)
+
+
+def _size_of(magic: bytes, head: int, body: int) -> int:
     if magic != MAGIC:
         raise FormatError(f"a batch begins with {MAGIC!r}; these bytes begin with {magic!r}")
     if head > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
         raise FormatError(f"batch claims a header of {head} and a body of {body} bytes; too large")
-    return PREFIX.size + int(head) + int(body)
+    return PREFIX.size + head + body
 
 
 def is_whole(raw: bytes) -> bool:
     """Return whether these bytes, begun by a prefix, are one batch with a right checksum."""
     crc = int.from_bytes(raw[4:CRC_FROM], "little")
-    return len(raw) == batch_size(raw[: PREFIX.size]) and crc == zlib.crc32(
-        memoryview(raw)[CRC_FROM:]
-    )
+    return len(raw) == batch_size(raw) and crc == zlib.crc32(memoryview(raw)[CRC_FROM:])
 
 
 def split_batches(raw: bytes) -> list[bytes]:
@@ -157,7 +164,7 @@ def split_batches(raw: bytes) -> list[bytes]:
     found: list[bytes] = []
     start = 0
     while start < len(raw) or not found:
-        size = batch_size(raw[start : start + PREFIX.size])
+        size = batch_size(raw, start)
         if start + size > len(raw):
             raise FormatError(f"batch claims {size} bytes and has {len(raw) - start}")
         if len(found) == MAX_BATCHES:
@@ -174,12 +181,12 @@ def decode_batch(raw: bytes) -> Batch:
         FormatError: torn, damaged, or inconsistent with its own header.
         NewerVersionError: written by a newer format.
     """
-    size = batch_size(raw[: PREFIX.size])
+    magic, crc, head_size, body, num_rows, first_seq, dropped, offset = _prefix_at(raw, 0)
+    size = _size_of(magic, head_size, body)
     if len(raw) != size:
         raise FormatError(f"batch claims {size} bytes and has {len(raw)}")
-    if not is_whole(raw):
+    if crc != zlib.crc32(memoryview(raw)[CRC_FROM:]):
         raise FormatError("the batch's checksum does not hold")
-    _, _, head_size, _, num_rows, first_seq, dropped, offset = PREFIX.unpack_from(raw)
     end = PREFIX.size + head_size
     head = raw[PREFIX.size : end]
     # Not called by its cached name for a long one: what is remembered must stay small.

@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -184,6 +185,7 @@ def check_bind(host: str, *, allow_remote: bool, tls: bool, allow_plain: bool = 
         )
 
 
+@lru_cache(maxsize=64)
 def _bare(host: str) -> str:
     """Return a ``Host`` value without port, brackets and case; "" where it is malformed."""
     if host.count(":") > 1 and "[" not in host:
