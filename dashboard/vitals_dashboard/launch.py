@@ -215,17 +215,19 @@ def program(
 ) -> Iterator[Program]:
     """Run a program with its output in ``log``; stop it on the way out.
 
+    It ends by itself if this process is killed.
+
     Args:
         name: what it is, in messages.
-        command: the program and its arguments.
+        command: an interpreter's ``-m`` with a module and its arguments.
         log: the file of what it says.
         environ: its environment.
         inherits: open files that it gets as well.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
+            [*command[:2], "vitals_dashboard.tied", *command[2:]],
+            stdin=subprocess.PIPE,  # nothing is written: it ends when this process does
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(environ),
@@ -236,6 +238,8 @@ def program(
         yield Program(name, process, log)
     finally:
         stop_process(process, 5.0)
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def wait_for(child: Program, probe: Callable[[], T | None]) -> T:

@@ -1,5 +1,6 @@
 import os
 import re
+import select
 import signal
 import socket
 import stat
@@ -242,6 +243,20 @@ def test_a_signal_and_a_closed_terminal_end_it_as_ctrl_c_does(number: signal.Sig
     with pytest.raises(KeyboardInterrupt), ended_by_signals():
         signal.raise_signal(number)
     assert before == signal.getsignal(number)
+
+
+def test_where_the_command_is_killed_its_parts_end_by_themselves(runs: Path, tmp_path: Path):
+    write_run(runs, name="kept")
+    with dashboard(runs, tmp_path) as (process, address):
+        children = children_of(process.pid)
+        assert 2 == len(children)
+        assert httpx.get(address, follow_redirects=True, trust_env=False).is_success
+        ends = [os.pidfd_open(pid) for pid in children]
+        process.kill()
+        assert -signal.SIGKILL == process.wait(30)
+        for end in ends:  # readable once the process has ended, whoever is its parent now
+            assert [end] == select.select([end], [], [], 30)[0]
+            os.close(end)
 
 
 @pytest.mark.parametrize("victim", ["collector", pytest.param("pages", marks=pytest.mark.slow)])
