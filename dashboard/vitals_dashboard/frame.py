@@ -52,10 +52,10 @@ def style() -> None:
     st.html(STYLE)
 
 
-def live_toggle(every: float = REFRESH_SECONDS) -> bool:
-    """Draw the switch and return whether the page refreshes itself."""
+def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
+    """Draw the switch and return whether the page refreshes itself; ``value`` is how it begins."""
     help_text = f"Refresh every {every:.0f} seconds. Off: the page stands still."
-    return bool(st.toggle("Live", value=True, key="live", bind="query-params", help=help_text))
+    return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
 
 
 def refreshing(

@@ -47,6 +47,8 @@ class Stub:
     table: TableReply | Problem = field(
         default_factory=lambda: TableReply(columns=(), data=(), num_total=0)
     )
+    broken: bool = False
+    """Whether questions are answered with an error of the server."""
     num_series: int = 0
     url: str = ""
 
@@ -159,11 +161,17 @@ def _series(sample: SampleRun | None, run_id: str, asked: SeriesRequest) -> Seri
     reply = None if sample is None else sample.series.get(key)
     if reply is None:
         return _empty(run_id, *key)
-    first = 0 if asked.from_step is None else asked.from_step
+    first = -1 if asked.from_step is None else asked.from_step  # -1: of a GPU or a host
     last = 1 << 40 if asked.to_step is None else asked.to_step
-    keep = [i for i, step in enumerate(reply.step) if first <= step <= last]
+    since, until = asked.from_time_unix_ns or 0, asked.to_time_unix_ns or 1 << 62
+    keep = [
+        i
+        for i, (step, time) in enumerate(zip(reply.step, reply.time_unix_ns, strict=True))
+        if first <= step <= last and since <= time <= until
+    ]
     return msgspec.structs.replace(
         reply,
+        num_total=len(keep) if len(keep) < len(reply.step) else reply.num_total,
         step=tuple(reply.step[i] for i in keep),
         time_unix_ns=tuple(reply.time_unix_ns[i] for i in keep),
         attempt=tuple(reply.attempt[i] for i in keep),
@@ -214,6 +222,9 @@ class StubServer:
                 self._say(stub.take(self.path, raw))
 
             def _say(self, body: object) -> None:
+                if stub.broken and self.path.endswith("/tables"):
+                    self._send(500, Problem(code="V900", text="the store cannot be read"))
+                    return
                 if body is None:
                     self._send(404, Problem(code="V100", text="there is no such run"))
                 else:

@@ -66,6 +66,24 @@ def test_what_cannot_be_asked_is_said_with_the_way_out(stub: Stub, open_page: Op
     assert "No row meets all conditions." in shown(open_page("query", table="runs"))
 
 
+def test_an_answer_stands_still_unless_it_is_to_follow_the_run(stub: Stub, open_page: Open) -> None:
+    stub.add(samples.sample_run())
+    stub.table = REPLY
+    how = {"run": samples.run_id(1), "newest": "true"}
+    app = open_page("query", **how)
+    assert [False] == [toggle.value for toggle in app.toggle if toggle.key == "live"]
+    stub.broken = True
+    assert "tries again by itself" not in shown(app.run())
+    assert "Try again" in [button.label for button in app.button]
+    app.toggle(key="live").set_value(True).run()
+    assert "This page tries again by itself." in shown(app)
+    assert "Try again" not in [button.label for button in app.button]
+    stub.broken = False
+    assert "3 of 7 rows" in shown(app.run())
+    app = open_page("query", live="true", **how)
+    assert [True] == [toggle.value for toggle in app.toggle if toggle.key == "live"]
+
+
 def test_every_branch_is_asked_for_unless_one_is_chosen(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     stub.table = REPLY

@@ -1,6 +1,7 @@
 """Questions with filters over runs, steps, ranks, decisions, findings, alerts and events."""
 
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -30,13 +31,14 @@ BRANCHES: tuple[Branch, ...] = ("all", "lineage", "discarded")
 
 
 def render() -> None:
-    """Draw the page; it asks only when the question changes."""
-    guarded(_guarded_page)
+    """Draw the page; it asks when the question changes and, where that is wanted, by itself."""
+    guarded(lambda source: _standing(lambda: _page(source)))
 
 
-def _guarded_page(source: Source) -> None:
+def _standing(draw: Callable[[], None]) -> None:
+    """Draw what is not drawn again by itself."""
     try:
-        _page(source)
+        draw()
     except UnauthorizedError:
         raise
     except TransportError as error:
@@ -48,9 +50,20 @@ def _page(source: Source) -> None:
     if not runs:
         states.no_runs()
         return
-    request = _asked(runs)
+    request, live = _asked(runs)
     if request is None:
         return
+
+    def ask(source: Source) -> None:
+        if live:
+            _ask(source, request)
+        else:
+            _standing(lambda: _ask(source, request))
+
+    frame.refreshing(ask, live=live, key="query_body", every=frame.SLOW_SECONDS)
+
+
+def _ask(source: Source, request: TableRequest) -> None:
     try:
         reply = source.client.table(request)
     except UsageError as error:
@@ -59,8 +72,11 @@ def _page(source: Source) -> None:
     _answer(request, reply)
 
 
-def _asked(runs: list[RunSummary]) -> TableRequest | None:
-    """Draw the question; return it, or None, said in words, where a run has yet to be chosen."""
+def _asked(runs: list[RunSummary]) -> tuple[TableRequest | None, bool]:
+    """Draw the question; return it, and whether it is to be asked again and again.
+
+    It is None, said in words, where a run has yet to be chosen.
+    """
     names = {ALL_RUNS: ALL_RUNS} | {
         run.run_id: f"{words.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
         for run in runs
@@ -78,14 +94,16 @@ def _asked(runs: list[RunSummary]) -> TableRequest | None:
             key="limit", bind="query-params", width=110,
         )  # fmt: skip
         newest = st.toggle("Newest first", key="newest", bind="query-params")
+        # Off: rows that move are hard to read, and most questions are of what is past.
+        live = frame.live_toggle(frame.SLOW_SECONDS, value=False)
     where, columns = _conditions(name)
     if run_id is None:
         states.no_such_run(st.query_params.get("run") or "")
-        return None
+        return None, live
     if run_id == ALL_RUNS and name in OF_ONE_RUN:
         st.caption("Steps and ranks are asked of one run: choose it above.")
-        return None
-    return TableRequest(
+        return None, live
+    request = TableRequest(
         table=name,
         run_id="" if run_id == ALL_RUNS else run_id,
         where=where,
@@ -96,6 +114,7 @@ def _asked(runs: list[RunSummary]) -> TableRequest | None:
         newest_first=bool(newest),
         limit=int(limit),
     )
+    return request, live
 
 
 def _branch_choice() -> Branch:
