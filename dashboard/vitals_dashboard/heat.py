@@ -175,7 +175,7 @@ def heat_map(
         "tooltip": {"trigger": "item", "confine": True},
         "series": [
             _cells_series(steps, unit, look, decisions, reply),
-            _crosses(reply, order),
+            *_crosses(reply, order),
         ],
     }
 
@@ -237,18 +237,33 @@ def _cells_series(
     }
 
 
-def _crosses(reply: CellsReply, order: Sequence[int]) -> Spec:
-    """Return the cells that are not finite: a shape, so that no colour has to tell it."""
+def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
+    """Return the cells that are not finite: a shape, so that no colour has to tell it.
+
+    It is small where all such values were rolled back.
+    """
+    left = set(reply.nonfinite_rolled_back)
+    kept = [cell for cell in reply.nonfinite if cell not in left]
+    found = [_cross("not finite", 11, "NaN or infinite", kept, order)]
+    if left:
+        said = "NaN or infinite, only in steps that were rolled back"
+        found.append(_cross("not finite, rolled back", 7, said, reply.nonfinite_rolled_back, order))
+    return found
+
+
+def _cross(
+    name: str, size: int, said: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
+) -> Spec:
     place = {row: at for at, row in enumerate(order)}
-    seen = [[column, place[row]] for row, column in reply.nonfinite if row in place]
+    seen = [[column, place[row]] for row, column in cells if row in place]
     return {
         "type": "scatter",
-        "name": "not finite",
+        "name": name,
         "symbol": CROSS,
-        "symbolSize": 11,
+        "symbolSize": size,
         "z": 4,
         "itemStyle": {"color": NON_FINITE_COLOUR, "borderColor": "#FFFFFF", "borderWidth": 1},
-        "tooltip": {"formatter": "NaN or infinite"},
+        "tooltip": {"formatter": said},
         "data": seen[:MAX_CROSSES],
     }
 

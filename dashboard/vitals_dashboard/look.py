@@ -114,9 +114,10 @@ class Palette:
     """Below, near and above the middle: blue to orange, told apart by colour-blind people too."""
     over: str
     """Lines drawn over the cells of a heat map."""
-    quiet: str = "#858B96"
+    quiet: str = "#757B86"
     grid: str = "rgba(128,136,148,0.20)"
-    """These two suit both backgrounds: a browser tells its theme only after the first drawing."""
+    """These two suit both backgrounds, the first with equal contrast: a browser tells its theme only
+    after the first drawing."""
 
 
 LIGHT = Palette(

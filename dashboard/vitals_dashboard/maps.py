@@ -126,4 +126,6 @@ def _notes(reply: CellsReply) -> list[str]:
         notes.append(
             f"{words.count(len(reply.nonfinite), 'cell')} with NaN or infinity: red crosses."
         )
+    if left := len(reply.nonfinite_rolled_back):
+        notes.append(f"{left:,} of them, small, only in steps that were rolled back.")
     return notes

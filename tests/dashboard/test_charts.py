@@ -62,6 +62,25 @@ def test_every_non_finite_step_has_a_mark():
     assert 1 == marks["yAxisIndex"], "marks never stretch the axis of the curve"
 
 
+def test_a_non_finite_step_says_which_attempt_of_several_it_was():
+    def bad(attempt, branch):
+        mark = NonFiniteMark(step=4, attempt=attempt, kind="nan")
+        values, steps = [1.0, None], [3, 4]
+        return series("steps.loss", "rank:0", values, steps=steps, branch=branch, nonfinite=(mark,))
+
+    lines = [
+        Line(name="loss", reply=bad(9, "lineage")),
+        Line(name="rolled back", reply=bad(7, "discarded"), role="discarded"),
+    ]
+    how = {"look": DARK, "extent": (0, 4)}
+    spec = charts.step_chart("Loss", lines, attempts={7: 1, 9: 2}, **how)
+    ((step, _, said),) = named(spec, "non-finite")[0]["data"]
+    both = ["nan at step 4 (rank:0, attempt 1, rolled back)", "nan at step 4 (rank:0, attempt 2)"]
+    assert (4, "; ".join(both)) == (step, said)
+    spec = charts.step_chart("Loss", lines[:1], **how)
+    assert "nan at step 4 (rank:0)" == named(spec, "non-finite")[0]["data"][0][2]
+
+
 def test_a_run_without_one_finite_value_still_shows_its_marks():
     nan = tuple(NonFiniteMark(step=s, attempt=1, kind="+inf") for s in (3, 4))
     reply = series("steps.loss", "rank:0", [None, None], steps=[3, 4], nonfinite=nan)

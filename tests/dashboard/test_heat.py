@@ -40,6 +40,16 @@ def test_a_cell_that_is_not_finite_is_a_cross_where_it_is_and_an_unmeasured_one_
     assert 3 == len({*marks})
 
 
+def test_a_cell_that_is_not_finite_only_in_what_was_rolled_back_has_a_small_cross() -> None:
+    cells = reply({"b": [1.0, 2.0], "a": [1.0, 2.0]}, nonfinite=((0, 0), (0, 1), (1, 1)))
+    left = msgspec.structs.replace(cells, nonfinite_rolled_back=((0, 1),))
+    _, kept, small = heat.heat_map("x", left, shade="size", look=LIGHT)["series"]
+    assert ([[0, 1], [1, 0]], [[1, 1]]) == (kept["data"], small["data"])
+    assert small["symbolSize"] < kept["symbolSize"]
+    assert "only in steps that were rolled back" in small["tooltip"]["formatter"]
+    assert 2 == len(heat.heat_map("x", cells, shade="size", look=LIGHT)["series"])
+
+
 @pytest.mark.parametrize("shade", ["size", "change", "others"])
 @pytest.mark.parametrize(
     "row",

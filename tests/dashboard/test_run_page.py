@@ -82,6 +82,41 @@ def test_a_run_with_a_gpu_shows_it(stub: Stub, open_page: Open) -> None:
     assert {metric.label: metric.value for metric in app.metric}["MFU"].endswith(" %")
 
 
+def test_a_range_of_steps_gets_the_samples_of_its_time_and_a_short_one_those_of_a_minute(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = samples.sample_run(with_gpu=True)
+    for (metric, _, _), reply in sample.series.items():
+        if metric.startswith("gpu."):  # as a real one's: the whole is thinned, a part is not
+            sample.series[metric, reply.source, "lineage"] = msgspec.structs.replace(
+                reply, step=(-1,) * len(reply.step), num_total=90_000
+            )
+    stub.add(sample)
+    whole = drawn(open_page("run", live="false"))
+    assert "200 of 90,000 points" == whole["GPU power, W"]["title"][1]["text"]
+    loss = sample.series["steps.loss", "rank:0", "lineage"].time_unix_ns
+    for first, last, num in ((230, 410, 181), (400, 410, 75)):
+        where = {"from": str(first), "to": str(last), "discarded": "false"}
+        app = open_page("run", window="range", live="false", **where)
+        shown(app)
+        power = drawn(app)["GPU power, W"]
+        assert f"{num} of {num} points" == power["title"][1]["text"]
+        begin, end = loss[first] / 1e6, loss[last] / 1e6
+        missing = max(0.0, 60_000 - (end - begin)) / 2
+        ends = (begin - missing, end + missing)
+        assert ends == pytest.approx((power["xAxis"]["min"], power["xAxis"]["max"]))
+        assert all(ends[0] <= x <= ends[1] for x, _ in power["series"][0]["data"])
+
+
+def test_a_range_before_any_agent_came_says_that_there_is_no_sample(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run(with_gpu=True))
+    where = {"from": "0", "to": "10", "discarded": "false"}
+    app = open_page("run", window="range", live="false", **where)
+    assert "No sample of a GPU was taken while these steps were trained." in shown(app)
+
+
 def test_a_run_that_has_only_started_is_a_normal_case(stub: Stub, open_page: Open) -> None:
     sample = samples.sample_run()
     line = msgspec.structs.replace(
@@ -144,7 +179,7 @@ def test_every_control_is_in_the_address(stub: Stub, open_page: Open) -> None:
     shown(app)
     charts = drawn(app)
     loss = charts["Loss"]
-    assert "101 of 420 points; smoothed" in loss["title"][1]["text"]
+    assert "101 of 101 points; smoothed" in loss["title"][1]["text"]
     assert "billion tokens" == loss["title"][2]["text"]
     assert (1.0, 2.0) == (loss["xAxis"]["min"], loss["xAxis"]["max"])
     assert {"loss", "loss, smoothed"} <= {series["name"] for series in loss["series"]}
@@ -214,7 +249,15 @@ def test_rolled_back_branches_are_drawn_of_ranks_and_of_metrics_of_ones_own(
     stub: Stub, open_page: Open
 ) -> None:
     sample = samples.sample_run()
-    for metric, source in (("steps.rank_loss", "rank:1"), ("scalars.val", "rank:0")):
+    of_one = {
+        "steps.learning_rate": "Learning rate",
+        "steps.tokens_per_second": "Tokens per second",
+        "scalars.val": "val",
+    }
+    split = ("steps.step_duration_seconds", "steps.data_wait_seconds")
+    for metric, source in (
+        ("steps.rank_loss", "rank:1"), *((name, "rank:0") for name in (*of_one, *split))
+    ):  # fmt: skip
         sample.series[metric, source, "lineage"] = samples.series(metric, source, [2.0] * 200)
         sample.series[metric, source, "discarded"] = samples.series(
             metric, source, [3.0, None], steps=[180, 181], attempt=samples.FIRST,
@@ -227,8 +270,13 @@ def test_rolled_back_branches_are_drawn_of_ranks_and_of_metrics_of_ones_own(
     shown(app)
     charts = drawn(app)
     left = [named(charts["Loss of each rank"], "rank 1, rolled back")]
-    left.append(named(charts["val"], "rolled back"))
-    assert [[[180, 3.0], [181, None]]] * 2 == [one["data"] for one in left]
+    left += [named(charts[title], "rolled back") for title in of_one.values()]
+    steps = "Step time, rank 0 (log)"
+    parts = [named(charts[steps], f"{name}, rolled back") for name in ("whole", "data")]
+    assert [[[180, 3.0], [181, None]]] * 6 == [one["data"] for one in (*left, *parts)]
+    own = [named(charts[steps], name)["lineStyle"] for name in ("whole", "data")]
+    assert [one["color"] for one in own] == [one["lineStyle"]["color"] for one in parts]
+    assert {"opacity"} == {*parts[0]["lineStyle"]} - {*own[0]}, "pale beside its own curve"
     app = open_page("run", also="scalars.val", discarded="false")
     shown(app)
     said = {s["name"] for spec in drawn(app).values() for s in spec["series"]}

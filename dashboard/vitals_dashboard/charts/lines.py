@@ -113,23 +113,32 @@ def line_series(name: str, curve: Sequence[Point], colour: str, **more: Any) -> 
 def curve_series(
     lines: Sequence[Line], scale: Scale, look: Palette, *, log: bool = False, smoothing: float = 0.0
 ) -> list[Spec]:
-    """Return all curves of a chart; what a limit or a discarded branch says is faint."""
+    """Return all curves of a chart; what a limit or a discarded branch says is faint.
+
+    Of several discarded branches each has its own curve's colour, thin and pale.
+    """
     factor = display_unit(lines[0].reply.unit)[1] if lines else 1.0
+    num_discarded = sum(line.role == "discarded" for line in lines)
+    own: dict[tuple[str, str], str] = {}
     colours = iter(look.lines * (1 + len(lines) // len(look.lines)))
     result: list[Spec] = []
     for line in lines:
         how: dict[str, Any] = {"scale": line.scale or scale, "factor": factor, "log": log}
         if line.role == "main":
             z = 3 if result else 4  # the first one is seen where others are equal
-            result += _main(line, points(line.reply, **how), next(colours), smoothing, z)
+            colour = own[line.reply.metric, line.reply.source] = next(colours)
+            result += _main(line, points(line.reply, **how), colour, smoothing, z)
         elif line.role == "limit":
             style = {"width": 1, "type": "dashed", "color": look.faint}
             curve = points(line.reply, **how)
             result += line_series(line.label, curve, look.faint, z=2, lineStyle=style, step="end")
         else:
-            style = {"width": 1, "color": look.faint, "opacity": 0.8}
+            of_its_own = own.get((line.reply.metric, line.reply.source), look.faint)
+            colour, opacity = (of_its_own, 0.35) if num_discarded > 1 else (look.faint, 0.8)
+            style = {"width": 1, "color": colour, "opacity": opacity}
+            item = {"color": colour, "opacity": opacity}  # of the legend
             curve = branches(line.reply, **how)
-            result += line_series(line.label, curve, look.faint, z=1, lineStyle=style)
+            result += line_series(line.label, curve, colour, z=1, lineStyle=style, itemStyle=item)
     return result
 
 

@@ -5,9 +5,10 @@ and pointing at one shows its own words and not those of the nearest point of a 
 kind that are too close to be told apart are one mark, which says how many it stands for.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from trainvitals.views import (
@@ -152,23 +153,36 @@ def _marks(
     ]
 
 
-def nonfinite_marks(replies: Sequence[SeriesReply], scale: Scale = STEPS) -> list[Mark]:
-    """Return a mark for every non-finite step of the series."""
-    seen: dict[tuple[int, str, str], float] = {}
+def nonfinite_marks(
+    replies: Sequence[SeriesReply],
+    scale: Scale = STEPS,
+    attempts: Mapping[int, int] = MappingProxyType({}),
+) -> list[Mark]:
+    """Return a mark for every non-finite step of the series.
+
+    Args:
+        replies: the series.
+        scale: where steps are.
+        attempts: their numbers by their ids; a mark names its own where it is known.
+    """
+    seen: dict[tuple[int, int, str, str], float] = {}
     for reply in replies:
         places = scale.place([mark.step for mark in reply.nonfinite])
         own = dict(zip(zip(reply.step, reply.attempt, strict=True), scale.xs(reply), strict=True))
         for mark, place in zip(reply.nonfinite, places, strict=True):
             where = own.get((mark.step, mark.attempt), place)
-            seen.setdefault((mark.step, mark.kind, reply.source), where)
+            number = attempts.get(mark.attempt, 0)
+            whose = f"{reply.source}, attempt {number}" if number else reply.source
+            whose += ", rolled back" if number and reply.branch == "discarded" else ""
+            seen.setdefault((mark.step, mark.attempt, mark.kind, whose), where)
     return [
         Mark(
             look=NON_FINITE,
             step=step,
             place=place,
-            say=partial("{1} at step {0:,} ({2})".format, step, kind, source),
+            say=partial("{1} at step {0:,} ({2})".format, step, kind, whose),
         )
-        for (step, kind, source), place in sorted(seen.items())
+        for (step, _, kind, whose), place in sorted(seen.items())
     ]
 
 
@@ -189,10 +203,12 @@ def _one(group: Sequence[Mark]) -> Mark:
     if len(group) == 1:
         return first
     steps = [mark.step for mark in group]
-    text = (
-        f"{len(group):,} times {first.look.word}, steps {min(steps):,} to {max(steps):,};"
-        f" the first: {first.say()}"
-    )
+    text = "; ".join(mark.say() for mark in group[:2])
+    if len(group) > 2:
+        text = (
+            f"{len(group):,} times {first.look.word}, steps {min(steps):,} to {max(steps):,};"
+            f" the first: {first.say()}"
+        )
     return Mark(look=first.look, step=first.step, place=first.place, say=lambda: text)
 
 

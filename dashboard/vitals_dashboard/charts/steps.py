@@ -1,6 +1,7 @@
 """Charts of one run: over its steps, its time or its tokens, with all that happened."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from trainvitals.views import DecisionView
@@ -29,6 +30,7 @@ def step_chart(
     look: Palette,
     decisions: Sequence[DecisionView] = (),
     others: Sequence[Mark] = (),
+    attempts: Mapping[int, int] = MappingProxyType({}),
     log: bool = False,
     extent: tuple[int, int] | None = None,
     show_unit: bool = True,
@@ -46,6 +48,7 @@ def step_chart(
         look: colours.
         decisions: drawn as marks; those outside the extent are left out, as the others are.
         others: marks of other kinds.
+        attempts: their numbers by their ids, where a step that is not finite is to name its own.
         log: whether y is logarithmic.
         extent: first and last step shown.
         show_unit: whether the title names the unit.
@@ -56,7 +59,8 @@ def step_chart(
         height: of the chart, in pixels.
     """
     marks = [*decision_marks(decisions, scale), *others]
-    marks += nonfinite_marks([line.reply for line in lines if line.role != "limit"], scale)
+    measured = [line.reply for line in lines if line.role != "limit"]
+    marks += nonfinite_marks(measured, scale, attempts)
     places = None
     if extent is not None:
         marks = [mark for mark in marks if extent[0] <= mark.step <= extent[1]]

@@ -117,7 +117,7 @@ def _range() -> tuple[int | None, int | None]:
             step=1,
             key=key,
             on_change=_follow_range,
-            width=130,
+            width=175,
             placeholder=f"{name} step",
             label_visibility="collapsed",
         )

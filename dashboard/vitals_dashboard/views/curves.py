@@ -74,6 +74,10 @@ class Payload:
         return said
 
 
+Span = tuple[int, int]
+"""The first and the last moment of something, in nanoseconds since 1970."""
+
+
 class Wanted(NamedTuple):
     """A curve that is asked for, and what it is called in its chart."""
 
@@ -105,6 +109,12 @@ class View:
         return self.detail.summary.run_id
 
     @property
+    def attempts(self) -> dict[int, int]:
+        """The numbers of the attempts by their ids; nothing where there is only one."""
+        found = {attempt.id: attempt.ordinal for attempt in self.detail.attempts}
+        return found if len(found) > 1 else {}
+
+    @property
     def asked(self) -> tuple[int | None, int | None]:
         """The first and last step that are asked for."""
         return self.controls.extent(self.detail.summary.last_step)
@@ -130,8 +140,9 @@ class View:
         source: str = "",
         role: Role = "main",
         points: int = HALF_POINTS,
+        times: Span | None = None,
     ) -> Wanted:
-        """Return a curve of the steps that are asked for; GPUs and nodes have none."""
+        """Return a curve of the steps that are asked for, or of GPUs and nodes of these times."""
         has_steps = not metric.startswith(("gpu.", "node."))
         first, last = self.asked if has_steps else (None, None)
         request = SeriesRequest(
@@ -141,6 +152,8 @@ class View:
             points=points,
             from_step=first,
             to_step=last,
+            from_time_unix_ns=None if times is None else times[0],
+            to_time_unix_ns=None if times is None else times[1],
         )
         return Wanted(name, request, role)
 
@@ -153,6 +166,11 @@ class View:
             found.append(self.wanted(clipped, "clipped", points=points))
         found.append(self.wanted(f"{metric}_limit", "limit", role="limit", points=points))
         return [*found, *self.left_behind(found[:1])]
+
+    def both(self, metric: str, name: str) -> list[Wanted]:
+        """Return a curve and what rollbacks left behind of it."""
+        found = [self.wanted(metric, name)]
+        return [*found, *self.left_behind(found)]
 
     def left_behind(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Return what rollbacks left behind of curves; what has no steps has no branches."""
@@ -248,48 +266,58 @@ class Chart:
     exact: bool = False
     """Steps of its own are what is to be seen: never smoothed."""
     least: int = 1
-    """Lines without which there is nothing to see."""
+    """Lines of the run's own without which there is nothing to see."""
 
 
-def draw(view: View, own: Sequence[str] = ()) -> None:
-    """Draw all charts there is something for; ``own`` are metrics that were asked for."""
+def draw(view: View, own: Sequence[str] = ()) -> list[Line]:
+    """Draw all charts there is something for, and return the lines of the loss.
+
+    Args:
+        view: of what, and how.
+        own: metrics that were asked for.
+    """
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
     main = Chart(key="loss", title="Loss", wanted=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
     of_main, *others = view.lines([chart.wanted for chart in (main, *below)])
     if not of_main:
         st.caption(_nothing(view))
-        return
+        return []
     ends = (line.reply.step[-1] for some in others for line in some if line.reply.step)
     view = replace(view, drawn_to=max(ends, default=0))
     _main_chart(view, main, of_main)
-    drawn = [(c, lines) for c, lines in zip(below, others, strict=True) if len(lines) >= c.least]
+    drawn = [
+        (chart, lines)
+        for chart, lines in zip(below, others, strict=True)
+        if sum(line.role == "main" for line in lines) >= chart.least
+    ]
     for i in range(0, len(drawn), 2):
         for column, (chart, lines) in zip(st.columns(2), drawn[i : i + 2], strict=False):
             with column:
                 _chart(view, chart, lines)
+    return of_main
 
 
 def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     """Yield the charts under the loss, two of them beside each other."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
     yield Chart(key="grad_norm", title="Gradient norm (log)", wanted=norm, log=True)
-    rate = [view.wanted("steps.learning_rate", "lr")]
+    rate = view.both("steps.learning_rate", "lr")
     yield Chart(key="lr", title="Learning rate", wanted=rate, exact=True)
-    tokens = [view.wanted("steps.tokens_per_second", "tokens/s")]
+    tokens = view.both("steps.tokens_per_second", "tokens/s")
     yield Chart(key="tokens", title="Tokens per second", wanted=tokens, unitless=True)
-    yield Chart(key="mfu", title="MFU", wanted=[view.wanted("steps.mfu_ratio", "MFU")])
+    yield Chart(key="mfu", title="MFU", wanted=view.both("steps.mfu_ratio", "MFU"))
     split = [view.wanted(metric, name) for metric, name in SPLIT]
+    split += view.left_behind(split)
     yield Chart(key="split", title="Step time, rank 0 (log)", wanted=split, log=True, least=2)
     duration = _ranks(view, "steps.step_duration_seconds")
     yield Chart(key="duration", title="Step duration of each rank", wanted=duration)
     yield Chart(key="rank_loss", title="Loss of each rank", wanted=_ranks(view, "steps.rank_loss"))
-    scale = [view.wanted("steps.loss_scale", "loss scale")]
+    scale = view.both("steps.loss_scale", "loss scale")
     yield Chart(key="scale", title="Loss scale (log)", wanted=scale, log=True, exact=True)
     for i, metric in enumerate(own):
         name = metric.removeprefix("scalars.")
-        of_own = [view.wanted(metric, name)]
-        yield Chart(key=f"own_{i}", title=name, wanted=[*of_own, *view.left_behind(of_own)])
+        yield Chart(key=f"own_{i}", title=name, wanted=view.both(metric, name))
 
 
 def stands_still(view: View) -> bool:
@@ -322,6 +350,7 @@ def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
         lines,
         look=view.look,
         others=view.decisions,
+        attempts=view.attempts,
         extent=view.extent,
         log=chart.log,
         show_unit=not chart.unitless,
@@ -341,6 +370,7 @@ def _main_chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
         lines,
         look=view.look,
         others=[*view.decisions, *view.others],
+        attempts=view.attempts,
         extent=view.extent,
         log=chart.log,
         legend="marks",

@@ -1,9 +1,12 @@
 """What the GPUs of a run did, or its hosts where no GPU reports: over the time shown."""
 
+from collections.abc import Sequence
+
 import streamlit as st
 
 from vitals_dashboard import charts, words
-from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, STRIP, View
+from vitals_dashboard.charts import Line
+from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, STRIP, Span, View
 
 GPU: tuple[tuple[str, str], ...] = (
     ("GPU utilization", "gpu.utilization_ratio"),
@@ -16,18 +19,29 @@ HOST: tuple[tuple[str, str], ...] = (
     ("Host memory", "node.memory_used_bytes"),
 )
 
+POINTS = HALF_POINTS // 2
+"""Of a chart that is a quarter as wide."""
+MIN_SPAN_NS = 60_000_000_000
+"""Shown of what is sampled every few seconds, however few steps are."""
 
-def draw(view: View) -> None:
-    """Draw the strip, and say what is missing."""
+
+def draw(view: View, loss: Sequence[Line] = ()) -> None:
+    """Draw the strip, and say what is missing.
+
+    Args:
+        view: of what, and how.
+        loss: the curves that say when the steps shown were trained.
+    """
     gpus, nodes = view.sources("gpu"), view.sources("node")
     known = view.detail.metrics
     wanted = [(title, metric) for title, metric in (GPU if gpus else HOST) if metric in known]
-    extent = _times(view)
+    times = None if view.asked == (None, None) else times_of(loss)
+    extent = None if times is None else (times[0] / 1_000_000, times[1] / 1_000_000)
     columns = st.columns(len(wanted)) if wanted else []
     found = view.lines(
         [
             [
-                view.wanted(metric, _short(source), source=source, points=HALF_POINTS // 2)
+                view.wanted(metric, _short(source), source=source, points=POINTS, times=times)
                 for source in (gpus or nodes)[:MAX_SOURCES]
             ]
             for _, metric in wanted
@@ -39,17 +53,22 @@ def draw(view: View) -> None:
             if view.payload.takes(spec):
                 key = f"chart_{metric.replace('.', '_')}"
                 column.echarts_chart(spec, key=key, height=STRIP, alt=f"{title} over time")
-    if notes := _notes(view, gpus, nodes):
+    notes = _notes(view, gpus, nodes)
+    if times is not None and wanted and not any(found):
+        what = "a GPU" if gpus else "the host"
+        notes.append(f"No sample of {what} was taken while these steps were trained.")
+    if notes:
         st.caption(" ".join(notes))
 
 
-def _times(view: View) -> tuple[float, float] | None:
-    """Return when the steps shown were trained, in milliseconds; None where all are shown."""
-    if view.asked == (None, None):
+def times_of(lines: Sequence[Line]) -> Span | None:
+    """Return when the steps of curves were trained, of every attempt; None where there are none."""
+    times = [time for line in lines for time in line.reply.time_unix_ns]
+    if not times:
         return None
-    (found,) = view.lines([[view.wanted("steps.loss", "")]])
-    times = [time / 1_000_000 for line in found for time in line.reply.time_unix_ns]
-    return (min(times), max(times)) if times and max(times) > min(times) else None
+    first, last = min(times), max(times)
+    missing = max(0, MIN_SPAN_NS - (last - first)) // 2
+    return first - missing, last + missing
 
 
 def _notes(view: View, gpus: list[str], nodes: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from vitals_dashboard.source import Source
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
 
-WIDE_NUMBER, NUMBER = 190, 150
+WIDE_NUMBER, NUMBER = 185, 136
 """Pixels."""
 
 
@@ -40,8 +40,8 @@ def _body(source: Source, chosen: Controls) -> None:
     checkpoints = source.client.checkpoints(run.run_id)
     own = _tools(source, detail, decisions)
     view = _view(source, detail, chosen, decisions, checkpoints)
-    curves.draw(view, own)
-    machines.draw(view)
+    loss = curves.draw(view, own)
+    machines.draw(view, loss)
     st.caption(view.payload.words())
     _below(detail, decisions, checkpoints)
 
