@@ -116,8 +116,8 @@ class Palette:
     """Lines drawn over the cells of a heat map."""
     quiet: str = "#757B86"
     grid: str = "rgba(128,136,148,0.20)"
-    """These two suit both backgrounds, the first with equal contrast: a browser tells its theme only
-    after the first drawing."""
+    """These two suit both backgrounds, alike: a browser tells its theme only after the first
+    drawing."""
 
 
 LIGHT = Palette(
@@ -174,11 +174,14 @@ white-space:pre-wrap;overflow-wrap:anywhere;max-width:none}
 color:inherit}
 [data-testid="stCaptionContainer"]{opacity:.8}
 .st-key-run_links{flex-wrap:wrap}
+[data-tag-index],button[kind^="primary"]{background-color:#0072B2!important;
+border-color:#0072B2!important}
 [data-testid="stElementToolbarButton"]:has([aria-label="Download as CSV"]){display:none}
 </style>"""
 """Our own constant text: the only HTML the pages ever send.
 
-Captions are darker than Streamlit's own, whose grey is too faint to be read by everybody.
+Captions are darker than Streamlit's own, whose grey is too faint to be read by everybody; so is
+what has white words on it, for the dark theme's primary colour has to be light.
 A table's own download is hidden: it writes what a spreadsheet would run as a formula. The page of
 questions offers one that does not.
 """

@@ -268,20 +268,29 @@ def test_the_answer_to_a_question_is_taken_away_as_csv(page, address, tmp_path: 
 
 
 @pytest.mark.slow
-def test_every_page_can_be_read_by_everybody(page, address):
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_page_can_be_read_by_everybody(page, address, theme: str):
+    page.emulate_media(color_scheme=theme)
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    page.goto(address)
-    for name, path in PAGES.items():
-        page.goto(at(address, path))
-        page.wait_for_selector(READY[name])
+
+    def grave() -> list[tuple[str, str, str]]:
         page.wait_for_timeout(500)
-        grave = [
+        return [
             (each["id"], node["target"], node["failureSummary"])
             for each in axe.run(page).response["violations"]
             if each["impact"] in ("serious", "critical")
             for node in each["nodes"]
         ]
-        assert [] == grave, name
+
+    page.goto(address)
+    for name, path in PAGES.items():
+        page.goto(at(address, path))
+        page.wait_for_selector(READY[name])
+        assert [] == grave(), name
+    page.goto(at(address, PAGES["run"]))
+    page.get_by_role("button", name="Note").click()
+    page.get_by_role("button", name="Add the note").wait_for()
+    assert [] == grave(), "a form"
 
 
 def test_without_the_token_there_is_only_the_door(page, address):
