@@ -255,8 +255,18 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "collector_lost_rows_total",
         "collector",
-        "Rows that never came: gaps in sequence numbers.",
+        "Rows that never came, or that a spool held and cannot be read.",
         labels=(),
+    ),
+    _plain(
+        "collector_damaged_stretches_total",
+        "collector",
+        "Stretches of spools in followed folders that were damaged and passed over.",
+    ),
+    _plain(
+        "collector_damaged_batches_total",
+        "collector",
+        "Stored batches, or columns of them, whose checksum did not hold: they are left out.",
     ),
     _plain(
         "collector_unmerged_rows_total",

@@ -129,6 +129,25 @@ LOSS_RULES = (
         metrics=("collector_lost_rows_total",),
     ),
     Rule(
+        name="VitalsSpoolDamaged",
+        expr="increase(agent_corrupt_rows_total[15m]) > 0 "
+        "or increase(collector_damaged_stretches_total[15m]) > 0",
+        severity="notify",
+        summary="{{ $labels.instance }} met damage in a spool or a journal",
+        description="Checksums did not hold: look after the disk. What was lost by it is counted "
+        "as lost rows.",
+        metrics=("agent_corrupt_rows_total", "collector_damaged_stretches_total"),
+    ),
+    Rule(
+        name="VitalsStoreDamaged",
+        expr="increase(collector_damaged_batches_total[15m]) > 0",
+        severity="notify",
+        summary="The collector's store is damaged",
+        description="Stored rows are not what was written, and are left out of every answer. "
+        "`vitals store check` lists them; look after the disk.",
+        metrics=("collector_damaged_batches_total",),
+    ),
+    Rule(
         name="VitalsBatchesRejected",
         expr="sum by (reason) (increase(collector_rejected_batches_total[15m])) > 0",
         severity="notify",

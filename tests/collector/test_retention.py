@@ -1,15 +1,22 @@
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 from sqlalchemy import func, select
 
 from tests.collector.acting import Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
 from tests.collector.volume_runs import ranks, settled, write_steps
-from trainvitals.errors import UsageError
+from tests.small_disks import small_file_system
+from trainvitals.clock import SystemClock
+from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
 from vitals_collector.keeping.retention import finish, forget, forget_old, pin
+from vitals_collector.queries.query import Query
 from vitals_collector.receiving.ingest import ingest, ingest_all
-from vitals_collector.storage.schema import audit, forgotten, metadata, runs
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.schema import audit, batches, forgotten, metadata, runs
+from vitals_collector.storage.store import Store, open_data_store
 from vitals_collector.watch.state import Liveness
 
 DAY = 86_400 * SECOND
@@ -127,3 +134,44 @@ def test_the_engine_goes_on_after_a_lost_run_was_removed(store: Store):
     place.send(other.steps(range(10)))
     place.clock.advance(5)
     assert any("firing" in word for word in place.look()[1:])
+
+
+def test_a_disk_with_hardly_any_room_is_freed_of_a_run_that_is_much_larger(tmp_path: Path):
+    with small_file_system(tmp_path / "small", "24m") as disk:
+        store = open_data_store(disk / "data")
+        a_run(store)
+        big = b"".join(os.urandom(1 << 10) for _ in range(20))
+        with store.write() as connection:
+            row = dict(connection.execute(select(batches).limit(1)).mappings().one())
+            rows = [
+                row | {"id": None, "first_seq": 10**6 + i, "row_bytes": big} for i in range(500)
+            ]
+            connection.execute(batches.insert(), rows)
+        store.close()  # so that the journal is as small as it gets
+        free = shutil.disk_usage(disk).free
+        (disk / "others").write_bytes(bytes(free - (1 << 20)))
+        store = open_data_store(disk / "data")
+        assert forget(store, RUN, by="ann", when=LATER).num_bytes > 9 * (1 << 20)
+        assert {"forgotten"} == tables_with(store, RUN)
+        a_run(store, OTHER_RUN)
+        store.close()
+
+
+def test_a_run_that_is_being_removed_is_gone_for_readers_and_removed_by_asking_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    a_run(store)
+    query = Query(store, clock=SystemClock())
+    with monkeypatch.context() as patch:
+        patch.setattr("vitals_collector.keeping.retention._free_some", no_room)
+        with pytest.raises(StorageError):
+            forget(store, RUN, by="ann", when=LATER)
+    assert () == query.runs()
+    with pytest.raises(UsageError, match="there is no run"):
+        query.step(RUN, 3)
+    assert "a run" == forget(store, RUN, by="ann", when=LATER).name
+    assert {"forgotten"} == tables_with(store, RUN)
+
+
+def no_room(*_: object) -> bool:
+    raise StorageError("no room left")

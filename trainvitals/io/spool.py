@@ -35,7 +35,7 @@ from trainvitals.io.spool_files import (
     scan_folder,
     spool_files,
 )
-from trainvitals.io.spool_state import load_state, sealed_state
+from trainvitals.io.spool_state import STATE_FILE, load_state, sealed_state
 from trainvitals.wire import BatchHeader, decode_batch
 
 __all__ = ["Position", "Spool", "read_batches"]
@@ -45,7 +45,6 @@ SAVE_BYTES = 1 << 18
 """The state is written when this much was acknowledged since: it may be stale."""
 MAX_WRITERS = 1024
 """Streams whose last number is remembered; those that wrote longest ago are forgotten."""
-_STATE = "state.json"
 _HINT = "free some space; what is in the journal is sent when there is room again"
 
 Key = tuple[str, str, str]
@@ -87,7 +86,7 @@ class Spool:
         self._gave_up = False
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._state = self._saved = load_state(directory / _STATE)
+            self._state = self._saved = load_state(directory / STATE_FILE)
             self._last = {(r, i, s): seq for r, i, s, seq in self._state.last_seqs}
             self._sizes = {n: path.stat().st_size for n, path in spool_files(directory)}
             self._num_bytes = sum(self._sizes.values())
@@ -334,8 +333,8 @@ class Spool:
             _note(last, key, seq)
         last_seqs = [(*key, seq) for key, seq in last.items()]
         self._change(scanned=scanned, last_seqs=last_seqs)
-        with self._disk("cannot be written", self.directory / _STATE):
-            replace_file(self.directory / _STATE, sealed_state(self._state))
+        with self._disk("cannot be written", self.directory / STATE_FILE):
+            replace_file(self.directory / STATE_FILE, sealed_state(self._state))
         self._saved, self._last = self._state, last
         self._refused.clear()
 

@@ -37,28 +37,46 @@ class Position(msgspec.Struct, frozen=True, order=True):
 
 
 def read_batches(
-    directory: Path, start: Position | None = None, *, now: float | None = None
+    directory: Path,
+    start: Position | None = None,
+    *,
+    now: float | None = None,
+    damaged: Callable[[Position, Position], object] = lambda begin, end: None,
 ) -> Iterator[tuple[Position, bytes]]:
     """Yield the batches after ``start``, each with the position after it, as far as there are any.
 
     For any reader, while the spool grows, also over NFS: call again from the last position. What is
     damaged is passed over where the file is not growing; in one changed within the last 30 seconds
     before ``now`` (wall time; None: nothing grows) it may be a page that did not arrive yet.
+
+    Args:
+        directory: the spool's.
+        start: after which the batches are wanted; None is the beginning.
+        now: wall time.
+        damaged: told where each stretch that is passed over begins and ends.
     """
+    here = start or Position()
+    for end, raw in scan_folder(directory, here, lambda number: is_settled(directory, number, now)):
+        if raw is None:
+            damaged(here if here.file == end.file else Position(end.file), end)
+        else:
+            yield end, raw
+        here = end
 
-    def settled(number: int) -> bool:
-        if now is None:
-            return True
-        try:
-            age = now - (directory / f"{number:06d}.tvs").stat().st_mtime
-        except FileNotFoundError:
-            return True
-        # A little in the future is a file server's clock; far in it is a clock that was set back.
-        return not -SKEWED_SECONDS <= age <= GROWING_SECONDS
 
-    for position, raw in scan_folder(directory, start or Position(), settled):
-        if raw is not None:
-            yield position, raw
+def is_settled(directory: Path, number: int, now: float | None) -> bool:
+    """Return whether what the file lacks at ``now`` (wall time) is not to come any more."""
+    return now is None or is_unchanged(directory / f"{number:06d}.tvs", now)
+
+
+def is_unchanged(path: Path, now: float) -> bool:
+    """Return whether nobody has written the file for a while; so has none that is not there."""
+    try:
+        age = now - path.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    # A little in the future is a file server's clock; far in it is a clock that was set back.
+    return not -SKEWED_SECONDS <= age <= GROWING_SECONDS
 
 
 def spool_files(directory: Path) -> list[tuple[int, Path]]:

@@ -7,6 +7,8 @@ import msgspec
 
 from trainvitals.io.spool_files import Position
 
+STATE_FILE = "state.json"
+
 
 class State(msgspec.Struct, kw_only=True):
     """The content of ``state.json``; it may be stale, and then more is sent again."""
@@ -27,13 +29,20 @@ class _Sealed(msgspec.Struct):
 
 def load_state(path: Path) -> State:
     """Return the state in the file; a new one where it is missing or damaged."""
+    return read_state(path) or State()
+
+
+def read_state(path: Path) -> State | None:
+    """Return the state in the file, a new one where it is missing; None: it is damaged."""
     try:
         sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
         if sealed.crc != zlib.crc32(sealed.state):
-            return State()
+            return None
         return msgspec.json.decode(sealed.state, type=State)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except FileNotFoundError:
         return State()
+    except msgspec.DecodeError:
+        return None
 
 
 def sealed_state(state: State) -> bytes:

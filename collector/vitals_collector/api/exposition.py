@@ -244,6 +244,8 @@ def _own_families(connection: Connection, store: Store) -> dict[str, Samples]:
         "collector_ingested_rows_total": {(): float(counters.num_rows)},
         "collector_duplicate_rows_total": {(): float(counters.num_duplicate)},
         "collector_lost_rows_total": {(): float(counters.num_lost)},
+        "collector_damaged_stretches_total": {(): float(counters.num_damaged)},
+        "collector_damaged_batches_total": {(): float(store.damage.num)},
         "collector_rejected_batches_total": {(code,): float(num) for code, num in rejected},
         "collector_thinned_rows_total": {key: float(n) for key, n in counters.thinned.items()},
         "collector_removed_runs_total": {(reason,): float(num) for reason, num in removed},

@@ -50,6 +50,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     commands: Commands = {
         "size": (size, "vitals store size --format json"),
+        "check": (check, "vitals store check"),
         "backup": (copy, "vitals store backup /backup/vitals-monday.db"),
         "compact": (compact, "vitals store compact"),
         "forget": (forget, "vitals store forget 01JD00 --yes"),
@@ -91,6 +92,28 @@ def size(
     header = ("run", "name", "bytes", "cap", "pinned", "thinned rows", "thinned to step")
     write_rows(header, rows, form)
     _say(f"{whole.where}: {whole.num_bytes} bytes, of them {whole.num_free} free")
+
+
+def check(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
+    """Hold all rows against their checksums; exit with 1 where some are damaged.
+
+    What is damaged is left out of every answer. The run directories may still hold it: where they
+    do, a new data directory read in with --folder has it whole.
+    """
+    from vitals_collector.keeping.checkup import Damaged
+    from vitals_collector.keeping.checkup import check as check_all
+
+    with _store(data, database) as store:
+        found = check_all(store)
+    header = tuple(name.replace("_", " ") for name in Damaged._fields)
+    if form is Format.JSON:
+        write_json(found._asdict() | {"damaged": [one._asdict() for one in found.damaged]})
+    else:
+        write_rows(header, found.damaged, form)
+    unsummed = f", {found.num_unsummed} have no checksum" if found.num_unsummed else ""
+    _say(f"{found.num_batches} batches read, {len(found.damaged)} are damaged{unsummed}")
+    if found.damaged:
+        raise typer.Exit(1)
 
 
 def copy(
@@ -157,7 +180,7 @@ def forget(
             name = _names(store)[run_id]
             typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
-        with _room_told(store, run_id):
+        with _room_told():
             gone = retention.forget(store, run_id, by=_user(), when=when)
     _say(f"run {gone.run_id} removed: {gone.num_bytes} bytes")
 
@@ -215,9 +238,8 @@ def _one_run(run: str, data: Path | None, database: str) -> "Iterator[tuple[Stor
 
 
 @contextmanager
-def _room_told(store: "Store", run_id: str) -> Iterator[None]:
+def _room_told() -> Iterator[None]:
     """Say what to do where there is no room even to remove the run."""
-    from vitals_collector.keeping.thinnable import run_bytes
     from vitals_collector.storage.store import FULL
 
     try:
@@ -225,13 +247,10 @@ def _room_told(store: "Store", run_id: str) -> Iterator[None]:
     except StorageError as error:
         if error.code != FULL:
             raise
-        with store.read(settled=False) as connection:
-            num_bytes = run_bytes(connection, run_id)
         raise StorageError(
             error.text,
-            hint="to remove a run some room is needed first, for the journal, and at most what the "
-            f"run takes ({num_bytes / 1e6:.1f} MB) and 10 MB more: stop the collector, free so "
-            "much there, and say it again, or remove a smaller run before",
+            hint="to remove a run a few MB of room are needed first, for the journal: free so much "
+            "there, and say it again; what was removed already stays so",
             code=FULL,
         ) from error
 

@@ -1,7 +1,8 @@
 """Removes whole runs: those that ended long ago, and those that a person names.
 
-First everything of the run is gone for every reader, in one transaction, and it is written down
-that the run was removed; then the room is freed little by little. An agent that was away may send
+First the run is gone for every reader, in one transaction, and it is written down that it was
+removed, and up to which batch; then its rows go little by little, so that a full disk needs no room
+for them. An agent that was away may send
 such a run again, weeks later: rows of starts before the removal are acknowledged, counted and not
 stored, so that no half of a run comes back. A start after it, such as a resumed job, is new.
 """
@@ -14,8 +15,8 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from trainvitals.errors import UsageError
 from trainvitals.records import RunInfo
-from vitals_collector.keeping.thinnable import REMOVED, run_bytes
-from vitals_collector.keeping.thinned_rows import free_removed
+from vitals_collector.keeping.thinnable import run_bytes
+from vitals_collector.receiving.forgetting import is_being_removed
 from vitals_collector.storage.schema import (
     audit,
     batches,
@@ -33,6 +34,7 @@ from vitals_collector.watch.state import Liveness
 KEEP_TAG = "keep"
 """A run with this tag is kept whatever its age."""
 _LOG = logging.getLogger("vitals.collector.retention")
+_FREED_AT_ONCE = 64
 _KEPT_TABLES = (runs, batches, forgotten)
 
 
@@ -55,16 +57,18 @@ def forget(
         StorageError: the store refused; what was begun is ended by ``finish``.
     """
     with store.write() as connection:
-        found = overview.summaries(connection, when, run_id)
-        if not found:
-            raise unknown_run(run_id)
-        if found[0].state == "running":
-            raise UsageError(
-                f"run {run_id} is running; only a run that ended is removed",
-                hint="halt it first (`vitals command`), or wait until it is lost",
-            )
-        gone = Forgotten(run_id, found[0].name, run_bytes(connection, run_id))
-        _remove(connection, gone, by, reason, when.now_unix_ns)
+        gone = _begun(connection, run_id)
+        if gone is None:
+            found = overview.summaries(connection, when, run_id)
+            if not found:
+                raise unknown_run(run_id)
+            if found[0].state == "running":
+                raise UsageError(
+                    f"run {run_id} is running; only a run that ended is removed",
+                    hint="halt it first (`vitals command`), or wait until it is lost",
+                )
+            gone = Forgotten(run_id, found[0].name, run_bytes(connection, run_id))
+            _remove(connection, gone, by, reason, when.now_unix_ns)
     counters = store.counters
     with counters.lock:
         counters.removed_runs[reason] = counters.removed_runs.get(reason, 0) + 1
@@ -128,21 +132,27 @@ def _remove(
 ) -> None:
     """Take all of a run away from readers; its row in ``runs`` goes when the room is free."""
     run_id = gone.run_id
-    mine = batches.c.run_id == run_id
-    kinds = connection.execute(select(batches.c.stream).where(mine).distinct()).scalars()
-    for stream in [one for one in kinds if not one.startswith(REMOVED)]:
-        # A name of its own for each: their numbers begin alike.
-        values = {"stream": REMOVED + stream}
-        connection.execute(update(batches).where(mine, batches.c.stream == stream).values(values))
+    last = connection.execute(select(func.max(batches.c.id)).where(batches.c.run_id == run_id))
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:
             connection.execute(delete(table).where(table.c.run_id == run_id))
     forget_progress(connection, run_id)
-    values = {"forgotten_unix_ns": now_unix_ns, "is_gone": False}
+    values = {
+        "forgotten_unix_ns": now_unix_ns,
+        "is_gone": False,
+        "last_batch": last.scalar() or 0,
+    }
     statement = insert(connection, forgotten).values(run_id=run_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
     detail = f"{reason}: {gone.name!r}, {gone.num_bytes} bytes"
     _note(connection, by, "forget", run_id, detail, now_unix_ns)
+
+
+def _begun(connection: Connection, run_id: str) -> Forgotten | None:
+    """Return the run whose removal was begun and not ended, such as for want of room."""
+    query = select(runs.c.name).where(runs.c.run_id == run_id, is_being_removed())
+    name = connection.execute(query).scalar()
+    return None if name is None else Forgotten(run_id, name, run_bytes(connection, run_id))
 
 
 def _note(
@@ -158,9 +168,21 @@ def _note(
     connection.execute(audit.insert().values(values))
 
 
+def _free_some(store: Store, run_id: str) -> bool:
+    """Remove some of a removed run's batches; return whether there may be more."""
+    last = select(forgotten.c.last_batch).where(forgotten.c.run_id == run_id).scalar_subquery()
+    # From the first on: while the last is there, no later start is given a number before it.
+    query = select(batches.c.id).where(batches.c.run_id == run_id, batches.c.id <= last)
+    with store.write() as connection:
+        ids = connection.execute(query.order_by(batches.c.id).limit(_FREED_AT_ONCE)).scalars().all()
+        if ids:
+            connection.execute(delete(batches).where(batches.c.id.in_(ids)))
+    return len(ids) == _FREED_AT_ONCE
+
+
 def _free(store: Store, run_id: str) -> None:
-    while free_removed(store, run_id):
-        pass
+    while _free_some(store, run_id):
+        store.checkpoint()
     with store.write() as connection:
         is_new = select(streams.c.run_id).where(streams.c.run_id == run_id).limit(1)
         # Where a later start has come meanwhile, the run's row is its own.

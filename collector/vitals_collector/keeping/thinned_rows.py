@@ -28,6 +28,7 @@ from vitals_collector.keeping.thinning import (
     thin_hosts,
     thin_layers,
 )
+from vitals_collector.storage.checksums import as_rows
 from vitals_collector.storage.columns import encode_rows, whole
 from vitals_collector.storage.compaction import rewrite
 from vitals_collector.storage.schema import (
@@ -274,8 +275,7 @@ def put_rows(connection: Connection, about: dict[str, Any], schema: Schema, rows
         values |= {f"min_{name}": int(numbers.min()), f"max_{name}": int(numbers.max())}
     added = connection.execute(batches.insert().values(values).returning(batches.c.id))
     batch_id = added.scalar_one()
-    chunks = [{"batch_id": batch_id} | chunk._asdict() for chunk in encode_rows(schema, rows)]
-    connection.execute(batch_columns.insert(), chunks)
+    connection.execute(batch_columns.insert(), as_rows(batch_id, encode_rows(schema, rows)))
 
 
 def _mark(connection: Connection, run_id: str, stream: str, done: Sequence[Batch]) -> None:

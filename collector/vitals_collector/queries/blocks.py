@@ -135,7 +135,9 @@ def _of_columns(
 ) -> Iterator[Block]:
     chunks = read_columns(connection, [part.id for part in parts], names)
     for part in parts:
-        found = decode_columns(chunks.get(part.id, ()), part.num_rows)
+        if part.id not in chunks:
+            continue  # damaged
+        found = decode_columns(chunks[part.id], part.num_rows)
         columns = {chunk.name: Cells(values, valid) for chunk, values, valid in found}
         batch = np.broadcast_to(np.int64(part.id), part.num_rows)
         at = np.arange(part.num_rows)

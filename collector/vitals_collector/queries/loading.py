@@ -32,7 +32,7 @@ from vitals_collector.queries.series import (
 )
 from vitals_collector.storage.columns import MARK, SUMMARY, Values, decode_columns
 from vitals_collector.storage.schema import batch_columns, batches
-from vitals_collector.storage.stored import is_columnar, read_columns, read_pages
+from vitals_collector.storage.stored import HEAD, is_columnar, read_columns, read_pages, whole_heads
 
 HOST_STREAMS = ("gpu", "node", "process")
 """Streams that are ordered by time: their rows have no step."""
@@ -216,12 +216,12 @@ def _find_alike(connection: Connection, alike: Sequence[Selection]) -> dict[str,
     rows = connection.execute(_narrowed(select(*fields), alike[0]))
     bare = [_Part._make((*row, None, None)) for row in rows]
     table = batch_columns.c
-    of_columns = select(table.name, table.batch_id, table.summary, table.marks)
+    of_columns = select(*HEAD)
     of_columns = of_columns.join(batches, table.batch_id == batches.c.id)
     of_columns = _narrowed(of_columns, alike[0]).where(table.name.in_(columns))
     there: dict[str, dict[int, tuple[bytes | None, bytes | None]]] = {name: {} for name in columns}
-    for row in connection.execute(of_columns):
-        there[row.name][row.batch_id] = (row.summary, row.marks)
+    for batch_id, name, summary, marks in whole_heads(connection, of_columns):
+        there[name][batch_id] = (summary, marks)
     none = (None, None)
     # A compacted batch without the column has no value of it.
     return {
@@ -346,9 +346,11 @@ def _read_columns(
     names += [wanted.key_column] if wanted.key_column else []
     chunks = read_columns(connection, [part.id for part in parts], names)
     for part in parts:
+        if part.id not in chunks:
+            continue  # damaged
         found: dict[str, _Column] = {
             chunk.name: (values, valid)
-            for chunk, values, valid in decode_columns(chunks.get(part.id, ()), part.num_rows)
+            for chunk, values, valid in decode_columns(chunks[part.id], part.num_rows)
         }
         for name in names:  # what no row has reads as zero
             found.setdefault(name, (np.zeros(part.num_rows, dtype=np.int64), None))

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +26,8 @@ from trainvitals.views import (
 from vitals_collector.acting.alert_rows import entry_of
 from vitals_collector.keeping.thinning import RANKS
 from vitals_collector.queries import series
+from vitals_collector.receiving.forgetting import is_being_removed
+from vitals_collector.receiving.promises import num_lost_rows
 from vitals_collector.storage.columns import whole
 from vitals_collector.storage.schema import (
     alerts,
@@ -42,6 +45,8 @@ from vitals_collector.storage.store import unknown_run
 from vitals_collector.storage.stored import read_pages, rows_at_step
 
 MAX_EVENTS = 10_000
+UNREAD = "unread"
+"""In a source's place: its rows were written, and none could be read."""
 _SHOWN_ELSEWHERE = (
     "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
 )  # fmt: skip
@@ -53,7 +58,8 @@ _batch = msgspec.msgpack.Decoder(BatchNoted).decode
 
 def run_row(connection: Connection, run_id: str) -> Row[Any]:
     """Return the row of a run, or raise that there is none."""
-    row = connection.execute(select(runs).where(runs.c.run_id == run_id)).one_or_none()
+    query = select(runs).where(runs.c.run_id == run_id, ~is_being_removed())
+    row = connection.execute(query).one_or_none()
     if row is None:
         raise unknown_run(run_id)
     return row
@@ -101,25 +107,32 @@ def _last_steps(connection: Connection, run_id: str) -> dict[int, int]:
 
 
 def sources_of(connection: Connection, run_id: str) -> tuple[SourceView, ...]:
-    """Return every incarnation of a source."""
+    """Return every incarnation of a source; ``UNREAD`` are those of which no row could be read."""
+    own = streams.c
+    query = select(own.incarnation, own.stream, own.num_rows, num_lost_rows().label("num_lost"))
     by_incarnation = defaultdict(list)
-    for row in connection.execute(select(streams).where(streams.c.run_id == run_id)):
+    for row in connection.execute(query.where(own.run_id == run_id)):
         by_incarnation[row.incarnation].append(row)
     query = select(sources).where(sources.c.run_id == run_id)
     rows = connection.execute(query.order_by(sources.c.source, sources.c.started_unix_ns))
-    return tuple(
-        SourceView(
-            source=row.source,
-            incarnation=row.incarnation,
-            node=row.node,
-            pid=row.pid,
-            started_unix_ns=row.started_unix_ns,
-            last_seen_unix_ns=row.last_seen_unix_ns,
-            num_rows=sum(stream.num_rows for stream in by_incarnation[row.incarnation]),
-            num_lost_rows=sum(stream.num_lost for stream in by_incarnation[row.incarnation]),
-            streams=tuple(sorted(stream.stream for stream in by_incarnation[row.incarnation])),
-        )
-        for row in rows
+    views = [_source_view(row._asdict(), by_incarnation.pop(row.incarnation, ())) for row in rows]
+    unread = {"source": UNREAD, "node": "", "pid": 0, "started_unix_ns": 0, "last_seen_unix_ns": 0}
+    for incarnation, some in sorted(by_incarnation.items()):
+        views.append(_source_view(unread | {"incarnation": incarnation}, some))
+    return tuple(views)
+
+
+def _source_view(of: Mapping[str, Any], some: Sequence[Row[Any]]) -> SourceView:
+    return SourceView(
+        source=of["source"],
+        incarnation=of["incarnation"],
+        node=of["node"],
+        pid=of["pid"],
+        started_unix_ns=of["started_unix_ns"],
+        last_seen_unix_ns=of["last_seen_unix_ns"],
+        num_rows=sum(stream.num_rows for stream in some),
+        num_lost_rows=sum(stream.num_lost for stream in some),
+        streams=tuple(sorted(stream.stream for stream in some)),
     )
 
 

@@ -17,13 +17,16 @@ from trainvitals.errors import NewerVersionError, StorageError, UsageError, Vita
 from trainvitals.identity import check_run_id
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Position, read_batches
+from trainvitals.io.spool_state import STATE_FILE
 from vitals_collector.receiving.checking import check_batches
 from vitals_collector.receiving.ingest import Stored, announce, store_batches
+from vitals_collector.receiving.promises import Promises
 from vitals_collector.storage.schema import positions
 from vitals_collector.storage.store import Store, insert
 
 _LOG = logging.getLogger("vitals.collector.folder")
 _BATCHES_AT_ONCE = 256
+_MAX_TOLD = 4_096
 _BYTES_AT_ONCE = 4 << 20
 """In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
 
@@ -39,6 +42,7 @@ class FolderIngest:
         self._store = store
         self._folders = [folder.expanduser().absolute() for folder in folders]
         self._told: set[str] = set()
+        self._promises = Promises(store)
         for folder in self._folders:
             if not folder.is_dir():
                 raise UsageError(
@@ -90,19 +94,38 @@ class FolderIngest:
         self._say_once(f"{where}{error}", None if is_ours else error)
 
     def _read(self, spool: Path, stop: threading.Event) -> int:
-        position = self._position(spool)
+        position, now = self._position(spool), time.time()
         if position == Position():
             self._store.is_reading_in = True
+        promised = self._promises.read(spool)
+
+        def damaged(begin: Position, end: Position) -> None:
+            where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
+            self._count_damage(f"{where} are damaged and passed over")
+
         # Left to the end, so that a file that grows faster than we read cannot keep us here.
-        found = read_batches(spool, position, now=time.time())
+        found = read_batches(spool, position, now=now, damaged=damaged)
         num_new = 0
         while not stop.is_set() and (some := _next_of(found)):
             stored, is_blocked = self._store_some(spool, some)
             announce(self._store, stored)
             num_new += sum(one.reply.num_new for one in stored)
             if is_blocked:
-                break
+                return num_new
+            position = some[-1][0]
+        if promised is not None and not stop.is_set():
+            version, state = promised
+            if state is not None:
+                self._promises.keep(spool, version, state, position, now)
+            else:
+                where = f"{spool / STATE_FILE} is damaged"
+                self._count_damage(f"{where}: rows lost at the end of a stream are not counted")
         return num_new
+
+    def _count_damage(self, text: str) -> None:
+        if self._say_once(text):
+            with self._store.counters.lock:
+                self._store.counters.num_damaged += 1
 
     def _store_some(
         self, spool: Path, some: Sequence[tuple[Position, bytes]]
@@ -137,10 +160,14 @@ class FolderIngest:
             return Position()  # another spool took its place; the store knows what it knows
         return position
 
-    def _say_once(self, text: str, bug: Exception | None = None) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            _LOG.warning("%s", text, exc_info=bug)
+    def _say_once(self, text: str, bug: Exception | None = None) -> bool:
+        if text in self._told:
+            return False
+        if len(self._told) >= _MAX_TOLD:
+            self._told.clear()
+        self._told.add(text)
+        _LOG.warning("%s", text, exc_info=bug)
+        return True
 
 
 def _next_of(found: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:

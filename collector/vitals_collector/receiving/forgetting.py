@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, and_, select
 
 from trainvitals.wire import Batch
-from vitals_collector.storage.schema import forgotten
+from vitals_collector.storage.schema import forgotten, runs, streams
 
 
 def forgotten_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
@@ -16,6 +16,15 @@ def forgotten_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int
     query = select(forgotten.c.run_id, forgotten.c.forgotten_unix_ns)
     found = connection.execute(query.where(forgotten.c.run_id.in_(ids)))
     return {row.run_id: row.forgotten_unix_ns for row in found}
+
+
+def is_being_removed() -> ColumnElement[bool]:
+    """Return the condition that a row of ``runs`` only waits for its batches to be gone."""
+    begun = select(forgotten.c.run_id).where(
+        forgotten.c.run_id == runs.c.run_id, forgotten.c.is_gone.is_(False)
+    )
+    later = select(streams.c.run_id).where(streams.c.run_id == runs.c.run_id)
+    return and_(begun.exists(), ~later.exists())
 
 
 def is_forgotten(batch: Batch, removed: Mapping[str, int]) -> bool:
@@ -29,4 +38,4 @@ def without_forgotten(new: Sequence[Batch], removed: Mapping[str, int]) -> list[
     return [batch for batch in new if not is_forgotten(batch, removed)]
 
 
-__all__ = ["forgotten_runs", "is_forgotten", "without_forgotten"]
+__all__ = ["forgotten_runs", "is_being_removed", "is_forgotten", "without_forgotten"]

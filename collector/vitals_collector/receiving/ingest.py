@@ -231,6 +231,7 @@ def cut_off_known(batch: Batch, mark: Mark) -> Stored:
     """Return what is new in the batch, and move its stream's mark behind it."""
     header = batch.header
     num_lost = max(0, header.first_seq - mark.last_seq - 1)
+    num_told = max(0, min(mark.promised_seq, header.first_seq - 1) - mark.last_seq)
     num_known = min(header.num_rows, max(0, mark.last_seq + 1 - header.first_seq))
     if num_known == header.num_rows:
         reply = IngestReply(durable_seq=mark.last_seq, num_new=0, num_duplicate=num_known)
@@ -247,7 +248,7 @@ def cut_off_known(batch: Batch, mark: Mark) -> Stored:
     is_events = header.stream == "events"
     events = list(decode_events(header.stream_schema, batch.rows)) if is_events else ()
     reply = IngestReply(durable_seq=header.last_seq, num_new=num_new, num_duplicate=num_known)
-    return Stored(reply, num_lost=num_lost, batch=batch, events=events)
+    return Stored(reply, num_lost=num_lost - num_told, batch=batch, events=events)
 
 
 __all__ = [

@@ -35,6 +35,8 @@ class Mark:
     num_rows: int = 0
     """New in this transaction; so is the next."""
     num_lost: int = 0
+    promised_seq: int = -1
+    """Up to there, what is missing was counted already."""
 
 
 def key_of(batch: Batch) -> StreamKey:
@@ -52,10 +54,10 @@ def read_marks(connection: Connection, batches: Sequence[Batch]) -> dict[StreamK
     marks: dict[StreamKey, Mark] = {}
     for run_id, some in incarnations.items():
         found = connection.execute(_MARKS, {"of_run": run_id, "of_writers": sorted(some)})
-        for incarnation, stream, last_seq, digest, measured, source in found:
+        for incarnation, stream, last_seq, promised, digest, measured, source in found:
             bits = int(measured, 16) if measured else 0
             key = run_id, incarnation, stream
-            marks[key] = Mark(key, source, last_seq, digest, bits)
+            marks[key] = Mark(key, source, last_seq, digest, bits, promised_seq=promised)
     return marks
 
 
@@ -148,6 +150,7 @@ _MARKS = (
         streams.c.incarnation,
         streams.c.stream,
         streams.c.last_seq,
+        streams.c.promised_seq,
         streams.c.schema_digest,
         streams.c.measured,
         sources.c.source,

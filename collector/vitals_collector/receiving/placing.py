@@ -1,5 +1,6 @@
 """Writes a group's new rows and what the tables beside them say: one statement for each table."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ def _row_of(batch: Batch, summary: Summary) -> tuple[Any, ...]:
         header.num_rows,
         header.clock_offset_ns,
         batch.rows,
+        zlib.crc32(batch.rows),
         *summary.limits,
     )
 
@@ -134,6 +136,7 @@ _PLACE = Prepared(
         "num_rows",
         "clock_offset_ns",
         "row_bytes",
+        "row_crc",
         *LIMITS,
     ),
 )

@@ -32,6 +32,7 @@ from trainvitals.records import (
     StepRecord,
 )
 from trainvitals.rows import Value
+from vitals_collector.receiving.promises import num_lost_rows
 from vitals_collector.storage.schema import batches, events, sources, streams, thinned
 from vitals_collector.storage.store import Store
 from vitals_collector.storage.stored import read_pages, rows_at_step
@@ -321,7 +322,7 @@ def _incarnations(connection: Connection, run_id: str) -> list[str]:
 
 
 def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
-    query = select(streams.c.num_lost).where(
+    query = select(num_lost_rows()).where(
         streams.c.run_id == run_id,
         streams.c.incarnation == incarnation,
         streams.c.stream.in_(("steps", "events")),

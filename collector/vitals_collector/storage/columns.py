@@ -226,6 +226,11 @@ def decode_values(chunk: ColumnChunk, num: int) -> Values:
     return values
 
 
+def without_values(chunk: ColumnChunk) -> ColumnChunk:
+    """Return the column as one of numbers of which no row has one."""
+    return chunk._replace(encoding="f8", base=0, summary=b"", marks=b"", valid=b"\0", body=b"")
+
+
 def decode_rows(
     schema: Schema,
     chunks: Iterable[ColumnChunk],
@@ -280,4 +285,5 @@ __all__ = [
     "mark",
     "summarize",
     "whole",
+    "without_values",
 ]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sqlalchemy import Connection, delete, func, select, update
 
 from trainvitals.rows import Schema
+from vitals_collector.storage.checksums import as_rows
 from vitals_collector.storage.columns import SEQ, encode_rows, whole
 from vitals_collector.storage.schema import batch_columns, batches, thinned_to
 from vitals_collector.storage.store import Store, clean
@@ -180,7 +181,7 @@ def compact_writer(store: Store, key: Key, done: Compacted, *, is_over: bool) ->
         with store.read(settled=False) as connection:
             pages = list(read_pages(connection, batches.c.id.in_([piece.id for piece in group])))
         if len(pages) != len(group):
-            continue  # retention was here in between
+            continue  # retention was here in between, or a batch is damaged
         # Numpy would look for a common type of all pages, column by column; it is the same.
         rows = np.frombuffer(b"".join([page.rows.tobytes() for page in pages]), pages[0].rows.dtype)
         with store.write() as connection:
@@ -211,13 +212,17 @@ def rewrite(connection: Connection, pages: Sequence[Page], rows: npt.NDArray[np.
     if not len(rows):
         return True
     connection.execute(delete(batch_columns).where(batch_columns.c.batch_id == first.id))
-    about = {"first_seq": int(rows["seq"][0]), "num_rows": len(rows), "row_bytes": b""}
+    about = {
+        "first_seq": int(rows["seq"][0]),
+        "num_rows": len(rows),
+        "row_bytes": b"",
+        "row_crc": None,
+    }
     for name in ("step", "attempt", "time_unix_ns"):
         values = whole(schema, rows, name)
         about |= {f"min_{name}": int(values.min()), f"max_{name}": int(values.max())}
     connection.execute(update(batches).where(batches.c.id == first.id).values(about))
-    chunks = [{"batch_id": first.id} | chunk._asdict() for chunk in encode_rows(schema, rows)]
-    connection.execute(batch_columns.insert(), chunks)
+    connection.execute(batch_columns.insert(), as_rows(first.id, encode_rows(schema, rows)))
     return True
 
 

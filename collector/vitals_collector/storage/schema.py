@@ -1,9 +1,10 @@
 """Every table of the store, once; ``migrations`` carries a database from version to version.
 
 What people filter by are rows. Numbers stay the bytes that came: a batch is one row of ``batches``,
-until compaction makes one row of many, whose numbers lie by column in ``batch_columns``.
-Bodies (``body``) are msgpack of the record of that name, because JSON has no NaN. Times are
-nanoseconds since the Unix epoch. Text is what people wrote and may be anything but NUL.
+until compaction makes one row of many, whose numbers lie by column in ``batch_columns``. Of what
+their checksums are, ``checksums`` says. Bodies (``body``) are msgpack of the record of that name,
+because JSON has no NaN. Times are nanoseconds since the Unix epoch. Text is what people wrote and
+may be anything but NUL.
 """
 
 from sqlalchemy import (
@@ -43,6 +44,10 @@ def _run_id(*, primary_key: bool = False) -> Column[str]:
 
 def _number(name: str, default: int = 0) -> Column[int]:
     return Column(name, BigInteger, nullable=False, default=default, server_default=str(default))
+
+
+def _checksum(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=True)
 
 
 def _text(name: str) -> Column[str]:
@@ -118,13 +123,15 @@ streams = Table(
     _number("last_seq", -1),
     _number("num_rows"),
     _number("num_lost"),
+    _number("promised_seq", -1),
     _text("schema_digest"),
     _text("measured"),
 )
 """The high-water mark of each (run, incarnation, stream): what makes at-least-once exactly once.
 
 ``schema_digest`` and ``measured`` (validity bits of all rows so far, in hex) tell whether a batch
-has a column that ``measured_columns`` does not list yet."""
+has a column that ``measured_columns`` does not list yet. ``promised_seq`` is the last number that a
+spool once held: where it is above ``last_seq``, the end of the stream is lost, or yet to come."""
 
 measured_columns = Table(
     "measured_columns",
@@ -161,6 +168,7 @@ batches = Table(
     Column("max_time_unix_ns", BigInteger, nullable=False),
     _number("clock_offset_ns"),
     Column("row_bytes", LargeBinary, nullable=False),
+    _checksum("row_crc"),
     UniqueConstraint("run_id", "incarnation", "stream", "first_seq"),
     Index("ix_batches_lookup", "run_id", "stream", "source", "min_step", "max_step"),
 )
@@ -183,6 +191,8 @@ batch_columns = Table(
     metadata,
     Column("batch_id", _ROW_ID, ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True),
     Column("name", Text, primary_key=True),
+    _checksum("head_crc"),
+    _checksum("body_crc"),
     Column("kind", String(8), nullable=False),
     Column("encoding", String(16), nullable=False),
     Column("base", BigInteger, nullable=False),
@@ -398,5 +408,7 @@ forgotten = Table(
     Column("run_id", String(26), primary_key=True),
     _number("forgotten_unix_ns"),
     Column("is_gone", Boolean, nullable=False),
+    _number("last_batch"),
 )
-"""Runs that were removed, for good: rows of starts before that moment are never stored again."""
+"""Runs that were removed, for good: rows of starts before that moment are never stored again.
+Batches up to ``last_batch`` go with the run; those behind it are of a later start."""

@@ -25,6 +25,7 @@ from sqlalchemy.pool import StaticPool
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
 from trainvitals.records import EventRow
 from trainvitals.wire import Batch
+from vitals_collector.storage.checksums import Damage
 from vitals_collector.storage.migrate import migrate
 
 DATABASE_FILE = "vitals.db"
@@ -34,6 +35,7 @@ UNKNOWN = "V101"
 """Error code: there is nothing of that name."""
 LOCKED = "V303"
 """Error code: somebody else holds the database."""
+_FEW_PAGES = 32
 _LOG = logging.getLogger("vitals.collector.store")
 
 AfterIngest = Callable[[Sequence[tuple[Batch, Sequence[EventRow]]]], None]
@@ -48,6 +50,8 @@ class IngestCounters:
     num_rows: int = 0
     num_duplicate: int = 0
     num_lost: int = 0
+    num_damaged: int = 0
+    """Stretches of spools, and their states, that were damaged and passed over."""
     rejected: dict[str, int] = field(default_factory=dict)
     """Refused batches by error code."""
     num_deferred: int = 0
@@ -91,6 +95,9 @@ class Store:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.damage = Damage()
+        """What was found damaged."""
+        engine.update_execution_options(**self.damage.options())
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
         self.is_reading_in = False
@@ -177,18 +184,33 @@ class Store:
         if not self._is_sqlite:
             return 0
 
-        def number(connection: Connection, pragma: str) -> int:
-            return int(connection.exec_driver_sql(f"PRAGMA {pragma}").scalar() or 0)
-
         with self.read() as connection:
-            num_free = number(connection, "freelist_count")
-            if not num_free or num_free <= above * number(connection, "page_count"):
+            num_free = _pragma(connection, "freelist_count")
+            if not num_free or num_free <= above * _pragma(connection, "page_count"):
                 return 0
+        try:
+            return self._give_back(min(max_pages, num_free))
+        except StorageError as error:
+            if error.code != FULL:
+                raise
+            self.checkpoint()  # the journal has no room for so many at once
+            num = self._give_back(min(_FEW_PAGES, num_free))
+            self.checkpoint()  # only now the file is shorter
+            return num
+
+    def _give_back(self, num_pages: int) -> int:
         with self.write() as connection:
+            before = _pragma(connection, "freelist_count")
             # However many it is told, the driver takes one step, and a step gives one page back.
-            for _ in range(min(max_pages, num_free)):
+            for _ in range(num_pages):
                 connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
-            return num_free - number(connection, "freelist_count")
+            return before - _pragma(connection, "freelist_count")
+
+    def checkpoint(self) -> None:
+        """Have the room of SQLite's journal be used again, which else grows to some MiB."""
+        if self._is_sqlite:
+            with self._one_at_a_time(), self._translated(), self.engine.connect() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint")
 
     def close(self) -> None:
         """Close all connections."""
@@ -209,6 +231,10 @@ class Store:
             yield
         except DBAPIError as error:
             raise storage_error(error, self.where) from error
+
+
+def _pragma(connection: Connection, name: str) -> int:
+    return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar() or 0)
 
 
 def _nothing_waits() -> None:
@@ -373,7 +399,12 @@ def _without_password(url: str) -> str:
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
     # SQLAlchemy says BEGIN (see below), so that a read sees one moment and a write starts as one.
     connection.isolation_level = None
-    pragmas = ["journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"]
+    # Some builds write zeros over all that is deleted: that takes the room in the journal which to
+    # delete is to give back on a full disk.
+    pragmas = [
+        *("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"),
+        "secure_delete=FAST",
+    ]
     # A fresh database can give back freed pages little by little; an older one keeps its own way.
     # To say so once more would be a write, which a full disk refuses.
     if connection.execute("PRAGMA page_count").fetchone() == (0,):

@@ -10,6 +10,7 @@ from sqlalchemy import Column, Connection, Row, Select, and_, func, select
 
 from trainvitals.records import Decision, RunInfo
 from trainvitals.views import RunSummary
+from vitals_collector.receiving.forgetting import is_being_removed
 from vitals_collector.storage.schema import alerts, attempts, decisions, runs, sources
 from vitals_collector.watch.state import Liveness, SourceState, health, run_state
 
@@ -26,8 +27,9 @@ def summaries(
     connection: Connection, when: Liveness, run_id: str | None = None
 ) -> tuple[RunSummary, ...]:
     """Return the line of every run, or of one; the newest run first."""
+    shown = select(runs).where(~is_being_removed())
     rows = connection.execute(
-        _of(select(runs), runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
+        _of(shown, runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
     ).all()
     by_run = defaultdict(list)
     for source in connection.execute(_of(select(sources), sources.c.run_id, run_id)):

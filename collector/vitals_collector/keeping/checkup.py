@@ -1,0 +1,111 @@
+"""Holds everything that is stored against its checksums, as `vitals store check` does."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from sqlalchemy import Connection, Row, select
+
+from vitals_collector.storage.checksums import body_crc, head_crc, is_schema_whole, is_whole
+from vitals_collector.storage.columns import ColumnChunk
+from vitals_collector.storage.schema import batch_columns, batches, row_schemas
+from vitals_collector.storage.store import Store
+
+_AT_ONCE = 16
+"""Batches in one reading: of the largest these are some dozen MiB."""
+
+
+class Damaged(NamedTuple):
+    """A batch of which something is not what was written."""
+
+    run_id: str
+    source: str
+    stream: str
+    min_step: int
+    max_step: int
+    num_rows: int
+    what: str
+    """The rows, their schema, or the columns whose values or whose overview are damaged."""
+
+
+class Checkup(NamedTuple):
+    """How much was read, and what of it is damaged."""
+
+    num_batches: int
+    num_unsummed: int
+    """Batches without a checksum: they were written before there were any."""
+    damaged: tuple[Damaged, ...]
+
+
+def check(store: Store) -> Checkup:
+    """Read every batch, and return which are damaged; readers leave those out.
+
+    Raises:
+        StorageError: the database cannot be read.
+    """
+    damaged: list[Damaged] = []
+    num = num_unsummed = 0
+    for row, what, is_summed in _all(store):
+        num += 1
+        num_unsummed += not is_summed
+        if what:
+            about = (row.run_id, row.source, row.stream, row.min_step, row.max_step, row.num_rows)
+            damaged.append(Damaged(*about, what))
+    return Checkup(num, num_unsummed, tuple(damaged))
+
+
+def _all(store: Store) -> Iterator[tuple[Row[tuple[object, ...]], str, bool]]:
+    """Yield each batch, what of it is damaged, and whether it has checksums; in short readings."""
+    last = -1
+    while True:
+        query = select(batches).where(batches.c.id > last).order_by(batches.c.id).limit(_AT_ONCE)
+        with store.read() as connection:
+            rows = connection.execute(query).all()
+            if not rows:
+                return
+            columns = _columns(connection, [row.id for row in rows if not row.row_bytes])
+            broken = _broken_schemas(connection, {row.schema_digest for row in rows})
+        for row in rows:
+            of_row = columns.get(row.id, [])
+            is_summed = all(crc is not None for crc in (*_crcs(of_row), *_crc_of_rows(row)))
+            if row.schema_digest in broken:
+                yield row, "schema", is_summed
+            elif not is_whole(row.row_crc, row.row_bytes):
+                yield row, "rows", is_summed
+            else:
+                yield row, _broken_columns(of_row), is_summed
+        last = rows[-1].id
+
+
+def _columns(connection: Connection, ids: list[int]) -> dict[int, list[Row[tuple[object, ...]]]]:
+    found: dict[int, list[Row[tuple[object, ...]]]] = {}
+    query = select(batch_columns).where(batch_columns.c.batch_id.in_(ids))
+    for row in connection.execute(query.order_by(batch_columns.c.name)):
+        found.setdefault(row.batch_id, []).append(row)
+    return found
+
+
+def _broken_schemas(connection: Connection, digests: set[str]) -> set[str]:
+    found = connection.execute(select(row_schemas).where(row_schemas.c.digest.in_(digests)))
+    return {row.digest for row in found if not is_schema_whole(row.digest, row.body)}
+
+
+def _crc_of_rows(row: Row[tuple[object, ...]]) -> list[int | None]:
+    return [row.row_crc] if row.row_bytes else []
+
+
+def _crcs(columns: list[Row[tuple[object, ...]]]) -> list[int | None]:
+    return [crc for row in columns for crc in (row.head_crc, row.body_crc)]
+
+
+def _broken_columns(columns: list[Row[tuple[object, ...]]]) -> str:
+    broken = []
+    for row in columns:
+        chunk = ColumnChunk(*(getattr(row, name) for name in ColumnChunk._fields))
+        if row.body_crc not in (None, body_crc(chunk)):
+            broken.append(row.name or "sequence numbers")
+        elif row.head_crc not in (None, head_crc(row.name, row.summary, row.marks)):
+            broken.append(f"overview of {row.name}")
+    return ", ".join(broken)
+
+
+__all__ = ["Checkup", "Damaged", "check"]
