@@ -106,6 +106,11 @@ def test_a_range_of_steps_gets_the_samples_of_its_time_and_a_short_one_those_of_
         ends = (begin - missing, end + missing)
         assert ends == pytest.approx((power["xAxis"]["min"], power["xAxis"]["max"]))
         assert all(ends[0] <= x <= ends[1] for x, _ in power["series"][0]["data"])
+    assert "trained more than once" not in shown(app)
+    app.toggle(key="discarded").set_value(True).run()
+    assert "trained more than once" not in shown(app), "none of those that are shown"
+    app = open_page("run", window="range", live="false", **{"from": "230", "to": "240"})
+    assert "Some of these steps were trained more than once" in shown(app)
 
 
 def test_a_range_before_any_agent_came_says_that_there_is_no_sample(

@@ -57,6 +57,11 @@ def draw(view: View, loss: Sequence[Line] = ()) -> None:
     if times is not None and wanted and not any(found):
         what = "a GPU" if gpus else "the host"
         notes.append(f"No sample of {what} was taken while these steps were trained.")
+    if times is not None and any(line.role == "discarded" for line in loss):
+        notes.append(
+            "Some of these steps were trained more than once: shown is the time from the first"
+            " attempt to the last; without rolled-back branches, that of the last."
+        )
     if notes:
         st.caption(" ".join(notes))
 
