@@ -9,6 +9,7 @@ INTEGRATIONS := .venv-integrations
 PINS ?= newest
 EXTRAS := agent,collector,huggingface,accelerate,lightning,deepspeed,torchtitan
 FAST := not slow and not dist and not servers and not browser
+CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks tests
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -26,8 +27,10 @@ test: $(STAMP) ## lint, and every test except the slow ones, on all cores
 	$(MAKE) --no-print-directory -j2 lint pytest
 
 # One worker more than CI has cores: many tests wait for processes that they started. In the order
-# of the folders, so that files with few tests but long ones do not come last.
+# of the folders, so that files with few tests but long ones do not come last. Hundreds of processes
+# are started: compiled once, where the environment has Python write no bytecode by itself.
 pytest: $(STAMP)
+	$(BIN)/python -m compileall -q $(CODE)
 	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(STAMP) ## tests that start no ranks, servers or browser

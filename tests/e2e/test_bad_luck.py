@@ -102,7 +102,7 @@ def test_a_setting_that_cannot_work_is_said_before_the_training_begins(lab, envi
     ("name", "content", "mode", "said"),
     [
         pytest.param("HALTED", b"", 0o644, "vitals resume", marks=pytest.mark.slow),
-        ("command.key", b"00" * 32, 0o644, "chmod go-rwx"),
+        pytest.param("command.key", b"00" * 32, 0o644, "chmod go-rwx", marks=pytest.mark.slow),
         pytest.param(
             "command.key", b"torn", 0o600, "64 hexadecimal characters", marks=pytest.mark.slow
         ),
@@ -150,6 +150,7 @@ def test_shared_memory_without_room_is_said_and_training_goes_on(lab, small_tmpf
     assert "its share of what is free" in done.stderr
 
 
+@pytest.mark.slow
 def test_full_shared_memory_is_said_at_the_start(lab, small_tmpfs):
     private_base({"VITALS_SHM": str(small_tmpfs)})
     fill(small_tmpfs)

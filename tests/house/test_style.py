@@ -5,6 +5,7 @@ import io
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -47,14 +48,28 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
-def code_lines(text: str) -> set[int]:
+class Source(NamedTuple):
+    """One file of a room, read once for all that is asked of it."""
+
+    name: str
+    text: str
+    tree: ast.Module
+
+
+@pytest.fixture(scope="module", params=sources(), ids=name_of)
+def source(request):
+    text = request.param.read_text()
+    return Source(name_of(request.param), text, ast.parse(text))
+
+
+def code_lines(source: Source) -> set[int]:
     """Return the lines that hold code: no blank line, no comment, no docstring."""
     lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT,
                               tokenize.DEDENT, tokenize.ENDMARKER):  # fmt: skip
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
@@ -66,41 +81,37 @@ def test_a_file_is_not_too_long(path):
     assert len(path.read_text().splitlines()) <= limit, "split it: has it two jobs?"
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_a_function_is_not_too_long(path):
-    text = path.read_text()
-    lines = code_lines(text)
-    for function in functions(ast.parse(text)):
-        # The body: a signature of many options is a table, and says so by itself.
-        first, last = function.body[0].lineno, function.end_lineno or 0
+def test_a_function_is_not_too_long(source):
+    # The body: a signature of many options is a table, and says so by itself.
+    bodies = [(f.name, f.body[0].lineno, f.end_lineno or 0) for f in functions(source.tree)]
+    long = [one for one in bodies if one[2] - one[1] >= MAX_FUNCTION_LINES]
+    lines = code_lines(source) if long else set()
+    for name, first, last in long:
         size = sum(first <= line <= last for line in lines)
-        key = f"{name_of(path)}:{function.name}"
+        key = f"{source.name}:{name}"
         assert size <= LONGER_FUNCTIONS.get(key, MAX_FUNCTION_LINES), key
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_no_exception_is_swallowed_without_a_word(path):
-    text = path.read_text()
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+def test_no_exception_is_swallowed_without_a_word(source):
+    lines = source.text.splitlines()
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.ExceptHandler):
             empty = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
             handler = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             assert not empty or "#" in handler, (
-                f"{name_of(path)}:{node.lineno}: say why in a comment"
+                f"{source.name}:{node.lineno}: say why in a comment"
             )
-            assert node.type is not None, f"{name_of(path)}:{node.lineno}: a bare except"
+            assert node.type is not None, f"{source.name}:{node.lineno}: a bare except"
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_everything_is_annotated(path):
-    for function in functions(ast.parse(path.read_text())):
+def test_everything_is_annotated(source):
+    for function in functions(source.tree):
         arguments = function.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         named += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
         bare = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
-        assert [] == bare, f"{name_of(path)}:{function.name}"
-        assert function.returns is not None, f"{name_of(path)}:{function.name}"
+        assert [] == bare, f"{source.name}:{function.name}"
+        assert function.returns is not None, f"{source.name}:{function.name}"
 
 
 @pytest.mark.parametrize("allowed", [LONGER_FILES])

@@ -133,7 +133,7 @@ def saving(**settings):
 """
 
 
-@pytest.mark.parametrize("taken_first", [True, False])
+@pytest.mark.parametrize("taken_first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_loop_with_a_handler_of_its_own_is_saved_beside_it_and_never_cut_short(
     tmp_path, taken_first
 ):
@@ -157,7 +157,12 @@ watching.join()
 
 @pytest.mark.parametrize(
     ("more", "reason"),
-    [("", "SIGTERM"), ("raise RuntimeError('worker')", "SIGTERM; RuntimeError: worker")],
+    [
+        ("", "SIGTERM"),
+        pytest.param(
+            "raise RuntimeError('worker')", "SIGTERM; RuntimeError: worker", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_sigterm_after_the_last_step_saves_and_ends_the_process(tmp_path, more, reason):
     script = f"""
@@ -189,6 +194,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
     assert (0, [("finished", "")]) == (code, said), errors
 
 
+@pytest.mark.slow
 def test_data_workers_that_are_forked_meanwhile_leave_the_monitor_alone(tmp_path):
     script = """
 import torch

@@ -3,7 +3,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainvitals.detect import (
@@ -55,6 +55,7 @@ def records(draw: st.DrawFn) -> list[StepRecord]:
 
 
 @pytest.mark.parametrize("make", STATEFUL)
+@settings(max_examples=25)
 @given(before=records(), after=records())
 def test_restoring_state_changes_nothing(
     make: Callable[[], DetectorSet], before: list[StepRecord], after: list[StepRecord]
