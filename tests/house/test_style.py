@@ -98,9 +98,7 @@ def test_no_exception_is_swallowed_without_a_word(source):
         if isinstance(node, ast.ExceptHandler):
             empty = all(isinstance(s, ast.Pass | ast.Continue) for s in node.body)
             handler = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            assert not empty or "#" in handler, (
-                f"{source.name}:{node.lineno}: say why in a comment"
-            )
+            assert not empty or "#" in handler, f"{source.name}:{node.lineno}: say why in a comment"
             assert node.type is not None, f"{source.name}:{node.lineno}: a bare except"
 
 
