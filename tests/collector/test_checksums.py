@@ -9,15 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import Column, Table, select, update
+from sqlalchemy import Column, Table, func, select, update
 from typer.testing import CliRunner
 
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import At
+from tests.collector.test_volumes import LATER, SMALL
+from tests.collector.volume_runs import all_read, ranks, steps_left, values_of, write_steps
 from trainvitals.cli.main import build_app
 from trainvitals.records import NamesDefined, RunEnded
 from trainvitals.views import SeriesRequest, TableRequest
 from vitals_collector.keeping.checkup import check
+from vitals_collector.keeping.volumes import Volumes
 from vitals_collector.queries.query import Query
 from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage import compaction
@@ -195,3 +198,23 @@ def test_the_command_lists_what_is_damaged(tmp_path: Path):
         assert "rows" == one["what"]
         assert RUN in ask().output
     store.close()
+
+
+def test_a_damaged_batch_keeps_no_other_from_being_thinned(store: Store):
+    write_steps(store, ranks(6), range(40))
+    node = Writer("node:a")
+    for first in (0, 50):
+        ingest(store, node.node_rows(range(first, first + 50)))
+    all_read(store)
+    with store.write() as connection:
+        of_rank = select(func.min(batches.c.id)).where(batches.c.source == "rank:3")
+        of_node = select(func.min(batches.c.id)).where(batches.c.stream == "node")
+        for one in (of_rank, of_node):
+            damaged = batches.c.id == connection.execute(one).scalar_one()
+            connection.execute(update(batches).where(damaged).values(row_crc=0))
+    volumes = Volumes(store, SMALL)
+    assert volumes.maintain(LATER) > 40
+    assert 10 == len(values_of(store, "node", "cpu_ratio")), "those behind it are thinned"
+    assert list(range(20, 40)) == steps_left(store, "rank:2")
+    assert 0 == volumes.maintain(LATER)
+    assert ["rows", "rows"] == [one.what for one in check(store).damaged]

@@ -69,18 +69,18 @@ class Removed(NamedTuple):
 
 
 def cut_batch(
-    store: Store, run: RunAt, batch_id: int, before_unix_ns: int, settings: VolumeSettings
+    store: Store, run: RunAt, batch: Batch, before_unix_ns: int, settings: VolumeSettings
 ) -> bool:
     """Make windows that are due into batches of their own; the rows stay the same.
 
     Returns:
-        Whether there was one.
+        Whether there was one, or the batch is damaged and passed over.
     """
     assert run.present is not None, "nothing is due where nobody knows how far the run is"
     with store.read() as connection:
-        pages = list(read_pages(connection, batches.c.id == batch_id))
+        pages = list(read_pages(connection, batches.c.id == batch.id))
     if not pages:
-        return False
+        return _pass_over(store, run, "steps", batch)
     schema = pages[0].schema
     parts = cut(
         schema,
@@ -92,7 +92,7 @@ def cut_batch(
     if len(parts) == 1:
         return False
     with store.write() as connection:
-        about = connection.execute(_ABOUT.where(batches.c.id == batch_id)).mappings().first()
+        about = connection.execute(_ABOUT.where(batches.c.id == batch.id)).mappings().first()
         if about is None or not rewrite(connection, pages, parts[0]):
             return False
         for part in parts[1:]:
@@ -239,7 +239,8 @@ def thin_batch(
     with store.read() as connection:
         pages = list(read_pages(connection, batches.c.id == batch.id))
     if not pages:
-        return None
+        is_done = _pass_over(store, run, stream, batch)
+        return Removed(stream, 0, 0, batch.last_step, batch.newest_unix_ns) if is_done else None
     page = pages[0]
     if stream == "layers":
         rows = thin_layers(page.schema, page.rows, run.near_layers, settings)
@@ -262,6 +263,19 @@ def thin_batch(
         )
         _note(connection, run.run_id, removed, why)
     return removed
+
+
+def _pass_over(store: Store, run: RunAt, stream: str, batch: Batch) -> bool:
+    """Leave a damaged batch as it is for ever, so that it keeps no other from being thinned.
+
+    Returns:
+        False where it is not damaged but was changed meanwhile.
+    """
+    with store.write() as connection:
+        is_there = _are_there(connection, [batch])
+        if is_there:
+            _mark(connection, run.run_id, stream, [batch])
+    return is_there
 
 
 # ----------------------------------------------------------------------------------- writing

@@ -261,7 +261,7 @@ class _Pass:
 
     def _cut(self, mixed: list[Batch]) -> bool:
         before = self._before_unix_ns
-        done = [cut_batch(self._store, self._run, one.id, before, self._settings) for one in mixed]
+        done = [cut_batch(self._store, self._run, one, before, self._settings) for one in mixed]
         return any(done)
 
     def _thin_window(self, window: Window) -> bool:
