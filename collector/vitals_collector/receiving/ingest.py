@@ -8,7 +8,6 @@ batch changes nothing and keeps no other back.
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from sqlalchemy import Connection
@@ -36,8 +35,7 @@ _FOREIGN_KEY = "23503"
 _LOG = logging.getLogger("vitals.collector.ingest")
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """What one batch came to: the answer, and its rows and events that were new, or the error."""
 
     reply: IngestReply
@@ -230,9 +228,9 @@ def _pass_over(batch: Batch) -> Stored:
 def cut_off_known(batch: Batch, mark: Mark) -> Stored:
     """Return what is new in the batch, and move its stream's mark behind it."""
     header = batch.header
-    num_lost = max(0, header.first_seq - mark.last_seq - 1)
+    num_ahead = header.first_seq - mark.last_seq - 1
+    num_lost, num_known = max(0, num_ahead), min(header.num_rows, max(0, -num_ahead))
     num_told = max(0, min(mark.promised_seq, header.first_seq - 1) - mark.last_seq)
-    num_known = min(header.num_rows, max(0, mark.last_seq + 1 - header.first_seq))
     if num_known == header.num_rows:
         reply = IngestReply(durable_seq=mark.last_seq, num_new=0, num_duplicate=num_known)
         return Stored(reply)
