@@ -4,10 +4,10 @@ One class for the HTTP routes, the command line and a folder read without any se
 answer differently.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from sqlalchemy import Connection
 
 from trainvitals.clock import Clock
@@ -44,6 +44,7 @@ from vitals_collector.queries.difference import difference
 from vitals_collector.queries.incidents import incidents
 from vitals_collector.queries.loading import Outlined, Selection, load_curve, load_outlines
 from vitals_collector.queries.movers import movers
+from vitals_collector.queries.outlines import Outlines
 from vitals_collector.queries.recorded import (
     alerts_of,
     attempt_rows,
@@ -77,6 +78,7 @@ class Query:
         lost_after_seconds: how long a run may be silent.
         up_since_unix_ns: since when rows could have arrived; 0 where nothing arrives.
         volumes: what is kept of a run, to be said.
+        outlines: what is remembered of compacted rows between questions; bounded by itself.
     """
 
     def __init__(
@@ -87,12 +89,14 @@ class Query:
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
         volumes: VolumeSettings | None = None,
+        outlines: Outlines | None = None,
     ) -> None:
         self._store = store
         self._volumes = volumes or VolumeSettings()
         self._clock = clock
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
+        self._outlines = outlines or Outlines()
 
     def runs(self) -> tuple[RunSummary, ...]:
         """Return every run, the newest first."""
@@ -162,7 +166,8 @@ class Query:
                 Outlined(wanted, request.branch, request.points)
                 for (_, wanted), request in zip(chosen, requests, strict=True)
             ]
-            found = load_outlines(connection, outlined, attempt_rows(connection, run_id))
+            attempts = attempt_rows(connection, run_id)
+            found = load_outlines(connection, outlined, attempts, self._outlines)
         return tuple(
             _series_reply(run_id, request, source, *curve)
             for request, (source, _), curve in zip(requests, chosen, found, strict=True)
@@ -312,7 +317,9 @@ def _series_reply(
     run_id: str, request: SeriesRequest, source: str, found: series.Points, num_total: int
 ) -> SeriesReply:
     drawn = series.downsample(found, request.points)
-    values = drawn.value.tolist()
+    values: list[float | None] = drawn.value.tolist()
+    for i in np.flatnonzero(~np.isfinite(drawn.value)).tolist():
+        values[i] = None
     return SeriesReply(
         run_id=run_id,
         metric=request.metric,
@@ -323,7 +330,7 @@ def _series_reply(
         step=tuple(drawn.step.tolist()),
         time_unix_ns=tuple(drawn.time_unix_ns.tolist()),
         attempt=tuple(drawn.attempt.tolist()),
-        value=tuple(v if math.isfinite(v) else None for v in values),
+        value=tuple(values),
         nonfinite=series.nonfinite_marks(found, MAX_MARKS),
         num_nonfinite=series.num_nonfinite(found),
     )

@@ -1,0 +1,183 @@
+"""Keeps in memory what the curves of compacted batches look like from afar.
+
+A run grows at its end: what was compacted stays as it is, so that who asks for an overview again
+has only to read what is new. A batch is known by its writer, its numbers and its limits: what a
+writer wrote under a number never changes, and a batch that was joined with others, cut or thinned
+has other rows. Only the numbers over all ranks are rewritten as they lie; those are never kept.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection, select
+
+from vitals_collector.keeping.thinning import RANKS
+from vitals_collector.queries.parts import HOST_STREAMS, Part, Selection, some_at_once
+from vitals_collector.queries.series import Points, join
+from vitals_collector.storage.columns import MARK, SUMMARY
+from vitals_collector.storage.schema import batch_columns
+from vitals_collector.storage.stored import HEAD, whole_heads
+
+MOST_BYTES = 64 << 20
+"""About what the outlines of 300 columns of a million steps take."""
+_ARRAY_BYTES = 112
+_AROUND_BYTES = 4 * _ARRAY_BYTES + 300
+"""What an outline takes beside its numbers."""
+
+
+class Outline(NamedTuple):
+    """One column of one compacted batch."""
+
+    points: Points | None
+    """The extremes of each stretch, both ends, and what is not finite, in their order; None where
+    the rows are to be read instead."""
+    num_drawn: int
+    """How many extremes there are."""
+    num_values: int
+    """How many values the batch has."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, about."""
+        return _AROUND_BYTES + 32 * (0 if self.points is None else len(self.points))
+
+
+_NOT_SUMMED = Outline(None, 0, 0)
+Columns = Mapping[str, Outline | None]
+"""What is known of a batch; None says that no row of it has the column."""
+_Key = tuple[str, str, Part]
+
+
+class Outlines:
+    """The outlines that were asked for last, in bounded memory. For any thread."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.num_bytes = 0
+        self.num_dropped = 0
+        """Batches that were forgotten for want of room."""
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[_Key, Columns] = OrderedDict()
+
+    def of(
+        self, connection: Connection, wanted: Sequence[Selection], found: Sequence[Sequence[Part]]
+    ) -> list[dict[int, Outline]]:
+        """Return each curve's outlines by batch; a batch that has not the column is left out.
+
+        Args:
+            connection: the moment of the store in which the batches were found.
+            wanted: the curves.
+            found: the batches of each (``parts.find``).
+        """
+        names: dict[int, set[str]] = {}
+        for one, parts in zip(wanted, found, strict=True):
+            names.setdefault(id(parts), set()).add(one.column)
+        looked: dict[int, dict[int, Columns]] = {}
+        for one, parts in zip(wanted, found, strict=True):
+            if id(parts) not in looked:
+                looked[id(parts)] = self._look(connection, one, parts, names[id(parts)])
+        return [
+            {
+                batch: outline
+                for batch, columns in looked[id(parts)].items()
+                if (outline := columns[one.column]) is not None
+            }
+            for one, parts in zip(wanted, found, strict=True)
+        ]
+
+    def _look(
+        self, connection: Connection, of: Selection, parts: Sequence[Part], names: set[str]
+    ) -> dict[int, Columns]:
+        compacted = [part for part in parts if part.is_columnar]
+        looked, missing = self._known(of, compacted, names)
+        if missing:
+            read = _read(connection, of, missing, names)
+            looked.update(read)
+            if of.stream != RANKS:
+                self._keep(((of.run_id, of.stream, part), read[part.id]) for part in missing)
+        return looked
+
+    def _known(
+        self, of: Selection, parts: Iterable[Part], names: set[str]
+    ) -> tuple[dict[int, Columns], list[Part]]:
+        known: dict[int, Columns] = {}
+        missing = []
+        with self._lock:
+            for part in parts:
+                key = of.run_id, of.stream, part
+                columns = self._kept.get(key)
+                if columns is None or not names <= columns.keys():
+                    missing.append(part)
+                else:
+                    self._kept.move_to_end(key)
+                    known[part.id] = columns
+        return known, missing
+
+    def _keep(self, read: Iterable[tuple[_Key, Columns]]) -> None:
+        with self._lock:
+            for key, columns in read:
+                before = self._kept.pop(key, {})
+                self._kept[key] = {**before, **columns}
+                self.num_bytes += _num_bytes(self._kept[key]) - _num_bytes(before)
+            while self.num_bytes > self._most_bytes:
+                _, gone = self._kept.popitem(last=False)
+                self.num_bytes -= _num_bytes(gone)
+                self.num_dropped += 1
+
+
+def _num_bytes(columns: Columns) -> int:
+    return sum(_ARRAY_BYTES if one is None else one.num_bytes for one in columns.values())
+
+
+def _read(
+    connection: Connection, of: Selection, parts: Sequence[Part], names: set[str]
+) -> Mapping[int, Columns]:
+    """Return what the batches have of the columns."""
+    is_by_time = of.stream in HOST_STREAMS
+    attempts = {part.id: part.min_attempt for part in parts}
+    found: dict[int, dict[str, Outline | None]] = {p.id: dict.fromkeys(names) for p in parts}
+    query = select(*HEAD).where(batch_columns.c.name.in_(sorted(names)))
+    for some in some_at_once(list(found)):
+        heads = whole_heads(connection, query.where(batch_columns.c.batch_id.in_(some)))
+        for batch, name, summary, marks in heads:
+            outline = outline_of(summary, marks, attempts[batch], is_by_time=is_by_time)
+            found[batch][name] = outline
+    return found
+
+
+def outline_of(summary: bytes, marks: bytes, attempt: int, *, is_by_time: bool) -> Outline:
+    """Return a column's outline from what lies beside it (``columns.ColumnChunk``)."""
+    if not summary or not marks:
+        return _NOT_SUMMED
+    entries = np.frombuffer(summary, dtype=SUMMARY)
+    points = join([_extremes(entries, attempt), _marks(marks, attempt)])
+    points = points.take(
+        np.argsort(points.time_unix_ns if is_by_time else points.step, kind="stable")
+    )
+    return Outline(points, 2 * len(entries), int(entries["num"].sum()))
+
+
+def _extremes(entries: npt.NDArray[np.void], attempt: int) -> Points:
+    """Return the least and the greatest value of each entry, in their order."""
+    steps = np.stack([entries["low_step"], entries["high_step"]], axis=1)
+    times = np.stack([entries["low_time"], entries["high_time"]], axis=1)
+    values = np.stack([entries["low"], entries["high"]], axis=1)
+    is_kept = np.isfinite(values)
+    is_same = (steps[:, 0] == steps[:, 1]) & (times[:, 0] == times[:, 1])
+    is_kept[:, 1] &= ~is_same
+    attempts = np.full(steps.size, attempt, dtype=np.int64)
+    return Points(steps.ravel(), attempts, times.ravel(), values.ravel()).take(is_kept.ravel())
+
+
+def _marks(marks: bytes, attempt: int) -> Points:
+    """Return both ends, and the values that are not finite."""
+    found = np.frombuffer(marks, dtype=MARK)
+    attempts = np.full(len(found), attempt, dtype=np.int64)
+    return Points(found["step"], attempts, found["time"], found["value"])
+
+
+__all__ = ["MOST_BYTES", "Outline", "Outlines", "outline_of"]
