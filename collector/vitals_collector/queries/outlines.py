@@ -155,9 +155,10 @@ def outline_of(summary: bytes, marks: bytes, attempt: int, *, is_by_time: bool) 
         return _NOT_SUMMED
     entries = np.frombuffer(summary, dtype=SUMMARY)
     points = join([_extremes(entries, attempt), _marks(marks, attempt)])
-    points = points.take(
-        np.argsort(points.time_unix_ns if is_by_time else points.step, kind="stable")
-    )
+    along = points.time_unix_ns if is_by_time else points.step
+    points = points.take(np.argsort(along, kind="stable"))
+    if not is_by_time:  # a step has one row, which may be an end and an extreme as well
+        points = points.take(np.append(np.diff(points.step) != 0, True))
     return Outline(points, 2 * len(entries), int(entries["num"].sum()))
 
 
