@@ -138,8 +138,8 @@ def _choice(by_id: Mapping[str, RunSummary], asked: str) -> str | None:
         st.session_state[_PICKED] = True
 
     def label(run_id: str) -> str:
-        run = by_id[run_id]
-        return f"{words.run_label(run.name, run_id, 60)}  ({run_id[-6:]}, {run.state})"
+        # Nothing in it may change: a browser names its choice by these very words.
+        return f"{words.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
 
     chosen = st.selectbox(
         "Run",

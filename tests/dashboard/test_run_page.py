@@ -154,6 +154,19 @@ def test_an_address_with_an_unknown_run_says_so(stub: Stub, open_page: Open) -> 
     assert "This run is not here" in shown(open_page("run", run="01K0000000000000000000NONE"))
 
 
+def test_what_a_run_is_called_in_the_choice_does_not_change_with_its_state(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    for page, kind in (("run", "selectbox"), ("compare", "multiselect")):
+        app, called = open_page(page, run=samples.run_id(1)), []
+        for state in ("running", "lost"):  # a browser names its choice by these very words
+            stub.runs[0] = msgspec.structs.replace(stub.runs[0], state=state)
+            shown(app.run())
+            called.append(app.get(kind)[0].options)
+        assert called[0] == called[1] and samples.run_id(1)[-6:] in called[0][0], page
+
+
 def test_choosing_another_run_changes_the_address(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     other = samples.sample_run(name="second")

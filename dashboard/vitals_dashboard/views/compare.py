@@ -98,8 +98,8 @@ def _choose(runs: Sequence[RunSummary]) -> list[str]:
     st.session_state["compared"] = wanted
 
     def label(run_id: str) -> str:
-        name = words.run_label(by_id[run_id].name, run_id, 60)
-        return f"{name}  ({run_id[-6:]}, {by_id[run_id].state})"
+        # Nothing in it may change: a browser names its choice by these very words.
+        return f"{words.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
 
     def follow() -> None:
         st.query_params["runs"] = st.session_state["compared"]
