@@ -9,22 +9,49 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import Column, Table, func, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    LargeBinary,
+    Table,
+    func,
+    literal,
+    select,
+    type_coerce,
+    update,
+)
 from typer.testing import CliRunner
 
 from tests.collector.rows import RUN, Writer
-from tests.collector.test_query import At
+from tests.collector.test_query import At, rolled_back_run
 from tests.collector.test_volumes import LATER, SMALL
 from tests.collector.volume_runs import all_read, ranks, steps_left, values_of, write_steps
 from trainvitals.cli.main import build_app
-from trainvitals.records import NamesDefined, RunEnded
+from trainvitals.records import (
+    BatchNoted,
+    ChangeExpected,
+    Finding,
+    FindingRaised,
+    NamesDefined,
+    Note,
+    RunEnded,
+)
 from trainvitals.views import SeriesRequest, TableRequest
 from vitals_collector.keeping.checkup import check
 from vitals_collector.keeping.volumes import Volumes
 from vitals_collector.queries.query import Query
 from vitals_collector.receiving.ingest import ingest
+from vitals_collector.replays.replay import replay
 from vitals_collector.storage import compaction
-from vitals_collector.storage.schema import batch_columns, batches, row_schemas
+from vitals_collector.storage.schema import (
+    batch_columns,
+    batches,
+    decisions,
+    events,
+    findings,
+    row_schemas,
+    runs,
+)
 from vitals_collector.storage.store import Store, open_data_store
 from vitals_collector.storage.stored import read_pages
 
@@ -69,6 +96,11 @@ def as_columns(store: Store) -> None:
         compaction.compact(store)
 
 
+def stored(column: Column[bytes]) -> ColumnElement[bytes]:
+    """Return the column as it lies there, with its checksum where it has one inside."""
+    return type_coerce(column, LargeBinary)
+
+
 @contextmanager
 def flipped(
     store: Store, table: Table, name: str, chance: random.Random
@@ -77,16 +109,17 @@ def flipped(
     blob: Column[bytes] = table.c[name]
     keys = list(table.primary_key.columns)
     with store.read() as connection:
-        found = connection.execute(select(*keys, blob).order_by(*keys)).all()
+        found = connection.execute(select(*keys, stored(blob)).order_by(*keys)).all()
     *key, body = chance.choice([row for row in found if row[-1]])
     raw = bytearray(body)
     raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
     where = [column == part for column, part in zip(keys, key, strict=True)]
     with store.write() as connection:
-        connection.execute(update(table).where(*where).values({name: bytes(raw)}))
+        changed = literal(bytes(raw), LargeBinary)
+        connection.execute(update(table).where(*where).values({name: changed}))
     yield {column.name: part for column, part in zip(keys, key, strict=True)}
     with store.write() as connection:
-        connection.execute(update(table).where(*where).values({name: body}))
+        connection.execute(update(table).where(*where).values({name: literal(body, LargeBinary)}))
 
 
 def check_answers(store: Store) -> int:
@@ -178,6 +211,45 @@ def test_compaction_leaves_a_damaged_batch_and_goes_on_behind_it(store: Store):
         assert 1 == store.damage.num, "told once"
         check_answers(store)
     assert () == check(store).damaged
+
+
+def test_a_flipped_bit_in_a_record_costs_that_record(store: Store):
+    rolled_back_run(store)
+    finding = Finding(kind="spike", level="act", step=4, detector="d", reason="r", rank=0)
+    said = (
+        FindingRaised(finding=finding),
+        ChangeExpected(steps=5, reason="new data"),
+        Note(code="V101", text="look", severity="error"),
+        BatchNoted(epoch=0, first_batch=1, num_batches=2),
+        RunEnded(state="failed", reason="why"),
+    )
+    ingest(store, Writer("rank:2").events(*said, step=4))
+    query = Query(store, clock=At(100))
+
+    def ask() -> list[set[str]]:
+        query.incidents(RUN)
+        query.events(RUN)
+        replay(store, RUN)
+        (info,) = (query.run(RUN).info,)
+        answers = (
+            query.decisions(RUN),
+            query.findings(RUN),
+            query.annotations(RUN),
+            query.step(RUN, 4).data,
+            [info] if info.name else [],
+            [one.last_decision for one in query.runs() if one.last_decision],
+        )
+        return [{repr(one) for one in answer} for answer in answers]
+
+    whole = ask()
+    assert all(whole)
+    for table, name in ((runs, "info"), *((t, "body") for t in (events, findings, decisions))):
+        for seed in range(3):
+            with flipped(store, table, name, random.Random(seed)):
+                for told, true in zip(ask(), whole, strict=True):
+                    assert told <= true
+                assert ["record"] == [one.what for one in check(store).damaged]
+    assert whole == ask()
 
 
 def test_the_command_lists_what_is_damaged(tmp_path: Path):

@@ -3,19 +3,34 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, LargeBinary, Row, literal, select, type_coerce
 
-from vitals_collector.storage.checksums import body_crc, head_crc, is_schema_whole, is_whole
+from vitals_collector.storage.checksums import (
+    body_crc,
+    head_crc,
+    is_record_whole,
+    is_schema_whole,
+    is_whole,
+)
 from vitals_collector.storage.columns import ColumnChunk
-from vitals_collector.storage.schema import batch_columns, batches, row_schemas
+from vitals_collector.storage.schema import (
+    batch_columns,
+    batches,
+    decisions,
+    events,
+    findings,
+    row_schemas,
+    runs,
+)
 from vitals_collector.storage.store import Store
 
+_RECORDS = (runs, events, findings, decisions)
 _AT_ONCE = 16
 """Batches in one reading: of the largest these are some dozen MiB."""
 
 
 class Damaged(NamedTuple):
-    """A batch of which something is not what was written."""
+    """A batch, or a record, of which something is not what was written."""
 
     run_id: str
     source: str
@@ -24,7 +39,7 @@ class Damaged(NamedTuple):
     max_step: int
     num_rows: int
     what: str
-    """The rows, their schema, or the columns whose values or whose overview are damaged."""
+    """The record, the rows, their schema, or columns: their values, or the overview of them."""
 
 
 class Checkup(NamedTuple):
@@ -44,6 +59,7 @@ def check(store: Store) -> Checkup:
     """
     damaged: list[Damaged] = []
     num = num_unsummed = 0
+    damaged += _records(store)
     for row, what, is_summed in _all(store):
         num += 1
         num_unsummed += not is_summed
@@ -51,6 +67,20 @@ def check(store: Store) -> Checkup:
             about = (row.run_id, row.source, row.stream, row.min_step, row.max_step, row.num_rows)
             damaged.append(Damaged(*about, what))
     return Checkup(num, num_unsummed, tuple(damaged))
+
+
+def _records(store: Store) -> list[Damaged]:
+    """Return the events, findings, decisions and attributes of runs that are damaged."""
+    found: list[Damaged] = []
+    for table in _RECORDS:
+        body = type_coerce(table.c.info if table is runs else table.c.body, LargeBinary)
+        step = literal(-1) if table is runs else table.c.step
+        with store.read() as connection:
+            query = select(table.c.run_id, step, body).execution_options(yield_per=1_000)
+            for run_id, at, raw in connection.execute(query):
+                if raw and not is_record_whole(raw):
+                    found.append(Damaged(run_id, "", table.name, at, at, 1, "record"))
+    return found
 
 
 def _all(store: Store) -> Iterator[tuple[Row[tuple[object, ...]], str, bool]]:

@@ -22,6 +22,8 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView,
     query = select(said.step, said.time_unix_ns, said.body).where(*of_run)
     newest = query.order_by(said.time_unix_ns.desc(), said.id.desc()).limit(MAX_ANNOUNCED)
     for step, time, body in connection.execute(newest):
+        if not body:
+            continue  # damaged
         change = _expected(body)
         text = f"{change.reason} (a change expected for {change.steps} steps)"
         views.append(AnnotationView(step=step, time_unix_ns=time, text=text, by=""))

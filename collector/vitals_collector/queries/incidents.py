@@ -174,6 +174,7 @@ def read_records(connection: Connection, run_id: str) -> Records:
     query = select(table.time_unix_ns, table.attempt, table.body).where(table.run_id == run_id)
     order = (table.time_unix_ns.desc(), table.step.desc(), table.seq.desc(), table.incarnation)
     found = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
+    found = [row for row in found if row.body]
     said, data = _read_events(connection, run_id)
     return Records(
         findings=tuple(
@@ -197,7 +198,8 @@ def _read_events(connection: Connection, run_id: str) -> tuple[list[Said], Seque
     def newest(*kinds: str) -> Sequence[Row[Any]]:
         query = select(events).where(table.run_id == run_id, table.kind.in_(kinds))
         order = (table.time_unix_ns.desc(), table.id.desc())
-        return connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
+        found = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
+        return [row for row in found if row.body]
 
     said = [_said(row) for row in newest(*_OF_NOTE)]
     return [one for one in said if one is not None], newest("BatchNoted")

@@ -148,6 +148,7 @@ def decisions_of(
     return tuple(
         DecisionView(run_id=run_id, time_unix_ns=time, decision=_decision(body))
         for time, body in rows
+        if body
     )
 
 
@@ -161,7 +162,9 @@ def findings_of(
         query = query.where(table.step == step)
     rows = connection.execute(query.order_by(table.step, table.time_unix_ns, table.seq))
     return tuple(
-        FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body)) for time, body in rows
+        FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body))
+        for time, body in rows
+        if body
     )
 
 
@@ -176,6 +179,7 @@ def data_of(connection: Connection, run_id: str, step: int) -> tuple[StepData, .
     return tuple(
         StepData(source=source, attempt=attempt, batch=_batch(body))
         for source, attempt, body in connection.execute(query)
+        if body
     )
 
 

@@ -185,7 +185,11 @@ def _decisions(
         connection,
         query.order_by(decisions.c.time_unix_ns, decisions.c.run_id, decisions.c.ledger_seq),
     )
-    return [_row(_decision(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows]
+    return [
+        _row(_decision(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns)
+        for r in rows
+        if r.body
+    ]
 
 
 def _findings(
@@ -194,7 +198,9 @@ def _findings(
     query = _of(select(findings), findings, request)
     order = (findings.c.time_unix_ns, findings.c.run_id, findings.c.step, findings.c.seq)
     rows = _all(connection, query.order_by(*order))
-    return [_row(_finding(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows]
+    return [
+        _row(_finding(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns) for r in rows if r.body
+    ]
 
 
 def _alerts(connection: Connection, request: TableRequest, _when: Liveness) -> list[dict[str, Any]]:

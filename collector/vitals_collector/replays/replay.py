@@ -349,7 +349,8 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
         )
         .order_by(events.c.seq)
     )
-    return [_Entry(step, at, _decode_event(body)) for step, at, body in connection.execute(query)]
+    found = connection.execute(query)
+    return [_Entry(step, at, _decode_event(body)) for step, at, body in found if body]
 
 
 def _records(connection: Connection, run_id: str, incarnation: str) -> Iterator[StepRecord]:

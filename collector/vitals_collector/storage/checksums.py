@@ -13,12 +13,14 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, LargeBinary, TypeDecorator
+from sqlalchemy.engine.interfaces import Dialect
 
 from vitals_collector.storage.columns import ColumnChunk
 
 _LOG = logging.getLogger("vitals.collector.store")
-_OPTION = "vitals_damage"
+_NAME = "vitals_damage"
+_CRC_BYTES = 4
 _MAX_TOLD = 4_096
 
 
@@ -30,9 +32,9 @@ class Damage:
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def options(self) -> dict[str, Any]:
-        """Return the options of an engine whose readers tell of damage here."""
-        return {_OPTION: self}
+    def be_told(self, dialect: Dialect) -> None:
+        """Have whoever reads with this engine's dialect tell of damage here."""
+        setattr(dialect, _NAME, self)
 
     def tell(self, text: str) -> None:
         """Count a damaged piece, unless it was told before."""
@@ -48,9 +50,38 @@ class Damage:
 
 def tell_damage(connection: Connection, text: str) -> None:
     """Count and log, once, that a piece of the store is damaged."""
-    damage: Damage | None = connection.get_execution_options().get(_OPTION)
+    _tell(connection.dialect, text)
+
+
+def _tell(dialect: Dialect, text: str) -> None:
+    damage: Damage | None = getattr(dialect, _NAME, None)
     if damage is not None:
         damage.tell(text)
+
+
+class Record(TypeDecorator[bytes]):
+    """The body of one record, which lies behind its checksum; a damaged one reads as empty."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: bytes | None, dialect: Dialect) -> bytes | None:
+        """Return the bytes to store."""
+        return zlib.crc32(value).to_bytes(_CRC_BYTES, "big") + value if value else value
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> bytes | None:
+        """Return the body; empty where it is damaged, which is told."""
+        if not value:
+            return value
+        if not is_record_whole(value):
+            _tell(dialect, f"a record ({value[:_CRC_BYTES].hex()})")
+            return b""
+        return value[_CRC_BYTES:]
+
+
+def is_record_whole(stored: bytes) -> bool:
+    """Return whether a record's body is the one that its checksum was made of."""
+    return zlib.crc32(stored[_CRC_BYTES:]).to_bytes(_CRC_BYTES, "big") == stored[:_CRC_BYTES]
 
 
 def is_whole(crc: int | None, body: bytes) -> bool:
@@ -89,9 +120,11 @@ def as_rows(batch_id: int, chunks: Sequence[ColumnChunk]) -> list[dict[str, Any]
 
 __all__ = [
     "Damage",
+    "Record",
     "as_rows",
     "body_crc",
     "head_crc",
+    "is_record_whole",
     "is_schema_whole",
     "is_whole",
     "tell_damage",

@@ -23,6 +23,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from vitals_collector.storage.checksums import Record
+
 metadata = MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -64,7 +66,7 @@ runs = Table(
     _text("mode"),
     _number("world_size"),
     _number("started_unix_ns"),
-    Column("info", LargeBinary, nullable=False, default=b"", server_default=""),
+    Column("info", Record, nullable=False, default=b"", server_default=""),
     _number("info_unix_ns"),
     _number("pinned_unix_ns"),
     _number("num_bytes"),
@@ -217,11 +219,12 @@ events = Table(
     _number("attempt"),
     Column("kind", String(64), nullable=False),
     _text("summary"),
-    Column("body", LargeBinary, nullable=False),
+    Column("body", Record, nullable=False),
     UniqueConstraint("run_id", "incarnation", "seq"),
     Index("ix_events_lookup", "run_id", "kind", "time_unix_ns"),
 )
-"""Every event; ``body`` is msgpack of the tagged ``records.Event``, empty for an unknown type."""
+"""Every event; ``body`` is msgpack of the tagged ``records.Event``, empty for an unknown type, and
+where it is damaged, as are those of findings and decisions."""
 
 findings = Table(
     "findings",
@@ -236,7 +239,7 @@ findings = Table(
     _text("kind"),
     _text("level"),
     _text("detector"),
-    Column("body", LargeBinary, nullable=False),
+    Column("body", Record, nullable=False),
     Index("ix_findings_lookup", "run_id", "step"),
 )
 
@@ -256,7 +259,7 @@ decisions = Table(
     _text("cause"),
     _number("rank", -1),
     Column("acted", Boolean, nullable=False),
-    Column("body", LargeBinary, nullable=False),
+    Column("body", Record, nullable=False),
     Index("ix_decisions_lookup", "run_id", "step"),
 )
 

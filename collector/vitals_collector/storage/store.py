@@ -97,7 +97,7 @@ class Store:
         self.engine = engine
         self.damage = Damage()
         """What was found damaged."""
-        engine.update_execution_options(**self.damage.options())
+        self.damage.be_told(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
         self.is_reading_in = False

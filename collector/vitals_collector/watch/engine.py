@@ -273,6 +273,7 @@ class Engine:
             occurrences = [
                 Occurrence(run_id, row.time_unix_ns, alert)
                 for row in rows
+                if row.body
                 for alert in alerts_for_decision(_decision(row.body), run_id=run_id)
                 if alert.point  # the others follow the run's state
             ]
@@ -296,7 +297,7 @@ class Engine:
                     .limit(_AT_ONCE)
                 )
                 rows = connection.execute(query).all()
-                found = [(row.time_unix_ns, _finding(row.body)) for row in rows]
+                found = [(row.time_unix_ns, _finding(row.body)) for row in rows if row.body]
                 acted = _acted_steps(connection, writer) if rows else set()
             if not rows:
                 return

@@ -232,7 +232,7 @@ def _decided(connection: Connection, run_id: str) -> _Decided:
     )
     step = connection.execute(trouble).scalar()
     body = connection.execute(halts).scalar()
-    return _Decided(-1 if step is None else step, None if body is None else _decision(body))
+    return _Decided(-1 if step is None else step, _decision(body) if body else None)
 
 
 __all__ = ["Looks", "RunLook"]

@@ -94,7 +94,7 @@ def _last_decisions(connection: Connection, run_id: str | None) -> dict[str, Dec
         decisions.c.run_id == newest.c.run_id, decisions.c.ledger_seq == newest.c.ledger_seq
     )
     rows = connection.execute(select(decisions.c.run_id, decisions.c.body).join(newest, joined))
-    return {of: _decision(body) for of, body in rows}
+    return {of: _decision(body) for of, body in rows if body}
 
 
 def _summary(
