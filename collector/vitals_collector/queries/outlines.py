@@ -9,6 +9,7 @@ has other rows. Only the numbers over all ranks are rewritten as they lie; those
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from sqlalchemy import Connection, select
 
 from vitals_collector.keeping.thinning import RANKS
 from vitals_collector.queries.parts import HOST_STREAMS, Part, Selection, some_at_once
-from vitals_collector.queries.series import Points, join
+from vitals_collector.queries.series import Ints, Points, join
 from vitals_collector.storage.columns import MARK, SUMMARY
 from vitals_collector.storage.schema import batch_columns
 from vitals_collector.storage.stored import HEAD, whole_heads
@@ -133,36 +134,63 @@ def _num_bytes(columns: Columns) -> int:
     return sum(_ARRAY_BYTES if one is None else one.num_bytes for one in columns.values())
 
 
+class _Head(NamedTuple):
+    """What lies beside a column of a batch (``columns.ColumnChunk``)."""
+
+    batch: int
+    attempt: int
+    summary: bytes
+    marks: bytes
+
+
 def _read(
     connection: Connection, of: Selection, parts: Sequence[Part], names: set[str]
 ) -> Mapping[int, Columns]:
     """Return what the batches have of the columns."""
-    is_by_time = of.stream in HOST_STREAMS
     attempts = {part.id: part.min_attempt for part in parts}
-    found: dict[int, dict[str, Outline | None]] = {p.id: dict.fromkeys(names) for p in parts}
+    heads: dict[str, list[_Head]] = {name: [] for name in names}
     query = select(*HEAD).where(batch_columns.c.name.in_(sorted(names)))
-    for some in some_at_once(list(found)):
-        heads = whole_heads(connection, query.where(batch_columns.c.batch_id.in_(some)))
-        for batch, name, summary, marks in heads:
-            outline = outline_of(summary, marks, attempts[batch], is_by_time=is_by_time)
-            found[batch][name] = outline
+    for some in some_at_once(list(attempts)):
+        read = whole_heads(connection, query.where(batch_columns.c.batch_id.in_(some)))
+        for batch, name, summary, marks in read:
+            heads[name].append(_Head(batch, attempts[batch], summary, marks))
+    found: dict[int, dict[str, Outline | None]] = {p.id: dict.fromkeys(names) for p in parts}
+    for name, of_column in heads.items():
+        for head in of_column:
+            found[head.batch][name] = _NOT_SUMMED
+        summed = [head for head in of_column if head.summary and head.marks]
+        outlines = _outlines_of(summed, is_by_time=of.stream in HOST_STREAMS)
+        for head, outline in zip(summed, outlines, strict=True):
+            found[head.batch][name] = outline
     return found
 
 
-def outline_of(summary: bytes, marks: bytes, attempt: int, *, is_by_time: bool) -> Outline:
-    """Return a column's outline from what lies beside it (``columns.ColumnChunk``)."""
-    if not summary or not marks:
-        return _NOT_SUMMED
-    entries = np.frombuffer(summary, dtype=SUMMARY)
-    points = join([_extremes(entries, attempt), _marks(marks, attempt)])
+def _outlines_of(heads: Sequence[_Head], *, is_by_time: bool) -> list[Outline]:
+    """Return the outline of each; all at once, for numpy's own price is paid for each call."""
+    if not heads:
+        return []
+    entries = np.frombuffer(b"".join(head.summary for head in heads), dtype=SUMMARY)
+    nums = [len(head.summary) // SUMMARY.itemsize for head in heads]
+    attempts = np.array([head.attempt for head in heads], dtype=np.int64)
+    parts = [_extremes(entries, np.repeat(np.arange(len(heads)), nums)), _marks(heads)]
+    points = join(parts)  # whose attempts are the numbers of the heads so far
     along = points.time_unix_ns if is_by_time else points.step
-    points = points.take(np.argsort(along, kind="stable"))
+    points = points.take(np.lexsort((along, points.attempt)))
     if not is_by_time:  # a step has one row, which may be an end and an extreme as well
-        points = points.take(np.append(np.diff(points.step) != 0, True))
-    return Outline(points, 2 * len(entries), int(entries["num"].sum()))
+        is_last = (np.diff(points.step) != 0) | (np.diff(points.attempt) != 0)
+        points = points.take(np.append(is_last, True))
+    ends = np.searchsorted(points.attempt, np.arange(len(heads) + 1)).tolist()
+    num_values = np.add.reduceat(entries["num"].astype(np.int64), np.cumsum([0, *nums[:-1]]))
+    found = []
+    for i, num in enumerate(num_values.tolist()):
+        # Copied, so that what is forgotten frees its room whatever was read with it.
+        some = points.take(np.arange(ends[i], ends[i + 1]))
+        own = replace(some, attempt=np.full(len(some), attempts[i]))
+        found.append(Outline(own, 2 * nums[i], num))
+    return found
 
 
-def _extremes(entries: npt.NDArray[np.void], attempt: int) -> Points:
+def _extremes(entries: npt.NDArray[np.void], owner: Ints) -> Points:
     """Return the least and the greatest value of each entry, in their order."""
     steps = np.stack([entries["low_step"], entries["high_step"]], axis=1)
     times = np.stack([entries["low_time"], entries["high_time"]], axis=1)
@@ -170,15 +198,16 @@ def _extremes(entries: npt.NDArray[np.void], attempt: int) -> Points:
     is_kept = np.isfinite(values)
     is_same = (steps[:, 0] == steps[:, 1]) & (times[:, 0] == times[:, 1])
     is_kept[:, 1] &= ~is_same
-    attempts = np.full(steps.size, attempt, dtype=np.int64)
-    return Points(steps.ravel(), attempts, times.ravel(), values.ravel()).take(is_kept.ravel())
+    points = Points(steps.ravel(), np.repeat(owner, 2), times.ravel(), values.ravel())
+    return points.take(is_kept.ravel())
 
 
-def _marks(marks: bytes, attempt: int) -> Points:
-    """Return both ends, and the values that are not finite."""
-    found = np.frombuffer(marks, dtype=MARK)
-    attempts = np.full(len(found), attempt, dtype=np.int64)
-    return Points(found["step"], attempts, found["time"], found["value"])
+def _marks(heads: Sequence[_Head]) -> Points:
+    """Return both ends of each, and its values that are not finite."""
+    found = np.frombuffer(b"".join(head.marks for head in heads), dtype=MARK)
+    nums = [len(head.marks) // MARK.itemsize for head in heads]
+    owner = np.repeat(np.arange(len(heads)), nums)
+    return Points(found["step"], owner, found["time"], found["value"])
 
 
-__all__ = ["MOST_BYTES", "Outline", "Outlines", "outline_of"]
+__all__ = ["MOST_BYTES", "Outline", "Outlines"]
