@@ -95,7 +95,7 @@ def check_story(store: Store, seed: int, num: int) -> None:
         check(store, remembering, story.step)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_remembered_answers_as_the_rows_do_whatever_happened(seed: int):
     store = open_store("sqlite://")
     check_story(store, seed, num=10)
