@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from trainvitals.views import SeriesReply
@@ -33,6 +34,7 @@ class Line:
         return chart_text(self.name, 48)
 
 
+@lru_cache(maxsize=4_096)
 def chart_text(text: str, limit: int = 120) -> str:
     """Return somebody's text so that a chart takes it as text."""
     return words.plain(text, limit).replace(_PYECHARTS, "--x-x--")
@@ -62,7 +64,9 @@ def branches(reply: SeriesReply, **how: Any) -> list[Point]:
 
 def lone(curve: Sequence[Point]) -> list[Point]:
     """Return the points between two gaps, which a line alone would not show."""
-    values = [None, *(y for _, y in curve), None]
+    values = [None, *[y for _, y in curve], None]
+    if values.count(None) == 2 < len(values) - 1:
+        return []
     return [
         point
         for i, point in enumerate(curve, start=1)
@@ -94,7 +98,7 @@ def line_series(name: str, curve: Sequence[Point], colour: str, **more: Any) -> 
         "lineStyle": {"width": 1.5, "color": colour},
         "itemStyle": {"color": colour},
         "emphasis": {"disabled": True},
-        "data": [list(point) for point in curve],
+        "data": curve,
     } | more
     single = lone(curve)
     if not single:
@@ -104,7 +108,7 @@ def line_series(name: str, curve: Sequence[Point], colour: str, **more: Any) -> 
         "type": "scatter",
         "symbolSize": 4,
         "itemStyle": {"color": colour},
-        "data": [list(point) for point in single],
+        "data": single,
         "tooltip": {"show": False},
     }
     return [base, dots]

@@ -7,7 +7,7 @@ kind that are too close to be told apart are one mark, which says how many it st
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -101,7 +101,7 @@ def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> l
             look=DECISIONS[view.decision.action],
             step=view.decision.step,
             place=place,
-            say=partial(mark_text, view),
+            say=cache(partial(mark_text, view)),
         )
         for view, place in zip(chosen, places, strict=True)
     ]
@@ -148,7 +148,7 @@ def _marks(
     if scale.axis == "time" and times_unix_ns:
         places = [time / 1e6 for time in times_unix_ns]
     return [
-        Mark(look=look, step=one.step, place=place, say=partial(say, one))
+        Mark(look=look, step=one.step, place=place, say=cache(partial(say, one)))
         for one, place in zip(happened, places, strict=True)
     ]
 
@@ -231,7 +231,9 @@ def mark_series(marks: Sequence[Mark], apart: float, plot_height: int) -> list[S
         height = -5 / plot_height
         if look.lane >= 0:
             height = 1 + (9 + LANE * lanes.index(look.lane)) / plot_height
-        result.append(_heads(look, chosen, height) | _uprights(look, chosen))
+        result.append(_heads(look, chosen, height))
+        if look.line:
+            result.append(_uprights(look, chosen))
     return result
 
 
@@ -259,17 +261,24 @@ def _heads(look: MarkLook, marks: Sequence[Mark], height: float) -> Spec:
     }
 
 
-def _uprights(look: MarkLook, marks: Sequence[Mark]) -> dict[str, Any]:
-    if not look.line:
-        return {}
-    style = {"type": look.line, "color": look.colour, "width": look.width, "opacity": 0.75}
+def _uprights(look: MarkLook, marks: Sequence[Mark]) -> Spec:
+    """Return the lines through the curves as one: hundreds of their own take a browser long."""
+    places = sorted({mark.place for mark in marks})
     return {
-        "markLine": {
-            "silent": True,
-            "symbol": "none",
-            "animation": False,
-            "label": {"show": False},
-            "lineStyle": style,
-            "data": [{"xAxis": place} for place in sorted({mark.place for mark in marks})],
-        }
+        "name": look.word,
+        "type": "line",
+        "yAxisIndex": 1,
+        "showSymbol": False,
+        "connectNulls": False,
+        "silent": True,
+        "emphasis": {"disabled": True},
+        "tooltip": {"show": False},
+        "lineStyle": {
+            "type": look.line,
+            "color": look.colour,
+            "width": look.width,
+            "opacity": 0.75,
+        },
+        "data": [end for at in places for end in ((at, 0), (at, 1), (at, None))],
+        "z": 5,
     }
