@@ -262,7 +262,7 @@ run.save()
 @pytest.mark.parametrize(
     "where",
     [
-        "before-data",
+        pytest.param("before-data", marks=pytest.mark.slow),
         pytest.param("after-data", marks=pytest.mark.slow),
         "in-manifest",
         pytest.param("before-rename", marks=pytest.mark.slow),

@@ -58,7 +58,12 @@ def run(tmp_path, script, **keywords):
     [
         ("", 0, ("finished", "")),
         pytest.param("del monitor, loop", 0, ("finished", ""), marks=pytest.mark.slow),
-        ("raise RuntimeError('boom')", 1, ("failed", "RuntimeError: boom")),
+        pytest.param(
+            "raise RuntimeError('boom')",
+            1,
+            ("failed", "RuntimeError: boom"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "with monitor: raise KeyError('a')",
             1,

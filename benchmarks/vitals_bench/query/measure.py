@@ -66,9 +66,13 @@ class Asking:
         size = f"{self.size.num_steps:,} steps x {self.size.num_metrics} metrics"
         return f"{size}, {wide.engine_words(self.store)}"
 
-    def overview(self) -> SeriesReply:
+    def overview(self, query: Query | None = None) -> SeriesReply:
         """Return the curve of all steps."""
-        return self._query.series(self.filling.run_id, METRIC, points=NUM_POINTS)
+        return (query or self._query).series(self.filling.run_id, METRIC, points=NUM_POINTS)
+
+    def first_overview(self) -> SeriesReply:
+        """Return the same of a collector that nobody has asked before: it remembers nothing."""
+        return self.overview(Query(self.store, clock=SystemClock()))
 
     def zoom(self) -> SeriesReply:
         """Return the curve about the incident."""
@@ -130,7 +134,8 @@ def _overview(asked: Asking, theirs: Store, table: Table) -> Iterator[Row]:
     ).group_by(bucket)
     times = interleave(
         {
-            "ours": lambda: msgspec.json.encode(asked.overview()),
+            "ours": lambda: msgspec.json.encode(asked.first_overview()),
+            "again": lambda: msgspec.json.encode(asked.overview()),
             "theirs": lambda: _fetch(theirs, grouped),
         },
         rounds=asked.size.rounds,
@@ -148,10 +153,19 @@ def _overview(asked: Asking, theirs: Store, table: Table) -> Iterator[Row]:
         theirs=found["theirs"],
         goal=ratio_at_most(1 / 150),
         spread=halves(times["theirs"]),
-        note=f"CPU; theirs is a table of this run alone; ours against itself "
-        f"{100 * halves(times['ours']):.0f} %; SQLAlchemy {sqlalchemy.__version__}",
+        note="CPU; ours asked for the first time; theirs is a table of this run alone; "
+        f"ours against itself {100 * halves(times['ours']):.0f} %; "
+        f"SQLAlchemy {sqlalchemy.__version__}",
     )
     yield Row(name=f"{name}, by itself", ours=found["ours"], unit="ms", goal=at_most(30.0))
+    yield Row(
+        name=f"{name}, asked again",
+        ours=found["again"],
+        unit="ms",
+        peer="SQL GROUP BY over wide rows",
+        theirs=found["theirs"],
+        note="outlines of compacted rows are remembered",
+    )
     num = len(planted.spikes) + len(planted.nonfinite)
     yield Row(
         name=f"of {num} planted one-step spikes, NaNs and infinities, hidden in the overview",
