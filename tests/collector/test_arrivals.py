@@ -21,7 +21,10 @@ from trainvitals.errors import StorageError
 from trainvitals.identity import new_run_id
 from trainvitals.records import Note
 from trainvitals.rows import Column, Schema
+from trainvitals.testing.clock import ManualClock
 from trainvitals.wire import Batch, IngestReply, decode_batch
+from vitals_collector.acting import commands
+from vitals_collector.acting.alerts import Inbox
 from vitals_collector.keeping.retention import forget
 from vitals_collector.receiving import arrivals as arriving
 from vitals_collector.receiving.arrivals import Arrivals, ArrivalsConfig, join_batches, place_left
@@ -161,6 +164,19 @@ def test_what_was_acknowledged_is_read_at_once_and_lies_as_one_batch(memory: Sto
     assert 0 == num_waiting(memory)
     with memory.read() as connection:
         assert [1, 5] == [page.num_rows for page in read_pages(connection)]
+
+
+def test_who_asks_for_commands_or_alerts_has_no_row_placed(memory: Store):
+    arrivals, writer = Arrivals(memory), Writer()
+    for step in range(2):
+        take_in(arrivals, [writer.steps([step])])
+    assert 1 == num_waiting(memory)
+    inbox = Inbox(memory, clock=ManualClock())
+    assert () == commands.listed(memory, RUN, now_unix_ns=START), "each agent asks every second"
+    assert ((), ([], [])) == (inbox.listed(), inbox.untold())
+    inbox.update([])
+    assert 0 == commands.expire(memory, START)
+    assert 1 == num_waiting(memory)
 
 
 def test_events_never_wait(memory: Store):

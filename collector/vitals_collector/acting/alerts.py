@@ -118,7 +118,7 @@ class Inbox:
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""
         now = self._clock.time_ns()
-        with self._store.read() as connection:
+        with self._store.read(settled=False) as connection:
             open_alerts = load_open(connection)
         changed = [
             (before, after)
@@ -192,7 +192,7 @@ class Inbox:
             query = query.where(alerts.c.run_id == run_id)
         if state:
             query = query.where(alerts.c.state == state)
-        with self._store.read() as connection:
+        with self._store.read(settled=False) as connection:
             quiet = silences_now(connection, self._clock.time_ns())
             rows = connection.execute(query.limit(MAX_LISTED)).all()
         return tuple(silenced(entry_of(row).view, quiet) for row in rows)
@@ -242,7 +242,7 @@ class Inbox:
 
     def untold(self) -> tuple[list[AlertView], list[AlertView]]:
         """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
-        with self._store.read() as connection:
+        with self._store.read(settled=False) as connection:
             quiet = silences_now(connection, self._clock.time_ns())
             query = select(alerts).where(
                 (alerts.c.state == "firing")
@@ -272,7 +272,7 @@ class Inbox:
             return
         with self._lock:
             self._fired.update((v.name, v.severity) for v in views if v.state == "firing")
-        with self._store.read() as connection:
+        with self._store.read(settled=False) as connection:
             quiet = silences_now(connection, self._clock.time_ns())
         for view in views:
             if view.state != "pending" and view.fingerprint not in quiet:
