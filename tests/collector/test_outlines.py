@@ -152,7 +152,7 @@ def test_numbers_over_all_ranks_are_read_each_time_for_they_are_rewritten(store:
         assert ({value}, 64) == (set(found.value), found.num_total)
 
 
-def test_what_is_remembered_has_a_bound_and_what_was_dropped_is_counted(store: Store):
+def test_what_is_remembered_has_a_bound_and_what_finds_no_room_is_read_again(store: Store):
     writers = [Writer(f"rank:{rank}") for rank in range(8)]
     for writer in writers:
         ingest(store, writer.steps(range(64), loss=[float(s % 5) for s in range(64)]))
@@ -167,4 +167,3 @@ def test_what_is_remembered_has_a_bound_and_what_was_dropped_is_counted(store: S
     for _ in range(2):
         assert unbound.many_series(RUN, requests) == query.many_series(RUN, requests)
     assert 0 < few.num_bytes <= 4_000
-    assert few.num_dropped >= 8

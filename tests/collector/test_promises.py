@@ -16,6 +16,7 @@ from trainvitals.io.spool_files import spool_files
 from trainvitals.io.spool_state import STATE_FILE
 from trainvitals.wire import decode_batch
 from vitals_collector.queries.reading import open_folder
+from vitals_collector.receiving.arrivals import Arrivals
 from vitals_collector.receiving.folder import FolderIngest
 from vitals_collector.receiving.ingest import ingest
 from vitals_collector.receiving.marks import StreamKey
@@ -219,6 +220,25 @@ def test_rows_that_come_after_all_are_lost_no_more(store: Store, tmp_path: Path)
     assert ([10], 20) == ([*told(store).values()], store.counters.num_lost), "each is told once"
     assert 0 == FolderIngest(store, [tmp_path]).poll()
     assert ([10], 20) == ([*told(store).values()], store.counters.num_lost), "a restart tells none"
+
+
+def test_a_lost_end_is_counted_once_where_the_stream_goes_on_over_http(tmp_path: Path):
+    store, writer, written = open_store("sqlite://"), Writer(), dict[StreamKey, list[bytes]]()
+    raws = [writer.steps(range(first, first + 10)) for first in (0, 10, 20, 30)]
+    arrivals, spool = Arrivals(store), new_spool(tmp_path)
+    arrivals.ingest_bodies([raws[:1]], 5)
+    for raw in raws[:3]:
+        write(spool, raw, written)
+    spool.close()
+    for path in files_of(tmp_path)[1:]:
+        path.unlink()
+    age(tmp_path)
+    assert 0 == FolderIngest(store, [tmp_path]).poll()
+    assert 20 == store.counters.num_lost
+    arrivals.ingest_bodies([raws[3:]], 5)
+    assert ([20], 20) == ([*told(store).values()], store.counters.num_lost)
+    arrivals.close()
+    store.close()
 
 
 def test_nothing_is_told_lost_that_may_yet_arrive(tmp_path: Path):

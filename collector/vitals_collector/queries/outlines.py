@@ -58,8 +58,6 @@ class Outlines:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.num_bytes = 0
-        self.num_dropped = 0
-        """Batches that were forgotten for want of room."""
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, Columns] = OrderedDict()
@@ -127,7 +125,6 @@ class Outlines:
             while self.num_bytes > self._most_bytes:
                 _, gone = self._kept.popitem(last=False)
                 self.num_bytes -= _num_bytes(gone)
-                self.num_dropped += 1
 
 
 def _num_bytes(columns: Columns) -> int:

@@ -15,7 +15,7 @@ how far each stream has come; to place what was left (``place_left``) is for any
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -81,6 +81,7 @@ class Arrivals:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals-arrivals")
         store.settle, store.hold, store.note_stored = self.settle, self.hold, self._follow
+        store.forget_marks = self._forget
         self._take_over()
 
     def _take_over(self) -> None:
@@ -161,16 +162,17 @@ class Arrivals:
             for one, done in zip(checked, stored, strict=True):
                 is_kept = done.error is None and not done.num_forgotten
                 if isinstance(one, Batch) and is_kept and not _is_event(one):
-                    self._remember(one.header, done.reply.durable_seq)
+                    self._remember(one.header, done)
         announce(self._store, stored)
         return stored
 
-    def _remember(self, header: BatchHeader, last_seq: int) -> None:
+    def _remember(self, header: BatchHeader, done: Stored) -> None:
         if len(self._known) >= self._config.max_streams:
             self._known.clear()
         identity = header.identity
         key = identity.run_id, identity.incarnation, header.stream
-        self._known[key] = header, Mark(key, identity.source, last_seq)
+        last, promised = done.reply.durable_seq, done.promised_seq
+        self._known[key] = header, Mark(key, identity.source, last, promised_seq=promised)
 
     def _keep(
         self, some: Sequence[tuple[bytes, Batch, Mark]], received_unix_ns: int
@@ -206,6 +208,12 @@ class Arrivals:
                 known = self._known.get(key_of(batch))
                 if known is not None:
                     known[1].last_seq = max(known[1].last_seq, batch.header.last_seq)
+
+    def _forget(self, keys: Iterable[StreamKey]) -> None:
+        """Ask for these marks again: what was promised of their streams lies beside them now."""
+        with self._taking:
+            for key in keys:
+                self._known.pop(key, None)
 
     # ------------------------------------------------------------------------------- placing
 

@@ -40,6 +40,8 @@ class Stored(msgspec.Struct, frozen=True):
 
     reply: IngestReply
     num_lost: int = 0
+    promised_seq: int = -1
+    """Of the batch's stream: up to there, what is missing was counted before."""
     num_forgotten: int = 0
     """Rows of a run that was removed: not stored."""
     batch: Batch | None = None
@@ -233,7 +235,7 @@ def cut_off_known(batch: Batch, mark: Mark) -> Stored:
     num_told = max(0, min(mark.promised_seq, header.first_seq - 1) - mark.last_seq)
     if num_known == header.num_rows:
         reply = IngestReply(durable_seq=mark.last_seq, num_new=0, num_duplicate=num_known)
-        return Stored(reply)
+        return Stored(reply, promised_seq=mark.promised_seq)
     if num_known:
         rest = msgspec.structs.replace(
             header, first_seq=header.first_seq + num_known, num_rows=header.num_rows - num_known
@@ -246,7 +248,13 @@ def cut_off_known(batch: Batch, mark: Mark) -> Stored:
     is_events = header.stream == "events"
     events = list(decode_events(header.stream_schema, batch.rows)) if is_events else ()
     reply = IngestReply(durable_seq=header.last_seq, num_new=num_new, num_duplicate=num_known)
-    return Stored(reply, num_lost=num_lost - num_told, batch=batch, events=events)
+    return Stored(
+        reply,
+        num_lost=num_lost - num_told,
+        promised_seq=mark.promised_seq,
+        batch=batch,
+        events=events,
+    )
 
 
 __all__ = [

@@ -76,19 +76,21 @@ class Promises:
         self._kept[spool] = version
 
     def _note(self, spool: Path, promised: dict[StreamKey, int]) -> None:
-        with self._store.hold(), self._store.write() as connection:
-            lost = _lost(connection, promised) or {}
-            rows = [
-                {"run_id": run, "incarnation": start, "stream": stream, "promised_seq": seq}
-                for (run, start, stream), seq in promised.items()
-                if (run, start, stream) in lost
-            ]
-            statement = insert(connection, streams)
-            new = {"promised_seq": statement.excluded.promised_seq}
-            keys = ["run_id", "incarnation", "stream"]
-            if rows:
-                upsert = statement.on_conflict_do_update(index_elements=keys, set_=new)
-                connection.execute(upsert, rows)
+        with self._store.hold():
+            with self._store.write() as connection:
+                lost = _lost(connection, promised) or {}
+                rows = [
+                    {"run_id": run, "incarnation": start, "stream": stream, "promised_seq": seq}
+                    for (run, start, stream), seq in promised.items()
+                    if (run, start, stream) in lost
+                ]
+                statement = insert(connection, streams)
+                new = {"promised_seq": statement.excluded.promised_seq}
+                keys = ["run_id", "incarnation", "stream"]
+                if rows:
+                    upsert = statement.on_conflict_do_update(index_elements=keys, set_=new)
+                    connection.execute(upsert, rows)
+            self._store.forget_marks(lost)
         num_rows = sum(lost.values())
         with self._store.counters.lock:
             self._store.counters.num_lost += num_rows

@@ -10,7 +10,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +108,8 @@ class Store:
         """Does so too, and lets nothing be acknowledged before the context ends."""
         self.note_stored: Callable[[Sequence[Batch]], None] = _nobody_asks
         """Told, before that context ends, which rows were stored in it."""
+        self.forget_marks: Callable[[Iterable[tuple[str, str, str]]], None] = _nobody_asks
+        """Told, before that context ends, of which streams more is known than their rows tell."""
         self.no_room: StorageError | None = None
         """What the last write was refused with, where that was for want of room."""
         self._is_behind = False
@@ -241,7 +243,7 @@ def _nothing_waits() -> None:
     return
 
 
-def _nobody_asks(_: Sequence[Batch]) -> None:
+def _nobody_asks(_: object) -> None:
     return
 
 
