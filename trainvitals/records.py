@@ -22,7 +22,9 @@ ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"
 
 
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
-"""Bits of the column ``steps.verdict``; all but the last keep the update from being applied."""
+WITHHELD, CLIPS = 64, 128
+"""Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD keep the update from
+being applied; a finite outlier alone does not. CLIPS: the loop clips what an outlier brings."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     skipped: bool = False
     overflow: bool = False
     learning_rate: float | None = None
+    """As it was applied: the schedule's times ``lr_factor``."""
+    lr_factor: float = 1.0
+    """What the escalation policy multiplied the schedule's rate by."""
+    clips: bool = False
+    """Whether the loop clips, to no more than a usual gradient norm: the first outlier in a row is
+    left to that."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +101,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------------- commands
 
 
-CommandAction = Literal["halt", "rollback", "skip", "lr"]
-COMMAND_CODES: dict[str, int] = {"halt": 1, "rollback": 2, "skip": 3, "lr": 4}
+CommandAction = Literal["halt", "rollback", "skip", "lr", "accept"]
+COMMAND_CODES: dict[str, int] = {"halt": 1, "rollback": 2, "skip": 3, "lr": 4, "accept": 5}
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +205,24 @@ class DecisionMade(_Event, frozen=True, kw_only=True):
     decision: Decision
 
 
+class StateRead(_Event, frozen=True, kw_only=True):
+    """The probe or an evaluation said how the present state does on what it did well before."""
+
+    trigger: Literal["row", "nonfinite", "level", "lr_jump", "evaluation"]
+    """Why it was asked: finite outliers in a row, non-finite losses in a row, a rise of the loss's
+    level, a jump of the learning rate; or that the loop itself evaluated."""
+    onset_step: int
+    """First step of the trouble that it was asked about."""
+    num_batches: int
+    """Kept batches that were read; fewer than three say nothing."""
+    ratio: float | None
+    """Median loss now over median loss then, both with a small floor; None: it abstained."""
+    then: float | None = None
+    now: float | None = None
+    verdict: Literal["state", "sound", "abstained"] = "abstained"
+    detail: str = ""
+
+
 class CommandAcknowledged(_Event, frozen=True, kw_only=True):
     """A command was applied, refused, or came too late."""
 
@@ -266,6 +292,7 @@ Event = (
     | NamesDefined
     | FindingRaised
     | DecisionMade
+    | StateRead
     | CommandAcknowledged
     | CheckpointChanged
     | DataWindowSkipped
