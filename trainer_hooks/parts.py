@@ -20,7 +20,8 @@ from trainer_hooks.guard import OptimizerGuard
 from trainer_hooks.host import Host
 from trainer_hooks.measures.hyperparameters import Change, GroupSettings
 from trainer_hooks.norms import no_gradients, scale
-from trainer_hooks.pack import Local
+from trainer_hooks.pack import Local, Reduced
+from trainer_hooks.reading import rank_losses
 from trainer_hooks.refusals import refuse_max_norm
 from trainer_hooks.shards import local_tensor
 from trainer_hooks.signals import (
@@ -175,6 +176,7 @@ class StepParts:
                 digest=host.digest,
                 terminating=host.told_to_stop,
                 holds_evaluated=host.evaluations.holds(step, host.attempt),
+                probe_ready=host.probe.is_ready,
             )
             device.packer.clear()
             device.packer.fill(local, root)
@@ -215,6 +217,7 @@ class StepParts:
             digest=host.digest,
             terminating=host.told_to_stop,
             holds_evaluated=host.evaluations.holds(step, host.attempt),
+            probe_ready=host.probe.is_ready,
         )
 
     # ----------------------------------------------------------------------- from the exchange on
@@ -228,6 +231,11 @@ class StepParts:
         if not self._host.owns_clip:
             packer.undo_clip()
         return judge_on_device(packer.layout, packer.pack)
+
+    def own_loss(self) -> float | None:
+        """Return this rank's loss of the step that was exchanged last; waits for the device."""
+        packer = self._device.packer
+        return rank_losses(Reduced(packer.layout, packer.pack.tolist()))[packer.layout.slot]
 
     def orders(
         self, verdict: Verdict, prepared: Prepared, step: int, max_norm: float | None
