@@ -32,6 +32,11 @@ from trainer_hooks.wrap import set_up
 from trainvitals.errors import UsageError
 from trainvitals.records import Note
 
+_PROBE_LINE = (
+    "trainer_hooks.watch(...) in place of attach(), and `for batch in monitor.batches(loader, "
+    "probe=loss_of)`,"
+)
+
 
 def attach(
     model: nn.Module,
@@ -204,6 +209,8 @@ class Attached(Loop):
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
         parts.clock.enter()
+        if first:
+            host.tell_without_probe(_PROBE_LINE)
         if first and not before_clip:
             self._say_what_is_not_judged()
         norm = None if before_clip else self._norm

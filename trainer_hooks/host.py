@@ -25,6 +25,7 @@ from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.norms import no_gradients
 from trainer_hooks.pack import PackLayout, Reduced, Root
 from trainer_hooks.plan_journal import PlanJournal
+from trainer_hooks.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import NUM_FIGURES, Derived, agreed, rank_losses, step_record
 from trainer_hooks.signals import HostStep
@@ -73,6 +74,7 @@ class Host:
     faults: FaultCounter
     clock: Clock
     sampler: Sampler
+    probe: Probe
     columns: RootColumns
     attempt: int
     evaluations: Unevaluated = field(default_factory=Unevaluated)
@@ -199,6 +201,7 @@ class Host:
             self.healer.returned(reduced, step=host.step)
             self.stopping = bool(reduced.ranks_where("terminating"))
         self.evaluations.returned(reduced, step=host.step, attempt=host.attempt)
+        self.probe.returned(sum(reduced.by_rank("probe_ready")))
         self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
@@ -226,6 +229,16 @@ class Host:
         host.after_clip = not is_given
         return is_given
 
+    def tell_without_probe(self, line: str) -> None:
+        """Say once, where something acts, that nobody can ask the state, and what would change it.
+
+        Args:
+            line: the loop's line that would give a probe.
+        """
+        if self.mode != "observe" and not self.probe.has_loss:
+            text = f"no probe: whether the state is damaged cannot be asked. {line} lets it be"
+            self._note("no_probe", text, max(self.first_step, 0), "info")
+
     def _announced(self, steps: int) -> None:
         """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
         if steps and not self._was_announced:
@@ -238,6 +251,11 @@ class Host:
             f.kind == "nonfinite" for f in judgement.findings
         )
         self.digest = self.judge.digest()
+        if judgement.findings or record.skipped:
+            self.probe.dropped(record.step)
+        else:
+            own_loss = rank_losses(reduced)[self.layout.slot]
+            self.probe.accepted(record.step, record.attempt, own_loss)
         if not self._disagreed and not agreed(reduced):
             self._disagreed = True
             self._note(

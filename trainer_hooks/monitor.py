@@ -19,6 +19,7 @@ from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop, not_compiled
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.parts import Prepared
+from trainer_hooks.probe import LossOf
 from trainer_hooks.refusals import refuse_at_step
 from trainer_hooks.route import OwnSteps
 from trainer_hooks.signals import HostStep
@@ -28,6 +29,7 @@ from trainvitals.errors import UsageError
 from trainvitals.records import Decision
 
 _LOG = logging.getLogger("trainvitals")
+_PROBE_LINE = "for batch in monitor.batches(loader, probe=lambda batch: loss_of(model, batch)):"
 
 
 class Monitor(Loop):
@@ -70,6 +72,7 @@ class Monitor(Loop):
         after_rollback: AfterRollback = "replay",
         sample_ids: SampleIds | bool | None = None,
         keep_batches: bool = False,
+        probe: LossOf | None = None,
     ) -> Iterator[Any]:
         """Yield batches of ``loader``, timing the wait; never those of a poisoned window again.
 
@@ -89,6 +92,9 @@ class Monitor(Loop):
                 step in the run directory; True keeps their indices in the dataset. Without it the
                 indices are told of bad steps, where the loader's sampler knows them.
             keep_batches: whether the batches of bad steps are kept in the run directory.
+            probe: gives the loss of a batch, the very one that the loop trains on, as one number.
+                ``step()`` calls it on batches of earlier steps, without gradients and without a
+                trace in the training, where it must be known whether the state is to blame.
 
         Raises:
             UsageError: an argument is none that can be.
@@ -100,6 +106,7 @@ class Monitor(Loop):
             sample_ids=sample_ids,
             keep_batches=keep_batches,
             step=self._step,
+            probe=probe,
         )
         return self._until_stopped(stream)
 
@@ -166,8 +173,11 @@ class Monitor(Loop):
         parts.clock.enter()
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
-        self._update(verdict, prepared, max_norm)
         position = self._feed.take(attempted, self.attempt)
+        if first:
+            self._host.tell_without_probe(_PROBE_LINE)
+        self._host.probe.rehearse(attempted, parts.own_loss)
+        self._update(verdict, prepared, max_norm)
         ready = parts.report(
             verdict,
             prepared,
@@ -291,6 +301,7 @@ class Monitor(Loop):
 
     def _after_rollback(self) -> None:
         """Write down what was in flight, and forget it."""
+        self._host.probe.rolled_back(self._step)
         while (left := self._device.readback.pop()) is not None:
             self._host.handle(*left, now_step=self._step)
         self._start_again()

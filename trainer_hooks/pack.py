@@ -34,6 +34,7 @@ RANK_FIELDS = (
     "digest",  # of the last verdict: a mismatch is an incident
     "terminating",  # the rank was sent SIGTERM: all save, and stop
     "holds_evaluated",  # the rank keeps a copy of the state that was evaluated last
+    "probe_ready",  # the rank was given a loss_of, and keeps batches for it
 )
 ROOT_FIELDS = (
     "loss_limit",
@@ -66,6 +67,7 @@ RankField = Literal[
     "digest",
     "terminating",
     "holds_evaluated",
+    "probe_ready",
 ]
 
 
@@ -133,6 +135,7 @@ class Local:
     digest: int = 0
     terminating: bool = False
     holds_evaluated: bool = False
+    probe_ready: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,7 @@ class Packer:
             "digest": float(local.digest),
             "terminating": float(local.terminating),
             "holds_evaluated": float(local.holds_evaluated),
+            "probe_ready": float(local.probe_ready),
         }
         for field, number in numbers.items():
             host[layout.mine(field) - base] = number

@@ -20,7 +20,8 @@ from trainer_hooks.guard import OptimizerGuard
 from trainer_hooks.host import Host
 from trainer_hooks.measures.hyperparameters import Change, GroupSettings
 from trainer_hooks.norms import no_gradients, scale
-from trainer_hooks.pack import Local
+from trainer_hooks.pack import Local, Reduced
+from trainer_hooks.reading import rank_losses
 from trainer_hooks.refusals import refuse_max_norm
 from trainer_hooks.shards import local_tensor
 from trainer_hooks.signals import (
@@ -181,6 +182,7 @@ class StepParts:
                 digest=host.digest,
                 terminating=host.told_to_stop,
                 holds_evaluated=host.evaluations.holds(step, host.attempt),
+                probe_ready=host.probe.is_ready,
             )
             device.packer.clear()
             device.packer.fill(local, root)
@@ -221,6 +223,7 @@ class StepParts:
             digest=host.digest,
             terminating=host.told_to_stop,
             holds_evaluated=host.evaluations.holds(step, host.attempt),
+            probe_ready=host.probe.is_ready,
         )
 
     # ----------------------------------------------------------------------- from the exchange on
@@ -236,6 +239,11 @@ class StepParts:
         verdict = judge_on_device(packer.layout, packer.pack, self._in_row)
         self._in_row = verdict.in_row
         return verdict
+
+    def own_loss(self) -> float | None:
+        """Return this rank's loss of the step that was exchanged last; waits for the device."""
+        packer = self._device.packer
+        return rank_losses(Reduced(packer.layout, packer.pack.tolist()))[packer.layout.slot]
 
     def orders(
         self, verdict: Verdict, prepared: Prepared, step: int, max_norm: float | None
