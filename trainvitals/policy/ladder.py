@@ -278,7 +278,7 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
         onset = state.row[0].step
         read = _ask(state, "row", onset, case)
         readings = () if read is None else (read,)
-        if read is not None and read.verdict == "state":
+        if read is not None and read.verdict == "state" and not _was_trained_on(state, record):
             blamed = for_finite(
                 state, case, rule="state_damaged", onset=onset, finding=_state_damaged(read, case),
                 reason=f"{spike.reason}; {_in_words(read)}",
@@ -302,6 +302,15 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
     return skip(state, spike, reason, "outlier", case)._replace(
         findings=findings, readings=readings
     )
+
+
+def _was_trained_on(state: LadderState, record: StepRecord) -> bool:
+    """Return whether an outlier of the row was applied, but for the first, left to the clip.
+
+    What reads worse after updates on the new data is forgetting, and no evidence.
+    """
+    applied = [not outlier.withheld for outlier in state.row]
+    return any(applied[1:]) or (applied[0] and not record.clips)
 
 
 def _new_level(state: LadderState, spike: Finding, case: Case) -> Verdict:
