@@ -69,7 +69,7 @@ class Monitor(Loop):
         loader: Iterable[Any],
         *,
         epochs: int = 1,
-        after_rollback: AfterRollback = "move_on",
+        after_rollback: AfterRollback = "replay",
         sample_ids: SampleIds | bool | None = None,
         keep_batches: bool = False,
         probe: LossOf | None = None,
@@ -85,8 +85,9 @@ class Monitor(Loop):
         Args:
             loader: any iterable of batches.
             epochs: how often it is iterated.
-            after_rollback: ``move_on`` goes on ahead of the poisoned window; ``replay`` hands out
-                again what followed the checkpoint, in the same order, without the window.
+            after_rollback: ``replay`` hands out again what followed the checkpoint, in the same
+                order, without the window that is left out, and moves on where the loader cannot;
+                ``move_on`` goes on ahead of that window.
             sample_ids: gives the ids (numbers or words) of a batch's samples, to be kept of every
                 step in the run directory; True keeps their indices in the dataset. Without it the
                 indices are told of bad steps, where the loader's sampler knows them.
@@ -170,7 +171,7 @@ class Monitor(Loop):
         first = attempted == self._first_step
         max_norm = parts.usable(max_norm, first=first)
         parts.clock.enter()
-        prepared = parts.prepare(attempted, loss, weight, first=first)
+        prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
         position = self._feed.take(attempted, self.attempt)
         if first:
@@ -281,18 +282,21 @@ class Monitor(Loop):
     def _host_side(
         self, ready: tuple[list[float], HostStep] | None, attempted: int
     ) -> tuple[Decision | None, Restored | None]:
-        if ready is None:
-            return None, None
-        judgement = self._host.handle(*ready, now_step=attempted)
-        self._feed.judged(ready[1].step, judgement)
-        decision = judgement.decision
-        window = self._feed.window_of(decision)
-        restored = self._host.carry_out(judgement, now_step=attempted, window=window)
-        if restored is not None and decision is not None:
-            self._step = restored.step
-            self._after_rollback()
-            data = restored.meta.get("data")
-            self._feed.rolled_back(decision, data, window, step=self._step)
+        """Judge what has come back; while the judge is suspicious, this step's numbers as well."""
+        decision = restored = None
+        while ready is not None or (ready := self._waited_for()) is not None:
+            judgement = self._host.handle(*ready, now_step=attempted)
+            self._feed.judged(ready[1].step, judgement)
+            decision = judgement.decision or decision
+            window = self._feed.window_of(judgement.decision)
+            restored = self._host.carry_out(judgement, now_step=attempted, window=window)
+            if restored is not None and judgement.decision is not None:
+                self._step = restored.step
+                self._after_rollback()
+                data = restored.meta.get("data")
+                self._feed.rolled_back(judgement.decision, data, window, step=self._step)
+                break
+            ready = None
         return decision, restored
 
     def _after_rollback(self) -> None:
@@ -307,6 +311,7 @@ class Monitor(Loop):
         self._device.shadow.keep()
         self._device.sampler.forget()
         self._device.averages.rolled_back()
+        self._parts.forget_row()
         self._parts.clock.restart()
         for optimizer in self._device.optimizers:
             optimizer.zero_grad(set_to_none=True)

@@ -39,6 +39,9 @@ RANK_FIELDS = (
 ROOT_FIELDS = (
     "loss_limit",
     "grad_norm_limit",
+    "clips",  # the loop clips, to no more than a usual norm: it takes the first outlier in a row
+    "withhold_first",  # the first is withheld all the same
+    "withhold_left",  # outliers that may still be withheld
     "command_number",
     "command_action",
     "command_argument",
@@ -49,6 +52,7 @@ ROOT_FIELDS = (
     "save_due",  # the time between two checkpoints on disk is over
     "evaluated",  # 1 where the next number is a new value of the metric that early stopping is on
     "evaluation",
+    "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
 )
 RankField = Literal[
     "weighted_loss",
@@ -140,6 +144,9 @@ class Root:
 
     loss_limit: float | None = None
     grad_norm_limit: float | None = None
+    clips: bool = False
+    withhold_first: bool = False
+    withhold_left: int = 0
     command_number: int = 0
     command_action: int = 0
     command_argument: float = 0.0
@@ -149,12 +156,16 @@ class Root:
     saved_attempt: int = 0
     save_due: bool = False
     evaluation: float | None = None
+    evaluation_ratio: float = 0.0
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
         return [
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
+            float(self.clips),
+            float(self.withhold_first),
+            float(self.withhold_left),
             float(self.command_number),
             float(self.command_action),
             self.command_argument,
@@ -165,6 +176,7 @@ class Root:
             float(self.save_due),
             float(self.evaluation is not None),
             0.0 if self.evaluation is None else self.evaluation,
+            self.evaluation_ratio,
         ]
 
 
