@@ -110,7 +110,7 @@ def test_older_batches_are_in_the_record_beside_the_ones_that_decide():
     (reading,) = readings
     assert 9 == reading.num_batches
     assert reading.older is not None
-    assert "steps 258 to 282; older ones: 0, 234" == reading.detail
+    assert reading.detail.startswith("steps 258 to 282; with 0, 234 it is 1.")
 
 
 def test_damage_of_the_state_is_read_as_such_and_a_state_of_nan_too():
@@ -316,6 +316,13 @@ def test_a_probe_that_draws_from_every_generator_changes_none():
     assert loop.probe.is_on
     loop = Regression()
     assert noise(lambda: loop.run(probe=None)) == probed
+
+
+def test_a_loop_that_ends_asks_nothing_any_more_and_lets_go_of_its_batches():
+    loop = Regression().run()
+    loop.monitor.close()
+    assert 0 == loop.probe.read(ask(50)).num_batches
+    assert 0 == loop.probe._bank.num_bytes
 
 
 def test_a_probe_that_is_no_function_is_refused():
