@@ -40,7 +40,7 @@ and weights of tokens move it by a tenth or so; a sum, another kind of loss or a
 What the generators and the choice of batches alone make is added, four times over."""
 _WIDEST = 0.9
 """Of the step's loss: a zero and a wrong sign are never within its noise."""
-_TRIES = 9
+_TRIES = 7
 """Rehearsals without a result, with ever longer pauses (1, 2, 4... kept steps)."""
 
 _ENTERS, _DONE, _FAILED = 1.0, 2.0, 3.0
