@@ -25,6 +25,7 @@ from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.parts import Orders, Prepared
+from trainer_hooks.probe import LossOf
 from trainer_hooks.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.route import Route
 from trainer_hooks.verdict import Verdict
@@ -145,6 +146,7 @@ class Attached(Loop):
         self._orders: Orders | None = None
         self._judged: Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
+        self._num_batches = 0
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine is None else ()
         self._route = Route(stepped, device.scaler, self._step_one, host.faults)
@@ -181,6 +183,21 @@ class Attached(Loop):
             raise self._host.halted
         self._judged = self._judge(max_norm, before_clip=True)
         self._parts.clock.leave()
+
+    def keep_batch(self, batch: Any, probe: LossOf) -> None:
+        """Have a batch of the step kept, if it is one to be kept, so that the state can be asked.
+
+        Call before the batch's forward, on all ranks; for adapters which know the loss.
+
+        Args:
+            batch: whatever ``probe`` takes.
+            probe: gives the loss of a batch, as ``Monitor.batches`` takes it.
+        """
+        host = self._host
+        if not self._num_batches:
+            host.probe.use(probe, step=self._step)
+        host.probe.keep(batch)
+        self._num_batches += 1
 
     def when_closed(self, undo: Callable[[], None]) -> None:
         """Have ``undo`` called when this closes: it puts back what an adapter replaced."""
@@ -224,6 +241,10 @@ class Attached(Loop):
         )
         self._measured = [_gradients(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
+        if self._num_batches:
+            host.probe.fed(self._step, self._num_batches, attempt=self.attempt)
+            self._num_batches = 0
+        host.probe.rehearse(self._step, parts.own_loss)
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
         if host.owns_clip:
             before_clip, max_norm = False, self._max_norm

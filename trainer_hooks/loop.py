@@ -209,6 +209,7 @@ class Loop:
             return
         self._closed = True
         host = self._host
+        host.probe.close()  # its forwards are collectives, and this rank may end alone
         try:
             self._take_in_what_is_left(patience_seconds=2.0)
         finally:

@@ -40,7 +40,7 @@ and weights of tokens move it by a tenth or so; a sum, another kind of loss or a
 What the generators and the choice of batches alone make is added, four times over."""
 _WIDEST = 0.9
 """Of the step's loss: a zero and a wrong sign are never within its noise."""
-_TRIES = 9
+_TRIES = 7
 """Rehearsals without a result, with ever longer pauses (1, 2, 4... kept steps)."""
 
 _ENTERS, _DONE, _FAILED = 1.0, 2.0, 3.0
@@ -297,11 +297,15 @@ class Probe:
 
     # ---------------------------------------------------------------------------------- its end
 
-    def _switch_off(self, reason: str, rank: int = -1) -> None:
-        """Be off for good; called on all ranks alike."""
+    def close(self) -> None:
+        """Let go of the batches, on this rank alone: nothing is asked any more."""
         self.is_on, self._is_over = False, True
         self._bank.clear()
         self._earlier = None
+
+    def _switch_off(self, reason: str, rank: int = -1) -> None:
+        """Be off for good; called on all ranks alike."""
+        self.close()
         where = f" on rank {rank}" if rank >= 0 and self._ranks.world_size > 1 else ""
         if self._ranks.rank == 0:
             self._tell("probe_off", f"the probe is off: {reason}{where}", "warning")
@@ -460,7 +464,7 @@ def _reading(
     older = None
     if far and all_then + ask.floor > 0.0 and math.isfinite(all_now):
         older = (all_now + ask.floor) / (all_then + ask.floor)
-        ages += f"; older ones: {', '.join(map(str, far))}"
+        ages += f"; with {', '.join(map(str, far))} it is {older:.3g} times"
     return Reading(
         num_batches=n,
         then=statistics.median(then[:n]),

@@ -9,6 +9,7 @@ from torch import nn
 
 import trainer_hooks
 from trainvitals.policy.evidence import Ask
+from trainvitals.records import Note
 
 
 class MoCo(nn.Module):
@@ -65,7 +66,9 @@ def trained(model, *, probe, rank=0, accumulate=2, ask_every=7, count=120, **wat
     optimizer = torch.optim.AdamW(params, lr=0.003, fused=True)
     readings, losses, counted = [], [], []
     with trainer_hooks.watch(model, optimizer, **watch) as monitor:
-        stream = monitor.batches(batches(rank, count), probe=loss_of(model) if probe else None)
+        stream = monitor.batches(
+            batches(rank, count), probe=loss_of(model) if probe is True else probe or None
+        )
         for number, batch in enumerate(stream):
             batch["x"].mul_(1.5)
             loss = model(batch["x"] / 1.5)
@@ -76,8 +79,7 @@ def trained(model, *, probe, rank=0, accumulate=2, ask_every=7, count=120, **wat
             if (number + 1) % accumulate == 0:
                 monitor.step()
                 if probe and monitor.step_index % ask_every == 0:
-                    ask = Ask(trigger="row", step=0, onset_step=monitor.step_index, floor=0.01)
-                    readings.append(monitor._host.probe.read(ask))
+                    readings.append(monitor._host.probe.read(ask(monitor.step_index)))
         faults = dict(monitor.swallowed_errors)
         is_on = monitor._host.probe.is_on
     numbers = {
@@ -88,6 +90,24 @@ def trained(model, *, probe, rank=0, accumulate=2, ask_every=7, count=120, **wat
         "faults": faults,
     }
     return numbers, readings, is_on
+
+
+def ask(onset_step, floor=0.01):
+    return Ask(trigger="row", step=onset_step, onset_step=onset_step, floor=floor)
+
+
+def notes(monitor):
+    """Return a list that all notes of the monitor go to from now on."""
+    told, emitter = [], monitor._host.emitter
+    write = emitter.event
+
+    def event(what, **keywords):
+        if isinstance(what, Note):
+            told.append(what)
+        write(what, **keywords)
+
+    emitter.event = event
+    return told
 
 
 def digest(model, optimizer):
