@@ -298,7 +298,8 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     action: CommandAction
     reason: str
     checkpoint_id: str = ""
-    argument: float = 0.0
+    argument: float | None = None
+    """The step that ``accept`` says was healthy; the other actions take none."""
     ttl_seconds: float = 60.0
 
 

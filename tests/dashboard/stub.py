@@ -138,6 +138,7 @@ def _sent(run_id: str, asked: CommandRequest, number: int) -> CommandView:
         issued_unix_ns=1,
         expires_unix_ns=2,
         checkpoint_id=asked.checkpoint_id,
+        argument=asked.argument or 0.0,
     )
     return CommandView(command=command, status="pending")
 

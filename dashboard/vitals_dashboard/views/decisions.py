@@ -108,14 +108,18 @@ def _evidence(
                 icon=":material/monitor_heart:",
                 query_params=frame.around(run.run_id, decision.step, decision.step),
             )
-        action = acting.proposed(view)
-        if action is not None:
-            _acts(source, run, view, action)
+        _acts(source, run, view)
 
 
-def _acts(source: Source, run: RunSummary, view: DecisionView, action: acting.Action) -> None:
+def _acts(source: Source, run: RunSummary, view: DecisionView) -> None:
+    """Draw what a person may do about a decision: carry it out, dismiss it, or contradict it."""
     key = f"{view.decision.ledger_seq}"
+    action = acting.proposed(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
+        if acting.is_acceptable(view):
+            acting.accept(source, run, view.decision.step, key=f"accept_{key}")
+        if action is None:
+            return
         acting.command(
             source, run, action, label="Carry out", key=f"do_{key}",
             checkpoint_id=view.decision.checkpoint_id if action == "rollback" else "",
