@@ -114,8 +114,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="LearningRateHeld",
         severity="page",
         point=True,
-        help="A jump of the learning rate damaged the model. Vitals went back and holds the earlier "
-        "rate until the schedule asks for less than 3 times of it. Correct the schedule.",
+        help="A jump of the learning rate damaged the model. Vitals went back and holds the "
+        "earlier rate until the schedule asks for less than 3 times of it. Correct the schedule.",
     ),
     AlertSpec(
         name="TrainingRolledBack",

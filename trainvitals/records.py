@@ -152,7 +152,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str = ""
     vitals_version: str = ""
     run_dir: str = ""
-    judge: dict[str, dict[str, Any]] = {}
+    judge: dict[str, Any] = {}
     """Settings of the detectors and the ladder, so that a replay judges by the same."""
 
 

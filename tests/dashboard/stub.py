@@ -82,6 +82,8 @@ class Stub:
             return _difference(sample, self.samples[query["other"]], query)
         if kind == "cells":
             return _cells(sample, query)
+        if kind == "events" and query.get("kind"):
+            return [event for event in sample.events if event.kind == query["kind"]]
         return {"detail": sample.detail}.get(kind, getattr(sample, kind, None))
 
     def take(self, path: str, raw: bytes) -> object:

@@ -43,6 +43,7 @@ from vitals_collector.acting import commands
 from vitals_collector.acting.alerts import Inbox, InboxConfig, Occurrence, RunNow
 from vitals_collector.acting.delivery import Dispatcher
 from vitals_collector.acting.notifiers import Notifier
+from vitals_collector.queries.recorded import loss_kind_of
 from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store
 from vitals_collector.watch.fresh import WATCHED
@@ -300,13 +301,14 @@ class Engine:
                 rows = connection.execute(query).all()
                 found = [(row.time_unix_ns, _finding(row.body)) for row in rows if row.body]
                 decided = _decided_steps(connection, writer) if rows else {}
+                loss_kind = loss_kind_of(connection, run_id) if rows else ""
             if not rows:
                 return
             occurrences = [
                 Occurrence(run_id, time_unix_ns, alert)
                 for time_unix_ns, finding in found
                 if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
-                for alert in alerts_for_finding(finding, run_id=run_id)
+                for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
                 if alert.point  # the others hold as long as the watchers say so
             ]
             self._inbox.take(occurrences, cursor=(name, rows[-1].seq))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from trainvitals.policy.hindsight import tally
+from trainvitals.policy.rules import rule_words
 from trainvitals.views import AnnotationView, CommandView, DecisionView, RunSummary
 from vitals_dashboard import acting, frame, tables, words
 from vitals_dashboard.look import ACTIONS
@@ -133,7 +134,7 @@ def _acts(source: Source, run: RunSummary, view: DecisionView) -> None:
 def _numbers(view: DecisionView) -> list[str]:
     decision = view.decision
     pairs = (
-        ("rule", words.plain(decision.rule, 60)),
+        ("rule", words.plain(rule_words(decision.rule), 80)),
         ("cause", words.plain(decision.cause, 60)),
         ("value", "" if decision.value is None else words.number(decision.value)),
         ("limit", "" if decision.limit is None else words.number(decision.limit)),
