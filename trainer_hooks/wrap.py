@@ -32,6 +32,7 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.place import Place, open_inbox, open_journal, open_run
 from trainer_hooks.plan_journal import PlanJournal
+from trainer_hooks.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.shards import unwrap
 from trainer_hooks.signals import Utilization
@@ -241,6 +242,14 @@ def _host(
     norms, world_size, sampler = device.norms, ranks.world_size, device.sampler
     flops_per_token = sampler.settings.flops_per_token
     utilization = Utilization(norms.num_parameters, world_size, norms.device, flops_per_token)
+    probe = Probe(
+        given.model,
+        given.optimizers,
+        ranks=ranks,
+        emitter=emitter,
+        faults=faults,
+        rewind=lambda: device.shadow.buffers.put_back(torch.ones((), device=norms.device)),
+    )
     host = Host(
         mode=mode,
         ranks=ranks,
@@ -254,6 +263,7 @@ def _host(
         faults=faults,
         clock=clock,
         sampler=sampler,
+        probe=probe,
         columns=RootColumns(utilization, sampler, world_size),
         attempt=place.attempt,
     )
