@@ -29,6 +29,7 @@ from trainer_hooks.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.route import Route
 from trainer_hooks.verdict import Verdict
 from trainer_hooks.wrap import set_up
+from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
 from trainvitals.records import Note
 
@@ -52,6 +53,7 @@ def attach(
     tags: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
+    loss_kind: LossKind = "minimize",
 ) -> Attached:
     """Put ``optimizer.step()`` of a loop under guard. Call on all ranks, before the first step.
 
@@ -79,6 +81,7 @@ def attach(
             state that a skip must leave as it was, by a name.
         signals: what to measure beside what costs nothing, and how often. The noise scale needs the
             norm as it was before the clip, as the outliers' rule does.
+        loss_kind: what the loss is good for, as in ``watch``.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -103,6 +106,7 @@ def attach(
         tags=tags,
         state=state,
         signals=signals,
+        loss_kind=loss_kind,
     )
     made = set_up(given)
     if made is None:

@@ -7,7 +7,6 @@ what is equal on all. Nothing here enters a collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
@@ -37,7 +36,6 @@ from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.identity import new_attempt_id
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
-from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.plan import Branch, Window
 from trainvitals.records import (
     COMMAND_CODES,
@@ -79,8 +77,6 @@ class Host:
     attempt: int
     evaluations: Unevaluated = field(default_factory=Unevaluated)
     loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
-    probe: Callable[[Ask], Reading] | None = None
-    """Asks the state, on all ranks alike; None where the loop gave none."""
     agent: NodeAgent | None = None
     tokens_seen: int = 0
     tokens_trained: int = 0
@@ -209,7 +205,7 @@ class Host:
             checkpoints=() if self.healer is None else self.healer.refs(),
             command=_proposal(reduced),
             now_attempt_id=int(reduced.root["next_attempt"]),
-            probe=self.probe,
+            probe=self.probe.read if self.probe.is_on else None,
             evaluation=reduced.root["evaluation_ratio"] or None,
         )
         self.last_step = host.step

@@ -108,7 +108,7 @@ def for_finite(
         rule = "lr_jump"
         reason = (
             f"{reason}; the learning rate rose from {jump.before:.4g} to {jump.after:.4g} at step "
-            f"{jump.step}: every batch is trained again with {jump.before:.4g} held"
+            f"{jump.step}, and {jump.before:.4g} is held"
         )
         facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
         state = replace(state, lr_jump=None)
