@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from trainvitals.policy.rungs import Case, Verdict, accept, go_back, halt
+from trainvitals.policy.rungs import Case, Verdict, accept, go_back, halt, without_entry
 from trainvitals.policy.state import NEWEST, LadderState, Outlier, Proposal
 from trainvitals.policy.targets import commanded_checkpoint
 from trainvitals.records import CommandAck
@@ -64,6 +64,7 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
             return _acked(
                 verdict, command, "refused", f"rolled back in this step: {own.reason}", case
             )
+    state = without_entry(verdict)
     onsets = tuple(outlier.step for outlier in outliers)
     facts = replace(state.facts, blamed=(*state.facts.blamed, *onsets)[-100:])
     done = accept(

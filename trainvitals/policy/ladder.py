@@ -18,7 +18,7 @@ from trainvitals.detect.outliers import Limits, LossKind
 from trainvitals.policy.commands import answer
 from trainvitals.policy.evidence import NO_READING, Ask, Reading
 from trainvitals.policy.rollback import for_certain, for_finite, is_near_jump
-from trainvitals.policy.rungs import Case, Course, Verdict, accept, halt, skip
+from trainvitals.policy.rungs import Case, Course, Verdict, accept, halt, skip, without_entry
 from trainvitals.policy.state import (
     CheckpointRef,
     LadderConfig,

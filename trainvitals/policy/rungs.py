@@ -63,6 +63,14 @@ class Case(NamedTuple):
         return self.mode == "heal" or (self.mode == "observe" and bool(self.checkpoints))
 
 
+def without_entry(verdict: Verdict) -> LadderState:
+    """Return the verdict's state as if its decision had not been entered: one entry a step."""
+    state = verdict.state
+    if verdict.decision is None:
+        return state
+    return replace(state, facts=replace(state.facts, ledger_seq=state.facts.ledger_seq - 1))
+
+
 def skip(
     state: LadderState, finding: Finding | None, reason: str, rule: str, case: Case
 ) -> Verdict:
