@@ -410,7 +410,8 @@ def _level(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdi
         if since > case.config.lr_jump_steps + _LEVEL_STEPS:
             return Verdict(replace(state, lr_jump=None, losses=()))
         loss = case.record.loss
-        if loss is not None and math.isfinite(loss):
+        was_asked = state.losses[:1] == (math.inf,)
+        if loss is not None and math.isfinite(loss) and not was_asked:
             state = replace(state, losses=(*state.losses, loss)[-_LEVEL_STEPS:])
         if _has_risen(state.losses, jump, case.config):
             onset = case.record.step - _LEVEL_STEPS
