@@ -29,8 +29,14 @@ from trainer_hooks.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.route import Route
 from trainer_hooks.verdict import Verdict
 from trainer_hooks.wrap import set_up
+from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
 from trainvitals.records import Note
+
+_PROBE_LINE = (
+    "trainer_hooks.watch(...) in place of attach(), and `for batch in monitor.batches(loader, "
+    "probe=loss_of)`,"
+)
 
 
 def attach(
@@ -47,6 +53,7 @@ def attach(
     tags: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
+    loss_kind: LossKind = "minimize",
 ) -> Attached:
     """Put ``optimizer.step()`` of a loop under guard. Call on all ranks, before the first step.
 
@@ -74,6 +81,7 @@ def attach(
             state that a skip must leave as it was, by a name.
         signals: what to measure beside what costs nothing, and how often. The noise scale needs the
             norm as it was before the clip, as the outliers' rule does.
+        loss_kind: what the loss is good for, as in ``watch``.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -98,6 +106,7 @@ def attach(
         tags=tags,
         state=state,
         signals=signals,
+        loss_kind=loss_kind,
     )
     made = set_up(given)
     if made is None:
@@ -204,10 +213,15 @@ class Attached(Loop):
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
         parts.clock.enter()
+        if first:
+            host.tell_without_probe(_PROBE_LINE)
         if first and not before_clip:
             self._say_what_is_not_judged()
         norm = None if before_clip else self._norm
-        prepared = parts.prepare(self._step, None, None, norm=norm, first=first)
+        clips_to = self._max_norm if host.owns_clip else max_norm
+        prepared = parts.prepare(
+            self._step, None, None, norm=norm, first=first, max_norm=_finite(clips_to)
+        )
         self._measured = [_gradients(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
@@ -232,9 +246,10 @@ class Attached(Loop):
         self._step += 1
         device.sampler.begin(self._step)
         self._norm = None
-        if ready is not None:
+        while ready is not None or (ready := self._waited_for()) is not None:
             judgement = host.handle(*ready, now_step=attempted)
             host.carry_out(judgement, now_step=attempted)
+            ready = None
 
     def _say_what_is_not_judged(self) -> None:
         if not self._host.owns_clip and self._norm is None and self._host.is_root:
@@ -270,6 +285,11 @@ class Attached(Loop):
                 undo()
         self._route.close()
         super()._release()
+
+
+def _finite(max_norm: float | None) -> float | None:
+    """Return what the loop clips to; an infinite norm is no clip."""
+    return None if max_norm == math.inf else max_norm
 
 
 def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:

@@ -3,8 +3,9 @@
 from trainvitals.detect.burst import BurstConfig, BurstDetector
 from trainvitals.detect.level import LevelConfig, LevelDetector
 from trainvitals.detect.nonfinite import NonFiniteDetector
+from trainvitals.detect.outliers import Limits, OutlierConfig, OutlierRule
 from trainvitals.detect.protocol import Detector, is_clean
-from trainvitals.detect.set import DetectConfig, DetectorSet, Limits
+from trainvitals.detect.set import DetectConfig, DetectorSet
 from trainvitals.detect.spike import SpikeConfig, SpikeDetector
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "LevelDetector",
     "Limits",
     "NonFiniteDetector",
+    "OutlierConfig",
+    "OutlierRule",
     "SpikeConfig",
     "SpikeDetector",
     "is_clean",

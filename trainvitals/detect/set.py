@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from trainvitals.detect.burst import BURST_DEFAULTS, BurstConfig, BurstDetector
 from trainvitals.detect.level import LEVEL_DEFAULTS, LevelConfig, LevelDetector
 from trainvitals.detect.nonfinite import NonFiniteDetector
+from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.spike import (
     GRAD_NORM_DEFAULTS,
     LOSS_DEFAULTS,
     GradNormConfig,
     SpikeConfig,
-    SpikeDetector,
 )
 from trainvitals.records import Finding, StepRecord
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What the device compares the next steps with; None: that rule has no say yet."""
-
-    loss: float | None = None
-    grad_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,42 +38,29 @@ class DetectConfig:
 class DetectorSet:
     """Feeds every detector the same record, in a fixed order."""
 
-    def __init__(self, config: DetectConfig | None = None) -> None:
+    def __init__(
+        self, config: DetectConfig | None = None, *, loss_kind: LossKind = "minimize"
+    ) -> None:
         config = config or DetectConfig()
+        self._loss_kind = loss_kind
         self._nonfinite = NonFiniteDetector()
-        self._loss = SpikeDetector("loss", config.loss)
-        self._grad_norm = SpikeDetector("grad_norm", config.grad_norm)
         self._burst = BurstDetector(config.burst)
         self._level = LevelDetector(config.level)
-        self._parts = (self._nonfinite, self._loss, self._grad_norm, self._burst, self._level)
+        self._parts = (self._nonfinite, self._burst, self._level)
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
         """Take one step in and return all findings about it."""
-        found = (
-            self._nonfinite.update(record)
-            + self._loss.update(record)
-            + self._grad_norm.update(record)
-            + self._burst.update(record)
-        )
-        if any(finding.kind == "level_shift" for finding in found):
-            self._level.excuse()
-        return found + self._level.update(record)
+        told = self._burst.update(record) + self._level.update(record)
+        return self._nonfinite.update(record) + tuple(replace(f, level="tell") for f in told)
 
-    def limits(self) -> Limits:
-        """Return what the device compares the next steps with."""
-        return Limits(self._loss.limit(), self._grad_norm.limit())
+    def rebaseline(self, steps: int) -> None:
+        """Forget the reference: a planned change comes within ``steps`` steps."""
+        self._burst.rebaseline()
+        self._level.rebaseline()
 
-    def rebaseline(self, steps: int, *, metric: str = "") -> None:
-        """Forget the reference of one metric or of all, and have no limit for ``steps`` steps."""
-        for detector in (self._loss, self._grad_norm):
-            if metric in ("", detector.metric):
-                detector.rebaseline(steps)
-        if metric in ("", "grad_norm"):
-            self._burst.rebaseline()
-        if metric == "":
-            self._level.rebaseline()
-        elif metric == "loss":
-            self._level.excuse()  # the lowest level stays: what came after it is told, no more
+    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
+        """Begin a new reference with a level that was accepted."""
+        self.rebaseline(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON types."""

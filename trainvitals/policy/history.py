@@ -20,7 +20,6 @@ The log's numbers are what happened; everything else has to be assumed, and is s
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from trainvitals.detect import Limits
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, Mode
+from trainvitals.policy.withholding import DeviceRule
 from trainvitals.records import Decision, Finding, StepRecord
 
 EVERY_STEP_SHARE = 0.9
@@ -152,30 +151,6 @@ def document(said: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
     return {"findings": findings, "decisions": decisions}
 
 
-def complete(record: StepRecord, limits: Limits, *, acts: bool) -> StepRecord:
-    """Return the record as the device completes it.
-
-    It gets the limits in force, where it has none of its own, and is skipped where it is bad and
-    the device acts.
-    """
-    loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
-    norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit
-    bad = bool(record.nonfinite_ranks) or _is_bad(record.loss, loss_limit)
-    bad = bad or _is_bad(record.grad_norm, norm_limit)
-    return replace(
-        record,
-        loss_limit=loss_limit,
-        grad_norm_limit=norm_limit,
-        skipped=record.skipped or (acts and bad),
-    )
-
-
-def _is_bad(value: float | None, limit: float | None) -> bool:
-    if value is None:
-        return False
-    return not math.isfinite(value) or (limit is not None and value > limit)
-
-
 class _Player:
     """Plays device and host over a log. Its clock counts steps, or records of a coarse log."""
 
@@ -195,6 +170,7 @@ class _Player:
         self._cadence = cadence_of(log)
         self._judge = Judge(self._config, mode)
         self._attempt = 1
+        self._device = DeviceRule()
         self._waiting: deque[tuple[int, StepRecord]] = deque()
         self._candidates: list[CheckpointRef] = []
         self._checkpoints: list[CheckpointRef] = []
@@ -217,9 +193,16 @@ class _Player:
                 loss=logged.loss,
                 grad_norm=logged.grad_norm,
                 learning_rate=logged.learning_rate,
+                clips=True,
             )
             acts = self._judge.mode != "observe"
-            self._waiting.append((place, complete(record, self._judge.limits(), acts=acts)))
+            judge = self._judge
+            record, self._device = self._device.judge(
+                record, judge.limits(), judge.withholding(), acts=acts
+            )
+            self._waiting.append((place, record))
+            while len(self._waiting) > self._lag or (self._waiting and self._judge.is_suspicious):
+                yield self._take(*self._waiting.popleft())
         yield from self._judge_waiting()
 
     def _clock(self, place: int) -> int:
@@ -335,6 +318,6 @@ class _Player:
 
 
 __all__ = [
-    "CHECKPOINT_EVERY", "LAG", "Cadence", "JudgedStep", "LoggedStep", "cadence_of", "complete",
-    "document", "judge_history",
+    "CHECKPOINT_EVERY", "LAG", "Cadence", "JudgedStep", "LoggedStep", "cadence_of", "document",
+    "judge_history",
 ]  # fmt: skip

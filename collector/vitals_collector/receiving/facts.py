@@ -30,6 +30,7 @@ from trainvitals.records import (
     RankStarted,
     RunEnded,
     RunStarted,
+    StateRead,
 )
 from trainvitals.rows import Schema, column_of
 from vitals_collector.storage.schema import (
@@ -97,6 +98,10 @@ def describe(event: Event | None) -> str:
             return f"new attempt from step {event.fork_step}: {event.reason}"
         case NamesDefined():
             return f"{len(event.names)} names of {event.stream}"
+        case StateRead(ratio=None):
+            return f"the state was asked about step {event.onset_step} and could not be judged"
+        case StateRead(ratio=ratio):
+            return f"the state reads earlier batches at {ratio:.3g}x their loss: {event.verdict}"
         case FindingRaised(finding=finding):
             return finding.reason
         case DecisionMade(decision=decision):
