@@ -73,9 +73,7 @@ def _is_chosen(world: World, asked: Asked) -> bool:
 
 def _of_world(world: World, clip: float | None, seed: int, asked: Asked) -> Iterator[Job]:
     yield Job(world.base, clip, "none", seed)
-    if world.label == "healthy":
-        yield Job(world.name, clip, "observe", seed)
-    else:
+    if world.label != "healthy":
         yield Job(world.name, clip, "none", seed)
     if world.label == "poisoned":
         yield Job(world.name, clip, "oracle", seed)

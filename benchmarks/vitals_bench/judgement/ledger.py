@@ -40,8 +40,8 @@ class Ledger:
     withheld_steps: list[int] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    readings: list[tuple[int, StateRead]] = field(default_factory=list)
-    """What was read of the state, each with the step of its event."""
+    readings: list[tuple[int, int, StateRead]] = field(default_factory=list)
+    """What was read of the state, each with the attempt and the step of its event."""
     notes: Counter[str] = field(default_factory=Counter)
     _readers: dict[Path, JournalReader] = field(default_factory=dict)
     _row: int = 0
@@ -69,7 +69,7 @@ class Ledger:
                 elif isinstance(event, FindingRaised):
                     self.findings.append(event.finding)
                 elif isinstance(event, StateRead):
-                    self.readings.append((event_row.step, event))
+                    self.readings.append((event_row.attempt, event_row.step, event))
                 elif isinstance(event, Note):
                     self.notes[event.code] += 1
 

@@ -7,7 +7,7 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import msgspec
@@ -161,6 +161,19 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def clip_exactly(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
+    """Clip as ``clip_grad_norm_`` does, but by a norm summed in float64.
+
+    So does the library; torch's own norm rounds otherwise, and a small training soon goes elsewhere
+    by that alone.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
+    norm = torch.stack(norms).square().sum().sqrt()
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    torch._foreach_div_(gradients, divisor.float())
+
+
 def train_bare(training: Training, *, leaves_out: bool = False) -> None:
     """Train without any monitor; ``leaves_out`` passes over what is poisoned."""
     parameters = list(training.model.parameters())
@@ -170,7 +183,7 @@ def train_bare(training: Training, *, leaves_out: bool = False) -> None:
             continue
         training.backward(batch)
         if training.clip is not None:
-            nn.utils.clip_grad_norm_(parameters, training.clip)
+            clip_exactly(parameters, training.clip)
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.after(batch)
@@ -183,7 +196,8 @@ def train_watched(
     options: dict[str, Any] = {}
     if declares_kind and _takes(trainer_hooks.watch, "loss_kind"):
         options["loss_kind"] = training.task.loss_kind
-    halted, damage = "", {}
+    halted = ""
+    damage: dict[tuple[int, int], bool] = {}
     with (
         own_place(),
         trainer_hooks.watch(
@@ -202,7 +216,7 @@ def train_watched(
             batches = cast("Iterator[Batch]", monitor.batches(training.loader(), **feed))
             for batch in batches:
                 loss = training.backward(batch)
-                damage[monitor.step_index] = training.damaged
+                damage[monitor.attempt, monitor.step_index] = training.damaged
                 outcome = monitor.step(loss, max_norm=training.clip)
                 if outcome.rolled_back_to is not None:
                     fault = training.fault
@@ -231,8 +245,8 @@ def train_watched(
         "accepted": ledger.by_rule("level_accepted"),
         "recurring": ledger.by_rule("recurring_level"),
         "readings": [
-            (step, read.trigger, read.verdict, read.ratio, damage.get(step, False))
-            for step, read in ledger.readings
+            (step, read.trigger, read.verdict, read.ratio, damage.get((attempt, step), False))
+            for attempt, step, read in ledger.readings
         ],
         "told": {kind: told.count(kind) for kind in sorted(set(told))},
         "notes": dict(ledger.notes),

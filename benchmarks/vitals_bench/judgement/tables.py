@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vitals_bench.judgement.jobs import Job, key_of
-from vitals_bench.judgement.run import Outcome, Policy
+from vitals_bench.judgement.run import Outcome
 from vitals_bench.judgement.worlds import WORLDS, Label, World
 from vitals_bench.rows import Cell, Goal, Grid, Row, at_least, at_most, exactly
 
@@ -38,7 +38,7 @@ class Results:
         return [
             outcome
             for outcome in self.by_job.values()
-            if outcome.policy not in ("none", "oracle", "observe")
+            if outcome.policy not in ("none", "oracle")
             and (label is None or WORLDS[outcome.world].label == label)
         ]
 
@@ -57,13 +57,8 @@ class Results:
         return _ratio(outcome, self.by_job.get(job))
 
     def is_identical(self, outcome: Outcome) -> bool | None:
-        """Return whether the parameters are bit for bit those of the run that nobody acts on.
-
-        Where the loop clips, that is a run in ``observe``: the clip itself rounds otherwise than
-        torch's.
-        """
-        policy: Policy = "none" if outcome.clip is None else "observe"
-        other = self.by_job.get(Job(outcome.world, outcome.clip, policy, outcome.seed))
+        """Return whether the parameters are bit for bit those of the unwatched run."""
+        other = self.by_job.get(Job(outcome.world, outcome.clip, "none", outcome.seed))
         return None if other is None else other.digest == outcome.digest
 
     def is_beyond_seeds(self, outcome: Outcome) -> bool:
@@ -117,7 +112,7 @@ COLUMNS = (
 )  # fmt: skip
 NOTES: Mapping[Label, str] = {
     "healthy": "Ratios are of the final loss to that of the unwatched run of the same seed: "
-    "median, geometric mean and worst. Bit for bit: parameters equal to the run nobody acts on.",
+    "median, geometric mean and worst. Bit for bit: parameters equal to that run's.",
     "poisoned": "Ratios are to the run without the fault; `to the oracle` is the median to the run "
     "that leaves exactly the poisoned batches out.",
     "damaged": "Ratios are to the run without the fault. The policy `none` is that of no monitor.",
@@ -127,7 +122,7 @@ NOTES: Mapping[Label, str] = {
 def _rows(
     results: Results, label: Label, outcomes: Sequence[Outcome]
 ) -> Iterator[tuple[Cell, ...]]:
-    skipped = ("observe",) if label != "healthy" else ("observe", "none")
+    skipped = ("none",) if label == "healthy" else ()
     families = dict.fromkeys(WORLDS[o.world].family for o in outcomes)
     for family in [*families, "all"]:
         for clip in (1.0, None):
