@@ -261,10 +261,15 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 def run_one(
     world: str, *, clip: float | None, policy: Policy, seed: int, steps: int | None = None
 ) -> Outcome:
-    """Train once and return what became of it; ``steps`` shortens the world."""
+    """Train a world once and return what became of it; ``steps`` shortens it."""
     chosen = WORLDS[world] if steps is None else shortened(WORLDS[world], steps)
+    return run_world(chosen, clip=clip, policy=policy, seed=seed)
+
+
+def run_world(world: World, *, clip: float | None, policy: Policy, seed: int) -> Outcome:
+    """Train once and return what became of it."""
     begin = time.monotonic()
-    training = Training(chosen, seed, clip)
+    training = Training(world, seed, clip)
     watched: dict[str, Any] = {}
     if policy in ("none", "oracle"):
         train_bare(training, leaves_out=policy == "oracle")
@@ -277,7 +282,7 @@ def run_one(
             declares_kind=extra == "kind",
         )
     return Outcome(
-        world=world,
+        world=world.name,
         clip=clip,
         policy=policy,
         seed=seed,
