@@ -55,7 +55,12 @@ TensorBoard = Annotated[
 Full = Annotated[
     bool, typer.Option("--full", help="Every policy and ten seeds of every world: many hours.")
 ]
-Jobs = Annotated[int, typer.Option(help="Trainings at once, each on one thread.", min=1)]
+Jobs = Annotated[
+    int, typer.Option(help="Trainings at once, one thread each; 0 shows --results alone.", min=0)
+]
+RanksOf = Annotated[
+    int, typer.Option(help="Processes of each training; 4 takes the worlds dealt out.", min=1)
+]
 Results = Annotated[
     Path | None,
     typer.Option(help="File of outcomes: those in it are not run again, new ones are added."),
@@ -203,6 +208,7 @@ def bench_judgement(
     worlds: Worlds = "",
     policies: Policies = "",
     seeds: Seeds = "",
+    ranks: RanksOf = 1,
 ) -> None:
     """Train small models, healthy and damaged, and show what the monitor did to each.
 
@@ -217,6 +223,7 @@ def bench_judgement(
         worlds=_words(worlds),
         policies=_words(policies),
         seeds=tuple(int(seed) for seed in _words(seeds)),
+        ranks=ranks,
     )
     options = {"judgement": {"asked": asked}}
     _run(("judgement",), quick=quick, output=output, page=page, options=options)

@@ -47,9 +47,9 @@ class Ledger:
     _row: int = 0
 
     def read(self) -> None:
-        """Take in what is new in the journal."""
+        """Take in what is new in the journal of rank 0, which writes what all have in common."""
         for ref in discover(private_base(os.environ)):
-            if ref.run_id == self.run_id:
+            if ref.run_id == self.run_id and ref.directory.name.startswith("rank-0-"):
                 reader = self._readers.setdefault(ref.directory, JournalReader(ref.directory))
                 while batches := reader.read():
                     for batch in batches:

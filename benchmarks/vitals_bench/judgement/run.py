@@ -8,11 +8,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, cast
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import trainer_hooks
@@ -43,6 +46,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     clip: float | None
     policy: Policy
     seed: int
+    ranks: int = 1
+    """Processes it ran on."""
     first: float
     """The evaluation before the first step."""
     final: float
@@ -74,10 +79,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NumberedBatches(Dataset[Batch]):
-    """A task's batches with their numbers, poisoned where the world says so."""
+    """A task's batches with their numbers, poisoned where the world says so; a rank's part."""
 
-    def __init__(self, task: Task, fault: Fault | None) -> None:
+    def __init__(
+        self, task: Task, fault: Fault | None, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         self._task, self._fault = task, fault
+        self._rank, self._num_ranks = rank, num_ranks
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -88,6 +96,8 @@ class NumberedBatches(Dataset[Batch]):
         batch = self._task.batch(index)
         if self._fault is not None and self._fault.poisons(index):
             batch = self._task.poison(batch, self._fault.poison, index)
+        if self._num_ranks > 1:
+            batch = tuple(part.chunk(self._num_ranks)[self._rank] for part in batch)
         return (torch.tensor(index), *batch)
 
 
@@ -98,6 +108,12 @@ class Training:
         torch.manual_seed(seed)
         self.task = world.make(seed=seed)
         self.model = self.task.model()
+        self.rank, self.num_ranks = 0, 1
+        self.wrapped = self.model
+        """What the loop calls: the model in DDP, where there are several ranks."""
+        if dist.is_initialized():
+            self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+            self.wrapped = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.task.lr, weight_decay=0.01, fused=True
         )
@@ -112,12 +128,12 @@ class Training:
 
     def loader(self) -> DataLoader[Batch]:
         """Return the loader of the task's batches, in their order."""
-        data = NumberedBatches(self.task, self.fault)
+        data = NumberedBatches(self.task, self.fault, rank=self.rank, num_ranks=self.num_ranks)
         return DataLoader(data, batch_size=None, collate_fn=_as_it_is)
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Return the loss of a batch as the loader gave it: what a probe is."""
-        return self.task.loss(self.model, batch[1:])
+        return self.task.loss(self.wrapped, batch[1:])
 
     def backward(self, batch: Batch) -> Tensor:
         """Set the rate, let the fault happen, and return the loss after its backward."""
@@ -130,7 +146,7 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.task.is_on_policy:
-            loss = self.task.loss(self.model, self.task.collect(self.model, index))
+            loss = self.task.loss(self.wrapped, self.task.collect(self.model, index))
         else:
             loss = self.loss_of(batch)
         if fault is not None and fault.spoils_loss(self.attempted):
@@ -199,9 +215,9 @@ def train_watched(
     halted = ""
     damage: dict[tuple[int, int], bool] = {}
     with (
-        own_place(),
+        own_place() if training.num_ranks == 1 else nullcontext(),
         trainer_hooks.watch(
-            training.model,
+            training.wrapped,
             training.optimizer,
             mode=mode,
             checkpoints=True if mode == "heal" else None,
@@ -286,6 +302,7 @@ def run_world(world: World, *, clip: float | None, policy: Policy, seed: int) ->
         clip=clip,
         policy=policy,
         seed=seed,
+        ranks=training.num_ranks,
         first=training.first,
         final=training.final(),
         digest=training.digest(),

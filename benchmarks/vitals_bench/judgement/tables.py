@@ -45,7 +45,7 @@ class Results:
     def clean(self, outcome: Outcome) -> Outcome | None:
         """Return the unwatched run of the world without its fault."""
         base = WORLDS[outcome.world].base
-        return self.by_job.get(Job(base, outcome.clip, "none", outcome.seed))
+        return self.by_job.get(Job(base, outcome.clip, "none", outcome.seed, outcome.ranks))
 
     def ratio(self, outcome: Outcome) -> float | None:
         """Return the final loss over the clean run's."""
@@ -53,12 +53,12 @@ class Results:
 
     def to_oracle(self, outcome: Outcome) -> float | None:
         """Return the final loss over that of the run without the poisoned batches."""
-        job = Job(outcome.world, outcome.clip, "oracle", outcome.seed)
+        job = key_of(outcome)._replace(policy="oracle")
         return _ratio(outcome, self.by_job.get(job))
 
     def is_identical(self, outcome: Outcome) -> bool | None:
         """Return whether the parameters are bit for bit those of the unwatched run."""
-        other = self.by_job.get(Job(outcome.world, outcome.clip, "none", outcome.seed))
+        other = self.by_job.get(key_of(outcome)._replace(policy="none"))
         return None if other is None else other.digest == outcome.digest
 
     def is_beyond_seeds(self, outcome: Outcome) -> bool:
@@ -72,7 +72,7 @@ class Results:
 
     def is_harmful(self, outcome: Outcome) -> bool:
         """Return whether the damage costs the unwatched run much of what it had gained."""
-        job = Job(outcome.world, outcome.clip, "none", outcome.seed)
+        job = key_of(outcome)._replace(policy="none")
         bare, clean = self.by_job.get(job), self.clean(outcome)
         if bare is None or clean is None:
             return False
