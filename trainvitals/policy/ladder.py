@@ -501,9 +501,14 @@ def _look_at_evaluation(verdict: Verdict, ratio: float, case: Case) -> Verdict:
     onset = min((o.step for o in state.recent if o.step > since), default=state.last_flagged)
     reason = f"the evaluation's loss is {ratio:.3g}x the one before: the state is damaged"
     finding = replace(_state_damaged(read, case), reason=reason, detector="evaluation")
-    blamed = for_finite(state, case, rule="evaluation", onset=onset, reason=reason, finding=finding)
+    blamed = for_finite(
+        without_entry(verdict), case, rule="evaluation", onset=onset, reason=reason, finding=finding
+    )
+    if blamed.decision is None:
+        facts = replace(blamed.state.facts, ledger_seq=state.facts.ledger_seq)
+        state = replace(blamed.state, facts=facts)
+        blamed = blamed._replace(state=state, decision=verdict.decision)
     return blamed._replace(
-        decision=blamed.decision or verdict.decision,
         findings=(*verdict.findings, *blamed.findings),
         readings=verdict.readings,
         accepted=verdict.accepted,
