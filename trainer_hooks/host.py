@@ -53,6 +53,8 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Value
 
+_NO_CLIP = 100.0
+"""Multiple of the norm's limit from which a clip is none."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
 
@@ -131,9 +133,9 @@ class Host:
                 target = float(self.healer.step_of(command.checkpoint_id))
         limits = self.judge.limits() if not self.expecting else Limits()
         withholding = self.judge.withholding()
-        # A clip far above what is usual takes nothing from an outlier.
+        # A clip at a thousand times the usual norm takes nothing from an outlier.
         usual = limits.grad_norm
-        clips = max_norm is not None and (usual is None or max_norm <= usual)
+        clips = max_norm is not None and (usual is None or max_norm <= _NO_CLIP * usual)
         healer = self.healer
         saved_step, saved_attempt = (0, 0) if healer is None else healer.newest_saved
         return Root(

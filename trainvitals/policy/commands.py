@@ -71,6 +71,9 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
         replace(state, facts=facts), None, words, "operator_accepted", case, outliers=outliers,
         command_number=command.number,
     )  # fmt: skip
+    if done.decision is not None:  # a replay needs to know which step was meant
+        evidence = {**done.decision.evidence, "accepted_step": float(step)}
+        done = done._replace(decision=replace(done.decision, evidence=evidence))
     done = done._replace(
         findings=verdict.findings, readings=verdict.readings, accepted=verdict.accepted
     )

@@ -278,7 +278,7 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
         onset = state.row[0].step
         read = _ask(state, "row", onset, case)
         readings = () if read is None else (read,)
-        if read is not None and read.verdict == "state":
+        if read is not None and read.verdict == "state" and not _was_trained_on(state, record):
             blamed = for_finite(
                 state, case, rule="state_damaged", onset=onset, finding=_state_damaged(read, case),
                 reason=f"{spike.reason}; {_in_words(read)}",
@@ -302,6 +302,15 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
     return skip(state, spike, reason, "outlier", case)._replace(
         findings=findings, readings=readings
     )
+
+
+def _was_trained_on(state: LadderState, record: StepRecord) -> bool:
+    """Return whether an outlier of the row was applied, but for the first, left to the clip.
+
+    What reads worse after updates on the new data is forgetting, and no evidence.
+    """
+    applied = [not outlier.withheld for outlier in state.row]
+    return any(applied[1:]) or (applied[0] and not record.clips)
 
 
 def _new_level(state: LadderState, spike: Finding, case: Case) -> Verdict:
@@ -401,7 +410,8 @@ def _level(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdi
         if since > case.config.lr_jump_steps + _LEVEL_STEPS:
             return Verdict(replace(state, lr_jump=None, losses=()))
         loss = case.record.loss
-        if loss is not None and math.isfinite(loss):
+        was_asked = state.losses[:1] == (math.inf,)
+        if loss is not None and math.isfinite(loss) and not was_asked:
             state = replace(state, losses=(*state.losses, loss)[-_LEVEL_STEPS:])
         if _has_risen(state.losses, jump, case.config):
             onset = case.record.step - _LEVEL_STEPS
@@ -491,9 +501,14 @@ def _look_at_evaluation(verdict: Verdict, ratio: float, case: Case) -> Verdict:
     onset = min((o.step for o in state.recent if o.step > since), default=state.last_flagged)
     reason = f"the evaluation's loss is {ratio:.3g}x the one before: the state is damaged"
     finding = replace(_state_damaged(read, case), reason=reason, detector="evaluation")
-    blamed = for_finite(state, case, rule="evaluation", onset=onset, reason=reason, finding=finding)
+    blamed = for_finite(
+        without_entry(verdict), case, rule="evaluation", onset=onset, reason=reason, finding=finding
+    )
+    if blamed.decision is None:
+        facts = replace(blamed.state.facts, ledger_seq=state.facts.ledger_seq)
+        state = replace(blamed.state, facts=facts)
+        blamed = blamed._replace(state=state, decision=verdict.decision)
     return blamed._replace(
-        decision=blamed.decision or verdict.decision,
         findings=(*verdict.findings, *blamed.findings),
         readings=verdict.readings,
         accepted=verdict.accepted,
