@@ -1,11 +1,12 @@
-"""Detectors: what is wrong with a step, said from reduced numbers alone."""
+"""Detectors: what is wrong with a step, told from reduced numbers alone."""
 
 from trainvitals.detect.burst import BurstConfig, BurstDetector
-from trainvitals.detect.level import LevelConfig, LevelDetector
+from trainvitals.detect.level import DriftConfig, DriftDetector, LevelConfig, LevelDetector
 from trainvitals.detect.nonfinite import NonFiniteDetector
+from trainvitals.detect.progress import ProgressConfig, ProgressDetector
 from trainvitals.detect.protocol import Detector, is_clean
-from trainvitals.detect.set import DetectConfig, DetectorSet, Limits
-from trainvitals.detect.spike import SpikeConfig, SpikeDetector
+from trainvitals.detect.set import DetectConfig, DetectorSet, Limits, LossKind
+from trainvitals.detect.spike import GradNormConfig, SpikeConfig, SpikeDetector
 
 __all__ = [
     "BurstConfig",
@@ -13,10 +14,16 @@ __all__ = [
     "DetectConfig",
     "Detector",
     "DetectorSet",
+    "DriftConfig",
+    "DriftDetector",
+    "GradNormConfig",
     "LevelConfig",
     "LevelDetector",
     "Limits",
+    "LossKind",
     "NonFiniteDetector",
+    "ProgressConfig",
+    "ProgressDetector",
     "SpikeConfig",
     "SpikeDetector",
     "is_clean",

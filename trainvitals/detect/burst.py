@@ -86,24 +86,29 @@ class BurstDetector(Detector):
         self._onset = -1
         self._told = False
 
-    def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it."""
+    def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it.
+
+        ``clean`` says whether it may enter the reference; None: by the record itself.
+        """
+        if clean is None:
+            clean = is_clean(record)
         falls = self._loss_falls(record)
         norm = record.grad_norm
         if norm is None or not math.isfinite(norm) or norm <= 0.0:
             return ()
         if falls or len(self._window) < self._config.warm_up:
             self._end()
-            if is_clean(record):
+            if clean:
                 self._push(norm)
             return ()
         beyond = self._distance(norm) - self._config.allowance
         if beyond <= 0.0:
             self._end()  # two spikes with a usual step between them are two spikes
-            if is_clean(record):
+            if clean:
                 self._push(norm)
             return ()
-        return self._evidence(record, norm, beyond)
+        return self._evidence(record, norm, beyond, clean)
 
     def _loss_falls(self, record: StepRecord) -> bool:
         loss = record.loss
@@ -125,13 +130,15 @@ class BurstDetector(Detector):
         )
         return (math.log(norm) - math.log(self._window.median()) - middle) / deviation
 
-    def _evidence(self, record: StepRecord, norm: float, beyond: float) -> tuple[Finding, ...]:
+    def _evidence(
+        self, record: StepRecord, norm: float, beyond: float, clean: bool
+    ) -> tuple[Finding, ...]:
         config = self._config
         if self._onset < 0:
             self._onset = record.step
         share = min(beyond, config.most - config.allowance)
         self._sum = min(self._sum + share, 2.0 * config.enough)
-        if is_clean(record):
+        if clean:
             self._held.append(norm)
         usual = self._window.median()
         if len(self._held) >= config.accept_after:
@@ -165,6 +172,13 @@ class BurstDetector(Detector):
         else:
             self._deviations.push(0.0)
         self._window.push(norm)
+
+    def accept(self, norms: list[float]) -> None:
+        """Begin anew from the norms of a level that the policy accepted."""
+        self._end()
+        for norm in norms:
+            if math.isfinite(norm) and norm > 0.0:
+                self._window.push(norm)
 
     def rebaseline(self) -> None:
         """Forget the reference: a planned or accepted change."""

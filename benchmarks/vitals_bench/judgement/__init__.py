@@ -1,0 +1,1 @@
+"""What judges a run, held against worlds of which everything is known."""
