@@ -10,6 +10,7 @@ enough.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ _RARE_SIGMAS = 4.0
 """Where one step in 50 lies far off, this run's steps do: a quarter of that is a deviation."""
 _COURSE = 9
 _FALLS = 0.02
+_HIGHER = math.log(1.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,12 @@ class BurstConfig:
     accept_after: int = 40
     """Steps in a row beyond the allowance after which they enter the reference."""
 
+    recurs: int = 5
+    """Bursts within ``recurs_within`` steps after which they are told no more, up to 1.5 times the
+    highest: hard batches that come one after the other."""
+    recurs_within: int = 3000
+    """See ``recurs``."""
+
     def __post_init__(self) -> None:
         if not 8 <= self.warm_up <= self.window:
             raise ConfigError(
@@ -56,6 +64,11 @@ class BurstConfig:
             raise ConfigError(
                 f"burst.deviation is {self.deviation}, burst.allowance {self.allowance}, "
                 f"burst.accept_after {self.accept_after}; they must be above 0"
+            )
+        if self.recurs < 1 or self.recurs_within < 1:
+            raise ConfigError(
+                f"burst.recurs is {self.recurs}, burst.recurs_within {self.recurs_within}; they "
+                "must be at least 1"
             )
         if not self.allowance < self.most < self.allowance + self.enough:
             raise ConfigError(
@@ -81,6 +94,9 @@ class BurstDetector(Detector):
         self._window = RobustWindow(self._config.window)
         self._deviations = RobustWindow(self._config.window)
         self._course = RobustWindow(_COURSE)
+        self._bursts: deque[list[float]] = deque(maxlen=self._config.recurs + 1)
+        """When the last bursts were told, by the clock, and how high above the median."""
+        self._clock = 0
         self._held: list[float] = []
         self._sum = 0.0
         self._onset = -1
@@ -97,6 +113,7 @@ class BurstDetector(Detector):
         norm = record.grad_norm
         if norm is None or not math.isfinite(norm) or norm <= 0.0:
             return ()
+        self._clock += 1
         if falls or len(self._window) < self._config.warm_up:
             self._end()
             if clean:
@@ -148,6 +165,8 @@ class BurstDetector(Detector):
         if self._sum < config.enough or self._told:
             return ()
         self._told = True
+        if self._recurs(math.log(norm / usual)):
+            return ()
         finding = Finding(
             kind="grad_explosion",
             level="tell",
@@ -161,6 +180,15 @@ class BurstDetector(Detector):
             cause="grad_norm_burst",
         )
         return (finding,)
+
+    def _recurs(self, distance: float) -> bool:
+        """Note a burst; say whether bursts like it come back again and again."""
+        config, clock = self._config, self._clock
+        earlier = [
+            height for begin, height in self._bursts if clock - begin <= config.recurs_within
+        ]
+        self._bursts.append([clock, distance])
+        return len(earlier) >= config.recurs and distance <= max(earlier) + _HIGHER
 
     def _end(self) -> None:
         self._held.clear()
@@ -185,6 +213,7 @@ class BurstDetector(Detector):
         self._window.clear()
         self._deviations.clear()
         self._course.clear()
+        self._bursts.clear()
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,6 +222,8 @@ class BurstDetector(Detector):
             "window": self._window.values(),
             "deviations": self._deviations.values(),
             "course": self._course.values(),
+            "bursts": [list(burst) for burst in self._bursts],
+            "clock": self._clock,
             "held": list(self._held),
             "sum": self._sum,
             "onset": self._onset,
@@ -204,6 +235,9 @@ class BurstDetector(Detector):
         self._window.restore(state["window"])
         self._deviations.restore(state["deviations"])
         self._course.restore(state["course"])
+        self._bursts.clear()
+        self._bursts.extend([float(number) for number in burst] for burst in state["bursts"])
+        self._clock = int(state["clock"])
         self._held = [float(norm) for norm in state["held"]]
         self._sum, self._onset = float(state["sum"]), int(state["onset"])
         self._told = bool(state["told"])

@@ -381,12 +381,12 @@ class DriftDetector(Detector):
         self._known = 0
         """Blocks for which what else was told about the loss stands for a rise."""
 
-    def update(self, record: StepRecord, known: bool = False) -> tuple[Finding, ...]:
+    def update(self, record: StepRecord, already: bool = False) -> tuple[Finding, ...]:
         """Take one step in and return what is to be said about it.
 
-        ``known``: something was told about the loss in this step already.
+        ``already``: something else was told about the loss in this step.
         """
-        if known:
+        if already:
             self._known = _NOT_AGAIN
         loss = record.loss
         if loss is None or record.skipped or not math.isfinite(loss):

@@ -22,12 +22,18 @@ _FIRST = 20
 """First losses whose median is where the run began."""
 _START = 64
 """First losses that a loss which never learns is compared with."""
+_BEGINNINGS = (9, 20, 64)
+"""Of these many first losses: the medians that say where it began."""
 _LEVEL = 64
 _GIVEN_BACK = 100
 """Steps for which what was learned must be gone."""
 _KEPT = _LEVEL + _GIVEN_BACK
 _LEAST_GAIN = 0.25
 """Part of the first losses that must have been gained before it can be lost."""
+_REGAINED = 0.1
+"""Part of the gain that may be missing where what was lost counts as learned again."""
+_MOST_LOST = 2
+"""Times it is told, at most, until progress is measured anew."""
 _BOTTOM = 16
 """Steps in a row that lie far below, for a collapse."""
 _STEADY = 1.3
@@ -98,7 +104,7 @@ class ProgressDetector(Detector):
         self._learning = 0
         """Steps since the learning rate's warm-up ended; -1: it has learned, or was told."""
         self._rate = 0.0
-        self._lost = False
+        self._lost, self._num_lost = False, 0
         self._collapsed: float | None = None
         """Where the loss was before it collapsed; it is over at half of that."""
 
@@ -152,11 +158,13 @@ class ProgressDetector(Detector):
             for i in range(4)
         ]
         floor = first - (1.0 - self._config.given_back) * gain
-        lost = gain > _LEAST_GAIN * first and min(parts) > floor
-        if not lost or self._lost:
-            self._lost = lost
+        if self._lost and sorted(losses[-_LEVEL:])[_LEVEL >> 1] <= best + _REGAINED * gain:
+            self._lost = False
+        lost = best > 0.0 and gain > _LEAST_GAIN * first and min(parts) > floor
+        if not lost or self._lost or self._num_lost >= _MOST_LOST:
             return ()
         self._lost = True
+        self._num_lost += 1
         back = 100.0 * (min(parts) - best) / gain
         return (
             self._finding(
@@ -210,17 +218,19 @@ class ProgressDetector(Detector):
     # ---------------------------------------------------------------------- never learned
 
     def _never_learned(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
-        start = sorted(self._start)
-        if len(start) < _START or len(losses) < _KEPT or start[0] <= 0.0 or min(losses) <= 0.0:
+        start, ordered = self._start, sorted(losses)
+        if len(start) < _START or len(losses) < _KEPT or min(start) <= 0.0 or ordered[0] <= 0.0:
             return ()
-        began, level = start[_START >> 1], sorted(losses)[_KEPT >> 1]
-        spread = 0.5 * (start[int(0.84 * _START)] - start[int(0.16 * _START)]) / began
-        error = _WIDE * spread * math.sqrt(1.0 / _START + 1.0 / _KEPT)
+        # A run may learn all that it learns within a few steps: where it began is the highest.
+        began = max(sorted(start[:num])[num >> 1] for num in _BEGINNINGS)
+        level = ordered[_KEPT >> 1]
+        spread = 0.5 * (ordered[int(0.84 * _KEPT)] - ordered[int(0.16 * _KEPT)]) / began
+        error = _WIDE * spread / math.sqrt(_BEGINNINGS[0])
         least = self._config.learned
         if level < began * (1.0 - least - 3.0 * error):
             self._learning = -1
             return ()
-        if level < began * (1.0 - least - 0.5 * error):
+        if level < began * (1.0 - least - error):
             return ()
         before = self._before
         if before is not None and level < self._config.stuck * before:
@@ -306,6 +316,7 @@ class ProgressDetector(Detector):
             "learning": self._learning,
             "rate": self._rate,
             "lost": self._lost,
+            "num_lost": self._num_lost,
             "collapsed": self._collapsed,
         }
 
@@ -318,4 +329,5 @@ class ProgressDetector(Detector):
         self._start = [float(loss) for loss in state["start"]]
         self._best, self._lowest = state["best"], state["lowest"]
         self._learning, self._rate = int(state["learning"]), float(state["rate"])
-        self._lost, self._collapsed = bool(state["lost"]), state["collapsed"]
+        self._lost, self._num_lost = bool(state["lost"]), int(state["num_lost"])
+        self._collapsed = state["collapsed"]

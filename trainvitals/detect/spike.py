@@ -55,6 +55,10 @@ _FADES = 0.999
 """What is left after a step of the largest distance that was taken for normal."""
 _OF_TWO = math.log(1.5)
 """Two steps are told together from here on; what is less needs three."""
+_BEYOND_SEEN = 1.15
+"""And the limit exceeds the farthest clean step of the last thousand or so by this factor."""
+_OFTEN = 400
+"""Steps within which ``recurs`` single outliers make two in a row nothing new either."""
 _REGULAR, _REGULAR_WITHIN = 3, 0.1
 """Intervals that must be alike, and what they may differ by: what comes with every epoch or every
 evaluation is told three times."""
@@ -208,7 +212,7 @@ class SpikeDetector:
         """End what is going on: evidence is gone."""
         self._sum, self._peak, self._onset = 0.0, 0.0, -1
         self._num, self._height, self._usual = 0, 0.0, 0
-        self._told = False
+        self._told = self._silent = False
         self._held: list[float] = []
 
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
@@ -304,7 +308,7 @@ class SpikeDetector:
         least = math.log(config.min_ratio)
         if config.calm:
             least = min(least, config.calm * max(sigma, rare / _RARE_SIGMAS, 0.005))
-        self._far = max(spread, tail, config.headroom * rare, seen * 1.1, least)
+        self._far = max(spread, tail, config.headroom * rare, seen * _BEYOND_SEEN, least)
         scarce = 1.0 + 20.0 / num
         self._sigma = scarce * max(
             config.deviation,
@@ -359,7 +363,7 @@ class SpikeDetector:
         self._held.append(value)
         onset = self._onset
         silent = self._recurs(distance)
-        silent = self._begin_told() or silent or self._is_known(logarithm)
+        self._silent = silent = self._begin_told() or silent or self._is_known(logarithm)
         shift = self._accept_if_steady(record)
         if silent:
             return shift
@@ -408,8 +412,9 @@ class SpikeDetector:
         if clean or beyond > 0.0:
             self._held.append(value)
         findings: tuple[Finding, ...] = ()
-        if self._is_enough(beyond) and not (self._begin_told() or self._is_known(logarithm)):
-            findings = (self._together(record, value),)
+        if self._is_enough(beyond):
+            self._silent = self._begin_told() or self._is_known(logarithm)
+            findings = () if self._silent else (self._together(record, value),)
         return findings + self._accept_if_steady(record)
 
     def _is_enough(self, beyond: float) -> bool:
@@ -483,7 +488,8 @@ class SpikeDetector:
             for group in list(groups)[:-1]
             if group[2] == 1 and clock - group[0] <= config.recurs_within
         ]
-        if len(singles) < config.recurs - 1 or groups[-1][2] > 1:
+        often = len(singles) >= config.recurs - 1 and clock - singles[1 - config.recurs][0] <= _OFTEN
+        if len(singles) < config.recurs - 1 or groups[-1][2] > (2 if often else 1):
             return False
         if self._recurring_told < 0:
             self._recurring_told = clock
@@ -505,7 +511,8 @@ class SpikeDetector:
         low, high = sorted((older.median(), newer.median()))
         widest = min(self._config.min_ratio, 2.0) ** 2
         top = max(newer.upper(0.05), older.upper(0.05))
-        steady = 0.0 < low and high <= low * _STEADY_RATIO and top <= widest * low
+        bottom = min(newer.upper(0.9), older.upper(0.9))
+        steady = 0.0 < bottom and high <= low * _STEADY_RATIO and top <= widest * bottom
         high = self._middle + self._config.allowance * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
             self._adopt(held[-num:])  # it has come back: the course is where it is now
@@ -518,7 +525,7 @@ class SpikeDetector:
                 del held[0]
             return ()
         was_told, course, onset = self._told, self._course.median(), self._onset
-        was_told = was_told and low >= course * self._config.together
+        was_told = was_told and not self._silent and low >= course * self._config.together
         level = newer.median()
         self._adopt(held[-num:])
         if not was_told:
@@ -582,7 +589,7 @@ class SpikeDetector:
             "computed": [self._middle, self._sigma, self._far, self._stale],
             "evidence": [self._sum, self._peak, self._height],
             "counts": [self._onset, self._num, self._usual],
-            "told": self._told,
+            "told": [self._told, self._silent],
             "held": list(self._held),
         }
 
@@ -602,5 +609,5 @@ class SpikeDetector:
         self._middle, self._sigma, self._far, self._stale = state["computed"]
         self._sum, self._peak, self._height = (float(number) for number in state["evidence"])
         self._onset, self._num, self._usual = (int(number) for number in state["counts"])
-        self._told = bool(state["told"])
+        self._told, self._silent = (bool(flag) for flag in state["told"])
         self._held = [float(value) for value in state["held"]]

@@ -238,9 +238,9 @@ def collapse(name: str) -> Callable[[int, float], Curve]:
 # -------------------------------------------------------------------------------- healthy
 
 
-def hard_batches(name: str, share: float, ratio: float, *, every: int = 0, length: int = 1) -> (
-    Callable[[int, float], Curve]
-):
+def hard_batches(
+    name: str, share: float, ratio: float, *, every: int = 0, length: int = 1
+) -> Callable[[int, float], Curve]:
     """Make hard batches, at random or every so many steps, ``length`` of them in a row."""
 
     def make(seed: int, noise: float) -> Curve:
@@ -377,7 +377,7 @@ def value_loss(name: str, kind: LossKind = "rl") -> Callable[[int, float], Curve
     return make
 
 
-def gan(name: str, kind: LossKind = "adversarial") -> Curve | Callable[[int, float], Curve]:
+def gan(name: str, kind: LossKind = "adversarial") -> Callable[[int, float], Curve]:
     """Make the sum of two players' losses: it wanders without an aim, up and down by half."""
 
     def make(seed: int, noise: float) -> Curve:
@@ -486,15 +486,15 @@ class Rate(NamedTuple):
 
 def rate(world: World, noise: float, seeds: Sequence[int]) -> Rate:
     """Return what is told about the curves of these seeds."""
-    told, false, causes = 0, 0, Counter[str]()
+    num_told, num_early, causes = 0, 0, Counter[str]()
     for seed in seeds:
         curve = world.make(seed, noise)
         findings = findings_of(curve)
         early = [f for f in findings if curve.is_healthy or f.step < curve.onset]
-        told += bool(findings) if curve.is_healthy else is_told(curve, findings)
-        false += episodes(early)
+        num_told += bool(findings) if curve.is_healthy else is_told(curve, findings)
+        num_early += episodes(early)
         causes.update(finding.cause for finding in early)
-    return Rate(told, len(seeds), false / len(seeds), causes)
+    return Rate(num_told, len(seeds), num_early / len(seeds), causes)
 
 
 def table(names: Sequence[str], seeds: Sequence[int]) -> Iterator[str]:
