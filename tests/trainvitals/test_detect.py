@@ -108,7 +108,12 @@ def test_restoring_state_in_a_long_run_with_faults_changes_nothing(
     make: Callable[[], Any], middle: int
 ) -> None:
     course = [2.0 + 3.0 / (1.0 + i / 40.0) for i in range(2000)]
-    for first, last, ratio in ((300, 340, 1.6), (700, 701, 9.0), (1000, 1100, 1.4), (1300, 2000, 2)):
+    for first, last, ratio in (
+        (300, 340, 1.6),
+        (700, 701, 9.0),
+        (1000, 1100, 1.4),
+        (1300, 2000, 2),
+    ):
         for i in range(first, last):
             course[i] *= ratio
     steps = [
@@ -324,7 +329,10 @@ def test_half_as_much_again_for_five_steps_is_told_where_no_step_is_an_outlier()
     (finding,) = feed(detector, losses(values[300:], first_step=300))
     assert (300, "loss_burst") == (finding.onset_step, finding.cause)
     assert finding.step <= 304
-    assert "the loss is high since step 300: 2 steps lie 1.66 times above its course 1.983" in finding.reason
+    assert (
+        "the loss is high since step 300: 2 steps lie 1.66 times above its course 1.983"
+        in finding.reason
+    )
 
 
 def test_two_runs_of_high_steps_are_told_each() -> None:

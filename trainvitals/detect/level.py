@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from trainvitals.detect.protocol import Detector
@@ -292,9 +293,7 @@ class LevelDetector(Detector):
 def _noise_of(losses: Iterable[float]) -> float:
     """Return the deviation of single losses, by how much neighbours differ."""
     values = list(losses)
-    differences = sorted(
-        abs(newer - older) for older, newer in zip(values, values[1:], strict=False)
-    )
+    differences = sorted(abs(newer - older) for older, newer in pairwise(values))
     finite = [difference for difference in differences if math.isfinite(difference)]
     if not finite:
         return 0.0
@@ -367,9 +366,7 @@ class DriftDetector(Detector):
         self._blocks: deque[float] = deque(maxlen=2 * _SPANS[-1])
         self._begins: deque[int] = deque(maxlen=2 * _SPANS[-1])
         self._differences: deque[float] = deque(maxlen=_DIFFERENCES)
-        self._moves: list[deque[float]] = [
-            deque(maxlen=_DIFFERENCES + 2 * span) for span in _SPANS
-        ]
+        self._moves: list[deque[float]] = [deque(maxlen=_DIFFERENCES + 2 * span) for span in _SPANS]
         self._forget()
 
     def _forget(self) -> None:
@@ -452,7 +449,7 @@ class DriftDetector(Detector):
         return findings
 
     def _noise(self) -> float:
-        """Return the deviation of a block, by how much neighbours differ; few jumps do not count."""
+        """Return a block's deviation, by how much neighbours differ; few jumps do not count."""
         ordered = sorted(self._differences)
         if not ordered:
             return 0.0

@@ -78,7 +78,7 @@ PROGRESS_DEFAULTS = ProgressConfig()
 
 
 class ProgressDetector(Detector):
-    """Tells of lost progress, of a loss that never learns or is stuck, and of a collapse, once each.
+    """Tells of lost progress, of a loss that never learns or is stuck, and of a collapse.
 
     It looks at every 16th step. Losses at or below zero make it abstain, except from a collapse to
     exactly zero.

@@ -15,6 +15,7 @@ import math
 import sys
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from trainvitals.detect.protocol import is_clean
@@ -65,7 +66,6 @@ evaluation is told three times."""
 _OF_HIGHER = 0.35
 """Part of the distance of higher steps, told lately, that steps which are told together must have:
 a run that jumps to three times its loss now and then is not told of 1.4 times."""
-_NUM_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class SpikeDetector:
         self._course = RobustWindow(self._config.course)
         self._suspended = 0
         self._clock = 0
-        self._groups: deque[list[float]] = deque(maxlen=_NUM_GROUPS)
+        self._groups: deque[list[float]] = deque(maxlen=self._config.recurs + 3)
         """Last outliers apart from each other: first, last, how many, the largest distance."""
         self._begins: deque[int] = deque(maxlen=_REGULAR + 1)
         """Steps of the clock at which the last episodes were told."""
@@ -309,7 +309,7 @@ class SpikeDetector:
         if config.calm:
             least = min(least, config.calm * max(sigma, rare / _RARE_SIGMAS, 0.005))
         self._far = max(spread, tail, config.headroom * rare, seen * _BEYOND_SEEN, least)
-        scarce = 1.0 + 20.0 / num
+        scarce = 1.0 + 20.0 / num - 20.0 / config.window
         self._sigma = scarce * max(
             config.deviation,
             sigma,
@@ -339,7 +339,7 @@ class SpikeDetector:
 
     # ------------------------------------------------------------------------- high steps
 
-    def _collect(self, record: StepRecord, logarithm: float, distance: float, beyond: float) -> None:
+    def _collect(self, record: StepRecord, distance: float, beyond: float) -> None:
         config = self._config
         if self._onset < 0:
             self._onset = record.step
@@ -359,7 +359,7 @@ class SpikeDetector:
     ) -> tuple[Finding, ...]:
         assert self._far is not None
         limit = min(self._course.median() * math.exp(min(self._far, _LARGEST_EXPONENT)), _LARGEST)
-        self._collect(record, logarithm, distance, beyond)
+        self._collect(record, distance, beyond)
         self._held.append(value)
         onset = self._onset
         silent = self._recurs(distance)
@@ -401,7 +401,7 @@ class SpikeDetector:
     ) -> tuple[Finding, ...]:
         """Add a step that is no outlier up; hold it back while there is evidence."""
         config = self._config
-        self._collect(record, logarithm, distance, beyond)
+        self._collect(record, distance, beyond)
         if self._sum == 0.0:
             self._release(value, logarithm, distance, clean)
             return ()
@@ -460,7 +460,7 @@ class SpikeDetector:
         if not self._told:
             self._told = True
             begins.append(self._clock)
-        gaps = [later - before for before, later in zip(begins, list(begins)[1:], strict=False)]
+        gaps = [later - before for before, later in pairwise(begins)]
         if len(gaps) < _REGULAR:
             return False
         return max(gaps) - min(gaps) <= max(_REGULAR_WITHIN * max(gaps), 2.0)
@@ -488,7 +488,9 @@ class SpikeDetector:
             for group in list(groups)[:-1]
             if group[2] == 1 and clock - group[0] <= config.recurs_within
         ]
-        often = len(singles) >= config.recurs - 1 and clock - singles[1 - config.recurs][0] <= _OFTEN
+        often = (
+            len(singles) >= config.recurs - 1 and clock - singles[1 - config.recurs][0] <= _OFTEN
+        )
         if len(singles) < config.recurs - 1 or groups[-1][2] > (2 if often else 1):
             return False
         if self._recurring_told < 0:
@@ -512,7 +514,7 @@ class SpikeDetector:
         widest = min(self._config.min_ratio, 2.0) ** 2
         top = max(newer.upper(0.05), older.upper(0.05))
         bottom = min(newer.upper(0.9), older.upper(0.9))
-        steady = 0.0 < bottom and high <= low * _STEADY_RATIO and top <= widest * bottom
+        steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
         high = self._middle + self._config.allowance * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
             self._adopt(held[-num:])  # it has come back: the course is where it is now

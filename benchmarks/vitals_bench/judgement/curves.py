@@ -123,7 +123,7 @@ def _rng(name: str, seed: int, noise: float) -> random.Random:
 
 
 def excursion(name: str, ratio: float, length: int) -> Callable[[int, float], Curve]:
-    """Make a loss that is ``ratio`` times its course for ``length`` steps; the norm does not move."""
+    """Make a loss of ``ratio`` times its course for ``length`` steps; the norm does not move."""
 
     def make(seed: int, noise: float) -> Curve:
         rng = _rng(name, seed, noise)
@@ -369,9 +369,7 @@ def value_loss(name: str, kind: LossKind = "rl") -> Callable[[int, float], Curve
 
     def make(seed: int, noise: float) -> Curve:
         rng = _rng(name, seed, noise)
-        levels = [
-            0.5 + 5.0 / (1.0 + math.exp(-(i - 2500) / 400.0)) for i in range(HEALTHY_STEPS)
-        ]
+        levels = [0.5 + 5.0 / (1.0 + math.exp(-(i - 2500) / 400.0)) for i in range(HEALTHY_STEPS)]
         return Curve(points=_noisy(rng, levels, 2.0 * noise), loss_kind=kind)
 
     return make
@@ -504,7 +502,9 @@ def table(names: Sequence[str], seeds: Sequence[int]) -> Iterator[str]:
         rates = [rate(world, noise, seeds) for noise in world.noises]
         total = sum(each.told for each in rates) / sum(each.curves for each in rates)
         shares = " ".join(
-            f"{each.episodes:7.2f}" if world.is_healthy else f"{100 * each.told / each.curves:6.0f}%"
+            f"{each.episodes:7.2f}"
+            if world.is_healthy
+            else f"{100 * each.told / each.curves:6.0f}%"
             for each in rates
         )
         if world.is_healthy:
@@ -524,10 +524,11 @@ def main(arguments: Sequence[str]) -> None:
     names = [name for name in WORLDS if not arguments or any(part in name for part in arguments)]
     halves = {"settings were chosen by": TUNING_SEEDS, "never used": HELD_OUT_SEEDS}
     for words, seeds in halves.items():
-        print(f"\nseeds {seeds[0]} to {seeds[-1]}, {words}: noise {NOISES}")
-        print("faulty: share told; healthy: times told in 6,000 steps\n")
+        sys.stdout.write(f"\nseeds {seeds[0]} to {seeds[-1]}, {words}: noise {NOISES}\n")
+        sys.stdout.write("faulty: share told; healthy: times told in 6,000 steps\n\n")
         for line in table(names, seeds):
-            print(line, flush=True)
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
