@@ -63,9 +63,9 @@ _OFTEN = 400
 _REGULAR, _REGULAR_WITHIN = 3, 0.1
 """Intervals that must be alike, and what they may differ by: what comes with every epoch or every
 evaluation is told three times."""
-_OF_HIGHER = 0.35
+_OF_HIGHER = 0.5
 """Part of the distance of higher steps, told lately, that steps which are told together must have:
-a run that jumps to three times its loss now and then is not told of 1.4 times."""
+a run that jumps to four times its loss now and then is not told of 1.7 times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class SpikeConfig:
     """Deviations that a step may be above the course without being evidence."""
     most: float = 4.0
     """Deviations beyond the allowance that one step counts for at most, however far it is."""
-    enough: float = 6.5
+    enough: float = 5.5
     """Sum of what is beyond the allowance at which several steps are told; above ``most``: it takes
     two steps. 0: several steps are never told together."""
     deviation: float = 0.02
@@ -309,7 +309,7 @@ class SpikeDetector:
         if config.calm:
             least = min(least, config.calm * max(sigma, rare / _RARE_SIGMAS, 0.005))
         self._far = max(spread, tail, config.headroom * rare, seen * _BEYOND_SEEN, least)
-        scarce = 1.0 + 20.0 / num - 20.0 / config.window
+        scarce = 1.0 + 20.0 / num
         self._sigma = scarce * max(
             config.deviation,
             sigma,
@@ -341,9 +341,12 @@ class SpikeDetector:
 
     def _collect(self, record: StepRecord, distance: float, beyond: float) -> None:
         config = self._config
-        if self._onset < 0:
+        share = min(beyond, config.most)
+        if self._onset < 0 or (not self._told and share > max(self._sum, 1.0)):
+            # What outweighs all that was collected is where it begins.
             self._onset = record.step
-        self._sum = min(max(self._sum + min(beyond, config.most), 0.0), 2.0 * config.enough or 13.0)
+            self._num, self._height = 0, 0.0
+        self._sum = min(max(self._sum + share, 0.0), 2.0 * config.enough or 13.0)
         self._peak = max(self._peak, self._sum)
         if self._told or self._far is None or distance > self._far:
             self._highest = max(self._highest, min(distance, _ON_THE_WORD_OF_FEW))
