@@ -342,8 +342,8 @@ class SpikeDetector:
     def _collect(self, record: StepRecord, distance: float, beyond: float) -> None:
         config = self._config
         share = min(beyond, config.most)
-        if self._onset < 0 or (not self._told and share > max(self._sum, 1.0)):
-            # What outweighs all that was collected is where it begins.
+        if self._onset < 0 or (not self._told and share > max(2.0 * self._sum, 1.0)):
+            # What outweighs twice all that was collected is where it begins.
             self._onset = record.step
             self._num, self._height = 0, 0.0
         self._sum = min(max(self._sum + share, 0.0), 2.0 * config.enough or 13.0)
