@@ -13,7 +13,7 @@ CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks te
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow test-oldest test-integrations lint bench docs screenshot clean
+.PHONY: help setup demo test pytest test-fast test-slow test-oldest test-integrations lint bench bench-judgement docs screenshot clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ lint: $(STAMP) ## ruff, mypy, and who may import whom
 
 bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
 	$(BIN)/vitals bench --page docs/benchmarks.md $(ARGS)
+
+bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the library in their loops: hours (ARGS="--jobs 4")
+	$(BIN)/vitals bench judgement --page docs/benchmarks.md $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
 	$(BIN)/python docs/build_docs.py

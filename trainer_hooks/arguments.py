@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, cast
+from typing import Any, Literal, SupportsIndex, cast, get_args
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from trainer_hooks.device import Engine
 from trainer_hooks.healer import CheckpointSettings
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
+from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
 from trainvitals.policy.stopping import EarlyStopping
@@ -44,6 +45,7 @@ class Arguments:
     signals: SignalSettings | None
     engine: Engine | None = None
     early_stopping: EarlyStopping | None = None
+    loss_kind: LossKind = "minimize"
 
     def tokens(self) -> int | None:
         """Return the tokens of a step as a number, checked."""
@@ -56,21 +58,24 @@ class Arguments:
     def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
         """Return the mode, once all ranks were told the same; one that differs would part."""
 
-        def told() -> tuple[Mode, bool, object, object]:
+        def told() -> tuple[Mode, bool, object, object, LossKind]:
             _check_torch()
             _check_agent_choice(environ)
             given = self.checkpoints
             settings = given if isinstance(given, CheckpointSettings) else None
             how = bool(given) if settings is None else replace(settings, directory=Path("/"))
             _check_early_stopping(self.early_stopping)
+            _check_loss_kind(self.loss_kind)
             scaled = self.scaler is not None and self.scaler.is_enabled()
-            return _mode(self.mode, environ, given), scaled, how, self.early_stopping
+            mode = _mode(self.mode, environ, given)
+            return mode, scaled, how, self.early_stopping, self.loss_kind
 
-        modes, scaled, kept, ends = zip(*on_every_rank(ranks, told), strict=True)
+        modes, scaled, kept, ends, kinds = zip(*on_every_rank(ranks, told), strict=True)
         check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
         check_same("gradient scaler", scaled, "give the scaler on all ranks or on none")
         check_same("checkpoints", kept, "give the same CheckpointSettings on all ranks")
         check_same("early_stopping", ends, "give the same EarlyStopping on all ranks")
+        check_same("loss_kind", kinds, "give the same loss_kind on all ranks")
         return cast(Mode, modes[0])
 
     def checkpoint_settings(self, run_dir: RunDir) -> CheckpointSettings | None:
@@ -89,6 +94,14 @@ def _check_early_stopping(given: object) -> None:
         raise UsageError(
             f"early_stopping is a {type(given).__name__}; it must be an EarlyStopping",
             hint="watch(..., early_stopping=EarlyStopping(metric='loss', patience=5))",
+        )
+
+
+def _check_loss_kind(given: object) -> None:
+    if given not in get_args(LossKind):
+        raise UsageError(
+            f"loss_kind is {given!r}; it must be one of {', '.join(get_args(LossKind))}",
+            hint="'minimize' for a loss whose fall is the aim; 'rl' and 'adversarial' for others",
         )
 
 

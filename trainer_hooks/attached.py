@@ -25,12 +25,19 @@ from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.parts import Orders, Prepared
+from trainer_hooks.probe import LossOf
 from trainer_hooks.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.route import Route
 from trainer_hooks.verdict import Verdict
 from trainer_hooks.wrap import set_up
+from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
 from trainvitals.records import Note
+
+_PROBE_LINE = (
+    "trainer_hooks.watch(...) in place of attach(), and `for batch in monitor.batches(loader, "
+    "probe=loss_of)`,"
+)
 
 
 def attach(
@@ -47,6 +54,7 @@ def attach(
     tags: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
+    loss_kind: LossKind = "minimize",
 ) -> Attached:
     """Put ``optimizer.step()`` of a loop under guard. Call on all ranks, before the first step.
 
@@ -74,6 +82,7 @@ def attach(
             state that a skip must leave as it was, by a name.
         signals: what to measure beside what costs nothing, and how often. The noise scale needs the
             norm as it was before the clip, as the outliers' rule does.
+        loss_kind: what the loss is good for, as in ``watch``.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -98,6 +107,7 @@ def attach(
         tags=tags,
         state=state,
         signals=signals,
+        loss_kind=loss_kind,
     )
     made = set_up(given)
     if made is None:
@@ -136,6 +146,7 @@ class Attached(Loop):
         self._orders: Orders | None = None
         self._judged: Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
+        self._num_batches = 0
         self._undo: list[Callable[[], None]] = []
         stepped = device.optimizers if device.engine is None else ()
         self._route = Route(stepped, device.scaler, self._step_one, host.faults)
@@ -173,6 +184,21 @@ class Attached(Loop):
         self._judged = self._judge(max_norm, before_clip=True)
         self._parts.clock.leave()
 
+    def keep_batch(self, batch: Any, probe: LossOf) -> None:
+        """Have a batch of the step kept, if it is one to be kept, so that the state can be asked.
+
+        Call before the batch's forward, on all ranks; for adapters which know the loss.
+
+        Args:
+            batch: whatever ``probe`` takes.
+            probe: gives the loss of a batch, as ``Monitor.batches`` takes it.
+        """
+        host = self._host
+        if not self._num_batches:
+            host.probe.use(probe, step=self._step)
+        host.probe.keep(batch)
+        self._num_batches += 1
+
     def when_closed(self, undo: Callable[[], None]) -> None:
         """Have ``undo`` called when this closes: it puts back what an adapter replaced."""
         self._undo.append(undo)
@@ -204,12 +230,21 @@ class Attached(Loop):
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
         parts.clock.enter()
+        if first:
+            host.tell_without_probe(_PROBE_LINE)
         if first and not before_clip:
             self._say_what_is_not_judged()
         norm = None if before_clip else self._norm
-        prepared = parts.prepare(self._step, None, None, norm=norm, first=first)
+        clips_to = self._max_norm if host.owns_clip else max_norm
+        prepared = parts.prepare(
+            self._step, None, None, norm=norm, first=first, max_norm=_finite(clips_to)
+        )
         self._measured = [_gradients(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
+        if self._num_batches:
+            host.probe.fed(self._step, self._num_batches, attempt=self.attempt)
+            self._num_batches = 0
+        host.probe.rehearse(self._step, parts.own_loss)
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
         if host.owns_clip:
             before_clip, max_norm = False, self._max_norm
@@ -232,9 +267,10 @@ class Attached(Loop):
         self._step += 1
         device.sampler.begin(self._step)
         self._norm = None
-        if ready is not None:
+        while ready is not None or (ready := self._waited_for()) is not None:
             judgement = host.handle(*ready, now_step=attempted)
             host.carry_out(judgement, now_step=attempted)
+            ready = None
 
     def _say_what_is_not_judged(self) -> None:
         if not self._host.owns_clip and self._norm is None and self._host.is_root:
@@ -270,6 +306,11 @@ class Attached(Loop):
                 undo()
         self._route.close()
         super()._release()
+
+
+def _finite(max_norm: float | None) -> float | None:
+    """Return what the loop clips to; an infinite norm is no clip."""
+    return None if max_norm == math.inf else max_norm
 
 
 def _gradients(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:

@@ -86,6 +86,7 @@ class Batches:
         goes_back: whether ``go_back`` will be asked for: the beginning is then kept.
         faults: counts what a loader's own ``state_dict`` raises.
         keeps_content: whether the steps' batches are asked for, and not their places alone.
+        seen: given each batch before the loop has it, and may do to it what it likes.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Batches:
         goes_back: bool = False,
         faults: FaultCounter | None = None,
         keeps_content: bool = False,
+        seen: Callable[[Any], None] | None = None,
     ) -> None:
         self._loader = loader
         self._epochs = epochs
@@ -111,6 +113,7 @@ class Batches:
         self._num_ranks = num_ranks
         self._faults = faults or FaultCounter()
         self._keeps_content = keeps_content
+        self._seen = seen
         self._total = _num_samples(loader)
         self._length = _length(loader)
         self._samples: int | None = 0
@@ -276,6 +279,8 @@ class Batches:
             self._next = Position(epoch, index + 1)
             self._count(index, indices)
             content = batch if self._keeps_content else None
+            if self._seen is not None:
+                self._seen(batch)
             self.handed_out.append(Batch(self.position, indices, content))
             yield batch
             # A sampler is drawn to its end, so that the next epoch finds it as ever.

@@ -48,7 +48,7 @@ class RootColumns:
             self._utilization.counted(host.flops, tokens)
         ranks, seconds = record.nonfinite_ranks, host.duration_seconds
         columns: dict[str, Value] = {
-            "verdict": derived.bits,
+            "verdict": derived.column(clips=record.clips),
             "culprit_rank": ranks[0] if len(ranks) == 1 else -1,
             "nonfinite_params": record.nonfinite_params,
             "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,

@@ -10,6 +10,7 @@ from trainer_hooks.data_files import DataWriter
 from trainer_hooks.data_ledger import DataLedger, SampleIds
 from trainer_hooks.data_windows import among
 from trainer_hooks.host import Host
+from trainer_hooks.probe import LossOf
 from trainer_hooks.snapshots import Restored
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_incarnation
@@ -76,13 +77,14 @@ class Feed:
         sample_ids: SampleIds | bool | None,
         keep_batches: bool,
         step: int,
+        probe: LossOf | None = None,
     ) -> Iterator[Any]:
         """Begin a loop over data; one within another has no part in what the outer one keeps.
 
         Raises:
             UsageError: an argument is none that can be.
         """
-        _check(after_rollback, sample_ids)
+        _check(after_rollback, sample_ids, probe)
         outer = self._stream if self._stream is not None and not self._stream.ended else None
         state, self._resume = self._resume, None
         loop, self._loops = self._loops, self._loops + 1
@@ -99,10 +101,13 @@ class Feed:
             goes_back=after_rollback == "replay",
             faults=self._host.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
+            seen=None if probe is None else self._host.probe.keep,
         )
         if self._resumes:
             self._resumes = False
             self._say(stream.why_not_exact(state), stream, step)
+        if probe is not None:
+            self._host.probe.use(probe, step=step)
         self._stream, self._outer = stream, outer
         if outer is None:
             self._firsts.clear()  # they count the batches of a loop that is over
@@ -120,7 +125,10 @@ class Feed:
     # ----------------------------------------------------------------------------------- a step
 
     def take(self, step: int, attempt: int) -> Fed | None:
-        """Return what fed the step, and remember it for a rollback and for whoever asks."""
+        """Return what fed the step, and remember it for a rollback and for whoever asks.
+
+        Call before the step's update.
+        """
         stream = self._stream
         if stream is None or stream.position is None:
             return None
@@ -128,6 +136,7 @@ class Feed:
         if self._outer is not None and self._outer.take_batches():
             stream.beside = True
         self._ledger.fed(step, attempt, taken)
+        self._host.probe.fed(step, len(taken), attempt=attempt)
         first = taken[0].position if taken else stream.position
         self._firsts[step] = first, max(1, len(taken))
         self._firsts.pop(step - _MOST_STEPS, None)
@@ -210,7 +219,12 @@ class Feed:
         self._ledger.close()
 
 
-def _check(after_rollback: str, sample_ids: object) -> None:
+def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
+    if probe is not None and not callable(probe):
+        raise UsageError(
+            f"probe is a {type(probe).__name__}; it must be a function",
+            hint="probe=loss_of, where loss_of(batch) gives the loss that the loop trains on",
+        )
     if after_rollback not in ("move_on", "replay"):
         raise UsageError(f"after_rollback is {after_rollback!r}; it must be 'move_on' or 'replay'")
     if not (sample_ids is None or isinstance(sample_ids, bool) or callable(sample_ids)):

@@ -78,6 +78,11 @@ class Shadows:
         for part in self._parts:
             part.put_back(bad)
 
+    @property
+    def buffers(self) -> Kept:
+        """The part that keeps the model's buffers."""
+        return self._parts[0]
+
 
 class AfterLoad:
     """Keeps what a ``load_state_dict`` of the model brings: a skip must not undo it."""

@@ -19,10 +19,12 @@ from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.healer import Healer
 from trainer_hooks.inbox import Inbox
+from trainer_hooks.loss_evaluations import LossEvaluations
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.norms import no_gradients
 from trainer_hooks.pack import PackLayout, Reduced, Root
 from trainer_hooks.plan_journal import PlanJournal
+from trainer_hooks.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import NUM_FIGURES, Derived, agreed, rank_losses, step_record
 from trainer_hooks.signals import HostStep
@@ -51,6 +53,8 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Value
 
+_NO_CLIP = 100.0
+"""Multiple of the norm's limit from which a clip is none."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
 
 
@@ -70,9 +74,11 @@ class Host:
     faults: FaultCounter
     clock: Clock
     sampler: Sampler
+    probe: Probe
     columns: RootColumns
     attempt: int
     evaluations: Unevaluated = field(default_factory=Unevaluated)
+    loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
     agent: NodeAgent | None = None
     tokens_seen: int = 0
     tokens_trained: int = 0
@@ -103,8 +109,13 @@ class Host:
 
     # ------------------------------------------------------------------------ before a step
 
-    def root_words(self, step: int) -> Root | None:
-        """Return rank 0's limits and its verified command; None on the other ranks."""
+    def root_words(self, step: int, max_norm: float | None) -> Root | None:
+        """Return rank 0's limits and its verified command; None on the other ranks.
+
+        Args:
+            step: the step that begins its exchange.
+            max_norm: what the loop clips to; None where it does not, or nobody knows.
+        """
         if not self.is_root:
             return None
         with self.faults.fail_open("mailbox"):
@@ -121,11 +132,18 @@ class Host:
             if command.checkpoint_id and self.healer is not None:
                 target = float(self.healer.step_of(command.checkpoint_id))
         limits = self.judge.limits() if not self.expecting else Limits()
+        withholding = self.judge.withholding()
+        # A clip at a thousand times the usual norm takes nothing from an outlier.
+        usual = limits.grad_norm
+        clips = max_norm is not None and (usual is None or max_norm <= _NO_CLIP * usual)
         healer = self.healer
         saved_step, saved_attempt = (0, 0) if healer is None else healer.newest_saved
         return Root(
             loss_limit=limits.loss,
             grad_norm_limit=limits.grad_norm,
+            clips=clips,
+            withhold_first=withholding.first,
+            withhold_left=withholding.left,
             command_number=number,
             command_action=action,
             command_argument=target,
@@ -136,6 +154,7 @@ class Host:
             saved_attempt=saved_attempt,
             save_due=healer is not None and healer.save_due,
             evaluation=self.evaluations.root_value(step, self.attempt),
+            evaluation_ratio=self.loss_evaluations.take_ratio(),
         )
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
@@ -167,6 +186,7 @@ class Host:
             attempt=host.attempt,
             skipped=derived.blocked(self.mode),
             learning_rate=host.learning_rates[0],
+            lr_factor=host.lr_factor,
             before_clip=self._before_clip(reduced, derived, host),
         )
         if host.attempt != self.attempt:
@@ -179,6 +199,7 @@ class Host:
             self.healer.returned(reduced, step=host.step)
             self.stopping = bool(reduced.ranks_where("terminating"))
         self.evaluations.returned(reduced, step=host.step, attempt=host.attempt)
+        self.probe.returned(sum(reduced.by_rank("probe_ready")))
         self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
@@ -186,6 +207,8 @@ class Host:
             checkpoints=() if self.healer is None else self.healer.refs(),
             command=_proposal(reduced),
             now_attempt_id=int(reduced.root["next_attempt"]),
+            probe=self.probe.read if self.probe.is_on else None,
+            evaluation=reduced.root["evaluation_ratio"] or None,
         )
         self.last_step = host.step
         self._after_judgement(record, reduced, judgement)
@@ -204,6 +227,16 @@ class Host:
         host.after_clip = not is_given
         return is_given
 
+    def tell_without_probe(self, line: str) -> None:
+        """Say once, where something acts, that nobody can ask the state, and what would change it.
+
+        Args:
+            line: the loop's line that would give a probe.
+        """
+        if self.mode != "observe" and not self.probe.has_loss:
+            text = f"no probe: whether the state is damaged cannot be asked. {line} lets it be"
+            self._note("no_probe", text, max(self.first_step, 0), "info")
+
     def _announced(self, steps: int) -> None:
         """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
         if steps and not self._was_announced:
@@ -216,6 +249,11 @@ class Host:
             f.kind == "nonfinite" for f in judgement.findings
         )
         self.digest = self.judge.digest()
+        if judgement.findings or record.skipped:
+            self.probe.dropped(record.step)
+        else:
+            own_loss = rank_losses(reduced)[self.layout.slot]
+            self.probe.accepted(record.step, record.attempt, own_loss)
         if not self._disagreed and not agreed(reduced):
             self._disagreed = True
             self._note(
@@ -256,6 +294,8 @@ class Host:
                 self.emitter.event(
                     FindingRaised(finding=finding), step=record.step, attempt=record.attempt
                 )
+            for reading in judgement.readings:
+                self.emitter.event(reading, step=record.step, attempt=record.attempt)
 
     def _tell_changes(self, host: HostStep) -> None:
         """Say which other settings of the parameter groups changed, and what FLOPs were counted."""
@@ -293,7 +333,7 @@ class Host:
         if deed == "rollback" and decision is not None:
             branch = _branch_of(decision, decision.rollback_to_step)
             self.plan.add(self.judge.facts, branch=branch, window=window)
-        elif deed == "halt" or ack is not None:
+        elif deed in ("halt", "accept_level") or ack is not None:
             self.plan.add(self.judge.facts)
         if decision is not None:
             self._enter(decision)

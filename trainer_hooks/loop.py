@@ -16,6 +16,7 @@ from trainer_hooks.goodbye import EndState, Goodbye, closed, opened
 from trainer_hooks.host import Host
 from trainer_hooks.parts import StepParts
 from trainer_hooks.resume import loop_state, read_loop_state
+from trainer_hooks.signals import HostStep
 from trainer_hooks.snapshots import Meta
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, ChangeExpected
@@ -95,12 +96,17 @@ class Loop:
     def evaluate(self, **values: float) -> None:
         """Record validation metrics at the present step, as ``eval/NAME``.
 
+        A name that is or ends in ``loss`` is evidence about the state as well: one that more than
+        doubles from one call to the next, with outliers between them, on data that stays the same.
+
         Call between two steps, and with early stopping on all ranks, each time at the same step:
         the value of rank 0 counts, and each rank copies its part of the state. So call it behind
         ``with ema.swap():``, not within.
         """
         self.observe(**{f"eval/{name}": value for name, value in values.items()})
         with self._host.faults.fail_open("evaluate"):
+            if self._host.is_root:
+                self._host.loss_evaluations.given(values)
             self._host.evaluations.evaluated(
                 values, step=self._step, attempt=self.attempt, meta=self._evaluated
             )
@@ -203,6 +209,7 @@ class Loop:
             return
         self._closed = True
         host = self._host
+        host.probe.close()  # its forwards are collectives, and this rank may end alone
         try:
             self._take_in_what_is_left(patience_seconds=2.0)
         finally:
@@ -218,6 +225,13 @@ class Loop:
             self.goodbye.say(state, reason)
             self._release()
             closed(self)
+
+    def _waited_for(self) -> tuple[list[float], HostStep] | None:
+        """Return the numbers of a step that cannot wait; None where there is none.
+
+        While outliers follow each other, each is judged before the next update.
+        """
+        return self._device.readback.pop() if self._host.judge.is_suspicious else None
 
     def _take_in_what_is_left(self, *, patience_seconds: float | None) -> None:
         """Judge and write down the steps whose numbers are still on their way."""

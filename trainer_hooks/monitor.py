@@ -19,6 +19,7 @@ from trainer_hooks.host import Host
 from trainer_hooks.loop import Loop, not_compiled
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.parts import Prepared
+from trainer_hooks.probe import LossOf
 from trainer_hooks.refusals import refuse_at_step
 from trainer_hooks.route import OwnSteps
 from trainer_hooks.signals import HostStep
@@ -28,6 +29,7 @@ from trainvitals.errors import UsageError
 from trainvitals.records import Decision
 
 _LOG = logging.getLogger("trainvitals")
+_PROBE_LINE = "for batch in monitor.batches(loader, probe=lambda batch: loss_of(model, batch)):"
 
 
 class Monitor(Loop):
@@ -67,9 +69,10 @@ class Monitor(Loop):
         loader: Iterable[Any],
         *,
         epochs: int = 1,
-        after_rollback: AfterRollback = "move_on",
+        after_rollback: AfterRollback = "replay",
         sample_ids: SampleIds | bool | None = None,
         keep_batches: bool = False,
+        probe: LossOf | None = None,
     ) -> Iterator[Any]:
         """Yield batches of ``loader``, timing the wait; never those of a poisoned window again.
 
@@ -82,12 +85,16 @@ class Monitor(Loop):
         Args:
             loader: any iterable of batches.
             epochs: how often it is iterated.
-            after_rollback: ``move_on`` goes on ahead of the poisoned window; ``replay`` hands out
-                again what followed the checkpoint, in the same order, without the window.
+            after_rollback: ``replay`` hands out again what followed the checkpoint, in the same
+                order, without the window that is left out, and moves on where the loader cannot;
+                ``move_on`` goes on ahead of that window.
             sample_ids: gives the ids (numbers or words) of a batch's samples, to be kept of every
                 step in the run directory; True keeps their indices in the dataset. Without it the
                 indices are told of bad steps, where the loader's sampler knows them.
             keep_batches: whether the batches of bad steps are kept in the run directory.
+            probe: gives the loss of a batch, the very one that the loop trains on, as one number.
+                ``step()`` calls it on batches of earlier steps, without gradients and without a
+                trace in the training, where it must be known whether the state is to blame.
 
         Raises:
             UsageError: an argument is none that can be.
@@ -99,6 +106,7 @@ class Monitor(Loop):
             sample_ids=sample_ids,
             keep_batches=keep_batches,
             step=self._step,
+            probe=probe,
         )
         return self._until_stopped(stream)
 
@@ -163,10 +171,13 @@ class Monitor(Loop):
         first = attempted == self._first_step
         max_norm = parts.usable(max_norm, first=first)
         parts.clock.enter()
-        prepared = parts.prepare(attempted, loss, weight, first=first)
+        prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
-        self._update(verdict, prepared, max_norm)
         position = self._feed.take(attempted, self.attempt)
+        if first:
+            self._host.tell_without_probe(_PROBE_LINE)
+        self._host.probe.rehearse(attempted, parts.own_loss)
+        self._update(verdict, prepared, max_norm)
         ready = parts.report(
             verdict,
             prepared,
@@ -271,18 +282,21 @@ class Monitor(Loop):
     def _host_side(
         self, ready: tuple[list[float], HostStep] | None, attempted: int
     ) -> tuple[Decision | None, Restored | None]:
-        if ready is None:
-            return None, None
-        judgement = self._host.handle(*ready, now_step=attempted)
-        self._feed.judged(ready[1].step, judgement)
-        decision = judgement.decision
-        window = self._feed.window_of(decision)
-        restored = self._host.carry_out(judgement, now_step=attempted, window=window)
-        if restored is not None and decision is not None:
-            self._step = restored.step
-            self._after_rollback()
-            data = restored.meta.get("data")
-            self._feed.rolled_back(decision, data, window, step=self._step)
+        """Judge what has come back; while the judge is suspicious, this step's numbers as well."""
+        decision = restored = None
+        while ready is not None or (ready := self._waited_for()) is not None:
+            judgement = self._host.handle(*ready, now_step=attempted)
+            self._feed.judged(ready[1].step, judgement)
+            decision = judgement.decision or decision
+            window = self._feed.window_of(judgement.decision)
+            restored = self._host.carry_out(judgement, now_step=attempted, window=window)
+            if restored is not None and judgement.decision is not None:
+                self._step = restored.step
+                self._after_rollback()
+                data = restored.meta.get("data")
+                self._feed.rolled_back(judgement.decision, data, window, step=self._step)
+                break
+            ready = None
         return decision, restored
 
     def _after_rollback(self) -> None:
@@ -293,9 +307,11 @@ class Monitor(Loop):
 
     def _start_again(self) -> None:
         """Take the state, which was put back, for the one that the next step begins with."""
+        self._host.probe.rolled_back(self._step)
         self._device.shadow.keep()
         self._device.sampler.forget()
         self._device.averages.rolled_back()
+        self._parts.forget_row()
         self._parts.clock.restart()
         for optimizer in self._device.optimizers:
             optimizer.zero_grad(set_to_none=True)

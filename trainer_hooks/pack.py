@@ -34,10 +34,14 @@ RANK_FIELDS = (
     "digest",  # of the last verdict: a mismatch is an incident
     "terminating",  # the rank was sent SIGTERM: all save, and stop
     "holds_evaluated",  # the rank keeps a copy of the state that was evaluated last
+    "probe_ready",  # the rank was given a loss_of, and keeps batches for it
 )
 ROOT_FIELDS = (
     "loss_limit",
     "grad_norm_limit",
+    "clips",  # the loop clips, to no more than a usual norm: it takes the first outlier in a row
+    "withhold_first",  # the first is withheld all the same
+    "withhold_left",  # outliers that may still be withheld
     "command_number",
     "command_action",
     "command_argument",
@@ -48,6 +52,7 @@ ROOT_FIELDS = (
     "save_due",  # the time between two checkpoints on disk is over
     "evaluated",  # 1 where the next number is a new value of the metric that early stopping is on
     "evaluation",
+    "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
 )
 RankField = Literal[
     "weighted_loss",
@@ -62,6 +67,7 @@ RankField = Literal[
     "digest",
     "terminating",
     "holds_evaluated",
+    "probe_ready",
 ]
 
 
@@ -129,6 +135,7 @@ class Local:
     digest: int = 0
     terminating: bool = False
     holds_evaluated: bool = False
+    probe_ready: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +144,9 @@ class Root:
 
     loss_limit: float | None = None
     grad_norm_limit: float | None = None
+    clips: bool = False
+    withhold_first: bool = False
+    withhold_left: int = 0
     command_number: int = 0
     command_action: int = 0
     command_argument: float = 0.0
@@ -146,12 +156,16 @@ class Root:
     saved_attempt: int = 0
     save_due: bool = False
     evaluation: float | None = None
+    evaluation_ratio: float = 0.0
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
         return [
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
+            float(self.clips),
+            float(self.withhold_first),
+            float(self.withhold_left),
             float(self.command_number),
             float(self.command_action),
             self.command_argument,
@@ -162,6 +176,7 @@ class Root:
             float(self.save_due),
             float(self.evaluation is not None),
             0.0 if self.evaluation is None else self.evaluation,
+            self.evaluation_ratio,
         ]
 
 
@@ -205,6 +220,7 @@ class Packer:
             "digest": float(local.digest),
             "terminating": float(local.terminating),
             "holds_evaluated": float(local.holds_evaluated),
+            "probe_ready": float(local.probe_ready),
         }
         for field, number in numbers.items():
             host[layout.mine(field) - base] = number

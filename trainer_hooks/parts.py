@@ -20,7 +20,8 @@ from trainer_hooks.guard import OptimizerGuard
 from trainer_hooks.host import Host
 from trainer_hooks.measures.hyperparameters import Change, GroupSettings
 from trainer_hooks.norms import no_gradients, scale
-from trainer_hooks.pack import Local
+from trainer_hooks.pack import Local, Reduced
+from trainer_hooks.reading import rank_losses
 from trainer_hooks.refusals import refuse_max_norm
 from trainer_hooks.shards import local_tensor
 from trainer_hooks.signals import (
@@ -77,6 +78,11 @@ class StepParts:
         self._changes: list[Change] = []
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
+        self.forget_row()
+
+    def forget_row(self) -> None:
+        """Begin anew: no step before the next one was an outlier."""
+        self._in_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
 
     # -------------------------------------------------------------------------- the losses
 
@@ -137,6 +143,7 @@ class StepParts:
         weight: Tensor | float | None,
         *,
         first: bool,
+        max_norm: float | None = None,
         norm: Tensor | None = None,
     ) -> Prepared:
         """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more.
@@ -149,7 +156,7 @@ class StepParts:
         device, host = self._device, self._host
         device.averages.refuse_swapped()
         self._look_at_groups()
-        root = host.root_words(step)
+        root = host.root_words(step, max_norm)
         device.norms.align()
         overflow = device.overflow()
         grads: list[Tensor] | None = None
@@ -175,6 +182,7 @@ class StepParts:
                 digest=host.digest,
                 terminating=host.told_to_stop,
                 holds_evaluated=host.evaluations.holds(step, host.attempt),
+                probe_ready=host.probe.is_ready,
             )
             device.packer.clear()
             device.packer.fill(local, root)
@@ -215,6 +223,7 @@ class StepParts:
             digest=host.digest,
             terminating=host.told_to_stop,
             holds_evaluated=host.evaluations.holds(step, host.attempt),
+            probe_ready=host.probe.is_ready,
         )
 
     # ----------------------------------------------------------------------- from the exchange on
@@ -227,7 +236,14 @@ class StepParts:
             self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
         if not self._host.owns_clip:
             packer.undo_clip()
-        return judge_on_device(packer.layout, packer.pack)
+        verdict = judge_on_device(packer.layout, packer.pack, self._in_row)
+        self._in_row = verdict.in_row
+        return verdict
+
+    def own_loss(self) -> float | None:
+        """Return this rank's loss of the step that was exchanged last; waits for the device."""
+        packer = self._device.packer
+        return rank_losses(Reduced(packer.layout, packer.pack.tolist()))[packer.layout.slot]
 
     def orders(
         self, verdict: Verdict, prepared: Prepared, step: int, max_norm: float | None
@@ -245,7 +261,10 @@ class StepParts:
         device.sampler.before_update(step)
         with self._host.faults.fail_open("averages"):
             device.averages.judged(bad)
-        return Orders(bad, skip_on_host, divisor, self._host.judge.lr_factor_at(step))
+        return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
+
+    def _lr_factor(self, step: int) -> float:
+        return self._host.judge.lr_factor_at(step, self._rates[0])
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
         """Step the optimizers as ordered; their own time is the loop's."""
@@ -358,7 +377,7 @@ class StepParts:
             exchange=self._exchange,
             learning_rates=self._rates,
             changes=self._changes,
-            lr_factor=self._host.judge.lr_factor_at(step),
+            lr_factor=self._lr_factor(step),
             max_norm=max_norm,
             tokens=self._tokens_per_step,
             weighted=weighted,

@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 
 from trainer_hooks.pack import Reduced
-from trainvitals.records import BAD_GRADIENTS, BAD_LOSS, OVERFLOW, RANK_FAILED, StepRecord
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    CLIPS,
+    OVERFLOW,
+    WITHHELD,
+    StepRecord,
+)
 
 NUM_FIGURES = 4
 """Numbers behind the pack that ``Derived`` is made of."""
@@ -29,7 +36,12 @@ class Derived:
 
     def blocked(self, mode: str) -> bool:
         """Whether the update was kept back: where we only observe, by the scaler alone."""
-        return bool(self.bits & (OVERFLOW if mode == "observe" else RANK_FAILED - 1))
+        stops = OVERFLOW if mode == "observe" else BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
+        return bool(self.bits & stops)
+
+    def column(self, *, clips: bool) -> int:
+        """Return what is written as the step's verdict."""
+        return self.bits | (CLIPS if clips else 0)
 
 
 def rank_losses(reduced: Reduced) -> list[float | None]:
@@ -69,6 +81,7 @@ def step_record(
     attempt: int,
     skipped: bool,
     learning_rate: float | None,
+    lr_factor: float = 1.0,
     before_clip: bool = True,
 ) -> StepRecord:
     """Return the step as detectors see it. A function of reduced numbers: equal on all ranks.
@@ -93,8 +106,11 @@ def step_record(
         failed_ranks=reduced.ranks_where("failed"),
         nonfinite_params=len(reduced.ranks_where("nonfinite_params")),
         skipped=skipped,
+        withheld=bool(derived.bits & WITHHELD),
         overflow=bool(derived.bits & OVERFLOW),
-        learning_rate=learning_rate,
+        learning_rate=None if learning_rate is None else learning_rate * lr_factor,
+        lr_factor=lr_factor,
+        clips=bool(reduced.root["clips"]),
     )
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_hooks.host import Host
-from trainvitals.detect import DetectorSet
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
-from trainvitals.policy import JudgeConfig
+from trainvitals.policy import Judge, JudgeConfig
 from trainvitals.policy.stopping import EarlyStopping, Stopper
 from trainvitals.records import StepRecord
 
@@ -70,7 +69,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             "the limits then warm up anew",
         )
     try:
-        _try_out(DetectorSet(config.detect), state["detectors"])
+        _try_out(Judge(config), state["detectors"])
         if not 0 <= int(state["step"]) < _MOST_STEPS:
             raise ValueError(f"step is {state['step']}")
         return LoopState(
@@ -98,9 +97,10 @@ def _stopping(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return dict(state)
 
 
-def _try_out(detectors: DetectorSet, state: dict[str, Any]) -> None:
+def _try_out(judge: Judge, state: dict[str, Any]) -> None:
     """Judge a step with the state: what is damaged must show here, and not in the loop."""
-    detectors.load_state_dict(state)
-    detectors.limits()
-    detectors.update(StepRecord(step=0, attempt=0, loss=1.0, loss_max=1.0, grad_norm=1.0))
-    detectors.limits()
+    judge.rolled_back(detector_state=state, attempt=1, step=0)
+    judge.limits()
+    record = StepRecord(step=0, attempt=1, loss=1.0, loss_max=1.0, grad_norm=1.0)
+    judge.judge(record, decided_at_step=0)
+    judge.limits()

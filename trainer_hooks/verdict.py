@@ -16,6 +16,7 @@ from trainvitals.records import (
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    WITHHELD,
 )
 
 _SHORT_FROM = 1.8e19
@@ -23,10 +24,11 @@ _SHORT_FROM = 1.8e19
 
 _SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
 _LIMITS = ("loss_limit", "grad_norm_limit")
-assert ROOT_FIELDS[: len(_LIMITS)] == _LIMITS, "the verdict compares both numbers at once"
+_WORDS = ("clips", "withhold_first", "withhold_left")
+assert ROOT_FIELDS[:5] == _LIMITS + _WORDS, "the verdict compares both numbers at once"
 
-_FACTS = (BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED)
-_NUM_BAD = _FACTS.index(RANK_FAILED)
+_FACTS = (BAD_LOSS, BAD_GRADIENTS, OVERFLOW, WITHHELD, LOSS_OUTLIER, NORM_OUTLIER, RANK_FAILED)
+_NUM_BAD = _FACTS.index(LOSS_OUTLIER)
 """The first so many facts keep an update back."""
 
 
@@ -40,6 +42,9 @@ class Verdict(NamedTuple):
     grad_norm: Tensor
     overflow: Tensor
     """0.0 or 1.0: whether the gradient scaler's own flag was up on any rank."""
+    in_row: Tensor
+    """0.0 or 1.0: whether this step was a finite outlier, or stood behind one and was not finite or
+    not whole. The next step's verdict takes it, as the host does not know yet."""
     measured: Tensor
     """True where at least one rank could measure; else the norm says nothing."""
 
@@ -48,16 +53,23 @@ class Verdict(NamedTuple):
         return torch.stack((self.bits, self.loss, self.grad_norm))
 
 
-def judge_on_device(layout: PackLayout, pack: Tensor) -> Verdict:
+def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict:
     """Return the verdict on the reduced pack. Pure; no value reaches the host.
 
-    A loss or norm that is not finite is bad at once; a finite one only above rank 0's limit. Where
-    a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
+    A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld
+    where it follows another one, or where the loop does not clip, while rank 0 allows for more.
+    Where a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
     scaler's overflow keeps the update back but is no fault.
+
+    Args:
+        layout: of the pack.
+        pack: the reduced numbers.
+        in_row: that of the verdict before.
     """
     sums = layout.slots(pack).sum(dim=0)
     weighted_loss, weight, failed, overflows = (sums[i] for i in _SUMMED)
     limits = pack[layout.root : layout.root + len(_LIMITS)]
+    clips, first, left = pack[layout.root + len(_LIMITS) : layout.root + 5].unbind()
     has_loss, overflow = weight != 0, overflows != 0
     whole, measured = failed == 0, failed != layout.world_size
     # Replicas each bring an equal part: without one of them the others' parts stand for it.
@@ -68,13 +80,17 @@ def judge_on_device(layout: PackLayout, pack: Tensor) -> Verdict:
     finite = values * 0.0 == 0.0
     nonfinite = ~finite & torch.stack((has_loss, ~overflow))
     outlier = (values > limits) & finite & torch.stack((has_loss & whole, whole))
-    facts = torch.cat((nonfinite, outlier, torch.stack((overflow, ~whole))))
+    is_outlier = outlier.any()
+    withheld = is_outlier & (left > 0) & ((in_row != 0) | (first != 0) | (clips == 0))
+    facts = torch.cat((nonfinite, torch.stack((overflow, withheld)), outlier, ~whole[None]))
+    unclear = facts[:3].any() | ~whole
     return Verdict(
         facts[:_NUM_BAD].any().to(torch.float64),
         (facts * _bits(pack.device)).sum(),
         values[0],
         norm,
         overflow.to(torch.float64),
+        (is_outlier | (unclear & (in_row != 0))).to(torch.float64),
         measured,
     )
 

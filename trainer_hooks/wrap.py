@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,12 +32,14 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.place import Place, open_inbox, open_journal, open_run
 from trainer_hooks.plan_journal import PlanJournal
+from trainer_hooks.probe import Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.shards import unwrap
 from trainer_hooks.signals import Utilization
 from trainer_hooks.snapshots import Restored
 from trainer_hooks.starter import NodeAgent, Starter, missing_packages
 from trainvitals.clock import Clock, SystemClock
+from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import Judge
 from trainvitals.policy.stopping import EarlyStopping
 from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
@@ -61,6 +63,7 @@ def watch(
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
     early_stopping: EarlyStopping | None = None,
+    loss_kind: LossKind = "minimize",
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -90,6 +93,9 @@ def watch(
         early_stopping: ends the run where ``monitor.evaluate(...)`` gets no better: ``should_stop``
             becomes True, and ``monitor.batches`` ends. With ``checkpoints`` the best state that was
             evaluated is kept as well, for ``monitor.restore_best()``.
+        loss_kind: ``minimize`` for a loss whose fall is the aim. Of ``rl`` (a policy's loss) and
+            ``adversarial`` (a GAN's) the level says little: the loss keeps no update back, and what
+            its level does is only told; gradient norms are judged as ever.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -110,6 +116,7 @@ def watch(
         state=state,
         signals=signals,
         early_stopping=early_stopping,
+        loss_kind=loss_kind,
     )
     made = set_up(given)
     if made is None:
@@ -171,7 +178,7 @@ def set_up(given: Arguments) -> Made | None:
             readback_lag=device.readback.lag,
             num_params=device.norms.num_parameters,
             run_dir=str(place.run_dir.path),
-            judge=place.judge,
+            judge=host.judge.config,
         )
         restored = _begin(host, place, info)
         for text in device.warnings:
@@ -237,10 +244,19 @@ def _host(
         plan=place.plan, run_dir=place.run_dir, is_root=ranks.rank == 0, faults=faults
     )
     healer = _healer(given, ranks, device, place, plan, emitter, clock)
-    judge = Judge(place.judge, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
+    config = replace(place.judge, loss_kind=given.loss_kind)
+    judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, world_size, sampler = device.norms, ranks.world_size, device.sampler
     flops_per_token = sampler.settings.flops_per_token
     utilization = Utilization(norms.num_parameters, world_size, norms.device, flops_per_token)
+    probe = Probe(
+        given.model,
+        given.optimizers,
+        ranks=ranks,
+        emitter=emitter,
+        faults=faults,
+        rewind=lambda: device.shadow.buffers.put_back(torch.ones((), device=norms.device)),
+    )
     host = Host(
         mode=mode,
         ranks=ranks,
@@ -254,6 +270,7 @@ def _host(
         faults=faults,
         clock=clock,
         sampler=sampler,
+        probe=probe,
         columns=RootColumns(utilization, sampler, world_size),
         attempt=place.attempt,
     )

@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from trainvitals.errors import ConfigError
-from trainvitals.records import Decision, Finding
+from trainvitals.records import ActionName, Decision, Finding
 from trainvitals.views import RunState, Severity
 
 
@@ -89,16 +89,52 @@ ALERTS: tuple[AlertSpec, ...] = (
         help="The last rollback of the budget was spent: the next trouble halts the run.",
     ),
     AlertSpec(
+        name="StateDamaged",
+        severity="page",
+        point=True,
+        help="Batches that the model did well on read far worse now: the model itself is damaged, "
+        "and nothing went back (mode `guard`, or no checkpoint). Go back to a checkpoint; if all "
+        "is well, `vitals command RUN accept STEP`.",
+    ),
+    AlertSpec(
+        name="NonFiniteStreak",
+        severity="page",
+        point=True,
+        help="32 losses in a row were NaN or infinite while the model is sound: every update is "
+        "skipped, and nothing is learnt. Look at the data.",
+    ),
+    AlertSpec(
+        name="ProgressLost",
+        severity="page",
+        point=True,
+        help="The loss gave back 90 % of what it had gained, for 100 steps. Go back to an older "
+        "checkpoint; if it was meant, `vitals command RUN accept STEP`.",
+    ),
+    AlertSpec(
+        name="LearningRateHeld",
+        severity="page",
+        point=True,
+        help="A jump of the learning rate damaged the model. Vitals went back and holds the "
+        "earlier rate until the schedule asks for less than 3 times of it. Correct the schedule.",
+    ),
+    AlertSpec(
         name="TrainingRolledBack",
         severity="notify",
         point=True,
-        help="Vitals went back to a healthy checkpoint and moved past the data. Nothing to do.",
+        help="Vitals went back to a healthy checkpoint and trains on. Nothing to do.",
     ),
     AlertSpec(
         name="LevelShiftAccepted",
         severity="notify",
         point=True,
         help="A lasting change of loss or gradient norm is the new normal. Check the data.",
+    ),
+    AlertSpec(
+        name="WithholdingSpent",
+        severity="notify",
+        point=True,
+        help="32 of 1,000 steps were withheld, which is the most: outliers are applied until older "
+        "ones are forgotten. If they are healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="TroubleObserved",
@@ -129,13 +165,22 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="LossDiverged",
         severity="notify",
         point=True,
-        help="The loss walked away from its lowest level. Look at it; `heal` would go back.",
+        help="The loss walked away from its lowest level. If it was meant, `vitals command RUN "
+        "accept STEP`.",
     ),
     AlertSpec(
         name="LossPlateau",
         severity="notify",
         point=True,
-        help="The loss rose and did not recover. Consider an older checkpoint.",
+        help="The loss never fell, is stuck since a restart, or rose and did not recover. Check "
+        "learning rate and data, or go back to an older checkpoint.",
+    ),
+    AlertSpec(
+        name="LossCollapsed",
+        severity="notify",
+        point=True,
+        help="The loss fell to zero, or far below its course. Look for labels in the input, an "
+        "empty batch or a masked loss.",
     ),
     AlertSpec(
         name="GradientExplosion",
@@ -253,6 +298,12 @@ _BY_NAME = {spec.name: spec for spec in ALERTS}
 _OF_FINDINGS: dict[str, str] = {
     "divergence": "LossDiverged",
     "plateau": "LossPlateau",
+    "collapse": "LossCollapsed",
+    "lost_progress": "ProgressLost",
+    "state_damaged": "StateDamaged",
+    "nonfinite_streak": "NonFiniteStreak",
+    "withholding_spent": "WithholdingSpent",
+    "lr_jump": "LearningRateAnomaly",
     "grad_explosion": "GradientExplosion",
     "learning_rate": "LearningRateAnomaly",
     "loss_scale": "LossScaleCollapsed",
@@ -280,6 +331,12 @@ decision they lead to: a skip, a rollback, a level that was accepted."""
 
 ALERTED_KINDS = frozenset(key.partition(":")[0] for key in _OF_FINDINGS)
 """Kinds of findings that raise an alert by themselves."""
+
+_OF_THE_LEVEL = frozenset({"divergence", "plateau", "collapse", "lost_progress"})
+"""Kinds that judge where the loss lies: only logged where its level means little."""
+
+_ENDED_BY: dict[str, frozenset[ActionName]] = {"state_damaged": frozenset({"rollback", "halt"})}
+"""Kinds that only some actions answer: an update that was skipped does not mend a model."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,20 +370,46 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
         return (_raise("LevelShiftAccepted", run_id, reason, step, decision.cause),)
     if decision.action == "skip_step":
         return (_raise("StepSkipped", run_id, reason, step, decision.cause),)
-    done = _raise("TrainingRolledBack", run_id, reason, step, decision.cause)
-    if decision.budget_left != 0:
-        return (done,)
-    low = f"no rollback is left; the last one: {reason}"
-    return (done, _raise("RollbackBudgetLow", run_id, low, step))
+    raised = [_raise("TrainingRolledBack", run_id, reason, step, decision.cause)]
+    if decision.rule == "lr_jump":
+        raised.append(_raise("LearningRateHeld", run_id, reason, step))
+    if decision.budget_left == 0:
+        low = f"no rollback is left; the last one: {reason}"
+        raised.append(_raise("RollbackBudgetLow", run_id, low, step))
+    return tuple(raised)
 
 
-def alerts_for_finding(finding: Finding, *, run_id: str) -> tuple[Alert, ...]:
-    """Return the alert that a finding raises by itself: once for each cause, while it fires."""
+def is_answered(finding: Finding, actions: Collection[str]) -> bool:
+    """Say whether what was decided about a finding's step tells of it already.
+
+    Args:
+        finding: what a detector said.
+        actions: the actions of the ledger's entries about its step.
+    """
+    answers = _ENDED_BY.get(finding.kind)
+    if answers is not None:
+        return not answers.isdisjoint(actions)
+    return finding.level == "act" and bool(actions)
+
+
+def alerts_for_finding(
+    finding: Finding, *, run_id: str, loss_kind: str = "minimize"
+) -> tuple[Alert, ...]:
+    """Return the alert that a finding raises by itself: once for each cause, while it fires.
+
+    Args:
+        finding: what a detector said.
+        run_id: of which run.
+        loss_kind: what the run's loss is; of "rl" and "adversarial" the level is only logged.
+    """
     cause = finding.cause or finding.kind
     name = _OF_FINDINGS.get(f"{finding.kind}:{cause}") or _OF_FINDINGS.get(finding.kind)
     if name is None:
         return ()
-    return (_raise(name, run_id, finding.reason, finding.step, cause),)
+    alert = _raise(name, run_id, finding.reason, finding.step, cause)
+    if loss_kind != "minimize" and finding.kind in _OF_THE_LEVEL:
+        alert = msgspec.structs.replace(alert, severity="log")
+    return (alert,)
 
 
 def alerts_for_run_state(

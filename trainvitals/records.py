@@ -42,6 +42,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     failed_ranks: tuple[int, ...] = ()
     nonfinite_params: int = 0
     skipped: bool = False
+    withheld: bool = False
+    """Whether the rule of finite outliers kept the update back; in ``observe`` it would have."""
     overflow: bool = False
     learning_rate: float | None = None
     """As it was applied: the schedule's times ``lr_factor``."""
@@ -152,7 +154,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str = ""
     vitals_version: str = ""
     run_dir: str = ""
-    judge: dict[str, dict[str, Any]] = {}
+    judge: dict[str, Any] = {}
     """Settings of the detectors and the ladder, so that a replay judges by the same."""
 
 

@@ -242,6 +242,8 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[StepRow, ...]
     findings: tuple[FindingView, ...]
     decisions: tuple[DecisionView, ...]
+    readings: tuple[EventView, ...] = ()
+    """What the probe or an evaluation said of the state in the trouble that the step is of."""
     data: tuple[StepData, ...] = ()
     """Of a bad step; of any other where the run directory keeps it, and is at hand."""
     over_ranks: tuple[StepRow, ...] = ()
@@ -298,7 +300,8 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     action: CommandAction
     reason: str
     checkpoint_id: str = ""
-    argument: float = 0.0
+    argument: float | None = None
+    """The step that ``accept`` says was healthy; the other actions take none."""
     ttl_seconds: float = 60.0
 
 

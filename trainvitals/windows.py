@@ -59,6 +59,27 @@ class RobustWindow:
         """Return the median (the upper one of two). The window must not be empty."""
         return self._sorted[len(self._sorted) >> 1]
 
+    def mad(self) -> float:
+        """Return the median absolute deviation from the median. The window must not be empty.
+
+        The half that lies nearest to the median is a stretch of the ordered samples: the stretch
+        that reaches least far, found by bisection.
+        """
+        ordered = self._sorted
+        half = len(ordered) >> 1
+        median = ordered[half]
+        low, high = 0, len(ordered) - 1 - half
+        while low < high:
+            middle = (low + high) >> 1
+            if median - ordered[middle] > ordered[middle + half] - median:
+                low = middle + 1
+            else:
+                high = middle
+        reach = max(median - ordered[low], ordered[low + half] - median)
+        if low:
+            reach = min(reach, max(median - ordered[low - 1], ordered[low - 1 + half] - median))
+        return reach
+
     def upper(self, fraction: float) -> float:
         """Return the sample that only ``fraction`` of the window exceeds."""
         return self._sorted[-1 - int(len(self._sorted) * fraction)]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
+APART = ("judgement",)
+"""Benches that run only by their own name; their parts of the page stay when it is written."""
 
 
 class Format(StrEnum):
@@ -50,6 +52,26 @@ MLflow = Annotated[str, typer.Option("--mlflow", help="MLflow's program [default
 TensorBoard = Annotated[
     str, typer.Option("--tensorboard", help="TensorBoard's program [default: on PATH].")
 ]
+Full = Annotated[
+    bool, typer.Option("--full", help="Every policy and ten seeds of every world: many hours.")
+]
+Jobs = Annotated[
+    int, typer.Option(help="Trainings at once, one thread each; 0 shows --results alone.", min=0)
+]
+RanksOf = Annotated[
+    int, typer.Option(help="Processes of each training; 4 takes the worlds dealt out.", min=1)
+]
+Results = Annotated[
+    Path | None,
+    typer.Option(help="File of outcomes: those in it are not run again, new ones are added."),
+]
+Worlds = Annotated[
+    str, typer.Option(help="Only worlds whose names hold one of these words, between commas.")
+]
+Policies = Annotated[
+    str, typer.Option(help="Only these policies, between commas, such as guard,heal+probe.")
+]
+Seeds = Annotated[str, typer.Option(help="Only these seeds, between commas.")]
 Minutes = Annotated[
     float, typer.Option(help="How long the simulated fleet of ingest trains.", min=0.5)
 ]
@@ -71,6 +93,7 @@ def register(app: typer.Typer) -> None:
     bench.command("agent", epilog="Example: vitals bench agent --quick")(bench_agent)
     bench.command("query", epilog="Example: vitals bench query --quick")(bench_query)
     bench.command("dashboard", epilog="Example: vitals bench dashboard --quick")(bench_dashboard)
+    bench.command("judgement", epilog="Example: vitals bench judgement --quick")(bench_judgement)
     app.add_typer(bench, name="bench")
 
 
@@ -85,12 +108,15 @@ def bench_all(
 ) -> None:
     """Measure what Vitals costs on this machine, beside what others cost; alone, runs every bench.
 
+    Except judgement, whose trainings take hours.
+
     A goal that was missed is said and is no failure: the exit code is 1 only where a bench could
     not run.
     """
     if context.invoked_subcommand is None:
         options = _detect_options(traces, split, manual)
-        _run(tuple(_benches()), quick=quick, output=output, page=page, options=options)
+        names = tuple(name for name in _benches() if name not in APART)
+        _run(names, quick=quick, output=output, page=page, options=options)
 
 
 def bench_guard(quick: Quick = False, output: Output = Format.TABLE) -> None:
@@ -172,6 +198,41 @@ def bench_dashboard(
     _run(("dashboard",), quick=quick, output=output, page=page, options=options)
 
 
+def bench_judgement(
+    quick: Quick = False,
+    full: Full = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+    jobs: Jobs = 1,
+    results: Results = None,
+    worlds: Worlds = "",
+    policies: Policies = "",
+    seeds: Seeds = "",
+    ranks: RanksOf = 1,
+) -> None:
+    """Train small models, healthy and damaged, and show what the monitor did to each.
+
+    Real trainings with the library in their loops, beside the same ones without it.
+    """
+    from vitals_bench.judgement.jobs import Asked
+
+    asked = Asked(
+        jobs=jobs,
+        full=full,
+        results=results,
+        worlds=_words(worlds),
+        policies=_words(policies),
+        seeds=tuple(int(seed) for seed in _words(seeds)),
+        ranks=ranks,
+    )
+    options = {"judgement": {"asked": asked}}
+    _run(("judgement",), quick=quick, output=output, page=page, options=options)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
     """Return what the parts of detect are called with; a wrong folder is refused here, at once."""
     from vitals_bench.detect import Logs
@@ -185,7 +246,17 @@ def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
 
 
 def _benches() -> Mapping[str, Mapping[str, Measure]]:
-    from vitals_bench import agent, checkpoint, dashboard, detect, guard, ingest, parts, query
+    from vitals_bench import (
+        agent,
+        checkpoint,
+        dashboard,
+        detect,
+        guard,
+        ingest,
+        judgement,
+        parts,
+        query,
+    )
 
     return {
         "guard": guard.PARTS,
@@ -196,6 +267,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "query": query.PARTS,
         "agent": agent.PARTS,
         "dashboard": dashboard.PARTS,
+        "judgement": judgement.PARTS,
     }
 
 
@@ -273,7 +345,11 @@ def _write(page: Path, found: Mapping[str, Sequence[Row | Grid]], about: Mapping
             part = pages.section(name, yielded, measured=measured)
             page.write_text(pages.replaced(page.read_text(), name, part))
         else:
-            page.write_text(pages.markdown(about, found))
+            text = pages.markdown(about, found)
+            for name in APART:
+                part = pages.section_of(page.read_text(), name) if page.exists() else ""
+                text += f"\n{part}" if part and name not in found else ""
+            page.write_text(text)
     except OSError as error:
         raise StorageError(
             f"{page} cannot be written: {error.strerror}", hint="choose another --page"

@@ -127,6 +127,12 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
 
 
+def section_of(text: str, name: str) -> str:
+    """Return this bench's part of a page; empty where it has none."""
+    _, heading, rest = text.partition(f"{HEADING}{name}\n")
+    return heading + rest.partition("\n## ")[0].rstrip() + "\n" if heading else ""
+
+
 def replaced(text: str, name: str, part: str) -> str:
     """Return the page with this bench's part in the place of the one it has, or at its end."""
     lines = text.splitlines(keepends=True)

@@ -6,12 +6,12 @@ import streamlit as st
 
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.records import CommandAction
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,
     CommandRequest,
     DecisionView,
+    IncidentView,
     RunSummary,
 )
 from vitals_dashboard import frame, words
@@ -21,14 +21,41 @@ from vitals_dashboard.source import Source
 MAX_REASON = 300
 TTL_SECONDS = 300.0
 LAST_WORD = (
-    "This proposes it: the run's own ladder has the last word, within the run's budget, at its next"
-    " step, and its answer is listed below."
+    "The run itself decides at its next step; no budget keeps a person's command back. Its answer"
+    " is listed on the page of decisions."
+)
+HEALTHY = "This was healthy"
+HEALTHY_HELP = (
+    "Says that step {step:,} was healthy: its level becomes normal, and Vitals neither withholds"
+    " updates nor goes back for it again. " + LAST_WORD
 )
 LOOK_ONLY = (
     "This dashboard can only look: it was started without a control token. Give it the collector's"
     " token file with --token-file, or use `vitals command`."
 )
-Action = Literal["halt", "rollback"]
+Action = Literal["halt", "rollback", "accept"]
+ICONS: dict[Action, str] = {
+    "halt": ":material/gavel:",
+    "rollback": ":material/gavel:",
+    "accept": ":material/check_circle:",
+}
+FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
+"""Rules of decisions on finite numbers; who knows better may call those healthy."""
+ACCEPTABLE_KINDS = frozenset(
+    {
+        "spike",
+        "level_shift",
+        "divergence",
+        "plateau",
+        "grad_explosion",
+        "collapse",
+        "lost_progress",
+        "withholding_spent",
+        "state_damaged",
+        "lr_jump",
+    }
+)
+"""Findings that are told of finite numbers."""
 
 
 def refused(run: RunSummary, action: Action) -> str:
@@ -43,6 +70,20 @@ def refused(run: RunSummary, action: Action) -> str:
             " needs mode 'heal' and checkpoints. It can be halted."
         )
     return ""
+
+
+def is_acceptable(view: DecisionView) -> bool:
+    """Say whether a person may call what a decision was about healthy: NaN never is."""
+    return view.decision.rule in FINITE_RULES
+
+
+def acceptable_step(incident: IncidentView) -> int | None:
+    """Return the step of an incident that a person may call healthy; None: there is none."""
+    judged = [view.decision.step for view in incident.decisions if is_acceptable(view)]
+    raised = [
+        view.finding.step for view in incident.findings if view.finding.kind in ACCEPTABLE_KINDS
+    ]
+    return max(judged + raised, default=None)
 
 
 def proposed(view: DecisionView) -> Action | None:
@@ -80,6 +121,7 @@ def command(
     label: str,
     key: str,
     checkpoint_id: str = "",
+    step: int = -1,
     why: str = "",
 ) -> None:
     """Draw the way to send a command; words, where the run would refuse it or we may not."""
@@ -90,30 +132,34 @@ def command(
         st.caption(no)
         return
     with (
-        st.popover(label, icon=":material/gavel:", key=f"open_{key}"),
+        st.popover(label, icon=ICONS[action], key=f"open_{key}"),
         st.form(key=f"form_{key}", border=False, enter_to_submit=False),
     ):
-        st.caption(LAST_WORD)
+        st.caption(HEALTHY_HELP.format(step=step) if action == "accept" else LAST_WORD)
         reason = st.text_input("Reason", value=why, max_chars=MAX_REASON, key=f"reason_{key}")
-        said = None
+        answer = None
         if st.form_submit_button(f"Send: {action}", type="primary"):
             if not reason.strip():
-                said = "A command needs a reason: it is kept in the run's ledger."
+                answer = "A command needs a reason: it is kept in the run's ledger."
             else:
-                said = _send(source.control, run, action, checkpoint_id, reason.strip())
-        frame.answer(key, said)
+                request = CommandRequest(
+                    action=action,
+                    reason=reason.strip(),
+                    checkpoint_id=checkpoint_id,
+                    argument=float(step) if action == "accept" else None,
+                    ttl_seconds=TTL_SECONDS,
+                )
+                answer = _send(source.control, run, request)
+        frame.answer(key, answer)
 
 
-def _send(
-    control: CollectorClient,
-    run: RunSummary,
-    action: CommandAction,
-    checkpoint_id: str,
-    reason: str,
-) -> str:
-    request = CommandRequest(
-        action=action, reason=reason, checkpoint_id=checkpoint_id, ttl_seconds=TTL_SECONDS
-    )
+def accept(source: Source, run: RunSummary, step: int, *, key: str) -> None:
+    """Draw the way to say that a step was healthy; nothing where it cannot be said."""
+    if source.control is not None and not refused(run, "accept"):
+        command(source, run, "accept", label=HEALTHY, key=key, step=step)
+
+
+def _send(control: CollectorClient, run: RunSummary, request: CommandRequest) -> str:
     try:
         sent = control.send_command(run.run_id, request)
     except VitalsError as error:

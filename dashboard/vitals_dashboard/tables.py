@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from trainvitals.records import Command
 from trainvitals.views import (
     AlertView,
     AttemptView,
@@ -270,11 +271,16 @@ def data_rows(data: Sequence[StepData]) -> list[Row]:
     ]
 
 
+def _asked(command: Command) -> str:
+    is_accept = command.action == "accept"
+    return f"accept step {command.argument:,.0f}" if is_accept else command.action
+
+
 def command_rows(commands: Sequence[CommandView]) -> list[Row]:
     """Return what people asked for and what became of it, newest first."""
     return [
         {
-            "Action": view.command.action,
+            "Action": _asked(view.command),
             "Answer": view.status,
             "Reason": words.plain(view.command.reason, 300),
             "Detail": words.plain(view.detail, 300),

@@ -111,6 +111,18 @@ def test_a_command_for_a_folder_is_left_there_signed(run_dir: RunDir, capsys):
     verify_command(left, key, run_id=RUN, now_unix_ns=left.issued_unix_ns, last_number=0)
 
 
+def test_a_step_is_accepted_as_healthy_in_a_folder(run_dir: RunDir, capsys):
+    run_dir.command_key(create=True)
+    assert 2 == run_cli("command", str(run_dir.path), "accept", "--reason", "x")
+    assert "vitals command RUN accept STEP" in capsys.readouterr().err
+    assert 2 == run_cli("command", str(run_dir.path), "halt", "3", "--reason", "x")
+    assert "argument is 3; halt takes none" in capsys.readouterr().err
+    assert 0 == run_cli("command", str(run_dir.path), "accept", "3", "--reason", "a new task")
+    assert "accept 3" in capsys.readouterr().out
+    (left,) = run_dir.take_commands()
+    assert ("accept", 3.0) == (left.action, left.argument)
+
+
 def test_nobody_is_told_that_an_ended_run_will_take_a_command(run_dir: RunDir, capsys):
     spool_of(run_dir, [Writer().events(RunEnded(state="finished"))])
     assert 2 == run_cli("command", str(run_dir.path), "halt", "--reason", "x")

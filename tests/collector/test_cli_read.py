@@ -133,7 +133,8 @@ def test_why_tells_numbers_limits_findings_and_the_decision(
         "The loss was nan (no limit yet)",
         "Of its 2 ranks, 2 had a loss that is not finite: ranks 0, 1.",
         "nonfinite found nonfinite: nan.",
-        "skip_step by rule nonfinite, taken at step 41: the loss of step 40 is nan.",
+        "skip_step by rule nonfinite (a loss or gradient that is NaN or infinite), taken at step "
+        "41: the loss of step 40 is nan.",
     ):
         assert words in said, words
 

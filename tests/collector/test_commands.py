@@ -5,6 +5,7 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
+from tests.collector.rows import Writer
 from trainvitals.errors import UsageError
 from trainvitals.identity import Identity, new_run_id
 from trainvitals.io.mailbox import verify_command
@@ -118,6 +119,29 @@ def test_actions_of_later_versions_are_a_clear_not_yet(store: Store, action: str
 def test_values_out_of_bounds_are_refused_and_leave_nothing(store: Store, changes: dict):
     with pytest.raises(UsageError):
         ask(store, msgspec.structs.replace(HALT, **changes))
+    assert [] == statuses(store)
+
+
+def test_an_accepted_step_travels_as_the_argument(store: Store):
+    ingest(store, Writer(run=RUN).steps(range(8), loss=1.0))
+    view = ask(store, CommandRequest(action="accept", reason="a new task", argument=7.0))
+    assert ("accept", 7.0) == (view.command.action, view.command.argument)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (None, "accept needs a step"),
+        (-1.0, "must be a whole number"),
+        (2.5, "must be a whole number"),
+        (float("nan"), "must be a whole number"),
+        (8.0, "step 8 of the run is not there; its newest is step 7"),
+    ],
+)
+def test_only_a_step_of_the_run_can_be_accepted(store: Store, argument: float | None, message: str):
+    ingest(store, Writer(run=RUN).steps(range(8), loss=1.0))
+    with pytest.raises(UsageError, match=message):
+        ask(store, CommandRequest(action="accept", reason="x", argument=argument))
     assert [] == statuses(store)
 
 

@@ -82,6 +82,8 @@ class Stub:
             return _difference(sample, self.samples[query["other"]], query)
         if kind == "cells":
             return _cells(sample, query)
+        if kind == "events" and query.get("kind"):
+            return [event for event in sample.events if event.kind == query["kind"]]
         return {"detail": sample.detail}.get(kind, getattr(sample, kind, None))
 
     def take(self, path: str, raw: bytes) -> object:
@@ -138,6 +140,7 @@ def _sent(run_id: str, asked: CommandRequest, number: int) -> CommandView:
         issued_unix_ns=1,
         expires_unix_ns=2,
         checkpoint_id=asked.checkpoint_id,
+        argument=asked.argument or 0.0,
     )
     return CommandView(command=command, status="pending")
 

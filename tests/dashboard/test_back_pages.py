@@ -7,7 +7,7 @@ from streamlit.testing.v1 import AppTest
 
 from tests.dashboard import samples
 from tests.dashboard.conftest import texts
-from tests.dashboard.look_back import INCIDENT, proposed, with_look_back
+from tests.dashboard.look_back import INCIDENT, incident, proposed, with_look_back
 from tests.dashboard.stub import Stub
 
 Open = Callable[..., AppTest]
@@ -106,7 +106,7 @@ def test_a_decision_shows_its_evidence_and_the_filters_are_an_address(
 def test_a_proposed_rollback_is_carried_out_with_a_reason(stub: Stub, open_page: Open) -> None:
     stub.add(proposed(with_look_back(samples.sample_run())))
     app = open_page("decisions", control=True)
-    assert "the run's own ladder has the last word" in shown(app)
+    assert "no budget keeps a person's command back" in shown(app)
     app.text_input(key="reason_do_4").set_value("  ")
     assert "A command needs a reason" in shown(press(app, "Send: rollback"))
     app.text_input(key="reason_do_4").set_value("bad shard since 9:00")
@@ -116,6 +116,34 @@ def test_a_proposed_rollback_is_carried_out_with_a_reason(stub: Stub, open_page:
     assert ("rollback", "bad shard since 9:00", "step-000230-ab12") == (
         sent.action, sent.reason, sent.checkpoint_id,
     )  # fmt: skip
+
+
+def of_rule(sample: samples.SampleRun, rule: str) -> samples.SampleRun:
+    last = sample.decisions[-1]
+    decision = msgspec.structs.replace(last.decision, rule=rule)
+    sample.decisions[-1] = msgspec.structs.replace(last, decision=decision)
+    sample.incidents = [incident(sample)]
+    return sample
+
+
+def test_what_was_taken_for_an_outlier_can_be_called_healthy(stub: Stub, open_page: Open) -> None:
+    stub.add(of_rule(proposed(with_look_back(samples.sample_run())), "state_damaged"))
+    app = open_page("decisions", control=True)
+    assert "Says that step 262 was healthy" in shown(app)
+    app.text_input(key="reason_accept_4").set_value("a new task begins there")
+    press(app, "Send: accept")
+    ((_, sent),) = stub.commands
+    assert ("accept", 262.0, "a new task begins there") == (sent.action, sent.argument, sent.reason)
+    app = open_page("incident", control=True)
+    app.text_input(key=f"reason_accept_{INCIDENT}").set_value("the same")
+    press(app, "Send: accept")
+    assert ("accept", 262.0) == (stub.commands[1][1].action, stub.commands[1][1].argument)
+
+
+def test_nan_cannot_be_called_healthy(stub: Stub, open_page: Open) -> None:
+    stub.add(of_rule(proposed(with_look_back(samples.sample_run())), "nonfinite_params"))
+    for page in ("decisions", "incident"):
+        assert "Send: accept" not in labels(open_page(page, control=True))
 
 
 def test_a_proposal_that_is_dismissed_is_a_note_and_says_so(stub: Stub, open_page: Open) -> None:

@@ -20,7 +20,8 @@ from trainvitals.identity import Identity
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig
-from trainvitals.policy.history import complete
+from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.withholding import DeviceRule
 from trainvitals.records import (
     BAD_GRADIENTS,
     EVENT_SCHEMA,
@@ -136,6 +137,7 @@ class _Training:
         self.judge = Judge(run.config, "heal")
         self.attempt = 1
         self.tick = 0
+        self.device = DeviceRule()
         self.refs: dict[str, CheckpointRef] = {}
         self.states: dict[int, Mapping[str, object]] = {}
         rng = np.random.default_rng(8)
@@ -152,6 +154,8 @@ class _Training:
             self.checkpoint(step)
             back = None if waiting is None else self.handle(waiting)
             waiting = row
+            if back is None and self.judge.is_suspicious:
+                back, waiting = self.handle(row), None
             if back is not None:
                 step, waiting = self.go_back(back), None
             else:
@@ -186,8 +190,12 @@ class _Training:
             grad_norm=norm,
             nonfinite_ranks=ranks,
             learning_rate=self.run_.learning_rate(step),
+            clips=True,
         )
-        row = Row(self.tick, complete(record, self.judge.limits(), acts=True), losses)
+        record, self.device = self.device.judge(
+            record, self.judge.limits(), self.judge.withholding(), acts=True
+        )
+        row = Row(self.tick, record, losses)
         self.run_.rows.append(row)
         self.tick += 1
         return row
@@ -210,14 +218,18 @@ class _Training:
     def handle(self, row: Row) -> Decision | None:
         """Judge a step that was read back; return a rollback."""
         record = row.record
+        waited = int(not self.judge.is_suspicious)
         if (record.step + 1) % self.run_.checkpoint_every == 0:
             self.states[record.step + 1] = self.judge.detector_state()
         said = self.judge.judge(
             record,
-            decided_at_step=record.step + 1,
+            decided_at_step=record.step + waited,
             checkpoints=tuple(self.refs.values()),
             now_attempt_id=self.attempt + 1,
+            probe=self.probe,
         )
+        for reading in said.readings:
+            self.say(record.step, reading)
         for finding in said.findings:
             self.say(record.step, FindingRaised(finding=finding))
         if said.decision is None:
@@ -226,10 +238,15 @@ class _Training:
         self.run_.ledger.append(said.decision)
         return said.decision if said.decision.action == "rollback" else None
 
+    def probe(self, ask: Ask) -> Reading:
+        """Answer as a probe does whose state is damaged: nine times the loss of before."""
+        return Reading(num_batches=8, then=2.2, now=19.8)
+
     def go_back(self, decision: Decision) -> int:
         target, parent = decision.rollback_to_step, self.attempt
         self.attempt += 1
         self.judge.rolled_back(detector_state=self.states.get(target), attempt=self.attempt)
+        self.device = DeviceRule()
         event = AttemptStarted(id=self.attempt, parent=parent, fork_step=target, reason="rollback")
         self.say(target, event)
         return target

@@ -24,6 +24,7 @@ from transformers import (  # noqa: E402
 )
 
 from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
+from tests.trainer_hooks.probing import ask  # noqa: E402
 from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks import goodbye  # noqa: E402
 from trainer_hooks.integrations import framework  # noqa: E402
@@ -387,3 +388,38 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingDependencyError, match=r"trainvitals\[huggingface\]"):
         importlib.import_module(name)
+
+
+# ----------------------------------------------------------------------------------- the probe
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_trainer_s_own_loss_is_the_probe_and_leaves_no_trace(tmp_path, accumulate):
+    def model():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.1}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, **heads))
+
+    class Asking(TrainerCallback):
+        readings: ClassVar = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in (18, 21):
+                self.readings.append(callback.attached._host.probe.read(ask(state.global_step + 8)))
+                self.is_on = callback.attached._host.probe.is_on
+
+    arguments = {"gradient_accumulation_steps": accumulate, "model": model()}
+    trainer, plain, _ = make(tmp_path, guard=False, **arguments)
+    trainer.train_dataset = Tokens()
+    trainer.train()
+    trainer, probed, callback = make(tmp_path, **(arguments | {"model": model()}))
+    trainer.train_dataset = Tokens()
+    asking = Asking()
+    trainer.add_callback(asking)
+    trainer.train()
+    assert asking.is_on
+    assert [0] != [r.num_batches for r in asking.readings] != [0, 0]
+    for before, after in zip(plain.parameters, probed.parameters, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert "compute_loss" not in vars(trainer)

@@ -116,7 +116,7 @@ def _hashed(tensors):
     return found.hexdigest()[:8]
 
 
-def train(kind, folder, *, steps, wanted=None, leave_out=(), skip=0, stop_at=None, run=None):
+def train(kind, folder, *, steps, wanted=None, leave_out=(), margin=0, stop_at=None, run=None):
     """Train and write ``rank-N.json``: the digest after each step, and the samples it was fed."""
     folder.mkdir(parents=True, exist_ok=True)
     rank, wanted = dist.get_rank(), wanted or {}
@@ -126,8 +126,8 @@ def train(kind, folder, *, steps, wanted=None, leave_out=(), skip=0, stop_at=Non
         os.environ["VITALS_RUN_ID"] = run
     os.environ |= {
         "VITALS_LADDER_MARGIN": "2",
-        "VITALS_LADDER_SKIP_BATCHES": str(skip),
-        "VITALS_LADDER_COOLDOWN_STEPS": "2",
+        "VITALS_LADDER_LEAVE_OUT_MARGIN": str(margin),
+        "VITALS_LADDER_NONFINITE_IN_A_ROW": "3",
     }
     model, optimizer, scheduler = build(kind)
     data = Samples(wanted.get("poisoned", ()))
@@ -165,7 +165,7 @@ def train(kind, folder, *, steps, wanted=None, leave_out=(), skip=0, stop_at=Non
                 break
         told["spent"] = [
             monitor._host.judge.facts.num_rollbacks,
-            monitor._host.judge.facts.num_causes,
+            len(monitor._host.judge.facts.causes),
         ]
         told["faults"] = monitor.swallowed_errors
     path.write_text(json.dumps(told))

@@ -295,7 +295,7 @@ POISON = {(0, number) for number in range(30, 36)}
 
 @pytest.fixture
 def few_batches(monkeypatch):
-    monkeypatch.setenv("VITALS_LADDER_SKIP_BATCHES", "6")
+    monkeypatch.setenv("VITALS_LADDER_NONFINITE_IN_A_ROW", "3")
     monkeypatch.setenv("VITALS_LADDER_MARGIN", "4")
 
 
@@ -305,20 +305,20 @@ def test_a_replay_feeds_the_same_batches_and_never_the_window_again(few_batches)
     places = [place for place, _ in run.order]
     again = places.index((0, back), 33)
     assert places[:again] == [(0, number) for number in range(again)]
-    assert places[again:] == [(0, n) for n in range(back, 30)] + [
-        (0, 36 + n) for n in range(len(places) - again - 30 + back)
+    assert places[again:] == [(0, n) for n in range(back, 27)] + [
+        (0, 36 + n) for n in range(len(places) - again - 27 + back)
     ]
     by_place = {}
     for place, ids in run.order:
         assert by_place.setdefault(place, ids) == ids
     windows = [(e.first_batch, e.last_batch) for _, e in run.told(DataWindowSkipped)]
-    assert [(30, 36)] == windows
+    assert [(27, 36)] == windows  # 30 to 32 were seen, and three on either side
     texts = [e.text for _, e in run.told(Note) if e.code == "data"]
     assert [f"data: exact, from batch {back} of epoch 0"] == texts
 
 
 def test_moving_on_goes_on_ahead_of_the_window(few_batches):
-    run = Run(poisoned=POISON).train(60)
+    run = Run(poisoned=POISON, after_rollback="move_on").train(60)
     places = [place for place, _ in run.order]
     assert [(0, number) for number in range(len(places) + 6)][:30] == places[:30]
     assert places == sorted(set(places))

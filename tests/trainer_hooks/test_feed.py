@@ -20,7 +20,8 @@ NAN = float("nan")
 @pytest.fixture
 def loop(tmp_path, monkeypatch):
     monkeypatch.setenv("VITALS_LADDER_MARGIN", "2")
-    monkeypatch.setenv("VITALS_LADDER_SKIP_BATCHES", "5")
+    monkeypatch.setenv("VITALS_LADDER_LEAVE_OUT_MARGIN", "2")
+    monkeypatch.setenv("VITALS_LADDER_NONFINITE_IN_A_ROW", "3")
     checkpoints = CheckpointSettings(
         directory=tmp_path / "checkpoints", healthy_after=3, snapshot_every=4, save_every=100
     )
@@ -92,9 +93,9 @@ def test_a_window_is_as_many_steps_long_where_a_step_takes_several_batches(loop,
             if len(fed) % 4 == 0:
                 monitor.step()
     (window,) = [e for e in said if isinstance(e, DataWindowSkipped)]
-    assert (80, 100) == (window.first_batch, window.last_batch)
+    assert (72, 100) == (window.first_batch, window.last_batch)  # 20 to 22 are bad, 18 to 24 go
     assert 100 in fed
-    assert not set(range(96, 100)) & set(fed)  # a storm is three bad steps, and one is on its way
+    assert not set(range(92, 100)) & set(fed)  # each bad step is known before the next one
 
 
 def test_a_sampler_that_is_set_to_another_epoch_is_not_said_to_go_on_exactly():

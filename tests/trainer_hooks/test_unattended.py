@@ -85,7 +85,8 @@ class Loop:
         with trainer_hooks.watch(
             self.model, self.optimizer, self.scheduler, mode="heal", checkpoints=True
         ) as monitor:
-            for x, y in monitor.batches(DataLoader(self.data, BATCH)):
+            loader = DataLoader(self.data, BATCH)
+            for x, y in monitor.batches(loader, probe=lambda batch: self.loss(*batch)):
                 self.break_moments(monitor.step_index)
                 loss = self.loss(x, y)
                 loss.backward()
@@ -105,7 +106,7 @@ def clean():
 def test_a_run_with_a_poisoned_window_ends_within_one_percent_of_the_clean_one(clean):
     loop = Loop(poisoned=WINDOW)
     assert abs(loop.guarded() / clean - 1) < 0.01
-    assert {"skip_step", "rollback"} == {d.action for d in loop.decisions}
+    assert {"skip_step"} == {d.action for d in loop.decisions}  # the state is sound
 
 
 @pytest.mark.slow

@@ -23,10 +23,12 @@ from trainvitals.records import (
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    WITHHELD,
 )
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
+NO_ROW, ROW = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
 
 
 def summed(*ranks, root=None):
@@ -48,7 +50,7 @@ def summed(*ranks, root=None):
 
 def verdict_of(*ranks, root=None):
     layout, pack = summed(*ranks, root=root)
-    verdict = judge_on_device(layout, pack)
+    verdict = judge_on_device(layout, pack, NO_ROW)
     return int(verdict.bits), float(verdict.bad), float(verdict.loss), float(verdict.grad_norm)
 
 
@@ -69,7 +71,7 @@ def test_one_rank_with_a_nonfinite_loss_makes_the_step_bad_for_all(value):
 def test_one_rank_with_nonfinite_gradients_makes_the_step_bad_and_is_named(value):
     layout, pack = summed({}, {"squares": (1.0, value)}, {}, {})
     reduced = Reduced(layout, pack.tolist())
-    assert int(judge_on_device(layout, pack).bits) == BAD_GRADIENTS
+    assert int(judge_on_device(layout, pack, NO_ROW).bits) == BAD_GRADIENTS
     assert culprits(reduced, rank_losses(reduced)) == (1,)
 
 
@@ -86,10 +88,42 @@ def test_a_nan_loss_names_its_rank_though_all_gradients_are_nan_by_then():
 
 
 def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
-    root = Root(loss_limit=4.0, grad_norm_limit=10.0)
+    root = Root(loss_limit=4.0, grad_norm_limit=10.0, withhold_left=5)
+    withheld = WITHHELD | LOSS_OUTLIER, 1.0
     assert verdict_of({"loss": 3.9}, {"loss": 3.9}, root=root)[:2] == (0, 0.0)
-    assert verdict_of({"loss": 9.0}, {"loss": 0.0}, root=root)[:2] == (LOSS_OUTLIER, 1.0)
-    assert verdict_of({"squares": (200.0, 0.0)}, root=root)[:2] == (NORM_OUTLIER, 1.0)
+    assert verdict_of({"loss": 9.0}, {"loss": 0.0}, root=root)[:2] == withheld
+    assert verdict_of({"squares": (200.0, 0.0)}, root=root)[:2] == (WITHHELD | NORM_OUTLIER, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "in_row", "is_withheld"),
+    [
+        ({"clips": True}, NO_ROW, False),
+        ({"clips": True}, ROW, True),
+        ({"clips": True, "withhold_first": True}, NO_ROW, True),
+        ({"clips": False}, NO_ROW, True),
+        ({"clips": True, "withhold_left": 0}, ROW, False),
+        ({"clips": False, "withhold_left": 0}, NO_ROW, False),
+    ],
+)
+def test_the_first_outlier_is_left_to_the_clip_and_no_more_are_withheld_than_may_be(
+    words, in_row, is_withheld
+):
+    root = Root(**{"loss_limit": 4.0, "withhold_left": 1, **words})
+    layout, pack = summed({"loss": 9.0}, root=root)
+    verdict = judge_on_device(layout, pack, in_row)
+    assert int(verdict.bits) == LOSS_OUTLIER | (WITHHELD if is_withheld else 0)
+    assert float(verdict.bad) == is_withheld
+    assert float(verdict.in_row) == 1.0
+
+
+@pytest.mark.parametrize("given", [{"loss": NAN}, {"squares": (INF, 1.0)}, {"failed": True}])
+def test_what_is_not_finite_or_not_whole_neither_begins_a_row_nor_ends_it(given):
+    layout, pack = summed({}, given, root=Root(loss_limit=4.0, withhold_left=5))
+    assert float(judge_on_device(layout, pack, NO_ROW).in_row) == 0.0
+    assert float(judge_on_device(layout, pack, ROW).in_row) == 1.0
+    layout, pack = summed({}, {}, root=Root(loss_limit=4.0, withhold_left=5))
+    assert float(judge_on_device(layout, pack, ROW).in_row) == 0.0
 
 
 def test_no_limit_is_no_outlier_however_large():
@@ -112,7 +146,7 @@ def test_a_scaler_overflow_blocks_the_update_and_is_no_fault():
 def test_missing_is_not_zero():
     layout, pack = summed({"loss": None}, {"loss": None})
     reduced = Reduced(layout, pack.tolist())
-    derived = Derived.of([*judge_on_device(layout, pack).derived().tolist(), NAN])
+    derived = Derived.of([*judge_on_device(layout, pack, NO_ROW).derived().tolist(), NAN])
     record = step_record(reduced, derived, step=3, attempt=1, skipped=False, learning_rate=None)
     assert record.loss is None
     assert record.loss_limit is None

@@ -1,5 +1,6 @@
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from trainvitals.alerting import (
     alerts_for_finding,
     alerts_for_run_state,
     fingerprint,
+    is_answered,
     point_is_over,
 )
 from trainvitals.detect.watch import WatchSet
@@ -98,6 +100,10 @@ def decision(action: str, **fields: object) -> Decision:
             decision("rollback", budget_left=0),
             [("notify", "TrainingRolledBack"), ("page", "RollbackBudgetLow")],
         ),
+        (
+            decision("rollback", rule="lr_jump"),
+            [("notify", "TrainingRolledBack"), ("page", "LearningRateHeld")],
+        ),
         (decision("halt"), [("page", "TrainingHalted")]),
         (decision("skip_step", mode="observe", acted=False), []),
         (decision("rollback", mode="observe", acted=False), [("notify", "TroubleObserved")]),
@@ -141,6 +147,13 @@ def finding(kind: str, cause: str = "", step: int = 7) -> Finding:
     [
         (finding("divergence", "loss_divergence"), ("notify", "LossDiverged")),
         (finding("stalled"), ("notify", "TrainingStalled")),
+        (finding("state_damaged"), ("page", "StateDamaged")),
+        (finding("nonfinite_streak"), ("page", "NonFiniteStreak")),
+        (finding("lost_progress"), ("page", "ProgressLost")),
+        (finding("withholding_spent"), ("notify", "WithholdingSpent")),
+        (finding("collapse"), ("notify", "LossCollapsed")),
+        (finding("plateau", "never_learned"), ("notify", "LossPlateau")),
+        (finding("lr_jump"), ("notify", "LearningRateAnomaly")),
         (finding("gpu_xid", "xid_fatal"), ("notify", "GpuFault")),
         (finding("gpu_xid", "xid"), ("log", "GpuErrors")),
         (finding("gpu_ecc", "ecc_uncorrected"), ("notify", "GpuFault")),
@@ -166,6 +179,29 @@ def test_a_finding_that_no_decision_follows_raises_an_alert_of_its_own(
 def test_a_finding_that_a_decision_tells_raises_none(kind: str) -> None:
     assert () == alerts_for_finding(finding(kind), run_id=RUN)
     assert kind not in ALERTED_KINDS
+
+
+@pytest.mark.parametrize("kind", ["lost_progress", "plateau", "collapse", "divergence"])
+def test_the_level_of_a_loss_that_is_not_minimized_is_only_logged(kind: str) -> None:
+    for loss_kind in ("rl", "adversarial"):
+        (alert,) = alerts_for_finding(finding(kind), run_id=RUN, loss_kind=loss_kind)
+        assert "log" == alert.severity
+    (damaged,) = alerts_for_finding(finding("state_damaged"), run_id=RUN, loss_kind="rl")
+    assert "page" == damaged.severity
+
+
+def test_a_damaged_state_is_answered_by_going_back_and_not_by_a_skip() -> None:
+    damaged = msgspec.structs.replace(finding("state_damaged"), level="act")
+    spike = msgspec.structs.replace(finding("spike"), level="act")
+    assert not is_answered(damaged, {"skip_step"}) and is_answered(spike, {"skip_step"})
+    assert is_answered(damaged, {"skip_step", "rollback"}) and is_answered(damaged, {"halt"})
+    assert not is_answered(spike, ()) and not is_answered(finding("plateau"), {"rollback"})
+
+
+def test_a_jump_of_the_rate_is_one_alert_whether_job_or_collector_saw_it() -> None:
+    (in_job,) = alerts_for_finding(finding("lr_jump"), run_id=RUN)
+    (watched,) = alerts_for_finding(finding("learning_rate", "lr_jump"), run_id=RUN)
+    assert in_job.fingerprint == watched.fingerprint
 
 
 def test_every_kind_that_watchers_tell_raises_an_alert() -> None:

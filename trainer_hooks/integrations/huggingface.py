@@ -9,8 +9,11 @@ judged, before the clip.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Unpack
+
+import torch
 
 import trainer_hooks
 from trainer_hooks.attached import Attached
@@ -21,6 +24,7 @@ from trainvitals.errors import UsageError
 
 require("transformers", "5.0", extra="huggingface")
 
+from transformers import Trainer  # noqa: E402
 from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
 
 _LOG = logging.getLogger("trainvitals")
@@ -98,6 +102,9 @@ class VitalsCallback(TrainerCallback, ExportableState):
         attached, self._hooks = accelerate.guard(
             trainer.accelerator, trainer.model_wrapped, [optimizer], options=options, parts=True
         )
+        # A loss of somebody else's may keep count of its calls; DeepSpeed's engine makes the steps.
+        if self._hooks is not None and type(trainer).compute_loss is Trainer.compute_loss:
+            accelerate.replace(attached, trainer, "compute_loss", _Probed(trainer, attached))
         return attached
 
     def _refuse_copy(self) -> None:
@@ -138,6 +145,27 @@ class VitalsCallback(TrainerCallback, ExportableState):
             logged.pop("epoch", None)  # the training's own log has it
         named = {_metric(name): value for name, value in logged.items()}
         accelerate.observe(self.attached, named)
+
+
+class _Probed:
+    """Has the trainer's batches kept, and its own loss read of them."""
+
+    def __init__(self, trainer: Any, attached: Attached) -> None:
+        self._trainer = trainer
+        self._attached = attached
+
+    def __call__(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and model.training:
+                self._attached.keep_batch(inputs, partial(self._loss_of, real, model))
+            return real(model, inputs, *args, **kwargs)
+
+        return compute_loss
+
+    def _loss_of(self, real: Callable[..., Any], model: Any, inputs: Any) -> Any:
+        """Return the mean over the batch, whatever share of its step the batch had."""
+        with self._trainer.compute_loss_context_manager():
+            return real(model, inputs).mean()
 
 
 def _metric(name: str) -> str:

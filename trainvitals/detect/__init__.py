@@ -3,9 +3,10 @@
 from trainvitals.detect.burst import BurstConfig, BurstDetector
 from trainvitals.detect.level import DriftConfig, DriftDetector, LevelConfig, LevelDetector
 from trainvitals.detect.nonfinite import NonFiniteDetector
+from trainvitals.detect.outliers import Limits, LossKind, OutlierConfig, OutlierRule
 from trainvitals.detect.progress import ProgressConfig, ProgressDetector
 from trainvitals.detect.protocol import Detector, is_clean
-from trainvitals.detect.set import DetectConfig, DetectorSet, Limits, LossKind
+from trainvitals.detect.set import DetectConfig, DetectorSet
 from trainvitals.detect.spike import GradNormConfig, SpikeConfig, SpikeDetector
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Limits",
     "LossKind",
     "NonFiniteDetector",
+    "OutlierConfig",
+    "OutlierRule",
     "ProgressConfig",
     "ProgressDetector",
     "SpikeConfig",

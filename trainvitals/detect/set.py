@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from trainvitals.detect.burst import BURST_DEFAULTS, BurstConfig, BurstDetector
 from trainvitals.detect.level import (
@@ -18,6 +16,7 @@ from trainvitals.detect.level import (
     LevelDetector,
 )
 from trainvitals.detect.nonfinite import NonFiniteDetector
+from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.progress import PROGRESS_DEFAULTS, ProgressConfig, ProgressDetector
 from trainvitals.detect.protocol import is_clean
 from trainvitals.detect.spike import (
@@ -28,16 +27,6 @@ from trainvitals.detect.spike import (
     SpikeDetector,
 )
 from trainvitals.records import Finding, StepRecord
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What the device compares the next steps with; None: that rule has no say yet."""
-
-    loss: float | None = None
-    grad_norm: float | None = None
-
-
-LossKind = Literal["minimize", "rl", "adversarial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +55,7 @@ class DetectorSet:
     """
 
     def __init__(
-        self, config: DetectConfig | None = None, loss_kind: LossKind = "minimize"
+        self, config: DetectConfig | None = None, *, loss_kind: LossKind = "minimize"
     ) -> None:
         config = config or DetectConfig()
         self._minimizes = loss_kind == "minimize"
@@ -117,14 +106,14 @@ class DetectorSet:
         self._progress.rebaseline()
         self._suspended = max(self._suspended, steps)
 
-    def accept(self, losses: Sequence[float], norms: Sequence[float]) -> None:
+    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
         """Begin new references from the values of a level that the policy accepted.
 
         Nothing about the rise to it is told again.
         """
         self._loss.accept(list(losses))
-        self._grad_norm.accept(list(norms))
-        self._burst.accept(list(norms))
+        self._grad_norm.accept(list(grad_norms))
+        self._burst.accept(list(grad_norms))
         self._level.accept(losses)
         self._drift.accept()
         self._progress.accept(losses)

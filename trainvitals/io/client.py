@@ -235,9 +235,11 @@ class CollectorClient:
         """Return each checkpoint's latest state."""
         return self._call(tuple[CheckpointView, ...], "GET", _path("runs", run_id, "checkpoints"))
 
-    def events(self, run_id: str) -> tuple[EventView, ...]:
-        """Return all other events as lines for people."""
-        return self._call(tuple[EventView, ...], "GET", _path("runs", run_id, "events"))
+    def events(self, run_id: str, kind: str = "") -> tuple[EventView, ...]:
+        """Return other events as lines for people, all or of one kind."""
+        params = {"kind": kind} if kind else {}
+        path = _path("runs", run_id, "events")
+        return self._call(tuple[EventView, ...], "GET", path, params=params)
 
     def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
         """Return the inbox, all of it or one run's or one state's."""

@@ -16,6 +16,12 @@ The log's numbers are what happened; everything else has to be assumed, and is s
 - **Steps that go back** are a resumed run: a new branch, with the detectors as they were at that
   step, or anew where the log was not yet there.
 - **A coarse log** has one record for many steps. There the ladder counts records, not steps.
+- **The probe** would be asked now and then, and no log can answer for it. So nothing that needs its
+  answer is played: where it would be asked is told, and of each action whether it could have ruled
+  it out.
+- **A loss scaler** skips its overflows itself. They are told by a scale that falls, or by a
+  gradient norm that is not finite beside a finite loss, and soon finite again.
+- **The clip** is taken to be there: the first outlier in a row is left to it.
 """
 
 from __future__ import annotations
@@ -29,10 +35,13 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from trainvitals.detect import Limits
+from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.watch import WatchSet
+from trainvitals.policy.evidence import NO_READING, Ask, Reading
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, Mode
-from trainvitals.records import Decision, Finding, StepRecord
+from trainvitals.policy.withholding import DeviceRule
+from trainvitals.records import Decision, Finding, StateRead, StepRecord
 
 EVERY_STEP_SHARE = 0.9
 """Share of records that must follow the one before by one step, for steps to be counted."""
@@ -47,6 +56,24 @@ MAX_STATES = 128
 """Memories of the detectors kept for a log that goes back; every second goes when it is full."""
 
 
+MAX_OVERFLOWS, MAX_FIRST_OVERFLOWS = 5, 40
+"""Overflows in a row that a loss scaler makes; at its beginning, while it looks for its scale."""
+
+_RULED_OUT = frozenset({"nonfinite_streak", "stuck"})
+"""Rules of actions that a probe which reads the state sound would have kept from being taken."""
+
+_QUESTIONS = {
+    "row": "outliers in a row since step {}: here the probe would be asked, and only a damaged "
+    "state would be rolled back",
+    "nonfinite": "non-finite steps in a row since step {}: here the probe would be asked whether "
+    "the state is damaged or the data are bad",
+    "level": "the loss has risen since step {}: here the probe would be asked, its answer told; "
+    "soon after a jump of the learning rate a damaged state would be rolled back",
+    "lr_jump": "the learning rate jumped at step {}: here the probe would be asked, and its answer "
+    "told",
+}
+
+
 class LoggedStep(NamedTuple):
     """One record of a log; a value that is not in it is None, which is not NaN."""
 
@@ -56,6 +83,9 @@ class LoggedStep(NamedTuple):
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
+    loss_scale: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
 
 
 class JudgedStep(NamedTuple):
@@ -112,6 +142,50 @@ def cadence_of(log: Sequence[LoggedStep]) -> Cadence:
     )
 
 
+def overflows_of(log: Sequence[LoggedStep]) -> frozenset[int]:
+    """Return the places of records at which a loss scaler found an overflow and skipped the step.
+
+    They come alone or in short rows, and end. Where the log has the loss scale, it must fall.
+    """
+    has_scale = any(logged.loss_scale is not None for logged in log)
+    places: set[int] = set()
+    start = 0
+    while start < len(log):
+        end = start
+        while end < len(log) and _overflows(log[end]):
+            end += 1
+        most = MAX_OVERFLOWS if start else MAX_FIRST_OVERFLOWS
+        ends_soon = start < end < len(log) and end - start <= most
+        if ends_soon and (not has_scale or _falls(log[max(0, start - 1) : end + 1])):
+            places.update(range(start, end))
+        start = end + 1
+    return frozenset(places)
+
+
+def _overflows(logged: LoggedStep) -> bool:
+    norm, loss = logged.grad_norm, logged.loss
+    is_norm_lost = norm is not None and not math.isfinite(norm)
+    return is_norm_lost and loss is not None and math.isfinite(loss)
+
+
+def _falls(stretch: Sequence[LoggedStep]) -> bool:
+    scales = [logged.loss_scale for logged in stretch if logged.loss_scale is not None]
+    return len(scales) > 1 and scales[-1] < scales[0]
+
+
+def could_be_ruled_out(decision: Decision) -> bool:
+    """Say whether a probe that reads the state sound would have kept the action from being taken.
+
+    No other action of a log needs one: those that do are never played.
+    """
+    return decision.rule in _RULED_OUT
+
+
+def question(read: StateRead) -> str:
+    """Return in words what the probe would have been asked."""
+    return _QUESTIONS.get(read.trigger, "").format(read.onset_step)
+
+
 def judge_history(
     log: Sequence[LoggedStep],
     *,
@@ -132,11 +206,16 @@ def judge_history(
     return _Player(log, config, mode, lag, checkpoint_every).play()
 
 
-def document(said: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
-    """Return findings and decisions as plain values, each with the row it is about."""
+def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
+    """Return findings, questions to the probe and decisions, each with the row it is about."""
     findings: list[dict[str, Any]] = []
     decisions: list[dict[str, Any]] = []
-    for judged in said:
+    questions: list[dict[str, Any]] = []
+    for judged in judged_steps:
+        questions += [
+            {"row": judged.row, "step": judged.record.step, **msgspec.to_builtins(read)}
+            for read in judged.judgement.readings
+        ]
         findings += [
             {
                 "row": judged.row,
@@ -148,32 +227,9 @@ def document(said: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
             for f in judged.judgement.findings
         ]
         if (made := judged.judgement.decision) is not None:
-            decisions.append({"row": judged.row, **msgspec.to_builtins(made)})
-    return {"findings": findings, "decisions": decisions}
-
-
-def complete(record: StepRecord, limits: Limits, *, acts: bool) -> StepRecord:
-    """Return the record as the device completes it.
-
-    It gets the limits in force, where it has none of its own, and is skipped where it is bad and
-    the device acts.
-    """
-    loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
-    norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit
-    bad = bool(record.nonfinite_ranks) or _is_bad(record.loss, loss_limit)
-    bad = bad or _is_bad(record.grad_norm, norm_limit)
-    return replace(
-        record,
-        loss_limit=loss_limit,
-        grad_norm_limit=norm_limit,
-        skipped=record.skipped or (acts and bad),
-    )
-
-
-def _is_bad(value: float | None, limit: float | None) -> bool:
-    if value is None:
-        return False
-    return not math.isfinite(value) or (limit is not None and value > limit)
+            needs = {"could_be_ruled_out_by_probe": could_be_ruled_out(made)}
+            decisions.append({"row": judged.row, **msgspec.to_builtins(made), **needs})
+    return {"findings": findings, "questions": questions, "decisions": decisions}
 
 
 class _Player:
@@ -195,11 +251,15 @@ class _Player:
         self._cadence = cadence_of(log)
         self._judge = Judge(self._config, mode)
         self._attempt = 1
+        self._device = DeviceRule()
         self._waiting: deque[tuple[int, StepRecord]] = deque()
         self._candidates: list[CheckpointRef] = []
         self._checkpoints: list[CheckpointRef] = []
         self._next_checkpoint = 0
         self._states: list[tuple[int, dict[str, Any]]] = []
+        self._overflows = overflows_of(log)
+        self._watches = WatchSet()
+        self._num_starts = 1
 
     def play(self) -> Iterator[JudgedStep]:
         """Complete each record when it is due, and judge it when its numbers would be read."""
@@ -217,9 +277,17 @@ class _Player:
                 loss=logged.loss,
                 grad_norm=logged.grad_norm,
                 learning_rate=logged.learning_rate,
+                overflow=place in self._overflows,
+                clips=True,
             )
             acts = self._judge.mode != "observe"
-            self._waiting.append((place, complete(record, self._judge.limits(), acts=acts)))
+            judge = self._judge
+            record, self._device = self._device.judge(
+                record, judge.limits(), judge.withholding(), acts=acts
+            )
+            self._waiting.append((place, record))
+            while len(self._waiting) > self._lag or (self._waiting and self._judge.is_suspicious):
+                yield self._take(*self._waiting.popleft())
         yield from self._judge_waiting()
 
     def _clock(self, place: int) -> int:
@@ -245,6 +313,7 @@ class _Player:
             decided_at_step=record.step + (0 if self._cadence.counts_records else self._lag),
             checkpoints=self._checkpoints,
             now_attempt_id=self._attempt + 1,
+            probe=_cannot_say,
         )
         made = judgement.decision
         if made is not None and made.acted and made.action == "rollback":
@@ -256,7 +325,31 @@ class _Player:
         if self._cadence.counts_records:
             record = replace(record, step=self._log[place].step)
             judgement = self._as_logged(judgement)
+        judgement = self._with_watched(place, judgement)
         return JudgedStep(self._log[place].row, record, judgement)
+
+    def _with_watched(self, place: int, judgement: Judgement) -> Judgement:
+        """Add what is told of a run's numbers beside loss and gradient norm: rate, scale, speed."""
+        logged = self._log[place]
+        run = {
+            "learning_rate": logged.learning_rate,
+            "loss_scale": logged.loss_scale,
+            "tokens_per_second": logged.tokens_per_second,
+        }
+        merged = MergedStep(
+            step=logged.step,
+            attempt=self._num_starts,
+            time_unix_ns=0,
+            run={name: value for name, value in run.items() if value is not None},
+            ranks={}
+            if logged.step_seconds is None
+            else {"step_duration_seconds": [logged.step_seconds]},
+        )
+        causes = {finding.cause for finding in judgement.findings}
+        watched = self._watches.update(merged)
+        # A jump of the rate is found in the job, too: it is told once.
+        new = tuple(finding for finding in watched if finding.cause not in causes)
+        return judgement._replace(findings=judgement.findings + new)
 
     # ------------------------------------------------------------------------- checkpoints
 
@@ -292,6 +385,7 @@ class _Player:
     def _go_back(self, place: int) -> None:
         """Go on as a run that was resumed at an earlier step; if it was halted, by a person."""
         step, clock = self._log[place].step, self._clock(place)
+        self._num_starts += 1
         self._states = [kept for kept in self._states if kept[0] <= step]
         state = self._states[-1][1] if self._states else None
         self._attempt += 1
@@ -315,7 +409,14 @@ class _Player:
         """Return the judgement with the log's steps in the place of numbers of records."""
         findings = tuple(self._finding(finding) for finding in judgement.findings)
         made = judgement.decision
-        return Judgement(findings, None if made is None else self._decision(made))
+        readings = tuple(
+            replace(read, onset_step=self._step_of(read.onset_step)) for read in judgement.readings
+        )
+        return judgement._replace(
+            findings=findings,
+            decision=None if made is None else self._decision(made),
+            readings=readings,
+        )
 
     def _finding(self, finding: Finding) -> Finding:
         return replace(
@@ -334,7 +435,12 @@ class _Player:
         return self._log[clock].step if 0 <= clock < len(self._log) else clock
 
 
+def _cannot_say(ask: Ask) -> Reading:
+    """Answer for the probe: a log has no state that could be asked."""
+    return NO_READING
+
+
 __all__ = [
-    "CHECKPOINT_EVERY", "LAG", "Cadence", "JudgedStep", "LoggedStep", "cadence_of", "complete",
-    "document", "judge_history",
+    "CHECKPOINT_EVERY", "LAG", "Cadence", "JudgedStep", "LoggedStep", "cadence_of",
+    "could_be_ruled_out", "document", "judge_history", "overflows_of", "question",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,14 @@ import msgspec
 from msgspec.structs import replace
 
 from trainvitals.config import load_settings
-from trainvitals.detect import DetectConfig, DetectorSet, Limits
+from trainvitals.detect import DetectConfig, DetectorSet
 from trainvitals.detect.burst import BurstConfig
 from trainvitals.detect.level import LevelConfig
+from trainvitals.detect.outliers import Level, Limits, LossKind, OutlierConfig, OutlierRule
 from trainvitals.detect.spike import GradNormConfig, SpikeConfig
-from trainvitals.policy.ladder import SAME_LEVEL_RULE, decide
+from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.ladder import decide
+from trainvitals.policy.rungs import Course
 from trainvitals.policy.state import (
     CheckpointRef,
     Facts,
@@ -27,21 +30,35 @@ from trainvitals.policy.state import (
     Proposal,
     lr_factor_at,
 )
-from trainvitals.records import CommandAck, Decision, Finding, StepRecord
+from trainvitals.policy.withholding import (
+    Withholding,
+    accepted_level,
+    limits_in_force,
+    withholding,
+)
+from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
+
+_FIRST_STEPS = 2
+"""Steps whose numbers are waited for: from the second on, what is absurd is stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig:
     """Settings of what judges a run."""
 
+    outlier: OutlierConfig = field(default_factory=OutlierConfig)
+    """What may be withheld."""
     detect: DetectConfig = field(default_factory=DetectConfig)
-    """What counts as bad."""
+    """What is told."""
     ladder: LadderConfig = field(default_factory=LadderConfig)
     """What is done about it."""
+    loss_kind: LossKind = "minimize"
+    """What the loss is good for: ``watch(loss_kind=...)``."""
 
 
 SECTIONS = {
     "ladder": LadderConfig,
+    "outlier": OutlierConfig,
     "loss": SpikeConfig,
     "grad_norm": GradNormConfig,
     "burst": BurstConfig,
@@ -59,14 +76,11 @@ def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
         ConfigError: an unknown key, a wrong type, or a value that cannot work.
     """
     path = environ.get("VITALS_CONFIG")
-    found = load_settings(SECTIONS, path=Path(path) if path else None, environ=environ)
-    detect = DetectConfig(
-        loss=found["loss"],
-        grad_norm=found["grad_norm"],
-        burst=found["burst"],
-        level=found["level"],
+    settings = load_settings(SECTIONS, path=Path(path) if path else None, environ=environ)
+    detect = {name: value for name, value in settings.items() if name not in ("ladder", "outlier")}
+    return JudgeConfig(
+        outlier=settings["outlier"], detect=DetectConfig(**detect), ladder=settings["ladder"]
     )
-    return JudgeConfig(detect=detect, ladder=found["ladder"])
 
 
 class Judgement(NamedTuple):
@@ -75,6 +89,7 @@ class Judgement(NamedTuple):
     findings: tuple[Finding, ...] = ()
     decision: Decision | None = None
     ack: CommandAck | None = None
+    readings: tuple[StateRead, ...] = ()
 
 
 class Judge:
@@ -90,8 +105,14 @@ class Judge:
     ) -> None:
         self.config = config or JudgeConfig()
         self.mode: Mode = mode
-        self._detectors = DetectorSet(self.config.detect)
+        self._begin_detectors()
         self._ladder = LadderState(facts=facts or Facts())
+        self._last_step = -1
+
+    def _begin_detectors(self) -> None:
+        kind = self.config.loss_kind
+        self._outliers = OutlierRule(self.config.outlier, loss_kind=kind)
+        self._detectors = DetectorSet(self.config.detect, loss_kind=kind)
 
     def judge(
         self,
@@ -101,6 +122,8 @@ class Judge:
         checkpoints: Sequence[CheckpointRef] = (),
         command: Proposal | None = None,
         now_attempt_id: int = 0,
+        probe: Callable[[Ask], Reading] | None = None,
+        evaluation: float | None = None,
     ) -> Judgement:
         """Take one step in and return what is to be said and done about it.
 
@@ -108,6 +131,15 @@ class Judge:
         back) is ignored, and so is everything after a halt and between a decided rollback and
         ``rolled_back``. A decided ``rollback`` names the checkpoint: restore it, then call
         ``rolled_back``.
+
+        Args:
+            record: the step.
+            decided_at_step: the step in whose call this happens.
+            checkpoints: what a rollback may go to.
+            command: a proposal.
+            now_attempt_id: id of the branch that a rollback would open.
+            probe: asks the state; called in the middle of judging, on all ranks alike.
+            evaluation: an evaluation's loss over the one before, if there was one with this step.
         """
         facts = self._ladder.facts
         if facts.attempt == 0 and record.attempt:
@@ -115,8 +147,11 @@ class Judge:
             self._ladder = replace(self._ladder, facts=facts)
         if record.attempt != facts.attempt or self._ladder.rolling_back or self.halted:
             return Judgement()
-        findings = self._detectors.update(record)
-        self._ladder, decision, ack = decide(
+        accepted = accepted_level(facts.accepted)
+        usual = self._usual_limits(accepted)
+        findings = self._outliers.update(record, accepted=accepted)
+        findings += self._detectors.update(record)
+        verdict = decide(
             self._ladder,
             findings,
             record=record,
@@ -126,10 +161,34 @@ class Judge:
             mode=self.mode,
             config=self.config.ladder,
             now_attempt_id=now_attempt_id,
+            loss_kind=self.config.loss_kind,
+            probe=probe,
+            evaluation=evaluation,
+            usual=usual,
+            course=self._course,
         )
-        if decision is not None and decision.rule == SAME_LEVEL_RULE:
-            self._detectors.rebaseline(0, metric="loss")
-        return Judgement(findings, decision, ack)
+        self._ladder, self._last_step = verdict.state, record.step
+        if verdict.accepted:
+            losses = [o.loss for o in verdict.accepted if o.loss is not None]
+            norms = [o.grad_norm for o in verdict.accepted if o.grad_norm is not None]
+            self._outliers.accept(losses, norms)
+            self._detectors.accept(losses, norms)
+        elif verdict.decision is not None and verdict.decision.rule == "operator_accepted":
+            self._detectors.rebaseline(0)
+        return Judgement(
+            findings + verdict.findings, verdict.decision, verdict.ack, verdict.readings
+        )
+
+    def _usual_limits(self, accepted: Level) -> Limits:
+        limits = self._outliers.limits()
+        loss, norm = limits.loss, limits.grad_norm
+        return Limits(
+            None if loss is None else max(loss, accepted.loss),
+            None if norm is None else max(norm, accepted.grad_norm),
+        )
+
+    def _course(self) -> Course:
+        return Course(*self._outliers.course())
 
     def rolled_back(
         self, *, detector_state: Mapping[str, Any] | None, attempt: int, step: int = -1
@@ -140,19 +199,42 @@ class Judge:
         relaunched job starts from a checkpoint. None as ``detector_state`` (the checkpoint has
         none) starts the detectors anew. What was spent stays spent.
         """
-        self._detectors = DetectorSet(self.config.detect)
+        self._begin_detectors()
         if detector_state is not None:
-            self._detectors.load_state_dict(dict(detector_state))
-        facts = replace(self._ladder.facts, attempt=attempt)
-        self._ladder = LadderState(facts=facts, first_step=step)
+            self._load_detectors(detector_state)
+        old = self._ladder
+        facts = replace(old.facts, attempt=attempt)
+        # What was withheld and what recurs is counted on; the rest is of the branch that was left.
+        self._ladder = LadderState(
+            facts=facts, first_step=step, groups=old.groups, withheld=old.withheld, spent=old.spent
+        )
+        self._last_step = step - 1
 
     def limits(self) -> Limits:
         """Return what the device compares the next steps with."""
-        return self._detectors.limits()
+        return limits_in_force(self._outliers.limits(), self._ladder, self.config.ladder)
+
+    def withholding(self) -> Withholding:
+        """Return what the device is told of withholding the next steps."""
+        is_warming_up = self._outliers.is_warming_up
+        return withholding(self._ladder, self.config.ladder, is_warming_up=is_warming_up)
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the next step's numbers must be waited for: equal on all ranks.
+
+        So while outliers or non-finite steps follow each other, and for the first steps.
+        """
+        ladder = self._ladder
+        return bool(ladder.row or ladder.nonfinite) or ladder.facts.clock < _FIRST_STEPS
 
     def rebaseline(self, steps: int) -> None:
         """Forget the finite rules' reference: a planned change comes within ``steps`` steps."""
+        self._outliers.rebaseline(steps)
         self._detectors.rebaseline(steps)
+        self._ladder = replace(
+            self._ladder, row=(), lr_jump=None, announced_until=self._last_step + steps + 1
+        )
 
     @property
     def facts(self) -> Facts:
@@ -174,9 +256,16 @@ class Judge:
         """The newest step of this branch that was bad, or -1; candidates become healthy by it."""
         return self._ladder.last_unhealthy_step
 
-    def lr_factor_at(self, step: int) -> float:
-        """Return the factor on the learning rate at ``step``; in ``observe`` always 1."""
-        return 1.0 if self.mode == "observe" else lr_factor_at(self._ladder.facts, step)
+    def lr_factor_at(self, step: int, rate: float | None = None) -> float:
+        """Return the factor on the learning rate at ``step``; in ``observe`` always 1.
+
+        Args:
+            step: the step.
+            rate: what the schedule asks for: a rate that jumped may be held.
+        """
+        if self.mode == "observe":
+            return 1.0
+        return lr_factor_at(self._ladder.facts, step, rate, jump=self.config.ladder.lr_jump)
 
     def digest(self) -> int:
         """Return 32 bits that are equal on two ranks which judged alike; exact in a float64."""
@@ -194,17 +283,24 @@ class Judge:
 
     def detector_state(self) -> dict[str, Any]:
         """Return the detectors' state as JSON types: the part that belongs into a checkpoint."""
-        return self._detectors.state_dict()
+        return {**self._detectors.state_dict(), "outlier": self._outliers.state_dict()}
+
+    def _load_detectors(self, state: Mapping[str, Any]) -> None:
+        if "outlier" in state:
+            self._outliers.load_state_dict(state["outlier"])
+        self._detectors.load_state_dict(dict(state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
         return {
-            "detectors": self._detectors.state_dict(),
+            "detectors": self.detector_state(),
             "ladder": msgspec.to_builtins(self._ladder),
+            "last_step": self._last_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the judge that gave ``state``, spent budgets included."""
-        self._detectors = DetectorSet(self.config.detect)
-        self._detectors.load_state_dict(state["detectors"])
+        self._begin_detectors()
+        self._load_detectors(state["detectors"])
         self._ladder = msgspec.convert(state["ladder"], LadderState)
+        self._last_step = int(state["last_step"])

@@ -1,36 +1,47 @@
-"""The ladder: CONTINUE, SKIP_STEP, ROLLBACK, an older ROLLBACK with a lower LR, HALT.
+"""The escalation policy: a skip needs evidence about the batch, a rollback about the state.
 
-``decide`` is pure: a state, the findings of one step and what every rank knows alike go in, the
-next state and at most one decision come out. Every decision says in words why, with its numbers.
+``decide`` is pure but for one question: a state, the findings of one step and what every rank knows
+alike go in; the next state and at most one decision come out. The question goes to the probe, and
+its answer is as equal on all ranks as everything else. Every decision says in words why, with its
+numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from msgspec.structs import replace
 
+from trainvitals.detect.outliers import Limits, LossKind
 from trainvitals.policy.commands import answer
-from trainvitals.policy.rungs import Case, Verdict, accept, go_back, halt, skip
+from trainvitals.policy.evidence import NO_READING, Ask, Reading
+from trainvitals.policy.rollback import for_certain, for_finite, is_near_jump
+from trainvitals.policy.rungs import Case, Course, Verdict, accept, halt, skip, without_entry
 from trainvitals.policy.state import (
-    Cause,
     CheckpointRef,
-    Facts,
     LadderConfig,
     LadderState,
-    Mark,
+    LrJump,
     Mode,
     Proposal,
-    SkippedWindow,
 )
-from trainvitals.policy.targets import choose_checkpoint
-from trainvitals.records import Finding, StepRecord
+from trainvitals.policy.withholding import (
+    is_new_level,
+    is_outlier,
+    note_outlier,
+    recurring_level,
+    with_outlier,
+    withholding,
+)
+from trainvitals.records import Finding, StateRead, StepRecord
 
-MAX_SKIPPED_WINDOWS = 100
-SAME_LEVEL_RULE = "same_level_again"
-"""Rule of an acceptance that the detectors have to be told of: their reference starts anew."""
-_OF_MANY_STEPS = ("divergence", "plateau", "grad_explosion")
-"""Findings about a stretch of steps: none of them says that its last step was bad."""
+_LEVEL_STEPS = 8
+_LEVEL_NOISE = 1.5
+_LEVEL_LEAST = 0.05
+_JUMPS_AFTER = 20
+"""Steps of a run before which a rate that rises is its warm-up."""
 
 
 def decide(
@@ -44,117 +55,134 @@ def decide(
     mode: Mode = "guard",
     config: LadderConfig | None = None,
     now_attempt_id: int = 0,
+    loss_kind: LossKind = "minimize",
+    probe: Callable[[Ask], Reading] | None = None,
+    evaluation: float | None = None,
+    usual: Limits | None = None,
+    course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0),
 ) -> Verdict:
-    """Return the next state and what to do about the findings of one step.
+    """Return the next state and what to do about one step.
 
-    At most one decision a step: the highest rung reached; its reason names a skip it includes.
-    ``now_attempt_id`` is the id the new branch gets if this call rolls back. After a halt, and
-    until a decided rollback was reported done, nothing is decided.
+    At most one decision a step. ``now_attempt_id`` is the id the new branch gets if this call rolls
+    back. After a halt, and until a decided rollback was reported done, nothing is decided.
+
+    Args:
+        state: what the last call returned.
+        findings: what the detectors say about the step.
+        record: the step.
+        decided_at_step: the step in whose call this happens.
+        checkpoints: what a rollback may go to, equal on all ranks.
+        command: a person's or the collector's proposal.
+        mode: how far it may go.
+        config: its settings.
+        now_attempt_id: id of the branch that a rollback would open.
+        loss_kind: what the loss is good for.
+        probe: asks the state; None where nothing can be asked.
+        evaluation: an evaluation's loss over the one before, both with the floor; None: there was
+            none with this step.
+        usual: the limits without a recurring level in them.
+        course: where the loss has been.
     """
     if state.rolling_back or (state.facts.halted and mode != "observe"):
         return Verdict(state)
     case = Case(
-        record, decided_at_step, checkpoints, mode, config or LadderConfig(), now_attempt_id
-    )
-    state = _remember(state, findings, case)
-    verdict = _judge_step(state, findings, case)
+        record, decided_at_step, checkpoints, mode, config or LadderConfig(), now_attempt_id,
+        loss_kind, probe, course,
+    )  # fmt: skip
+    before = state
+    state = _tick(state, case)
+    verdict = _judge_step(state, findings, case, usual or Limits())
+    if record.learning_rate is not None:
+        verdict = _look_at_rate(verdict, before, case)
+    if evaluation is not None:
+        verdict = _look_at_evaluation(verdict, evaluation, case)
     if command is None or command.number <= state.facts.last_command:
         return verdict
     return answer(verdict, state, command, case)
 
 
-# ------------------------------------------------------------------------------------ memory
-
-
-def _remember(state: LadderState, findings: Sequence[Finding], case: Case) -> LadderState:
-    """Take the step into the ladder's memory."""
-    record, config = case.record, case.config
-    bad = primary_finding(findings)
-    horizon = record.step - config.storm_window
-    marks = tuple(mark for mark in state.marks if mark.step > horizon)
-    first = record.step if state.first_step < 0 else state.first_step
-    if any(finding.kind == "divergence" for finding in findings):
-        # No bad step, and yet nothing that was saved since is proven healthy by it.
-        state = replace(state, last_unhealthy_step=record.step)
-    unhealthy = bad is not None or (record.skipped and not record.overflow)
-    if not unhealthy:
-        state = replace(state, marks=marks, first_step=first, skips_in_a_row=0)
-        return _recover_observed(state, case)
-    if bad is not None:
-        marks += (Mark(record.step, _onset_of(bad), bad.cause, bad.value),)
-    skips = state.skips_in_a_row + 1
+def _tick(state: LadderState, case: Case) -> LadderState:
+    """Let time go on, and a hold of the learning rate end with its cause."""
+    record, facts = case.record, state.facts
+    facts = replace(facts, clock=facts.clock + 1)
+    rate = record.learning_rate
+    if facts.lr_cap and rate is not None and record.step >= facts.lr_cap_from:
+        asked = rate / record.lr_factor if record.lr_factor else rate
+        if asked < case.config.lr_jump * facts.lr_cap:
+            facts = replace(facts, lr_cap=0.0)
     return replace(
         state,
-        marks=marks,
-        first_step=first,
-        skips_in_a_row=skips,
-        last_unhealthy_step=record.step,
+        facts=facts,
+        first_step=record.step if state.first_step < 0 else state.first_step,
+        learning_rate=state.learning_rate if rate is None else rate,
     )
 
 
-def _recover_observed(state: LadderState, case: Case) -> LadderState:
-    """Let an observed halt end when the run, which nobody stopped, has recovered by itself."""
-    quiet = case.record.step - state.last_unhealthy_step
-    if not state.facts.halted or quiet < case.config.progress_steps:
-        return state
-    facts = replace(state.facts, halted="", cause=None, num_causes=0)
-    return replace(state, facts=facts)
-
-
-def _onset_of(finding: Finding) -> int:
-    return min(finding.step, finding.onset_step) if finding.onset_step >= 0 else finding.step
-
-
-def primary_finding(findings: Sequence[Finding]) -> Finding | None:
-    """Return the finding a step is bad for: non-finite parameters first, then as detected."""
-    acting = [f for f in findings if f.level == "act" and f.kind not in _OF_MANY_STEPS]
-    for finding in acting:
-        if finding.kind == "nonfinite_params":
-            return finding
-    return acting[0] if acting else None
-
-
-# -------------------------------------------------------------------------------------- rungs
-
-
-def _judge_step(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
-    config = case.config
-    bad = primary_finding(findings)
-    shift = next((finding for finding in findings if finding.kind == "level_shift"), None)
+def _judge_step(
+    state: LadderState, findings: Sequence[Finding], case: Case, usual: Limits
+) -> Verdict:
+    record = case.record
     if state.facts.halted:
-        return Verdict(state)  # observed: it would have stopped
-    if bad is not None and bad.kind == "nonfinite_params":
-        return _nonfinite_params(state, bad, case)
-    if shift is not None:
-        return accept(state, shift, shift.reason, "stable_level", case)
-    if state.skips_in_a_row >= config.max_skips_in_a_row:
-        reason = (
-            f"{state.skips_in_a_row} steps in a row were bad, up to step {case.record.step}: going "
-            "on trains nothing"
-        )
-        return halt(state, reason, "stuck", bad, case)
-    diverged = next((f for f in findings if f.kind == "divergence" and f.level == "act"), None)
-    if diverged is not None and case.heals and _can_go_back(state, diverged, case):
-        return _rollback(state, diverged, diverged.reason, "divergence", case)
-    if bad is None:
+        return Verdict(_recover_observed(state, findings, case))
+    bad = {finding.kind: finding for finding in reversed(findings) if finding.level == "act"}
+    if (params := bad.get("nonfinite_params")) is not None:
+        return _nonfinite_params(state, params, case)
+    if (nonfinite := bad.get("nonfinite")) is not None:
+        return _nonfinite(state, nonfinite, case)
+    spike = bad.get("spike")
+    if spike is not None and is_outlier(record):
+        return _outlier(state, spike, case)
+    if record.overflow or record.failed_ranks:
+        return _device_skip(state, findings, case)  # neither counts in a row nor ends it
+    if state.row or state.nonfinite:
+        state = replace(state, row=(), nonfinite=0, sound=False)
+    if record.skipped:
+        state = replace(state, last_unhealthy_step=record.step)
         return _device_skip(state, findings, case)
-    if case.heals and len(state.marks) >= config.storm_skips:
-        return _storm(state, bad, case)
-    return skip(state, bad, bad.reason, bad.detector, case)
+    if state.facts.recurring is not None and _is_above(record, usual):
+        state = replace(state, groups=with_outlier(state, record, case.config))
+    return _level(state, findings, case)
+
+
+def _is_above(record: StepRecord, limits: Limits) -> bool:
+    pairs = ((record.loss, limits.loss), (record.grad_norm, limits.grad_norm))
+    return any(x is not None and limit is not None and x > limit for x, limit in pairs)
+
+
+def _recover_observed(state: LadderState, findings: Sequence[Finding], case: Case) -> LadderState:
+    """Let an observed halt end when the run, which nobody stopped, has recovered by itself."""
+    record = case.record
+    if record.skipped or any(finding.level == "act" for finding in findings):
+        return replace(state, last_unhealthy_step=record.step)
+    quiet = record.step - state.last_unhealthy_step
+    if quiet < case.config.max_skips_in_a_row:
+        return state
+    facts = replace(state.facts, halted="", cause=None, causes=())
+    return replace(state, facts=facts, row=(), nonfinite=0)
 
 
 def _device_skip(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
     """Record a step that was skipped on the device for a reason that is no finding to act on."""
     if not case.record.skipped or case.record.overflow:
         return Verdict(state)
-    finding = next((f for f in findings if f.kind not in _OF_MANY_STEPS), None)
+    finding = next((f for f in findings if f.kind == "rank_failed"), None)
     reason = finding.reason if finding else "the device skipped the step; no detector says why"
     return skip(state, finding, reason, finding.detector if finding else "device", case)
 
 
+# --------------------------------------------------------------------------- certain evidence
+
+
 def _nonfinite_params(state: LadderState, bad: Finding, case: Case) -> Verdict:
+    record = case.record
+    onset = min(step for step in (record.step, _onset_of_stretch(state)) if step >= 0)
+    state = replace(state, last_flagged=record.step, last_unhealthy_step=record.step)
     if case.heals:
-        return _rollback(state, bad, bad.reason, "nonfinite_params", case)
+        # A bit flip, a broken kernel: no batch is to blame, so none is left out.
+        return for_certain(
+            state, case, rule="nonfinite_params", kind="nonfinite_params", onset=onset,
+            reason=bad.reason, finding=bad, plays_all=True,
+        )  # fmt: skip
     reason = (
         f"{bad.reason}: every further step is lost, and mode {case.mode!r} has no checkpoint to go "
         "back to"
@@ -162,128 +190,326 @@ def _nonfinite_params(state: LadderState, bad: Finding, case: Case) -> Verdict:
     return halt(state, reason, "nonfinite_params", bad, case)
 
 
-def _can_go_back(state: LadderState, diverged: Finding, case: Case) -> bool:
-    """Whether a rollback may treat a divergence: what may still recover is no reason to stop."""
-    if _is_cooling_down(state, case):
-        return False
-    onset = _onset_of(diverged)
-    cause = _cause_at(state.facts, onset)
-    if cause is not None and cause.tries >= case.config.max_tries:
-        return False
-    if cause is None and state.facts.num_causes >= case.config.max_causes:
-        return False
-    below = None if cause is None else cause.target_step
-    began = _beginning(cause, onset)
-    return choose_checkpoint(case.checkpoints, began, case.config.margin, below)[0] is not None
+def _onset_of_stretch(state: LadderState) -> int:
+    """Return where the present stretch of trouble began; -1 where there is none."""
+    if state.row:
+        return state.row[0].step
+    return state.nonfinite_onset if state.nonfinite else -1
 
 
-def _is_cooling_down(state: LadderState, case: Case) -> bool:
-    since = case.record.step - state.first_step
-    return state.facts.num_rollbacks > 0 and since < case.config.cooldown_steps
-
-
-def _storm(state: LadderState, bad: Finding, case: Case) -> Verdict:
-    config, facts, record = case.config, state.facts, case.record
-    num = len(state.marks)
-    if _is_cooling_down(state, case):
-        reason = f"{bad.reason}; the last rollback is less than {config.cooldown_steps} steps ago"
-        return skip(state, bad, reason, bad.detector, case)
-    onset = min(mark.onset for mark in state.marks)
-    reason = (
-        f"{num} bad steps from {onset} to {record.step} (a storm is {config.storm_skips} within "
+def _nonfinite(state: LadderState, bad: Finding, case: Case) -> Verdict:
+    record, config = case.record, case.config
+    num = state.nonfinite + 1
+    onset = record.step if num == 1 else state.nonfinite_onset
+    state = replace(
+        state,
+        nonfinite=num,
+        nonfinite_onset=onset,
+        sound=state.sound and num > 1,
+        last_flagged=record.step,
+        last_unhealthy_step=record.step,
     )
-    reason += f"{config.storm_window}), the last because {bad.reason}"
-    cause, level = _cause_at(facts, onset), loss_level(state.marks)
-    if cause is not None and _same_level(cause.level, level, config.same_level_ratio):
-        reason = (
-            f"after the rollback, other data shows the same level again: loss {level:.4g}, before "
-            f"{cause.level:.4g}; a shift of the data, not a fault"
+    began = state.row[0].step if state.row else onset
+    readings: tuple[StateRead, ...] = ()
+    if num == config.ask_after:
+        read = _ask(state, "nonfinite", began, case)
+        readings = () if read is None else (read,)
+        state = replace(state, sound=read is not None and read.verdict == "sound")
+        if read is not None and read.verdict == "state":
+            verdict = _nonfinite_by_state(state, read, bad, began, case)
+            return verdict._replace(readings=readings)
+    return _nonfinite_row(state, bad, began, case)._replace(readings=readings)
+
+
+def _nonfinite_by_state(
+    state: LadderState, read: StateRead, bad: Finding, onset: int, case: Case
+) -> Verdict:
+    finding = _state_damaged(read, case, bad.rank)
+    if case.heals:
+        return for_certain(
+            state, case, rule="state_damaged", kind="nonfinite", onset=onset,
+            reason=f"{bad.reason}; {finding.reason}", finding=bad,
+        )  # fmt: skip
+    return skip(state, bad, bad.reason, bad.detector, case)._replace(findings=(finding,))
+
+
+def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> Verdict:
+    """Skip a non-finite step; where they do not end, go back, or halt where nothing else helps."""
+    config, num = case.config, state.nonfinite
+    findings: tuple[Finding, ...] = ()
+    if state.sound and num == config.nonfinite_in_a_row:
+        text = (
+            f"{num} steps in a row were not finite (since step {state.nonfinite_onset}), but the "
+            "model reads earlier batches as well as before: it is the data; each is skipped"
         )
-        return accept(state, bad, reason, SAME_LEVEL_RULE, case)
-    return _rollback(state, bad, reason, "skip_storm", case)
+        findings = (replace(bad, kind="nonfinite_streak", level="tell", reason=text),)
+    elif not state.sound and case.heals and num >= config.nonfinite_in_a_row:
+        reason = f"{num} steps in a row were not finite, the last because {bad.reason}"
+        return for_certain(
+            state, case, rule="nonfinite_streak", kind="nonfinite", onset=onset, reason=reason,
+            finding=bad,
+        )  # fmt: skip
+    elif not state.sound and num >= config.max_skips_in_a_row:
+        reason = (
+            f"{num} steps in a row were not finite, up to step {case.record.step}: continuing "
+            "trains nothing"
+        )
+        return halt(state, reason, "stuck", bad, case)
+    reason = bad.reason if num == 1 else f"{bad.reason} ({num} non-finite steps in a row)"
+    return skip(state, bad, reason, bad.detector, case)._replace(findings=findings)
 
 
-def _cause_at(facts: Facts, onset: int) -> Cause | None:
-    """Return the cause under treatment if trouble that began at ``onset`` is the same one."""
-    return facts.cause if facts.cause is not None and onset < facts.cause.until_step else None
+# ----------------------------------------------------------------------------- finite outliers
 
 
-def _beginning(cause: Cause | None, onset: int) -> int:
-    """Return where the trouble began that is treated: after a rollback, where it first did.
+def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
+    record, config = case.record, case.config
+    left = withholding(state, config, is_warming_up=False).left
+    state = note_outlier(replace(state, nonfinite=0, sound=False), record, config)
+    if not record.clips and state.facts.recurring is None:
+        level = recurring_level(state, config)
+        if level is not None:
+            return _recurring(state, spike, case)
+    if is_new_level(state, config, clips=record.clips):
+        return _new_level(state, spike, case)
+    readings: tuple[StateRead, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    if len(state.row) == config.ask_after:
+        onset = state.row[0].step
+        read = _ask(state, "row", onset, case)
+        readings = () if read is None else (read,)
+        if read is not None and read.verdict == "state" and not _was_trained_on(state, record):
+            blamed = for_finite(
+                state, case, rule="state_damaged", onset=onset, finding=_state_damaged(read, case),
+                reason=f"{spike.reason}; {_in_words(read)}",
+            )  # fmt: skip
+            if blamed.decision is not None:
+                return blamed._replace(readings=readings)
+            state, findings = blamed.state, blamed.findings
+    if not left and not state.spent:
+        state = replace(state, spent=True)
+        text = (
+            f"{config.max_withheld} updates were withheld within {config.withheld_window} steps, "
+            "which is the limit: outliers pass until fewer were"
+        )
+        spent = replace(spike, kind="withholding_spent", level="tell", reason=text)
+        findings = (*findings, spent)
+    if not record.withheld:
+        return Verdict(state, findings=findings, readings=readings)
+    state = replace(state, spent=False) if left > 1 and state.spent else state
+    num = len(state.row)
+    reason = spike.reason if num == 1 else f"{spike.reason} ({num} outliers in a row)"
+    return skip(state, spike, reason, "outlier", case)._replace(
+        findings=findings, readings=readings
+    )
 
-    That it is there again right after a checkpoint does not make that checkpoint part of it.
+
+def _was_trained_on(state: LadderState, record: StepRecord) -> bool:
+    """Return whether an outlier of the row was applied, but for the first, left to the clip.
+
+    What reads worse after updates on the new data is forgetting, and no evidence.
     """
-    return onset if cause is None else max(onset, cause.onset_step)
+    applied = [not outlier.withheld for outlier in state.row]
+    return any(applied[1:]) or (applied[0] and not record.clips)
 
 
-def loss_level(marks: Sequence[Mark]) -> float:
-    """Return the median loss of a storm that consists of finite loss outliers; else 0."""
-    values = sorted(
-        mark.value for mark in marks if mark.cause == "loss_outlier" and mark.value is not None
+def _new_level(state: LadderState, spike: Finding, case: Case) -> Verdict:
+    row = state.row
+    losses = sorted(o.loss for o in row if o.loss is not None)
+    around = f", loss around {losses[len(losses) // 2]:.4g}" if losses else ""
+    reason = (
+        f"{len(row)} outliers in a row since step {row[0].step}{around}: they are the new level, "
+        "and nothing up to it is withheld again"
     )
-    return values[len(values) // 2] if values and len(values) == len(marks) else 0.0
+    verdict = accept(state, spike, reason, "level_accepted", case, outliers=row)
+    return verdict._replace(accepted=row)
 
 
-def _same_level(before: float, now: float, ratio: float) -> bool:
-    return min(before, now) > 0.0 and max(before, now) <= ratio * min(before, now)
-
-
-# ----------------------------------------------------------------------------------- rollback
-
-
-def _rollback(state: LadderState, bad: Finding, reason: str, rule: str, case: Case) -> Verdict:
-    """Go back for a root cause: the first time, once more and further, or not any more."""
-    config, facts = case.config, state.facts
-    onset = min([mark.onset for mark in state.marks] + [_onset_of(bad)])
-    cause = _cause_at(facts, onset)
-    if cause is not None and cause.tries >= config.max_tries:
-        reason = f"{reason}; {cause.tries} rollbacks did not cure this cause, which is the limit"
-        return halt(state, reason, "budget", bad, case)
-    if cause is None and facts.num_causes >= config.max_causes:
-        reason = f"{reason}; {facts.num_causes} causes were treated by rollback, which is the limit"
-        return halt(state, reason, "budget", bad, case)
-    below = cause.target_step if cause is not None else None
-    began = _beginning(cause, onset)
-    target, note = choose_checkpoint(case.checkpoints, began, config.margin, below)
-    if target is None:
-        return halt(state, f"{reason}; {note}", "no_checkpoint", bad, case)
-    until = case.decided_at_step + config.progress_steps
-    treated = Cause(
-        kind=bad.cause or bad.kind,
-        onset_step=began,
-        until_step=until if cause is None else max(until, cause.until_step),
-        tries=1 if cause is None else cause.tries + 1,
-        target_step=target.step,
-        level=loss_level(state.marks),
-    )
-    num_batches = min(config.skip_batches << min(treated.tries - 1, 20), config.max_skip_batches)
-    window = SkippedWindow(onset, num_batches)
-    facts = _spend(facts, treated, window, case, new_cause=cause is None)
-    reason = f"{reason}; {note}"
-    if num_batches:
-        reason += f", and on past {num_batches} batches from step {onset}"
-    if treated.tries > 1:
-        reason += f", learning rate x {facts.lr_factor:.4g}"
-    return go_back(
-        state, case, bad, target, facts=facts, reason=reason, rule=rule, skip_batches=num_batches
-    )
-
-
-def _spend(
-    facts: Facts, cause: Cause, window: SkippedWindow, case: Case, *, new_cause: bool
-) -> Facts:
+def _recurring(state: LadderState, spike: Finding, case: Case) -> Verdict:
     config = case.config
-    windows = facts.skipped_windows
-    if window.num_batches:
-        windows = (*windows, window)[-MAX_SKIPPED_WINDOWS:]
-    facts = replace(
-        facts, num_causes=facts.num_causes + new_cause, cause=cause, skipped_windows=windows
+    level = recurring_level(state, config)
+    num = sum(group.num for group in state.groups)
+    share = num / max(1, min(state.facts.clock, config.withheld_window))
+    reason = (
+        f"{len(state.groups)} short groups of outliers within {config.withheld_window} steps "
+        f"({100 * share:.2g} % of them): a kind of batch that comes again; up to twice its values "
+        "it passes from now on"
     )
-    if cause.tries < 2:
-        return facts
-    return replace(
-        facts,
-        lr_factor=config.lr_cut ** (cause.tries - 1),
-        lr_hold_until=cause.until_step,
-        lr_full_from=cause.until_step + config.lr_rewarm_steps,
+    state = replace(state, facts=replace(state.facts, recurring=level), row=())
+    return accept(state, spike, reason, "recurring_level", case, outliers=())
+
+
+# ---------------------------------------------------------------------- what is asked and told
+
+
+def _ask(
+    state: LadderState, trigger: Literal["row", "nonfinite", "level", "lr_jump"], onset: int,
+    case: Case,
+) -> StateRead | None:  # fmt: skip
+    """Ask the probe; return its answer, None where there is no probe."""
+    if case.probe is None:
+        return None
+    config = case.config
+    floor = config.state_floor * case.course().first
+    reading = case.probe(Ask(trigger=trigger, step=case.record.step, onset_step=onset, floor=floor))
+    ratio = reading.ratio(floor)
+    is_strict = not case.record.clips and not is_near_jump(state, onset, case)
+    enough = config.state_ratio_unclipped if is_strict else config.state_ratio
+    verdict: Literal["state", "sound", "abstained"] = "abstained"
+    if ratio is not None:
+        verdict = "state" if ratio > enough else "sound"
+    return StateRead(
+        trigger=trigger,
+        onset_step=onset,
+        num_batches=reading.num_batches,
+        ratio=ratio,
+        then=_finite(reading.then),
+        now=reading.now if reading is not NO_READING else None,
+        verdict=verdict,
+        detail=reading.detail,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _in_words(read: StateRead) -> str:
+    """Return what the probe read, in words."""
+    if read.ratio is None:
+        return "the probe could not say"
+    return (
+        f"{read.num_batches} earlier batches read {read.ratio:.3g}x their loss then: the state is "
+        "damaged"
+    )
+
+
+def _state_damaged(read: StateRead, case: Case, rank: int = -1) -> Finding:
+    return Finding(
+        kind="state_damaged",
+        level="act",
+        step=case.record.step,
+        detector="probe",
+        reason=_in_words(read),
+        rank=rank,
+        value=read.ratio,
+        limit=case.config.state_ratio,
+        onset_step=read.onset_step,
+        cause="state_damaged",
+    )
+
+
+def _level(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdict:
+    """Ask about a level that rose: the answer acts beside a jump of the rate, else it is told."""
+    if case.loss_kind != "minimize":
+        return Verdict(state)
+    diverged = next((f for f in findings if f.kind == "divergence"), None)
+    jump, onset = state.lr_jump, -1
+    if jump is not None:
+        since = case.record.step - jump.step
+        if since > case.config.lr_jump_steps + _LEVEL_STEPS:
+            return Verdict(replace(state, lr_jump=None, losses=()))
+        loss = case.record.loss
+        was_asked = state.losses[:1] == (math.inf,)
+        if loss is not None and math.isfinite(loss) and not was_asked:
+            state = replace(state, losses=(*state.losses, loss)[-_LEVEL_STEPS:])
+        if _has_risen(state.losses, jump, case.config):
+            onset = case.record.step - _LEVEL_STEPS
+            state = replace(state, losses=(math.inf,))  # asked once a jump
+    if onset < 0 and diverged is not None:
+        onset = diverged.onset_step if diverged.onset_step >= 0 else diverged.step
+    if onset < 0:
+        return Verdict(state)
+    read = _ask(state, "level", onset, case)
+    if read is None:
+        return Verdict(state)
+    if read.verdict != "state" or not is_near_jump(state, onset, case):
+        return Verdict(state, readings=(read,))
+    state = replace(state, last_flagged=max(state.last_flagged, case.record.step))
+    verdict = for_finite(
+        state, case, rule="state_damaged", onset=onset, finding=_state_damaged(read, case),
+        reason=f"the loss rose after a jump of the learning rate; {_in_words(read)}",
+    )  # fmt: skip
+    return verdict._replace(readings=(read,))
+
+
+def _has_risen(losses: tuple[float, ...], jump: LrJump, config: LadderConfig) -> bool:
+    """Return whether the newest losses have given back a good part of the run's gain."""
+    if len(losses) < _LEVEL_STEPS or math.isinf(losses[0]):
+        return False
+    rise = sorted(losses)[_LEVEL_STEPS // 2] - jump.level
+    gain = max(jump.first - jump.level, 0.0)
+    least = (config.level_rise * gain, _LEVEL_NOISE * jump.noise, _LEVEL_LEAST * jump.first)
+    return rise > max(least)
+
+
+def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
+    """Tell of a learning rate that jumps without having been announced, and ask about it."""
+    record, config, state = case.record, case.config, verdict.state
+    rate, last = record.learning_rate, before.learning_rate
+    is_jump = rate is not None and last > 0.0 and rate >= config.lr_jump * last
+    if not is_jump or rate is None or state.facts.clock <= _JUMPS_AFTER or state.rolling_back:
+        return verdict
+    if record.step <= state.announced_until:
+        return verdict
+    course = case.course()
+    jump = LrJump(record.step, last, rate, course.level, course.noise, course.first)
+    state = replace(state, lr_jump=jump, losses=())
+    finding = Finding(
+        kind="lr_jump",
+        level="tell",
+        step=record.step,
+        detector="learning_rate",
+        reason=f"the learning rate rose from {last:.4g} to {rate:.4g} in one step",
+        value=rate,
+        limit=config.lr_jump * last,
+        onset_step=record.step,
+        cause="lr_jump",
+    )
+    read = _ask(state, "lr_jump", record.step, case)
+    readings = verdict.readings if read is None else (*verdict.readings, read)
+    findings = (*verdict.findings, finding)
+    return verdict._replace(state=state, findings=findings, readings=readings)
+
+
+def _look_at_evaluation(verdict: Verdict, ratio: float, case: Case) -> Verdict:
+    """Take in an evaluation: evidence about the state where outliers came since the one before.
+
+    Without one the loss may have risen by other data or by forgetting, and after a level was
+    accepted it surely may.
+    """
+    state, record = verdict.state, case.record
+    since = state.evaluated_at
+    flagged = state.last_flagged > since >= 0 and state.accepted_at <= since
+    state = replace(state, evaluated_at=record.step)
+    verdict = verdict._replace(state=state)
+    is_bad = case.loss_kind == "minimize" and (
+        ratio > case.config.state_ratio or not math.isfinite(ratio)
+    )
+    read = StateRead(
+        trigger="evaluation",
+        onset_step=state.last_flagged if flagged else record.step,
+        num_batches=1,
+        ratio=ratio,
+        verdict="state" if is_bad and flagged else "abstained" if is_bad else "sound",
+        detail="" if flagged or not is_bad else "no outlier since the evaluation before",
+    )
+    verdict = verdict._replace(readings=(*verdict.readings, read))
+    busy = verdict.decision is not None and verdict.decision.action in ("rollback", "halt")
+    if read.verdict != "state" or busy:
+        return verdict
+    onset = min((o.step for o in state.recent if o.step > since), default=state.last_flagged)
+    reason = f"the evaluation's loss is {ratio:.3g}x the one before: the state is damaged"
+    finding = replace(_state_damaged(read, case), reason=reason, detector="evaluation")
+    blamed = for_finite(
+        without_entry(verdict), case, rule="evaluation", onset=onset, reason=reason, finding=finding
+    )
+    if blamed.decision is None:
+        facts = replace(blamed.state.facts, ledger_seq=state.facts.ledger_seq)
+        state = replace(blamed.state, facts=facts)
+        blamed = blamed._replace(state=state, decision=verdict.decision)
+    return blamed._replace(
+        findings=(*verdict.findings, *blamed.findings),
+        readings=verdict.readings,
+        accepted=verdict.accepted,
     )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from trainvitals.detect.outliers import Level, LossKind
+from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.state import (
     CheckpointRef,
     Facts,
     LadderConfig,
     LadderState,
     Mode,
+    Outlier,
     lr_factor_at,
 )
-from trainvitals.records import CommandAck, Decision, Finding, StepRecord
+from trainvitals.policy.withholding import MAX_ACCEPTED, level_of
+from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
 
 
 class Verdict(NamedTuple):
@@ -24,6 +28,20 @@ class Verdict(NamedTuple):
     state: LadderState
     decision: Decision | None = None
     ack: CommandAck | None = None
+    findings: tuple[Finding, ...] = ()
+    """What the policy itself has to say, beside the detectors."""
+    readings: tuple[StateRead, ...] = ()
+    """What the probe and an evaluation said."""
+    accepted: tuple[Outlier, ...] = ()
+    """Outliers whose values begin a new reference."""
+
+
+class Course(NamedTuple):
+    """Where the loss has been: the reference of the outlier rule."""
+
+    level: float
+    noise: float
+    first: float
 
 
 class Case(NamedTuple):
@@ -35,6 +53,9 @@ class Case(NamedTuple):
     mode: Mode
     config: LadderConfig
     now_attempt_id: int
+    loss_kind: LossKind = "minimize"
+    probe: Callable[[Ask], Reading] | None = None
+    course: Callable[[], Course] = lambda: Course(0.0, 0.0, 0.0)
 
     @property
     def heals(self) -> bool:
@@ -42,15 +63,20 @@ class Case(NamedTuple):
         return self.mode == "heal" or (self.mode == "observe" and bool(self.checkpoints))
 
 
+def without_entry(verdict: Verdict) -> LadderState:
+    """Return the verdict's state as if its decision had not been entered: one entry a step."""
+    state = verdict.state
+    if verdict.decision is None:
+        return state
+    return replace(state, facts=replace(state.facts, ledger_seq=state.facts.ledger_seq - 1))
+
+
 def skip(
     state: LadderState, finding: Finding | None, reason: str, rule: str, case: Case
 ) -> Verdict:
     """Enter a step that was not applied: the device had skipped it before the host knew."""
-    num = len(state.marks)
-    if num > 1:
-        reason = f"{reason} ({num} bad steps within {case.config.storm_window})"
     facts = replace(state.facts, num_skips=state.facts.num_skips + 1)
-    return _enter(
+    return enter(
         replace(state, facts=facts),
         case,
         finding,
@@ -61,13 +87,35 @@ def skip(
     )
 
 
-def accept(state: LadderState, finding: Finding, reason: str, rule: str, case: Case) -> Verdict:
-    """Take what looked like outliers as the new level, and stop counting them as trouble."""
-    state = replace(state, marks=(), skips_in_a_row=0)
-    return _enter(
+def accept(
+    state: LadderState,
+    finding: Finding | None,
+    reason: str,
+    rule: str,
+    case: Case,
+    *,
+    outliers: tuple[Outlier, ...],
+    command_number: int = 0,
+) -> Verdict:
+    """Take outliers as a level that is normal: nothing up to their values is withheld again."""
+    levels = _with_level(state.facts.accepted, level_of(outliers))
+    state = replace(
+        state,
+        facts=replace(state.facts, accepted=levels),
+        row=(),
+        spent=False,
+        accepted_at=case.record.step,
+    )
+    return enter(
         state, case, finding, action="accept_level", reason=reason, rule=rule,
-        acted=case.mode != "observe",
+        acted=case.mode != "observe", command_number=command_number,
     )  # fmt: skip
+
+
+def _with_level(levels: tuple[Level, ...], level: Level) -> tuple[Level, ...]:
+    """Return the levels with one more, without those it covers."""
+    kept = [k for k in levels if k.loss > level.loss or k.grad_norm > level.grad_norm]
+    return (*kept, level)[-MAX_ACCEPTED:]
 
 
 def go_back(
@@ -87,12 +135,12 @@ def go_back(
     after = replace(
         state,
         facts=replace(facts, num_rollbacks=facts.num_rollbacks + 1),
-        marks=(),
-        skips_in_a_row=0,
+        row=(),
+        nonfinite=0,
         rolling_back=acted,
         first_step=state.first_step if acted else case.record.step,
     )
-    return _enter(
+    return enter(
         after,
         case,
         finding,
@@ -120,7 +168,7 @@ def halt(
     command_number: int = 0,
 ) -> Verdict:
     """Give up, with the reason."""
-    return _enter(
+    return enter(
         replace(state, facts=replace(state.facts, halted=reason)),
         case,
         finding,
@@ -132,13 +180,18 @@ def halt(
     )
 
 
+def spent_causes(facts: Facts, config: LadderConfig) -> tuple[int, ...]:
+    """Return when causes were treated by rollback, of those within the window."""
+    return tuple(time for time in facts.causes if time > facts.clock - config.budget_window)
+
+
 def budget_left(facts: Facts, config: LadderConfig) -> int:
     """Return how many rollbacks are left before one more must halt: the nearer of both budgets."""
     tries = config.max_tries - (facts.cause.tries if facts.cause else 0)
-    return max(0, min(tries, config.max_causes - facts.num_causes))
+    return max(0, min(tries, config.max_causes - len(spent_causes(facts, config))))
 
 
-def _enter(
+def enter(
     state: LadderState, case: Case, finding: Finding | None, *, rule: str, **fields: Any
 ) -> Verdict:
     """Write the ledger entry: the decision with everything it rests on."""
@@ -165,7 +218,7 @@ def _enter(
 
 
 def _evidence(record: StepRecord, state: LadderState) -> dict[str, float]:
-    evidence = {"bad_steps": float(len(state.marks)), "in_a_row": float(state.skips_in_a_row)}
+    evidence = {"in_a_row": float(max(len(state.row), state.nonfinite))}
     for name in ("loss", "loss_limit", "grad_norm", "grad_norm_limit", "learning_rate"):
         value = getattr(record, name)
         if value is not None:

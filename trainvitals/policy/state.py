@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from trainvitals.detect.outliers import Level
 from trainvitals.errors import ConfigError
 from trainvitals.records import Command, CommandAction
 
@@ -27,63 +28,85 @@ NEWEST = -1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderConfig:
-    """When the ladder climbs, and how far it may."""
+    """When an update is withheld, when the run goes back, and how far each may go."""
 
-    storm_skips: int = 3
-    """Bad steps within ``storm_window`` that are a storm: skipping alone does not help."""
-    storm_window: int = 20
-    """Steps over which bad steps are counted."""
+    max_withheld: int = 32
+    """Finite outliers withheld in a row, after which their level is accepted; and in any
+    ``withheld_window`` steps, after which outliers pass."""
+    withheld_window: int = 1000
+    """Steps over which withheld updates and recurring outliers are counted."""
+    recurring_groups: int = 5
+    """Groups of outliers within ``withheld_window`` that are a recurring level, where the loop does
+    not clip: a kind of batch that comes again, and passes."""
+    group_steps: int = 10
+    """Steps without an outlier that end a group."""
+    group_size: int = 3
+    """Outliers that a group of a recurring level has at most; a longer one is treated as ever."""
+    ask_after: int = 3
+    """Finite outliers, or non-finite steps, in a row after which the probe is asked."""
+    state_ratio: float = 2.0
+    """Kept batches that read above this multiple of their earlier loss blame the state."""
+    state_ratio_unclipped: float = 5.0
+    """The same where the loop does not clip: healthy states read up to 4.3 there."""
+    state_floor: float = 0.02
+    """Part of the run's first losses that is added to both sides of that ratio."""
+    nonfinite_in_a_row: int = 32
+    """Non-finite steps with finite parameters, in a row, after which the run goes back, unless the
+    probe read the state sound."""
     margin: int = 20
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
     spike began earlier. The state before the first step is exempt: nothing is older."""
-    skip_batches: int = 50
-    """Batches that are passed over, from the onset on; doubled each time the storm recurs. So many
-    times what a step takes, where it accumulates several. 0 passes over none: they are fed again
-    where the loop replays."""
-    max_skip_batches: int = 1000
+    leave_out_margin: int = 3
+    """Batches left out before the onset and after the last flagged one; doubled each time the same
+    trouble recurs."""
+    max_leave_out_margin: int = 1000
     """Bound of that doubling."""
+    finite_cooldown: int = 1000
+    """Judged steps between two rollbacks on finite evidence."""
+    lr_jump: float = 3.0
+    """Factor by which the learning rate must rise in one step to be a jump."""
+    lr_jump_steps: int = 40
+    """Steps after a jump within which trouble of the state is taken to be its doing."""
+    level_rise: float = 0.25
+    """Part of the gain since the first losses that the level of 8 steps must have given back, right
+    after a jump of the learning rate, to ask the probe."""
     max_tries: int = 3
-    """Rollbacks for one root cause; the next storm of that cause halts."""
+    """Rollbacks for one cause; when it recurs once more, the run halts."""
     max_causes: int = 10
-    """Root causes treated by rollback in a run; the next one halts."""
-    cooldown_steps: int = 20
-    """Steps after a rollback before a storm may climb again; non-finite parameters do at once."""
-    progress_steps: int = 100
-    """Steps beyond the last trouble that prove a treatment: trouble before is the same root cause,
-    trouble later a new one."""
+    """Causes treated by rollback within ``budget_window`` steps; one more halts the run."""
+    budget_window: int = 10_000
+    """Judged steps after which a spent cause is given back."""
     lr_cut: float = 0.5
     """Factor on the learning rate from the second try on, once more for each further try."""
     lr_rewarm_steps: int = 200
     """Steps over which a lowered learning rate climbs back, once the trouble is passed."""
     max_skips_in_a_row: int = 100
-    """Skips without one applied update, after which skipping is no way on and the run halts."""
-    same_level_ratio: float = 1.25
-    """Losses of two storms within this ratio are the same level seen on other data: a shift."""
+    """Non-finite steps in a row after which a run that cannot go back halts."""
 
     def __post_init__(self) -> None:
         positive = (
-            "storm_skips", "storm_window", "max_skip_batches", "max_tries", "max_causes",
-            "progress_steps", "lr_rewarm_steps", "max_skips_in_a_row",
+            "max_withheld", "withheld_window", "recurring_groups", "group_steps", "group_size",
+            "ask_after", "nonfinite_in_a_row", "max_leave_out_margin", "max_tries", "max_causes",
+            "budget_window", "lr_rewarm_steps", "max_skips_in_a_row",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("margin", "cooldown_steps", "skip_batches"):
+        for name in ("margin", "leave_out_margin", "finite_cooldown", "lr_jump_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(
                     f"ladder.{name} is {getattr(self, name)}; it must not be negative"
                 )
-        if self.storm_skips > self.storm_window:
+        for name in ("state_ratio", "state_ratio_unclipped", "lr_jump"):
+            if not getattr(self, name) > 1.0:
+                raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be above 1")
+        if not (self.state_floor >= 0.0 and self.level_rise > 0.0):
             raise ConfigError(
-                f"ladder.storm_skips is {self.storm_skips}; it must be at most ladder.storm_window "
-                f"({self.storm_window})"
+                f"ladder.state_floor is {self.state_floor}, ladder.level_rise {self.level_rise}; "
+                "they must be at least 0 and above 0"
             )
         if not 0.0 < self.lr_cut <= 1.0:
             raise ConfigError(f"ladder.lr_cut is {self.lr_cut}; it must be above 0 and at most 1")
-        if self.same_level_ratio < 1.0:
-            raise ConfigError(
-                f"ladder.same_level_ratio is {self.same_level_ratio}; it must be at least 1"
-            )
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,24 +146,23 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The root cause under treatment."""
+    """The cause under treatment."""
 
     kind: str
     onset_step: int
     until_step: int
-    """Trouble before this step is the same cause; later it is a new one."""
+    """Trouble of the same kind before this step touches it, and is the same cause."""
     tries: int = 1
     """Rollbacks for it."""
     target_step: int = -1
     """Where the last rollback went to."""
-    level: float = 0.0
-    """Median loss of the storm's finite outliers; 0 where there were none."""
 
 
 class SkippedWindow(msgspec.Struct, frozen=True, array_like=True):
     """Data that training moved past."""
 
     onset_step: int
+    """First step whose batches are left out."""
     num_batches: int
 
 
@@ -149,13 +171,23 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: int = 0
     """Id of the present branch; 0 until the first record tells it."""
+    clock: int = 0
+    """Steps judged in all branches: what cooldowns and budgets are counted in."""
     ledger_seq: int = 0
     """Entries written to the ledger."""
     num_skips: int = 0
     num_rollbacks: int = 0
-    num_causes: int = 0
-    """Root causes treated by rollback, commands included."""
+    causes: tuple[int, ...] = ()
+    """When each cause was first treated by rollback, by the clock; those within the window."""
     cause: Cause | None = None
+    accepted: tuple[Level, ...] = ()
+    """Levels that were accepted, the newest 32: nothing up to one is withheld or blamed again."""
+    recurring: Level | None = None
+    """Largest values of the recurring level; None while there is none."""
+    blamed: tuple[int, ...] = ()
+    """Onsets that a rollback on finite evidence was spent on: none is repeated."""
+    cooldown_until: int = 0
+    """No rollback on finite evidence before this time of the clock."""
     last_command: int = 0
     """Number of the newest command that was answered."""
     skipped_windows: tuple[SkippedWindow, ...] = ()
@@ -165,27 +197,79 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Step up to which the learning rate is multiplied by ``lr_factor``."""
     lr_full_from: int = 0
     """Step from which it is whole again; between the two it climbs linearly."""
+    lr_cap: float = 0.0
+    """The rate before a jump, held while the schedule asks for ``lr_jump`` times it; 0: none."""
+    lr_cap_from: int = 0
+    """Step of that jump: before it, a lower rate does not end the hold."""
     halted: str = ""
     """Why the ladder gave up, or empty."""
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """A bad step the ladder remembers."""
+class Outlier(msgspec.Struct, frozen=True, array_like=True):
+    """A step whose loss or gradient norm was above its limit."""
 
     step: int
-    onset: int
-    """Where its trouble began, as the detector says; at or before ``step``."""
-    cause: str
-    value: float | None
+    loss: float | None
+    grad_norm: float | None
+    withheld: bool
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """Outliers close to each other."""
+
+    first: int
+    """Times of the clock."""
+    last: int
+    num: int
+    loss: float
+    """Largest values; 0 where there were none."""
+    grad_norm: float
+
+
+class LrJump(msgspec.Struct, frozen=True, array_like=True):
+    """The newest jump of the learning rate that nobody announced."""
+
+    step: int
+    before: float
+    after: float
+    level: float
+    """Median of the clean losses before it, their robust deviation, and the run's first losses."""
+    noise: float
+    first: float
 
 
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ``decide`` carries from one step to the next."""
 
     facts: Facts = Facts()
-    marks: tuple[Mark, ...] = ()
-    """Bad steps within the storm window, oldest first."""
-    skips_in_a_row: int = 0
+    row: tuple[Outlier, ...] = ()
+    """Finite outliers in a row, the first included; a non-finite step between is not counted."""
+    nonfinite: int = 0
+    """Non-finite steps in a row."""
+    nonfinite_onset: int = -1
+    sound: bool = False
+    """Whether the probe read the state sound in this stretch of non-finite steps."""
+    groups: tuple[Group, ...] = ()
+    """Groups of outliers within the window, oldest first."""
+    withheld: tuple[int, ...] = ()
+    """Times of the updates that were withheld within the window."""
+    spent: bool = False
+    """Whether it was told that outliers pass because the bound is reached."""
+    recent: tuple[Outlier, ...] = ()
+    """The newest outliers, for an operator's word on one of them."""
+    last_flagged: int = -1
+    """The newest step that was an outlier or not finite."""
+    losses: tuple[float, ...] = ()
+    """The newest finite losses since the last jump of the learning rate."""
+    learning_rate: float = 0.0
+    """As it was applied in the step before; 0 before the first."""
+    lr_jump: LrJump | None = None
+    announced_until: int = -1
+    """Steps before this one were announced to change: nothing in them is a jump."""
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
+    accepted_at: int = -1
+    """Step at which a level was last accepted."""
     first_step: int = -1
     """First step of this branch that was judged."""
     last_unhealthy_step: int = -1
@@ -193,8 +277,22 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """A rollback was decided and not yet reported done: records are of the old branch."""
 
 
-def lr_factor_at(facts: Facts, step: int) -> float:
-    """Return the factor on the learning rate at ``step``: held, climbing back, or 1."""
+def lr_factor_at(facts: Facts, step: int, rate: float | None = None, *, jump: float = 3.0) -> float:
+    """Return the factor on the learning rate at ``step``: held, climbing back, or 1.
+
+    Args:
+        facts: what the ladder has spent.
+        step: the step.
+        rate: what the schedule asks for; where it is above a hold, the factor brings it down.
+        jump: multiple of the held rate from which it is held.
+    """
+    factor = _cut_at(facts, step)
+    if facts.lr_cap and rate is not None and rate >= jump * facts.lr_cap:
+        factor *= facts.lr_cap / rate
+    return factor
+
+
+def _cut_at(facts: Facts, step: int) -> float:
     if step >= facts.lr_full_from:
         return 1.0
     if step < facts.lr_hold_until:

@@ -10,15 +10,16 @@ A line per column, separated by ``;`` or newlines: its name, then its values. ``
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from trainvitals.detect import Detector, Limits
+from msgspec.structs import replace
+
+from trainvitals.detect import Detector
 from trainvitals.policy import CheckpointRef, Judge, Judgement
-from trainvitals.policy.history import complete
+from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.withholding import DeviceRule
 from trainvitals.records import Decision, StepRecord
-
-T = TypeVar("T")
 
 _FLOATS = ("loss", "loss_max", "grad_norm", "learning_rate", "loss_limit", "grad_norm_limit")
 _COUNTS = ("nonfinite_params", "loss_max_rank")
@@ -72,27 +73,21 @@ def _typed(name: str, value: float | None) -> object:
     return (int(value),) if name in _RANKS else value
 
 
-def replay(
-    subject: Detector | Judge, text: str | Sequence[StepRecord], *, lag: int = 1, acts: bool = True
-) -> dict[int, list[str]]:
+def replay(subject: Detector | Judge, text: str | Sequence[StepRecord]) -> dict[int, list[str]]:
     """Return the kinds of findings by step, as the subject finds them in a run of that course.
 
-    The device's part is played as in training: a record is judged ``lag`` steps later, the limits
-    computed by then are in force in the step after, and a step that is non-finite or above a limit
-    is marked skipped (unless not ``acts``: then nothing is).
+    A judge is fed as ``judgements`` feeds it, a detector with the records as they are.
     """
     records = series(text) if isinstance(text, str) else text
     if isinstance(subject, Judge):
-        said = judgements(subject, records, lag=lag)
-        pairs = [(record, judgement.findings) for record, judgement in said]
+        pairs = [(record, judged.findings) for record, judged in judgements(subject, records)]
     else:
-        limits = _limits_of(subject)
-        pairs = list(_run(records, limits, subject.update, lag=lag, acts=acts))
-    found: dict[int, list[str]] = {}
+        pairs = [(record, subject.update(record)) for record in records]
+    kinds: dict[int, list[str]] = {}
     for record, findings in pairs:
         if findings:
-            found.setdefault(record.step, []).extend(finding.kind for finding in findings)
-    return found
+            kinds.setdefault(record.step, []).extend(finding.kind for finding in findings)
+    return kinds
 
 
 def judgements(
@@ -102,49 +97,42 @@ def judgements(
     checkpoints: Sequence[CheckpointRef] = (),
     lag: int = 1,
     now_attempt_id: int = 0,
+    clips: bool = True,
+    probe: Callable[[Ask], Reading] | None = None,
 ) -> list[tuple[StepRecord, Judgement]]:
-    """Return each record as the device completed it, and what the judge said about it."""
-    records = series(text) if isinstance(text, str) else text
+    """Return each record as the device completed it, and what the judge said about it.
 
-    def update(record: StepRecord) -> Judgement:
-        return judge.judge(
-            record,
-            decided_at_step=record.step + lag,
+    The device's part is played as in training: a record is judged ``lag`` steps later, or at once
+    while the judge is suspicious; the limits computed by then are in force in the step after.
+    """
+    records = series(text) if isinstance(text, str) else text
+    acts, device = judge.mode != "observe", DeviceRule()
+    waiting: deque[StepRecord] = deque()
+    pairs: list[tuple[StepRecord, Judgement]] = []
+
+    def take() -> None:
+        due = waiting.popleft()
+        judgement = judge.judge(
+            due,
+            decided_at_step=due.step + lag,
             checkpoints=checkpoints,
             now_attempt_id=now_attempt_id,
+            probe=probe,
         )
+        pairs.append((due, judgement))
 
-    return list(_run(records, judge.limits, update, lag=lag, acts=judge.mode != "observe"))
+    for given in records:
+        record = replace(given, clips=clips)
+        record, device = device.judge(record, judge.limits(), judge.withholding(), acts=acts)
+        waiting.append(record)
+        while len(waiting) > lag or (waiting and judge.is_suspicious):
+            take()
+    while waiting:
+        take()
+    return pairs
 
 
 def decisions(judge: Judge, text: str | Sequence[StepRecord], **options: Any) -> list[Decision]:
     """Return the ledger the judge writes over a run of that course; options of ``judgements``."""
-    said = judgements(judge, text, **options)
-    return [judgement.decision for _, judgement in said if judgement.decision is not None]
-
-
-def _limits_of(detector: Detector) -> Callable[[], Limits]:
-    limit = getattr(detector, "limit", None)
-    if limit is None:
-        return Limits
-    metric = getattr(detector, "metric", "loss")
-    return lambda: Limits(**{metric: limit()})
-
-
-def _run(
-    records: Sequence[StepRecord],
-    limits: Callable[[], Limits],
-    update: Callable[[StepRecord], T],
-    *,
-    lag: int,
-    acts: bool,
-) -> Iterator[tuple[StepRecord, T]]:
-    """Play device and host: complete each record when it is due, judge it ``lag`` records later."""
-    waiting: deque[StepRecord] = deque()
-    for record in records:
-        waiting.append(complete(record, limits(), acts=acts))
-        if len(waiting) > lag:
-            due = waiting.popleft()
-            yield due, update(due)
-    for due in waiting:
-        yield due, update(due)
+    pairs = judgements(judge, text, **options)
+    return [judgement.decision for _, judgement in pairs if judgement.decision is not None]

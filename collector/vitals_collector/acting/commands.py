@@ -20,17 +20,19 @@ from trainvitals.io.mailbox import sign_command
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
 from trainvitals.views import CommandRequest, CommandView
-from vitals_collector.storage.schema import audit, checkpoints, commands, runs
+from vitals_collector.storage.schema import audit, checkpoints, commands, runs, sources
 from vitals_collector.storage.store import UNKNOWN, Store, unknown_run
 
 CONFLICT = "V102"
 """Error code: it is there, and in a state that does not allow this."""
 
-OFFERED = ("halt", "rollback")
+OFFERED = ("halt", "rollback", "accept")
 MAX_PENDING = 16
 MAX_TTL_SECONDS = 3_600.0
 MAX_REASON = 500
 MAX_LISTED = 1_000
+MAX_STEP = 2**53
+"""A command's argument travels as a float64."""
 
 _LOG = logging.getLogger("vitals.collector.commands")
 _decode = msgspec.msgpack.Decoder(Command).decode
@@ -48,14 +50,15 @@ def issue(
     """Store a command for the run, durably, and leave it in the run's folder where one is watched.
 
     Raises:
-        UsageError: unknown run or checkpoint, an action not offered, a value out of bounds, or too
-            many commands that still wait.
+        UsageError: unknown run, checkpoint or step, an action not offered, a value out of bounds,
+            or too many commands that still wait.
     """
     check_request(request)
     check_run_id(run_id)
     with store.write() as connection:
         _check_run(connection, run_id, now_unix_ns)
         check_checkpoint(request.checkpoint_id, _checkpoints(connection, run_id))
+        check_step(request, _last_step(connection, run_id))
         number = _next_number(connection, run_id, now_unix_ns)
         command = make_command(
             run_id, request, number=number, issued_by=issued_by, now_unix_ns=now_unix_ns
@@ -85,6 +88,7 @@ def make_command(
         issued_unix_ns=now_unix_ns,
         expires_unix_ns=now_unix_ns + int(request.ttl_seconds * 1e9),
         checkpoint_id=request.checkpoint_id,
+        argument=request.argument or 0.0,
     )
 
 
@@ -97,7 +101,7 @@ def check_request(request: CommandRequest) -> None:
     if request.action not in OFFERED:
         raise UsageError(
             f"action is {request.action!r}; this version does not yet offer it",
-            hint=f"offered are {' and '.join(OFFERED)}",
+            hint=f"offered are {', '.join(OFFERED[:-1])} and {OFFERED[-1]}",
         )
     if not 0 < len(request.reason.strip()) <= MAX_REASON or not request.reason.isprintable():
         raise UsageError(
@@ -109,10 +113,36 @@ def check_request(request: CommandRequest) -> None:
             f"ttl_seconds is {request.ttl_seconds}; it must be above 0 and at most "
             f"{MAX_TTL_SECONDS:g}"
         )
-    if request.argument != 0.0:
-        raise UsageError(f"argument is {request.argument}; {request.action} takes none")
+    if request.action == "accept":
+        _check_argument(request.argument)
+    elif request.argument not in (None, 0.0):
+        raise UsageError(f"argument is {request.argument:g}; {request.action} takes none")
     if request.checkpoint_id and request.action != "rollback":
         raise UsageError(f"checkpoint_id was given; {request.action} takes none")
+
+
+def _check_argument(argument: float | None) -> None:
+    hint = "say which step was healthy: vitals command RUN accept STEP"
+    if argument is None:
+        raise UsageError("accept needs a step", hint=hint)
+    if not (0 <= argument <= MAX_STEP and argument == math.floor(argument)):
+        raise UsageError(f"accept is given step {argument:g}; it must be a whole number", hint=hint)
+
+
+def check_step(request: CommandRequest, last_step: int) -> None:
+    """Refuse to accept a step that nobody has seen yet. Pure.
+
+    Raises:
+        UsageError: it names the newest step.
+    """
+    if request.action != "accept" or request.argument is None or request.argument <= last_step:
+        return
+    newest = f"its newest is step {last_step}" if last_step >= 0 else "it has no step so far"
+    raise UsageError(
+        f"step {request.argument:.0f} of the run is not there; {newest}",
+        hint="`vitals show RUN` lists what Vitals did, and at which step",
+        code=UNKNOWN,
+    )
 
 
 def listed(
@@ -206,6 +236,12 @@ def _checkpoints(connection: Connection, run_id: str) -> list[tuple[str, str]]:
         checkpoints.c.run_id == run_id
     )
     return [(name, state) for name, state in connection.execute(query)]
+
+
+def _last_step(connection: Connection, run_id: str) -> int:
+    query = select(func.max(sources.c.last_step)).where(sources.c.run_id == run_id)
+    newest = connection.execute(query).scalar()
+    return -1 if newest is None else int(newest)
 
 
 def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -> None:
@@ -309,6 +345,7 @@ def _audit(
 __all__ = [
     "check_checkpoint",
     "check_request",
+    "check_step",
     "counts",
     "expire",
     "issue",

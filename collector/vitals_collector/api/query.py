@@ -139,6 +139,6 @@ def _add_lists(router: APIRouter, query: Query) -> None:
         return reply(query.checkpoints(run_id))
 
     @router.get("/{run_id}/events", responses=answers(tuple[EventView, ...]))
-    def list_events(run_id: str) -> Response:
-        """Return every other event as a line for people."""
-        return reply(query.events(run_id))
+    def list_events(run_id: str, kind: str = "") -> Response:
+        """Return other events, all or of one kind, as lines for people."""
+        return reply(query.events(run_id, kind))

@@ -22,6 +22,7 @@ from trainvitals.io.client import (
     read_tokens,
 )
 from trainvitals.io.finding import known_collector
+from trainvitals.records import Command
 from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
 from vitals_collector.cli.replay import folder_here
 from vitals_collector.queries.reading import find_run, open_folder, open_reader
@@ -42,13 +43,16 @@ class Action(StrEnum):
 
     HALT = "halt"
     ROLLBACK = "rollback"
+    ACCEPT = "accept"
     LIST = "list"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(
-        "command", epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"'
+        "command",
+        epilog='Example: vitals command my-run rollback --reason "bad data since 9:00"\n\n'
+        'Example: vitals command my-run accept 4200 --reason "a new task begins there"',
     )(command)
     commands: Commands = {
         "list": (list_alerts, "vitals alerts list --state firing"),
@@ -70,6 +74,9 @@ def register(app: typer.Typer) -> None:
 def command(
     run: Run,
     action: Annotated[Action, typer.Argument(help="What to propose; list shows what was asked.")],
+    step: Annotated[
+        int | None, typer.Argument(help="With accept: the step that was healthy.")
+    ] = None,
     reason: Annotated[str, typer.Option(help="Why: kept in the run's ledger.")] = "",
     checkpoint: Annotated[
         str, typer.Option(help="Id to go back to [default: the newest healthy one].")
@@ -80,7 +87,11 @@ def command(
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Propose a halt or a rollback to a run; its own ladder accepts or refuses."""
+    """Propose a halt or a rollback to a run, or accept a step as healthy.
+
+    The run's own policy decides, and answers; `accept STEP` says that what Vitals took for an
+    outlier, a rise or a state to blame at that step was healthy, and stays so.
+    """
     if folder is None and Path(run).is_dir():
         folder, run = Path(run), ""
     elif folder is None and action is not Action.LIST:
@@ -94,6 +105,7 @@ def command(
         action=action.value,  # type: ignore[arg-type]
         reason=reason,
         checkpoint_id=checkpoint,
+        argument=None if step is None else float(step),
         ttl_seconds=ttl,
     )
     if folder is not None:
@@ -110,7 +122,12 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     """Sign the command with the run's key and leave it in its folder, for the agent beside it."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
-    from vitals_collector.acting.commands import check_checkpoint, check_request, make_command
+    from vitals_collector.acting.commands import (
+        check_checkpoint,
+        check_request,
+        check_step,
+        make_command,
+    )
 
     check_request(request)
     with open_reader(folder) as opened:
@@ -118,6 +135,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
         announced = opened.reader.checkpoints(summary.run_id)
     _check_open(summary)
     check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
+    check_step(request, summary.last_step)
     path = folder.absolute()
     run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
     now = time.time_ns()
@@ -149,7 +167,7 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
     rows = [
         (
             v.command.number,
-            v.command.action,
+            _asked(v.command),
             v.status,
             v.step if v.step >= 0 else None,
             v.command.reason,
@@ -159,6 +177,11 @@ def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
         for v in views
     ]
     write_rows(("number", "action", "status", "step", "reason", "answer", "expires"), rows, form)
+
+
+def _asked(command: Command) -> str:
+    is_accept = command.action == "accept"
+    return f"accept {command.argument:.0f}" if is_accept else command.action
 
 
 # --------------------------------------------------------------------------------------- alerts

@@ -21,6 +21,7 @@ from vitals_collector.queries.reading import find_run
 if TYPE_CHECKING:
     from trainvitals.policy import JudgeConfig
     from trainvitals.policy.history import Cadence, JudgedStep
+    from trainvitals.records import Decision, StateRead
     from vitals_collector.replays.histories import History
 
 _EPISODE_ROWS = 20
@@ -61,6 +62,9 @@ StepColumn = Annotated[str | None, typer.Option(help="A log's column of steps.")
 LossColumn = Annotated[str | None, typer.Option(help="A log's column of losses.")]
 NormColumn = Annotated[str | None, typer.Option(help="A log's column of gradient norms.")]
 LrColumn = Annotated[str | None, typer.Option(help="A log's column of learning rates.")]
+ScaleColumn = Annotated[str | None, typer.Option(help="A log's column of loss scales.")]
+SecondsColumn = Annotated[str | None, typer.Option(help="A log's column of seconds a step took.")]
+SpeedColumn = Annotated[str | None, typer.Option(help="A log's column of tokens per second.")]
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
 ]
@@ -84,6 +88,9 @@ def replay(
     loss: LossColumn = None,
     grad_norm: NormColumn = None,
     lr: LrColumn = None,
+    loss_scale: ScaleColumn = None,
+    step_seconds: SecondsColumn = None,
+    tokens_per_second: SpeedColumn = None,
     plot: Plot = None,
     form: Form = Format.TABLE,
 ) -> None:
@@ -94,7 +101,15 @@ def replay(
         raise UsageError("--format is csv; a replay is written as table or json")
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot is {plot}; the picture is SVG, so the name must end in .svg")
-    wanted = Wanted(step=step, loss=loss, grad_norm=grad_norm, lr=lr)
+    wanted = Wanted(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        loss_scale=loss_scale,
+        step_seconds=step_seconds,
+        tokens_per_second=tokens_per_second,
+    )
     is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
         history = read_history(Path(run), wanted)
@@ -193,7 +208,7 @@ def folder_here() -> Path | None:
 def _replay_history(
     history: "History", mode: ModeName, config: "JudgeConfig", plot: Path | None, form: Format
 ) -> None:
-    from trainvitals.policy.history import cadence_of, document, judge_history
+    from trainvitals.policy.history import cadence_of, document, judge_history, overflows_of
     from vitals_collector.replays.drawing import Drawing
 
     cadence = cadence_of(history.steps)
@@ -201,13 +216,15 @@ def _replay_history(
         _about(history),
         *_assumptions(mode, cadence),
         *_odd(cadence, len(history.steps)),
+        *_overflows(len(overflows_of(history.steps))),
         *history.notes,
     ):
         _say(printable(words))
     drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
     said = []
     for judged in judge_history(history.steps, config=config, mode=mode.value):
-        if judged.judgement.findings or judged.judgement.decision is not None:
+        made = judged.judgement
+        if made.findings or made.readings or made.decision is not None:
             said.append(judged)
         if drawing is not None:
             drawing.add(judged)
@@ -234,7 +251,10 @@ def _assumptions(mode: ModeName, cadence: "Cadence") -> list[str]:
     words = f"judged as in {mode.value} with a readback lag of {LAG} step, as live"
     if mode is not ModeName.GUARD:
         words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
-    words += "; the log goes on as it was, whatever would have been done"
+    words += (
+        "; the loop is taken to clip; no log can answer for the probe, so no rollback that needs "
+        "it is played; the log goes on as it was, whatever would have been done"
+    )
     if not cadence.counts_records:
         return [words]
     usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"
@@ -258,6 +278,17 @@ def _odd(cadence: "Cadence", num_records: int) -> list[str]:
     return words
 
 
+def _overflows(num: int) -> list[str]:
+    """Say what was taken for a loss scaler's own skips."""
+    if not num:
+        return []
+    times = "once" if num == 1 else f"{num} times"
+    return [
+        f"{times} the gradient norm is not finite beside a finite loss, and finite soon after: "
+        "taken for overflows of a loss scaler, which skips them itself"
+    ]
+
+
 def _counted(said: "Sequence[JudgedStep]") -> str:
     findings = Counter(f.level for judged in said for f in judged.judgement.findings)
     made = Counter(
@@ -266,8 +297,13 @@ def _counted(said: "Sequence[JudgedStep]") -> str:
     actions = ", ".join(f"{times} {action}" for action, times in made.items())
     return (
         f"{findings['act']} findings to act on, {findings['tell']} to tell; "
-        f"{made.total()} decisions{': ' if actions else ''}{actions}"
+        f"{made.total()} decisions{': ' if actions else ''}{actions}{_asked(said)}"
     )
+
+
+def _asked(said: "Sequence[JudgedStep]") -> str:
+    num = sum(len(judged.judgement.readings) for judged in said)
+    return f"; the probe would be asked {num} times" if num else ""
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -279,7 +315,7 @@ def _write(said: "Sequence[JudgedStep]", body: dict[str, Any], form: Format) -> 
         return
     rows = _lines(said)
     if rows:
-        write_rows(("row", "step", "what", "reason"), rows, form)
+        write_rows(("row", "step", "what", "probe", "reason"), rows, form)
 
 
 def _lines(said: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
@@ -288,20 +324,40 @@ def _lines(said: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
     lines: list[list[Any]] = []
     for judged in said:
         made = judged.judgement.decision
-        told = [(f"finding {f.kind}", f.step, f.reason) for f in judged.judgement.findings]
-        told += [] if made is None else [(f"decision {made.action}", made.step, made.reason)]
-        for what, step, reason in told:
+        entries = [(f"finding {f.kind}", f.step, "", f.reason) for f in judged.judgement.findings]
+        entries += [
+            (f"question {read.trigger}", judged.record.step, *_answer(read))
+            for read in judged.judgement.readings
+        ]
+        if made is not None:
+            entries.append((f"decision {made.action}", made.step, _need(made), made.reason))
+        for what, step, probe, reason in entries:
             line = open_at.get(what)
-            if line is not None and judged.row - line[4] <= _EPISODE_ROWS:
-                line[4:] = [judged.row, step, line[6] + 1]
+            if line is not None and judged.row - line[5] <= _EPISODE_ROWS:
+                line[5:] = [judged.row, step, line[7] + 1]
             else:
-                line = [judged.row, step, what, reason, judged.row, step, 1]
+                line = [judged.row, step, what, probe, reason, judged.row, step, 1]
                 lines.append(line)
                 open_at[what] = line
     return [
-        (row, step, what, reason if times == 1 else f"{reason} ({times} up to step {last})")
-        for row, step, what, reason, _, last, times in lines
+        (row, step, what, probe, reason if times == 1 else f"{reason} ({times} up to step {last})")
+        for row, step, what, probe, reason, _, last, times in lines
     ]
+
+
+def _answer(read: "StateRead") -> tuple[str, str]:
+    """Return what became of a question: asked as recorded, or what a log cannot answer."""
+    from trainvitals.policy.history import question
+    from vitals_collector.receiving.facts import of_reading
+
+    is_answered = read.ratio is not None
+    return ("asked", of_reading(read)) if is_answered else ("would be asked", question(read))
+
+
+def _need(made: "Decision") -> str:
+    from trainvitals.policy.history import could_be_ruled_out
+
+    return "could rule it out" if could_be_ruled_out(made) else "not needed"
 
 
 def _draw(said: "Iterable[JudgedStep]", num: int, plot: Path, title: str) -> None:

@@ -1,13 +1,19 @@
 """Incidents: what belongs together (``grouping``), read whole and told as a story (``story``)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import Connection, Row, select
 
-from trainvitals.alerting import alerts_for_decision, alerts_for_finding, point_is_over
+from trainvitals.alerting import (
+    Alert,
+    alerts_for_decision,
+    alerts_for_finding,
+    is_answered,
+    point_is_over,
+)
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded
 from trainvitals.views import (
     AlertView,
@@ -36,6 +42,7 @@ from vitals_collector.queries.recorded import (
     attempt_rows,
     decisions_of,
     event_view,
+    loss_kind_of,
 )
 from vitals_collector.storage.schema import events, findings
 
@@ -53,7 +60,7 @@ _NEAR_NS = 120 * 10**9
 """What an agent says has no step: it belongs to what happened so near in time."""
 _OF_NOTE = (
     "Note", "RunEnded", "CheckpointChanged", "CommandAcknowledged", "DataWindowSkipped",
-    "AttemptStarted", "ChangeExpected",
+    "AttemptStarted", "ChangeExpected", "StateRead",
 )  # fmt: skip
 
 _finding = msgspec.msgpack.Decoder(Finding).decode
@@ -83,6 +90,16 @@ class Records:
     events: tuple[Said, ...]
     data: tuple[StepData, ...]
     data_steps: tuple[int, ...]
+    loss_kind: str = "minimize"
+    decided: dict[int, set[str]] = field(default_factory=dict)
+    """What was decided, by the step it is about."""
+
+    def alerts_for(self, view: FindingView) -> tuple[Alert, ...]:
+        """Return what a finding raises by itself: nothing, where a decision tells of it."""
+        finding = view.finding
+        if is_answered(finding, self.decided.get(finding.step, ())):
+            return ()
+        return alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
 
 
 def incidents(connection: Connection, run: RunSummary) -> tuple[IncidentView, ...]:
@@ -134,7 +151,7 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
     raised: dict[str, list[tuple[int, int]]] = {}
     for i, found in enumerate(records.findings):
         one = item_of_finding(i, found.finding, records.attempts[i], found.time_unix_ns)
-        _note_raised(raised, alerts_for_finding(found.finding, run_id=found.run_id), len(items))
+        _note_raised(raised, records.alerts_for(found), len(items))
         items.append(one)
     for i, view in enumerate(records.decisions):
         if view.decision.action == "continue":
@@ -176,19 +193,26 @@ def read_records(connection: Connection, run_id: str) -> Records:
     found = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
     found = [row for row in found if row.body]
     said, data = _read_events(connection, run_id)
+    ledger = decisions_of(connection, run_id)[-MAX_RECORDS:]
+    decided: dict[int, set[str]] = {}
+    for view in ledger:
+        if view.decision.action != "continue":
+            decided.setdefault(view.decision.step, set()).add(view.decision.action)
     return Records(
         findings=tuple(
             FindingView(run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body))
             for row in found
         ),
         attempts=tuple(row.attempt for row in found),
-        decisions=decisions_of(connection, run_id)[-MAX_RECORDS:],
+        decisions=ledger,
         alerts=alerts_of(connection, run_id=run_id),
         events=tuple(said),
         data=tuple(
             StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)) for row in data
         ),
         data_steps=tuple(row.step for row in data),
+        loss_kind=loss_kind_of(connection, run_id),
+        decided=decided,
     )
 
 
@@ -301,8 +325,7 @@ def severity_of(one: Bundle, records: Records) -> Severity:
     """Return how loud the gravest part of it is."""
     found: list[Severity] = [records.alerts[i].severity for i in one.alerts]
     for i in one.findings:
-        finding = records.findings[i].finding
-        found += [a.severity for a in alerts_for_finding(finding, run_id="")]
+        found += [a.severity for a in records.alerts_for(records.findings[i])]
     for i in one.decisions:
         decision = records.decisions[i].decision
         found += [a.severity for a in alerts_for_decision(decision, run_id="")]

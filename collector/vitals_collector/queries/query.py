@@ -54,6 +54,7 @@ from vitals_collector.queries.recorded import (
     decisions_of,
     events_of,
     findings_of,
+    readings_of,
     run_row,
     sources_of,
     step_rows,
@@ -216,6 +217,7 @@ class Query:
                 decisions=with_hindsight(
                     connection, run_id, decisions_of(connection, run_id, step)
                 ),
+                readings=readings_of(connection, run_id, step),
                 data=data_of(connection, run_id, step),
                 over_ranks=step_rows(connection, run_id, step, RANKS),
             )
@@ -238,11 +240,11 @@ class Query:
             run_row(connection, run_id)
             return checkpoints_of(connection, run_id)
 
-    def events(self, run_id: str) -> tuple[EventView, ...]:
-        """Return every other event as a line for people, by time; the newest, if they are many."""
+    def events(self, run_id: str, kind: str = "") -> tuple[EventView, ...]:
+        """Return other events, all or of one kind, as lines for people, by time; the newest."""
         with self._store.read() as connection:
             run_row(connection, run_id)
-            return events_of(connection, run_id)
+            return events_of(connection, run_id, kind)
 
     def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
         """Return the alerts that the store has, the newest first."""

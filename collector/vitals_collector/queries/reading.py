@@ -84,8 +84,8 @@ class Reader(Protocol):
         """Return the checkpoints."""
         ...
 
-    def events(self, run_id: str) -> tuple[EventView, ...]:
-        """Return all other events."""
+    def events(self, run_id: str, kind: str = "") -> tuple[EventView, ...]:
+        """Return all other events, or those of one kind."""
         ...
 
     def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:

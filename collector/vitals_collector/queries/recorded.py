@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import Connection, Row, func, select
 
 from trainvitals.identity import Source
-from trainvitals.records import BatchNoted, Decision, Finding
+from trainvitals.records import BatchNoted, Decision, Finding, RunInfo, StateRead
 from trainvitals.rows import Schema
 from trainvitals.views import (
     AlertView,
@@ -51,9 +51,11 @@ _SHOWN_ELSEWHERE = (
     "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
 )  # fmt: skip
 
+_info = msgspec.msgpack.Decoder(RunInfo).decode
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 _batch = msgspec.msgpack.Decoder(BatchNoted).decode
+_reading = msgspec.msgpack.Decoder(StateRead).decode
 
 
 def run_row(connection: Connection, run_id: str) -> Row[Any]:
@@ -63,6 +65,13 @@ def run_row(connection: Connection, run_id: str) -> Row[Any]:
     if row is None:
         raise unknown_run(run_id)
     return row
+
+
+def loss_kind_of(connection: Connection, run_id: str) -> str:
+    """Return what the run said its loss is; "minimize" where it said nothing."""
+    body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
+    kind = _info(body).judge.get("loss_kind") if body else None
+    return kind if isinstance(kind, str) else "minimize"
 
 
 def attempt_rows(connection: Connection, run_id: str) -> list[series.AttemptRow]:
@@ -183,6 +192,22 @@ def data_of(connection: Connection, run_id: str, step: int) -> tuple[StepData, .
     )
 
 
+def readings_of(connection: Connection, run_id: str, step: int) -> tuple[EventView, ...]:
+    """Return what was said of the state, of every trouble that a step lies in."""
+    table = events.c
+    query = (
+        select(events)
+        .where(table.run_id == run_id, table.kind == "StateRead", table.step >= step)
+        .order_by(table.step, table.time_unix_ns)
+        .limit(MAX_EVENTS)
+    )
+    return tuple(
+        event_view(row)
+        for row in connection.execute(query)
+        if row.body and _reading(row.body).onset_step <= step
+    )
+
+
 def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView, ...]:
     """Return the latest state of each checkpoint and snapshot, by step."""
     table = checkpoints.c
@@ -203,12 +228,14 @@ def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView,
     )
 
 
-def events_of(connection: Connection, run_id: str) -> tuple[EventView, ...]:
-    """Return every other event as a line for people, by time; the newest, if they are many."""
+def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[EventView, ...]:
+    """Return other events, all or of one kind, as lines for people; the newest, by time."""
     table = events.c
+    chosen = [table.kind == kind] if kind else []
+    chosen += [table.kind.not_in(_SHOWN_ELSEWHERE)]
     query = (
         select(events)
-        .where(table.run_id == run_id, table.kind.not_in(_SHOWN_ELSEWHERE))
+        .where(table.run_id == run_id, *chosen)
         .order_by(table.time_unix_ns.desc(), table.id.desc())
         .limit(MAX_EVENTS)
     )
@@ -277,5 +304,6 @@ def _step_row(schema: Schema, raw: bytes, source: str, incarnation: str) -> Step
 
 __all__ = [
     *("alerts_of", "attempt_rows", "attempts_of", "checkpoints_of", "data_of", "decisions_of"),
-    *("event_view", "events_of", "findings_of", "run_row", "sources_of", "step_rows"),
+    *("event_view", "events_of", "findings_of", "loss_kind_of", "readings_of", "run_row"),
+    *("sources_of", "step_rows"),
 ]

@@ -93,7 +93,7 @@ def tell(told: Told) -> tuple[str, ...]:
             "The numbers around it are not gathered for so many incidents at once; "
             f"`vitals why RUN {told.onset}` tells them."
         )
-    parts += [_decided(told), _ended(told), _cost(told)]
+    parts += [_state(told), _decided(told), _ended(told), _cost(told)]
     return tuple(printable(" ".join(part.split())) for part in parts if part)
 
 
@@ -243,6 +243,13 @@ def _of_gpu(view: MoverView) -> str:
 
 def _plain(value: float | None) -> str:
     return "not known" if value is None else f"{value:.6g}"
+
+
+def _state(told: Told) -> str:
+    """Say what the probe and evaluations said of the state; nothing where nobody asked."""
+    readings = [event.text for event in told.events if event.kind == "StateRead"]
+    words = [f"{text}." for text in _few(readings)]
+    return " ".join([*words, *_others(readings, "question to the state")])
 
 
 def _decided(told: Told) -> str:

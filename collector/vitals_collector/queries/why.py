@@ -9,13 +9,16 @@ from msgspec.structs import replace
 
 from trainvitals.cli.output import printable
 from trainvitals.io.sample_ids import samples_of
+from trainvitals.policy.rules import RULES
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
+    CLIPS,
     LOSS_OUTLIER,
     NORM_OUTLIER,
     OVERFLOW,
     RANK_FAILED,
+    WITHHELD,
     BatchNoted,
 )
 from trainvitals.views import (
@@ -37,7 +40,7 @@ _VERDICT = (
     (OVERFLOW, "the loss scaler overflowed"),
     (RANK_FAILED, "a rank failed to prepare the step"),
 )
-
+_NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
 
 FOLLOWING = 8
 """Steps after it whose losses say how a step came out."""
@@ -75,6 +78,7 @@ def explain(
         parts.append("No row of it is stored.")
     parts += _thinned(view)
     parts += [_found(one) for one in view.findings]
+    parts += [f"{reading.text}." for reading in view.readings]
     parts += [decided(one) for one in view.decisions]
     if attempts and not view.findings and not view.decisions:
         parts.append("No detector raised anything about it and nothing was decided.")
@@ -176,11 +180,20 @@ def of_attempt(view: StepView, attempt: int) -> str:
     verdict = [text for bit, text in _VERDICT if bits & bit]
     if verdict:
         words.append("verdict: " + " and ".join(verdict))
-    words.append("the update was " + ("skipped" if values.get("skipped") else "applied"))
+    words.append("the update was " + _outcome(bits, is_skipped=bool(values.get("skipped"))))
     culprit = int(values.get("culprit_rank", -1) or 0)
-    if bits and culprit >= 0:
+    if bits & ~CLIPS and culprit >= 0:
         words.append(f"rank {culprit} alone made it bad{_culprit(rows, culprit)}")
     return "; ".join(words) + "."
+
+
+def _outcome(bits: int, *, is_skipped: bool) -> str:
+    """Say what became of the update: what was applied was not skipped, outlier or not."""
+    if is_skipped:
+        return "withheld" if bits & WITHHELD and not bits & (_NOT_FINITE | OVERFLOW) else "skipped"
+    if bits & (LOSS_OUTLIER | NORM_OUTLIER) and bits & CLIPS and not bits & WITHHELD:
+        return "applied: left to the loop's clip"
+    return "applied"
 
 
 def _thinned(view: StepView) -> list[str]:
@@ -241,7 +254,7 @@ def decided(one: DecisionView) -> str:
     decision = one.decision
     acted = "" if decision.acted else " (observe mode: recorded, not done)"
     parts = [
-        f"Decision {decision.ledger_seq}{acted}: {decision.action} by rule {decision.rule}, "
+        f"Decision {decision.ledger_seq}{acted}: {decision.action} by rule {_rule(decision.rule)}, "
         f"taken at step {decision.decided_at_step}: {decision.reason}."
     ]
     if decision.action == "rollback":
@@ -258,6 +271,11 @@ def decided(one: DecisionView) -> str:
     if decision.budget_left >= 0:
         parts.append(f"Budget left: {decision.budget_left}.")
     return " ".join(parts)
+
+
+def _rule(rule: str) -> str:
+    words = RULES.get(rule, "")
+    return f"{rule} ({words})" if words else rule
 
 
 def _rolled_back(step: int, ledger: Sequence[DecisionView]) -> list[str]:

@@ -1,12 +1,14 @@
 """Judges a stored run again with the very code that judged it live, and compares the decisions.
 
 The inputs are the reduced rows of rank 0 in the order they were written, the checkpoints as the run
-announced them, announced changes, and the commands the ladder took. The outputs are findings and
+announced them, announced changes, what the probe and evaluations answered, and the commands the
+ladder took. The outputs are findings and
 decisions; the recorded ones are compared with them and never used to make them.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,12 +18,15 @@ from sqlalchemy import Connection, func, select
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
+from trainvitals.policy.evidence import NO_READING, Ask, Reading
 from trainvitals.policy.history import JudgedStep, document
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
+    CLIPS,
     OVERFLOW,
     RANK_FAILED,
+    WITHHELD,
     AttemptStarted,
     ChangeExpected,
     CheckpointChanged,
@@ -29,6 +34,7 @@ from trainvitals.records import (
     DecisionMade,
     Event,
     RunStarted,
+    StateRead,
     StepRecord,
 )
 from trainvitals.rows import Value
@@ -43,7 +49,10 @@ COMPARED = (
 )  # fmt: skip
 """What makes two decisions the same; words and budgets follow from these."""
 
-_KINDS = ("RunStarted", "AttemptStarted", "CheckpointChanged", "ChangeExpected", "DecisionMade")
+_KINDS = (
+    "RunStarted", "AttemptStarted", "CheckpointChanged", "ChangeExpected", "DecisionMade",
+    "StateRead",
+)  # fmt: skip
 
 _decode_event = msgspec.msgpack.Decoder(Event).decode
 
@@ -139,6 +148,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         replayer.begin(incarnation)
         for record in rows:
             replayer.take(record)
+        replayer.take_what_is_left()
     return Replay(
         records=tuple(record for rows in records for record in rows),
         judgements=tuple(replayer.judgements),
@@ -193,10 +203,17 @@ class _Replayer:
         self.recorded = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
         self.judgements: list[Judgement] = []
         self.other_limits: list[int] = []
-        self._limits: dict[int, Limits] = {}
+        self._waiting: deque[StepRecord] = deque()
+        self._knows_limits = False
         self._commands = {
             (d.attempt, d.step): _proposal(d) for d in self.recorded if d.command_number
         }
+        self._readings = {
+            (e.attempt, e.step, e.event.trigger): e.event
+            for e in every
+            if isinstance(e.event, StateRead)
+        }
+        self._has_probe = any(trigger != "evaluation" for _, _, trigger in self._readings)
         self._attempts = {e.event.id: e.event for e in every if isinstance(e.event, AttemptStarted)}
         announced = ((e, e.event) for e in every if isinstance(e.event, CheckpointChanged))
         for entry, event in announced:
@@ -215,38 +232,75 @@ class _Replayer:
             facts = msgspec.structs.replace(facts, halted="")  # it was started again: resumed
         config = self._config or _recorded_config(started)
         self._judge = Judge(config, mode, facts=facts)
-        self._limits.clear()
+        self._knows_limits = False
 
     def take(self, record: StepRecord) -> None:
-        """Judge one record."""
+        """Let one step be made, and judge those whose numbers come back then.
+
+        They come ``lag`` steps late, but at once while outliers follow each other.
+        """
         judge = self._judge
         assert judge is not None, "begin comes first"
         if record.attempt != judge.attempt and judge.attempt:
+            self.take_what_is_left()
             self._fork(judge, record)
         self._apply_events(judge, record)
         for saved in self._saved:
-            # A snapshot before step s is taken when the record of step s - 1 - lag was handled.
-            is_due = saved.attempt == record.attempt and record.step > saved.step - 1 - self._lag
+            # A snapshot before a step holds what was known when that step began.
+            is_due = saved.attempt == record.attempt and record.step >= saved.step
             if is_due and saved.state is None:
                 saved.state = judge.detector_state()
-        self._compare_limits(record)
+        self._compare_limits(judge, record)
+        self._waiting.append(record)
+        while len(self._waiting) > self._lag or (self._waiting and judge.is_suspicious):
+            self._judge_next(judge, now_step=record.step)
+
+    def take_what_is_left(self) -> None:
+        """Judge the steps whose numbers are still on their way."""
+        judge = self._judge
+        assert judge is not None, "begin comes first"
+        while self._waiting:
+            self._judge_next(judge, now_step=self._waiting[-1].step)
+
+    def _judge_next(self, judge: Judge, *, now_step: int) -> None:
+        record = self._waiting.popleft()
+        self._apply_events(judge, record)
+        place = (record.attempt, record.step)
+        evaluation = self._readings.get((*place, "evaluation"))
         child = (a.id for a in self._attempts.values() if a.parent == record.attempt)
         self.judgements.append(
             judge.judge(
                 record,
-                decided_at_step=record.step + self._lag,
+                decided_at_step=now_step,
                 checkpoints=tuple(self._refs.values()),
-                command=self._commands.get((record.attempt, record.step)),
+                command=self._commands.get(place),
                 now_attempt_id=min(child, default=record.attempt + 1),
+                probe=self._answer(record.attempt) if self._has_probe else None,
+                evaluation=None if evaluation is None else evaluation.ratio,
             )
         )
-        self._limits[record.step + 1 + self._lag] = judge.limits()
+        self._knows_limits = True
 
-    def _compare_limits(self, record: StepRecord) -> None:
+    def _answer(self, attempt: int) -> Callable[[Ask], Reading]:
+        """Return what answers a question as it was answered in the run."""
+
+        def answer(ask: Ask) -> Reading:
+            read = self._readings.get((attempt, ask.step, ask.trigger))
+            if read is None or read.now is None:
+                return NO_READING
+            return Reading(
+                num_batches=read.num_batches,
+                then=math.nan if read.then is None else read.then,
+                now=read.now,
+                detail=read.detail,
+            )
+
+        return answer
+
+    def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
         """Limits are every digit of the detectors' memory: equal ones are equal windows."""
-        mine = self._limits.pop(record.step, None)
-        theirs = Limits(record.loss_limit, record.grad_norm_limit)
-        if mine is not None and mine != theirs:
+        mine, theirs = judge.limits(), Limits(record.loss_limit, record.grad_norm_limit)
+        if self._knows_limits and record.attempt == judge.attempt and mine != theirs:
             self.other_limits.append(record.step)
 
     def _fork(self, judge: Judge, record: StepRecord) -> None:
@@ -256,8 +310,8 @@ class _Replayer:
         states = [s for s in self._saved if s.step == fork and s.state is not None]
         own = [s for s in states if s.attempt == parent]
         state = (own or states or [_Saved(0, 0)])[-1].state
-        judge.rolled_back(detector_state=state, attempt=record.attempt)
-        self._limits.clear()
+        judge.rolled_back(detector_state=state, attempt=record.attempt, step=fork)
+        self._knows_limits = False
 
     def _apply_events(self, judge: Judge, record: StepRecord) -> None:
         """Take in what the run knew when it judged this record, in the order of the events."""
@@ -265,7 +319,7 @@ class _Replayer:
             event = self._pending.pop(0).event
             if isinstance(event, ChangeExpected):
                 judge.rebaseline(event.steps)
-                self._limits.clear()
+                self._knows_limits = False
             elif isinstance(event, CheckpointChanged):
                 self._refs[event.checkpoint_id, event.where] = CheckpointRef(
                     id=event.checkpoint_id,
@@ -286,6 +340,9 @@ class _Replayer:
 
 def _proposal(decision: Decision) -> Proposal:
     is_rollback = decision.action == "rollback"
+    if decision.action == "accept_level":
+        step = decision.evidence.get("accepted_step", float(decision.step))
+        return Proposal(number=decision.command_number, action="accept", argument=step)
     return Proposal(
         number=decision.command_number,
         action="rollback" if is_rollback else "halt",
@@ -382,6 +439,7 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
             nonfinite=ranks.nonfinite or (found.nonfinite if is_bad else ()),
             failed=found.failed if bits & RANK_FAILED else (),
         )
+    factor = _float(row, "lr_factor")
     return StepRecord(
         step=step,
         attempt=attempt,
@@ -395,8 +453,11 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
         failed_ranks=ranks.failed,
         nonfinite_params=_int(row, "nonfinite_params", 0),
         skipped=bool(_int(row, "skipped", 0)),
+        withheld=bool(bits & WITHHELD),
         overflow=bool(bits & OVERFLOW),
         learning_rate=_float(row, "learning_rate"),
+        lr_factor=1.0 if factor is None else factor,
+        clips=bool(bits & CLIPS),
     )
 
 

@@ -24,6 +24,7 @@ from trainvitals.alerting import (
     alerts_for_decision,
     alerts_for_finding,
     alerts_for_run_state,
+    is_answered,
 )
 from trainvitals.clock import Clock
 from trainvitals.errors import VitalsError
@@ -42,6 +43,7 @@ from vitals_collector.acting import commands
 from vitals_collector.acting.alerts import Inbox, InboxConfig, Occurrence, RunNow
 from vitals_collector.acting.delivery import Dispatcher
 from vitals_collector.acting.notifiers import Notifier
+from vitals_collector.queries.recorded import loss_kind_of
 from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store
 from vitals_collector.watch.fresh import WATCHED
@@ -298,14 +300,15 @@ class Engine:
                 )
                 rows = connection.execute(query).all()
                 found = [(row.time_unix_ns, _finding(row.body)) for row in rows if row.body]
-                acted = _acted_steps(connection, writer) if rows else set()
+                decided = _decided_steps(connection, writer) if rows else {}
+                loss_kind = loss_kind_of(connection, run_id) if rows else ""
             if not rows:
                 return
             occurrences = [
                 Occurrence(run_id, time_unix_ns, alert)
                 for time_unix_ns, finding in found
-                if not is_finished and not (finding.level == "act" and finding.step in acted)
-                for alert in alerts_for_finding(finding, run_id=run_id)
+                if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
+                for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
                 if alert.point  # the others hold as long as the watchers say so
             ]
             self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
@@ -408,14 +411,17 @@ def assemble(
     return Acting(inbox, engine, dispatcher)
 
 
-def _acted_steps(connection: Connection, writer: Writer) -> set[int]:
-    """Return the steps about which a writer's ladder decided something: its decision tells."""
-    query = select(decisions.c.step).where(
+def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]]:
+    """Return what a writer's policy decided, by the step it is about."""
+    query = select(decisions.c.step, decisions.c.action).where(
         decisions.c.run_id == writer[0],
         decisions.c.incarnation == writer[1],
         decisions.c.action != "continue",
     )
-    return set(connection.execute(query).scalars())
+    actions: dict[int, set[str]] = {}
+    for step, action in connection.execute(query):
+        actions.setdefault(step, set()).add(action)
+    return actions
 
 
 def _cursor_name(writer: Writer, what: str = "decisions") -> str:

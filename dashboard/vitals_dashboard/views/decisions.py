@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from trainvitals.policy.hindsight import tally
+from trainvitals.policy.rules import rule_words
 from trainvitals.views import AnnotationView, CommandView, DecisionView, RunSummary
 from vitals_dashboard import acting, frame, tables, words
 from vitals_dashboard.look import ACTIONS
@@ -108,14 +109,18 @@ def _evidence(
                 icon=":material/monitor_heart:",
                 query_params=frame.around(run.run_id, decision.step, decision.step),
             )
-        action = acting.proposed(view)
-        if action is not None:
-            _acts(source, run, view, action)
+        _acts(source, run, view)
 
 
-def _acts(source: Source, run: RunSummary, view: DecisionView, action: acting.Action) -> None:
+def _acts(source: Source, run: RunSummary, view: DecisionView) -> None:
+    """Draw what a person may do about a decision: carry it out, dismiss it, or contradict it."""
     key = f"{view.decision.ledger_seq}"
+    action = acting.proposed(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
+        if acting.is_acceptable(view):
+            acting.accept(source, run, view.decision.step, key=f"accept_{key}")
+        if action is None:
+            return
         acting.command(
             source, run, action, label="Carry out", key=f"do_{key}",
             checkpoint_id=view.decision.checkpoint_id if action == "rollback" else "",
@@ -129,7 +134,7 @@ def _acts(source: Source, run: RunSummary, view: DecisionView, action: acting.Ac
 def _numbers(view: DecisionView) -> list[str]:
     decision = view.decision
     pairs = (
-        ("rule", words.plain(decision.rule, 60)),
+        ("rule", words.plain(rule_words(decision.rule), 80)),
         ("cause", words.plain(decision.cause, 60)),
         ("value", "" if decision.value is None else words.number(decision.value)),
         ("limit", "" if decision.limit is None else words.number(decision.limit)),

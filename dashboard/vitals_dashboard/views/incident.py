@@ -6,7 +6,7 @@ import streamlit as st
 from msgspec.structs import replace
 
 from trainvitals.views import IncidentView, RunDetail, RunSummary, SeriesRequest
-from vitals_dashboard import charts, frame, maps, tables, words
+from vitals_dashboard import acting, charts, frame, maps, tables, words
 from vitals_dashboard.look import SEVERITY_BADGES
 from vitals_dashboard.source import Source, series_of
 from vitals_dashboard.views.layers import movers
@@ -56,6 +56,9 @@ def _body(source: Source, run: RunSummary) -> None:
     left, right = st.columns([6, 5])
     with left:
         _story(run, chosen, source.clock.time_ns())
+        healthy = acting.acceptable_step(chosen)
+        if healthy is not None:
+            acting.accept(source, run, healthy, key=f"accept_{chosen.incident_id}")
     with right:
         _curves(source, detail, chosen, steps)
     _maps(source, run, detail, steps)

@@ -10,6 +10,7 @@ from trainvitals.policy.hindsight import tally
 from trainvitals.views import (
     CheckpointView,
     DecisionView,
+    EventView,
     RunDetail,
 )
 from vitals_dashboard import acting, charts, frame, tables, words
@@ -43,7 +44,7 @@ def _body(source: Source, chosen: Controls) -> None:
     loss = curves.draw(view, own)
     machines.draw(view, loss)
     st.caption(view.payload.words())
-    _below(detail, decisions, checkpoints)
+    _below(detail, decisions, checkpoints, _readings(source, detail, decisions))
 
 
 def _view(
@@ -174,15 +175,28 @@ def _numbers(source: Source, detail: RunDetail) -> None:
             st.metric(label, value, border=True, height="stretch", width=NUMBER)
 
 
+def _readings(
+    source: Source, detail: RunDetail, decisions: Sequence[DecisionView]
+) -> Sequence[EventView]:
+    """Return the answers of the probe and of evaluations, of a run that had any trouble."""
+    if not decisions:
+        return ()
+    return source.client.events(detail.summary.run_id, "StateRead")
+
+
 def _below(
     detail: RunDetail,
     decisions: Sequence[DecisionView],
     checkpoints: Sequence[CheckpointView],
+    readings: Sequence[EventView],
 ) -> None:
     st.markdown(f"**Decisions** ({len(decisions):,})")
     if shadow := tally(view.hindsight or None for view in decisions):
         st.caption(f"Of what was only observed, {shadow}.")
     frame.table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
+    if readings:
+        st.markdown(f"**What the state said** ({len(readings):,})")
+        frame.table(tables.event_rows(readings), "", key="readings")
     left, right = st.columns(2)
     with left:
         st.markdown(f"**Checkpoints and snapshots** ({len(checkpoints):,})")

@@ -32,6 +32,25 @@ def test_a_jump_of_the_rate_is_told_at_its_step_with_its_numbers() -> None:
     ) == finding.reason
 
 
+def test_the_policys_own_cut_that_comes_back_is_told_nothing_of() -> None:
+    """After a rollback the rate is halved, held, and comes back by itself: x1, x0.5, x1."""
+    first = merged_series("learning_rate 0.001x60 0.001..0.0008x60; lr_factor 1x120")
+    cut = "learning_rate 0.0005x40 0.0005..0.001x20 0.001x60; lr_factor 0.5x40 0.5..1x20 1x60"
+    at_once = "learning_rate 0.0005x40 0.001x60; lr_factor 0.5x40 1x60"
+    for again in (cut, at_once):
+        rows = first + merged_series(again, attempt=2, first_step=40)
+        assert {} == causes(watched(LearningRateWatcher(), rows)), again
+    rows = first + merged_series("learning_rate 0.0005x40 0.001x60", attempt=2, first_step=40)
+    assert {40: ["lr_forgotten"]} == causes(watched(LearningRateWatcher(), rows))
+
+
+def test_a_jump_that_the_policy_holds_is_told_once_and_not_as_a_forgotten_schedule() -> None:
+    rows = merged_series("learning_rate 0.001x60 0.03x20; lr_factor 1x80")
+    held = "learning_rate 0.001x20 0.001x100; lr_factor 1x20 0.0333333x100"
+    rows += merged_series(held, attempt=2, first_step=40)
+    assert {60: ["lr_jump"]} == causes(watched(LearningRateWatcher(), rows))
+
+
 def test_a_fall_by_ten_is_a_schedule() -> None:
     assert [] == watched(LearningRateWatcher(), "learning_rate 0.1x50 0.01x50 0.001x50")
 

@@ -1,4 +1,8 @@
-"""Anomalies of the learning rate, judged by its own course: no schedule has to be declared."""
+"""Anomalies of the learning rate, judged by its own course: no schedule has to be declared.
+
+What is judged is what the schedule asked for. Where the escalation policy cut or held the rate, its
+factor (``lr_factor``) is taken out first: its own cuts come back by themselves.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +92,7 @@ class LearningRateWatcher(Watcher):
         raw = merged.run.get("learning_rate")
         if raw is None:
             return ()
-        rate = number(raw)
+        rate = _requested(number(raw), number(merged.run.get("lr_factor", 1.0)))
         is_bad = rate is None or rate < 0.0
         if self._nonfinite.begins(is_bad):
             return (
@@ -263,6 +267,14 @@ class LearningRateWatcher(Watcher):
             (self._jumps, self._zero, self._nonfinite), state["episodes"], strict=True
         ):
             episode.restore(kept)
+
+
+def _requested(applied: float | None, factor: float | None) -> float | None:
+    """Return the schedule's rate; as it was applied where no factor of the policy is known."""
+    if applied is None or factor is None or not 0.0 < factor < 1.0:
+        return applied
+    asked = applied / factor
+    return asked if math.isfinite(asked) else None
 
 
 def _near(a: float, b: float) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 from trainvitals.errors import FormatError, UsageError
 from trainvitals.policy.history import LoggedStep
 
-Role = Literal["step", "loss", "grad_norm", "lr"]
+Role = Literal["step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second"]
 
 KNOWN: dict[Role, tuple[str, ...]] = {
     "step": (
@@ -32,6 +32,16 @@ KNOWN: dict[Role, tuple[str, ...]] = {
     "lr": (
         "lr", "learning_rate", "train_lr", "train_learning_rate", "optim_learning_rate_group0",
         "lr_group0", "optim_lr",
+    ),
+    "loss_scale": ("loss_scale", "train_loss_scale", "grad_scale", "scaler_scale", "amp_scale"),
+    "step_seconds": (
+        "step_seconds", "step_duration_seconds", "step_time", "train_step_time", "step_time_s",
+        "seconds_per_step", "sec_per_step", "iteration_time", "time_per_step",
+        "time_metrics_end_to_end_s",
+    ),
+    "tokens_per_second": (
+        "tokens_per_second", "train_tokens_per_second", "tokens_per_sec", "tok_per_sec",
+        "throughput_tps", "throughput_device_tokens_per_second", "tps",
     ),
 }  # fmt: skip
 """Names by role, in small letters and with ``_`` for all that is no letter or digit; the first that
@@ -54,6 +64,9 @@ class Wanted:
     loss: str | None = None
     grad_norm: str | None = None
     lr: str | None = None
+    loss_scale: str | None = None
+    step_seconds: str | None = None
+    tokens_per_second: str | None = None
 
     def named(self) -> list[str]:
         """Return the options that were given."""
@@ -61,7 +74,7 @@ class Wanted:
 
     def may_be(self, name: str) -> bool:
         """Say whether a column of that name may be one of those; of others no value is kept."""
-        given = (self.step, self.loss, self.grad_norm, self.lr)
+        given = tuple(getattr(self, role) for role in KNOWN)
         found = plain(name)
         return found in _USUAL or any(found == plain(one) for one in given if one is not None)
 
@@ -218,7 +231,17 @@ class Rows:
         self._where = where
         self._dropped: Counter[str] = Counter()
 
-    def add(self, row: int, step: object, loss: object, grad_norm: object, lr: object) -> None:
+    def add(
+        self,
+        row: int,
+        step: object,
+        loss: object,
+        grad_norm: object,
+        lr: object,
+        loss_scale: object = None,
+        step_seconds: object = None,
+        tokens_per_second: object = None,
+    ) -> None:
         """Take one record in, in the order of the log; one that says nothing is passed over.
 
         Raises:
@@ -233,19 +256,25 @@ class Rows:
                 return
             name, value = "learning rate", lr
             found_lr = number(lr)
+            name, value = "loss scale", loss_scale
+            scale = number(loss_scale)
+            name, value = "step time", step_seconds
+            seconds = number(step_seconds)
+            name, value = "tokens per second", tokens_per_second
+            speed = number(tokens_per_second)
             name, value = "step", step
             found_step = step_number(step)
         except ValueError as error:
             raise FormatError(
                 f"{self._source}: {self._where} {row}: the {name} is {_short(value)}; it must be a "
                 f"{'whole number' if name == 'step' else 'number'}",
-                hint="correct the log, or name another column with --step, --loss, --grad-norm "
-                "or --lr",
+                hint=f"correct the log, or name another column: {', '.join(map(_option, KNOWN))}",
             ) from error
         if found_step is None:
             self._dropped["without a step"] += 1
             return
-        self.steps.append(LoggedStep(row, found_step, found_loss, found_norm, found_lr))
+        numbers = (found_loss, found_norm, found_lr, scale, seconds, speed)
+        self.steps.append(LoggedStep(row, found_step, *numbers))
 
     def pass_over(self, why: str) -> None:
         """Count a row that is no record."""

@@ -46,8 +46,7 @@ def _read(
         if cells == head:
             rows.pass_over("that repeat the head")
             continue
-        step, loss, grad_norm, lr = (_cell(cells, place) for place in places)
-        rows.add(row, step, loss, grad_norm, lr)
+        rows.add(row, *(_cell(cells, place) for place in places))
     return History(
         source=str(path), form="CSV", steps=rows.steps, columns=columns, notes=rows.notes()
     )

@@ -5,6 +5,7 @@ from itertools import chain
 
 from trainvitals.cli.output import moment
 from trainvitals.policy.hindsight import tally
+from trainvitals.policy.rules import rule_words
 from trainvitals.views import DecisionView, IncidentView, MoverView
 from vitals_collector.receiving.facts import samples
 from vitals_collector.replays.curves import Mark, marks
@@ -224,7 +225,7 @@ def _of_time(one: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
         yield from _left_out(len(one.data) - MAX_LINES, "batches")
 
 
-_DECIDED = ("step", "decision", "rule", "rank", "done", "reason", "evidence", "budget left")
+_DECIDED = ("step", "decision", "because of", "rank", "done", "reason", "evidence", "budget left")
 
 
 def _decided(view: DecisionView) -> Row:
@@ -235,7 +236,8 @@ def _decided(view: DecisionView) -> Row:
         evidence.append(f"back to step {one.rollback_to_step} by {one.checkpoint_id}")
     budget = one.budget_left if one.budget_left >= 0 else None
     rank = _rank(one.rank)
-    return one.step, one.action, one.rule, rank, done, one.reason, ", ".join(evidence), budget
+    because = rule_words(one.rule)
+    return one.step, one.action, because, rank, done, one.reason, ", ".join(evidence), budget
 
 
 _HINDSIGHT = {
@@ -304,11 +306,12 @@ def _settings(facts: Facts) -> Iterator[Block]:
         yield Heading(2, "Configuration")
         yield Table(("key", "value"), [*info.config.items()][:MAX_LINES])
         yield from _left_out(len(info.config) - MAX_LINES, "keys")
-    judged = [
-        (f"{section}.{key}", value)
-        for section, settings in info.judge.items()
-        for key, value in settings.items()
-    ]
+    judged: list[Row] = []
+    for section, settings in info.judge.items():
+        if isinstance(settings, dict):
+            judged += [(f"{section}.{key}", value) for key, value in settings.items()]
+        else:
+            judged.append((section, settings))
     if judged:
         yield Heading(2, "Judged by")
         yield Table(("setting", "value"), judged[:MAX_LINES])

@@ -1,0 +1,73 @@
+"""What goes wrong in a training of the bench, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from vitals_bench.judgement.tasks import Poison
+
+FaultKind = Literal["poison", "rate", "creep", "moments", "layer", "overflow", "nan_loss"]
+FOR_GOOD = 10**9
+CREEP, CREEP_AT_MOST = 1.03, 60.0
+DAMAGING = 3.0
+"""A rate as many times too large damages the state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault. Poison lies in batches and comes again with them; all else happens once."""
+
+    kind: FaultKind
+    begin: int = 350
+    """Batch, or update attempted, that it begins with."""
+    steps: int = 1
+    """How long it lasts."""
+    poison: Poison = "shuffle"
+    factor: float = 1.0
+    """What the rate, or the weights of a layer, are multiplied by."""
+
+    @property
+    def is_of_the_data(self) -> bool:
+        """Whether the batches are to blame: no state is damaged by it."""
+        return self.kind in ("poison", "nan_loss")
+
+    def poisons(self, index: int) -> bool:
+        """Return whether this batch is poisoned."""
+        return self.kind == "poison" and self.begin <= index < self.begin + self.steps
+
+    def rate_factor(self, attempted: int) -> float:
+        """Return what the loop multiplies the schedule's rate by, by mistake, in this update."""
+        since = attempted - self.begin
+        if self.kind == "rate" and 0 <= since < self.steps:
+            return self.factor
+        if self.kind == "creep" and since >= 0:
+            return float(min(CREEP**since, CREEP_AT_MOST))
+        return 1.0
+
+    def damages(self, attempted: int) -> bool:
+        """Return whether this update, or what comes just before it, damages the state."""
+        at_once = self.kind in ("moments", "layer", "overflow") and attempted == self.begin
+        return at_once or self.rate_factor(attempted) >= DAMAGING
+
+    def spoils_loss(self, attempted: int) -> bool:
+        """Return whether loss and gradients of this update come out as NaN."""
+        return self.kind == "nan_loss" and 0 <= attempted - self.begin < self.steps
+
+    def damage(self, model: nn.Module, optimizer: Optimizer, attempted: int) -> None:
+        """Damage the state, where it is time."""
+        if attempted != self.begin:
+            return
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        with torch.no_grad():
+            if self.kind == "moments":
+                for state in optimizer.state.values():
+                    state["exp_avg_sq"].zero_()
+            elif self.kind == "layer":
+                matrices[len(matrices) // 2].mul_(self.factor)
+            elif self.kind == "overflow":
+                matrices[-1].mul_(1e25)

@@ -1,0 +1,101 @@
+"""What a run wrote down: read back from its journal while it trains, as an agent would."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainvitals.io.journal import JournalReader, discover
+from trainvitals.io.private import private_base
+from trainvitals.records import (
+    Decision,
+    DecisionMade,
+    Finding,
+    FindingRaised,
+    Note,
+    StateRead,
+    decode_events,
+)
+from trainvitals.wire import Batch
+
+READ_EVERY = 100
+"""Steps between two looks: a journal is bounded, and forgets the oldest rows."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Everything of one run that a table of the bench asks for."""
+
+    run_id: str
+    withheld: int = 0
+    """Updates that were not applied although loss and gradients were finite."""
+    nonfinite: int = 0
+    """Updates that were not applied because something was not finite."""
+    longest: int = 0
+    """Most updates withheld in a row."""
+    withheld_steps: list[int] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    readings: list[tuple[int, int, StateRead]] = field(default_factory=list)
+    """What was read of the state, each with the attempt and the step of its event."""
+    notes: Counter[str] = field(default_factory=Counter)
+    _readers: dict[Path, JournalReader] = field(default_factory=dict)
+    _row: int = 0
+
+    def read(self) -> None:
+        """Take in what is new in the journal of rank 0, which writes what all have in common."""
+        for ref in discover(private_base(os.environ)):
+            if ref.run_id == self.run_id and ref.directory.name.startswith("rank-0-"):
+                reader = self._readers.setdefault(ref.directory, JournalReader(ref.directory))
+                while batches := reader.read():
+                    for batch in batches:
+                        self._take(batch)
+
+    def _take(self, batch: Batch) -> None:
+        schema = batch.header.stream_schema
+        if schema.stream == "steps":
+            for start in range(0, len(batch.rows), schema.row_size):
+                row = schema.unpack(memoryview(batch.rows)[start : start + schema.row_size])
+                self._take_step(row)
+        elif schema.stream == "events":
+            for event_row in decode_events(schema, batch.rows):
+                event = event_row.event
+                if isinstance(event, DecisionMade):
+                    self.decisions.append(event.decision)
+                elif isinstance(event, FindingRaised):
+                    self.findings.append(event.finding)
+                elif isinstance(event, StateRead):
+                    self.readings.append((event_row.attempt, event_row.step, event))
+                elif isinstance(event, Note):
+                    self.notes[event.code] += 1
+
+    def _take_step(self, row: Mapping[str, object]) -> None:
+        values = [row.get(name) for name in ("loss", "grad_norm")]
+        is_finite = all(isinstance(v, float) and math.isfinite(v) for v in values)
+        if not row.get("skipped"):
+            self._row = 0
+        elif not is_finite:
+            self.nonfinite += 1
+        else:
+            self.withheld += 1
+            self._row += 1
+            self.longest = max(self.longest, self._row)
+            step = row["step"]
+            assert isinstance(step, int)
+            self.withheld_steps.append(step)
+
+    def rollbacks(self) -> list[Decision]:
+        """Return the rollbacks that were done."""
+        return [d for d in self.decisions if d.action == "rollback" and d.acted]
+
+    def halts(self) -> int:
+        """Return whether the run was stopped."""
+        return sum(d.action == "halt" and d.acted for d in self.decisions)
+
+    def by_rule(self, rule: str) -> int:
+        """Return the number of decisions by one rule."""
+        return sum(d.rule == rule for d in self.decisions)

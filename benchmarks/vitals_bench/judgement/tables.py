@@ -1,0 +1,258 @@
+"""What the trainings showed: families of worlds beside the clean run, and the goals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from vitals_bench.judgement.jobs import Job, key_of
+from vitals_bench.judgement.run import Outcome
+from vitals_bench.judgement.worlds import WORLDS, Label, World
+from vitals_bench.rows import Cell, Goal, Grid, Row, at_least, at_most, exactly
+
+HALVES: Mapping[str, int] = {"set": 0, "held out": 1}
+"""Seeds by their remainder of two: even ones may set thresholds, odd ones only report."""
+HARMFUL = 0.3
+"""Share of its gain that the unwatched run must lose by a damage that the probe is to see."""
+FREE_UPDATES, OF_A_LEVEL = 6, 32
+"""Updates that a healthy run may lose, and those for each level that it took on."""
+WORST = 1e6
+"""What a ratio is cut to: a run that ended in NaN has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All outcomes, by what was run."""
+
+    by_job: Mapping[Job, Outcome]
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome]) -> Results:
+        """Return the outcomes that came to an end."""
+        return cls({key_of(outcome): outcome for outcome in outcomes if not outcome.error})
+
+    def watched(self, label: Label | None = None) -> list[Outcome]:
+        """Return the runs of worlds of this label that were watched by what acts."""
+        return [
+            outcome
+            for outcome in self.by_job.values()
+            if outcome.policy not in ("none", "oracle")
+            and (label is None or WORLDS[outcome.world].label == label)
+        ]
+
+    def clean(self, outcome: Outcome) -> Outcome | None:
+        """Return the unwatched run of the world without its fault."""
+        base = WORLDS[outcome.world].base
+        return self.by_job.get(Job(base, outcome.clip, "none", outcome.seed, outcome.ranks))
+
+    def ratio(self, outcome: Outcome) -> float | None:
+        """Return the final loss over the clean run's."""
+        return _ratio(outcome, self.clean(outcome))
+
+    def to_oracle(self, outcome: Outcome) -> float | None:
+        """Return the final loss over that of the run without the poisoned batches."""
+        job = key_of(outcome)._replace(policy="oracle")
+        return _ratio(outcome, self.by_job.get(job))
+
+    def is_identical(self, outcome: Outcome) -> bool | None:
+        """Return whether the parameters are bit for bit those of the unwatched run."""
+        other = self.by_job.get(key_of(outcome)._replace(policy="none"))
+        return None if other is None else other.digest == outcome.digest
+
+    def is_beyond_seeds(self, outcome: Outcome) -> bool:
+        """Return whether it ended worse than the world's unwatched runs of every seed."""
+        finals = [
+            other.final
+            for other in self.by_job.values()
+            if (other.world, other.clip, other.policy) == (outcome.world, outcome.clip, "none")
+        ]
+        return bool(finals) and outcome.final > max(finals)
+
+    def is_harmful(self, outcome: Outcome) -> bool:
+        """Return whether the damage costs the unwatched run much of what it had gained."""
+        job = key_of(outcome)._replace(policy="none")
+        bare, clean = self.by_job.get(job), self.clean(outcome)
+        if bare is None or clean is None:
+            return False
+        gain = clean.first - clean.final
+        return not bare.final - clean.final <= HARMFUL * gain
+
+
+def _ratio(outcome: Outcome, other: Outcome | None) -> float | None:
+    if other is None:
+        return None
+    ratio = outcome.final / max(other.final, 1e-9)
+    return min(ratio, WORST) if math.isfinite(ratio) else WORST
+
+
+def grids(results: Results) -> Iterator[Grid]:
+    """Yield a table of each label on each half of the seeds."""
+    labels: Mapping[Label, str] = {
+        "healthy": "healthy trainings",
+        "poisoned": "trainings with poisoned batches",
+        "damaged": "trainings with a damaged state or rate",
+    }
+    for label, title in labels.items():
+        for half, remainder in HALVES.items():
+            outcomes = [o for o in results.by_job.values() if WORLDS[o.world].label == label]
+            outcomes = [o for o in outcomes if o.seed % 2 == remainder]
+            rows = tuple(_rows(results, label, outcomes))
+            if rows:
+                yield Grid(
+                    title=f"{title}, seeds {half}", columns=COLUMNS, rows=rows, note=NOTES[label]
+                )
+
+
+COLUMNS = (
+    "worlds", "clip", "policy", "runs", "bit for bit", "median", "mean", "worst",
+    "to the oracle", "withheld %", "most in a run", "rollbacks", "halts", "levels", "recurring",
+    "probe right", "wrong", "abstained",
+)  # fmt: skip
+NOTES: Mapping[Label, str] = {
+    "healthy": "Ratios are of the final loss to that of the unwatched run of the same seed: "
+    "median, geometric mean and worst. Bit for bit: parameters equal to that run's.",
+    "poisoned": "Ratios are to the run without the fault; `to the oracle` is the median to the run "
+    "that leaves exactly the poisoned batches out.",
+    "damaged": "Ratios are to the run without the fault. The policy `none` is that of no monitor.",
+}
+
+
+def _rows(
+    results: Results, label: Label, outcomes: Sequence[Outcome]
+) -> Iterator[tuple[Cell, ...]]:
+    skipped = ("none",) if label == "healthy" else ()
+    families = dict.fromkeys(WORLDS[o.world].family for o in outcomes)
+    for family in [*families, "all"]:
+        for clip in (1.0, None):
+            for policy in dict.fromkeys(o.policy for o in outcomes):
+                chosen = [
+                    o
+                    for o in outcomes
+                    if o.clip == clip
+                    and o.policy == policy
+                    and family in ("all", WORLDS[o.world].family)
+                ]
+                if chosen and policy not in skipped:
+                    yield _line(results, family, chosen)
+
+
+def _line(results: Results, family: str, outcomes: Sequence[Outcome]) -> tuple[Cell, ...]:
+    ratios = [ratio for o in outcomes if (ratio := results.ratio(o)) is not None]
+    oracle = [ratio for o in outcomes if (ratio := results.to_oracle(o)) is not None]
+    same = [same for o in outcomes if (same := results.is_identical(o)) is not None]
+    right, wrong, abstained = verdicts(outcomes)
+    attempted = sum(o.attempted for o in outcomes)
+    return (
+        family, "yes" if outcomes[0].clip else "no", outcomes[0].policy, len(outcomes),
+        f"{sum(same)}/{len(same)}" if same else None,
+        *(_three(statistics.median(ratios), math.exp(_mean_log(ratios)), max(ratios))
+          if ratios else (None, None, None)),
+        _text(statistics.median(oracle)) if oracle else None,
+        f"{100 * sum(o.withheld for o in outcomes) / max(attempted, 1):.2f}",
+        max(o.withheld for o in outcomes), sum(len(o.rollbacks) for o in outcomes),
+        sum(bool(o.halted) for o in outcomes), sum(o.accepted for o in outcomes),
+        sum(o.recurring for o in outcomes), right, wrong, abstained,
+    )  # fmt: skip
+
+
+def _mean_log(ratios: Sequence[float]) -> float:
+    return statistics.fmean(math.log(max(ratio, 1e-9)) for ratio in ratios)
+
+
+def _three(*ratios: float) -> tuple[str, ...]:
+    return tuple(_text(ratio) for ratio in ratios)
+
+
+def _text(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio < 100 else f"{ratio:.3g}"
+
+
+def verdicts(outcomes: Iterable[Outcome]) -> tuple[int, int, int]:
+    """Return how often the state was read rightly and wrongly, and how often not at all.
+
+    A jump of the rate is asked about before anything was trained with it, so its answers are none.
+    """
+    right = wrong = abstained = 0
+    for outcome in outcomes:
+        for _, trigger, verdict, _, damaged in outcome.readings:
+            if verdict == "abstained":
+                abstained += 1
+            elif trigger in ("row", "nonfinite", "evaluation"):
+                is_right = (verdict == "state") == damaged
+                right, wrong = right + is_right, wrong + (not is_right)
+    return right, wrong, abstained
+
+
+# ------------------------------------------------------------------------------------- goals
+
+
+def goals(results: Results) -> Iterator[Row]:
+    """Yield what issue 16 asks for, beside what was measured, on either half of the seeds."""
+    for half, remainder in HALVES.items():
+        part = Results({job: o for job, o in results.by_job.items() if job.seed % 2 == remainder})
+        yield from _healthy_goals(part, half)
+        yield from _faulty_goals(part, half)
+
+
+def _healthy_goals(results: Results, half: str) -> Iterator[Row]:
+    healthy = results.watched("healthy")
+    if not healthy:
+        return
+    same = [same for o in healthy if (same := results.is_identical(o)) is not None]
+    beyond = [o for o in healthy if o.withheld > FREE_UPDATES + OF_A_LEVEL * o.accepted]
+    worse = [o for o in healthy if results.is_identical(o) is False and results.is_beyond_seeds(o)]
+    yield _row(f"healthy, {half}: bit for bit", _share(same), "%", at_least(90.0))
+    yield _row(
+        f"healthy, {half}: runs with more withheld than {FREE_UPDATES} and {OF_A_LEVEL} a level",
+        len(beyond), "runs", exactly(0.0), _names(beyond),
+    )  # fmt: skip
+    yield _row(
+        f"healthy, {half}: runs touched that ended worse than every seed's",
+        len(worse), "runs", exactly(0.0), _names(worse),
+    )  # fmt: skip
+    back = [o for o in healthy if o.rollbacks]
+    halted = [o for o in healthy if o.halted]
+    yield _row(f"healthy, {half}: rolled back", len(back), "runs", exactly(0.0), _names(back))
+    yield _row(f"healthy, {half}: halted", len(halted), "runs", exactly(0.0), _names(halted))
+
+
+def _faulty_goals(results: Results, half: str) -> Iterator[Row]:
+    poisoned = [o for o in results.watched("poisoned") if WORLDS[o.world].family != "NaN"]
+    for name, clip in (("with a clip", 1.0), ("without", None)):
+        ratios = [r for o in poisoned if o.clip == clip and (r := results.to_oracle(o)) is not None]
+        if ratios:
+            text = f"poison {name}, {half}: final loss to the oracle's"
+            yield _row(f"{text}, median", statistics.median(ratios), "", at_most(1.01))
+            yield _row(f"{text}, worst", max(ratios), "", at_most(1.10))
+    damaged = [o for o in results.watched("damaged") if _is_curable(WORLDS[o.world])]
+    probed = [o for o in damaged if o.policy == "heal+probe" and o.clip is not None]
+    ratios = [r for o in probed if (r := results.ratio(o)) is not None]
+    if ratios:
+        name = f"damage with a clip and a probe, {half}: final loss to the clean run's, mean"
+        yield _row(name, math.exp(_mean_log(ratios)), "", at_most(1.05))
+    harmful = [o for o in results.watched("damaged") if results.is_harmful(o)]
+    innocent = [o for o in results.watched() if WORLDS[o.world].label != "damaged"]
+    for name, outcomes in (("damage", harmful), ("healthy or poisoned", innocent)):
+        right, wrong, _ = verdicts(outcomes)
+        if right + wrong:
+            share = 100.0 * right / (right + wrong)
+            yield _row(f"probe's verdict right, {name}, {half}", share, "%", at_least(95.0))
+
+
+def _is_curable(world: World) -> bool:
+    return world.family not in ("rate creeps",)
+
+
+def _row(name: str, value: float | None, unit: str, goal: Goal, note: str = "") -> Row:
+    return Row(name=name, ours=value, unit=unit, goal=goal, note=note)
+
+
+def _share(values: Sequence[bool]) -> float | None:
+    return 100.0 * sum(values) / len(values) if values else None
+
+
+def _names(outcomes: Sequence[Outcome]) -> str:
+    names = list(dict.fromkeys(o.world for o in outcomes))
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

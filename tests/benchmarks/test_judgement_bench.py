@@ -1,0 +1,171 @@
+"""The bench of judgement: its worlds are what their labels say, and its tables count rightly."""
+
+import math
+
+import msgspec
+import pytest
+import torch
+
+from vitals_bench import page
+from vitals_bench.judgement import jobs, series, tables
+from vitals_bench.judgement.faults import Fault
+from vitals_bench.judgement.jobs import Asked, Job, jobs_of, read_outcomes, run_jobs
+from vitals_bench.judgement.run import NumberedBatches, Outcome, run_one
+from vitals_bench.judgement.tables import Results
+from vitals_bench.judgement.worlds import WORLDS
+from vitals_bench.rows import Grid
+
+
+def outcome(world="gpt", policy="none", seed=0, clip=1.0, final=1.0, **options):
+    base = {"first": 4.0, "digest": "a", "attempted": 700, "seconds": 1.0}
+    return Outcome(world=world, policy=policy, seed=seed, clip=clip, final=final, **base | options)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_batch_depends_on_its_number_and_the_seed_alone(name):
+    world = WORLDS[name]
+    first, again = (world.make(seed=3) for _ in range(2))
+    first.batch(5)
+    for one, other in zip(first.batch(360), again.batch(360), strict=True):
+        assert torch.equal(one, other)
+    other_seed = world.make(seed=4).batch(360)
+    if not first.is_on_policy:
+        pairs = zip(first.batch(360), other_seed, strict=True)
+        assert not all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", [n for n, w in WORLDS.items() if w.label == "poisoned"])
+def test_poison_lies_in_its_window_alone(name):
+    world = WORLDS[name]
+    task = world.make(seed=0)
+    data = NumberedBatches(task, world.fault)
+    if world.fault.kind == "nan_loss":
+        assert [349, 390] == [i for i in range(349, 391) if not world.fault.spoils_loss(i)]
+        return
+    first, last = world.fault.begin, world.fault.begin + world.fault.steps - 1
+    for index, is_poisoned in [(first - 1, False), (first, True), (last, True), (last + 1, False)]:
+        pairs = zip(data[index][1:], task.batch(index), strict=True)
+        same = all(torch.equal(one, other) for one, other in pairs)
+        assert is_poisoned is not same, index
+
+
+def test_a_rate_is_wrong_for_as_long_as_the_fault_says():
+    fault = Fault(kind="rate", begin=10, steps=5, factor=30.0)
+    assert [1.0, 30.0, 30.0, 1.0] == [fault.rate_factor(i) for i in (9, 10, 14, 15)]
+    assert [False, True, True, False] == [fault.damages(i) for i in (9, 10, 14, 15)]
+
+
+def test_an_unwatched_run_is_the_same_each_time_and_another_with_another_seed():
+    runs = [
+        run_one("regression", clip=1.0, policy="none", seed=seed, steps=40) for seed in (0, 0, 1)
+    ]
+    assert runs[0].digest == runs[1].digest != runs[2].digest
+
+
+def test_a_healthy_world_is_compared_with_itself_and_a_faulty_one_with_its_base():
+    asked = Asked(worlds=("regression-poison-const30", "gan-tail"), seeds=(4,))
+    made = jobs_of(asked, quick=False)
+    assert len(made) == len(set(made))
+    mine = [job for job in made if job.clip is None and "regression" in job.world]
+    assert [
+        Job("regression", None, "none", 4),
+        Job("regression-poison-const30", None, "none", 4),
+        Job("regression-poison-const30", None, "oracle", 4),
+        Job("regression-poison-const30", None, "guard", 4),
+        Job("regression-poison-const30", None, "heal+probe", 4),
+    ] == mine
+    assert {"none", "guard", "heal+probe", "heal+kind"} == {
+        job.policy for job in made if job.world == "gan-tail"
+    }
+
+
+def test_what_was_run_before_is_read_and_not_run_again(tmp_path, monkeypatch):
+    path = tmp_path / "outcomes.jsonl"
+    path.write_bytes(msgspec.json.encode(outcome()) + b"\n")
+    new = Job("gpt", None, "none", 0)
+    monkeypatch.setattr(jobs, "_run", lambda left, *_: (outcome(clip=None) for _ in left))
+    ran = list(run_jobs([Job("gpt", 1.0, "none", 0), new], Asked(results=path), steps=None))
+    assert [1.0, None] == [one.clip for one in ran]
+    assert [1.0, None] == [one.clip for one in read_outcomes(path)]
+
+
+def test_ratios_are_to_the_base_and_to_the_oracle():
+    name = "gpt-poison-shuffle10"
+    poisoned = outcome(name, "guard", final=3.0)
+    results = Results.of(
+        [outcome(final=2.0), poisoned, outcome(name, "oracle", final=2.5), outcome(name, final=9.0)]
+    )
+    assert 1.5 == results.ratio(poisoned)
+    assert 1.2 == results.to_oracle(poisoned)
+    assert results.is_harmful(poisoned)
+    assert tables.WORST == results.ratio(outcome(name, "heal", final=math.inf))
+
+
+def test_a_reading_is_right_where_it_says_what_the_world_is():
+    readings = [
+        (5, "row", "state", 3.0, True),
+        (6, "row", "sound", 1.0, True),
+        (7, "nonfinite", "sound", 1.0, False),
+        (8, "lr_jump", "sound", 1.0, True),
+        (9, "row", "abstained", None, False),
+    ]
+    assert (2, 1, 1) == tables.verdicts([outcome(readings=readings)])
+
+
+def test_the_goals_name_the_worlds_that_miss_them():
+    outcomes = [
+        outcome(),
+        outcome(policy="guard", digest="b", withheld=39, accepted=1, final=2.0),
+        outcome(policy="heal+probe", rollbacks=[(5, 1, "state_damaged")], digest="a"),
+        outcome(seed=1),
+        outcome(policy="guard", seed=1),
+    ]
+    rows = {row.name: row for row in tables.goals(Results.of(outcomes))}
+    assert 50.0 == rows["healthy, set: bit for bit"].ours
+    assert 100.0 == rows["healthy, held out: bit for bit"].ours
+    missed = [name for name, row in rows.items() if row.met is False]
+    assert 4 == len(missed), missed
+    assert {"gpt", ""} == {rows[name].note for name in missed}
+    assert "healthy, set: halted" not in missed
+    made = list(tables.grids(Results.of(outcomes)))
+    assert ["healthy trainings, seeds set", "healthy trainings, seeds held out"] == [
+        grid.title for grid in made
+    ]
+    assert all(len(row) == len(grid.columns) for grid in made for row in grid.rows)
+
+
+def test_a_fault_s_label_says_whether_it_can_be_seen_and_how_long():
+    points = [series.Point(i, 1.0 + 0.01 * (i % 3), 1.0, 0.1) for i in range(600)]
+    task = series.TASKS["gan"](seed=0)
+    log = series.Log(name="gan_rate_s0", task=task, points=points, fault="rate")
+    assert "clean_with_minor" == series.label_of(log)["cls"]
+    for i in range(400, 450):
+        points[i] = points[i]._replace(loss=9.0)
+    label = series.label_of(log)
+    assert "anomalous" == label["cls"]
+    (event,) = label["events"]
+    assert (400, 450, "divergence") == (event["onset_idx"], event["end_idx"], event["kind"])
+    healthy = series.Log(name="gan_s0", task=task, points=points)
+    assert [] == series.label_of(healthy)["events"]
+
+
+def test_the_page_keeps_the_part_of_a_bench_that_runs_apart():
+    text = page.markdown(page.facts(), {"guard": [], "judgement": [], "parts": []})
+    part = page.section_of(text, "judgement")
+    assert part.startswith("## vitals bench judgement\n")
+    assert "parts" not in part
+    assert "" == page.section_of(text, "detect")
+
+
+@pytest.mark.slow
+def test_the_quick_bench_trains_a_world_of_each_family(tmp_path):
+    path = tmp_path / "outcomes.jsonl"
+    asked = Asked(results=path, worlds=("regression-moments", "ppo", "patterns-nan40"))
+    from vitals_bench.judgement.measure import measure_trainings
+
+    rows = list(measure_trainings(quick=True, asked=asked))
+    assert [] == [row.note for row in rows if not isinstance(row, Grid) and row.ours is None]
+    assert [] == [one.error for one in read_outcomes(path) if one.error]
+    assert {"healthy", "poisoned", "damaged"} == {
+        WORLDS[one.world].label for one in read_outcomes(path)
+    }

@@ -1,0 +1,164 @@
+"""What the probe said of the state, and what was withheld: stored, told, alerted, never made up."""
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from tests.collector.acting import Place, decision
+from tests.collector.rows import RUN, Writer
+from tests.collector.test_query import query
+from trainvitals.records import (
+    BAD_LOSS,
+    CLIPS,
+    LOSS_OUTLIER,
+    WITHHELD,
+    Finding,
+    FindingRaised,
+    RunInfo,
+    RunStarted,
+    StateRead,
+)
+from vitals_collector.queries.why import explain
+from vitals_collector.receiving.facts import describe
+from vitals_collector.receiving.ingest import ingest
+from vitals_collector.storage.store import Store
+
+ROW = StateRead(
+    trigger="row", onset_step=4, num_batches=8, ratio=1.31, then=0.42, now=0.55, verdict="sound"
+)
+
+
+def finding(kind: str, level: str = "tell", step: int = 6, cause: str = "") -> FindingRaised:
+    return FindingRaised(
+        finding=Finding(
+            kind=kind, level=level, step=step, detector="judge", reason="it looks bad", cause=cause
+        )
+    )
+
+
+def why(store: Store, step: int) -> str:
+    asked = query(store)
+    return " ".join(explain(asked.runs()[0], asked.step(RUN, step), ()).split())
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (
+            ROW,
+            "Probe: kept batches read 1.31x their earlier loss (8 batches, 0.42 then, 0.55 now): "
+            "the state is sound, so the updates were withheld and nothing was rolled back",
+        ),
+        (
+            replace(ROW, ratio=5.3, then=None, now=None, verdict="state"),
+            "Probe: kept batches read 5.3x their earlier loss (8 batches): the state is damaged",
+        ),
+        (
+            replace(ROW, ratio=math.inf, then=None, now=math.nan, verdict="state"),
+            "Probe: kept batches read NaN or infinite, not their earlier loss (8 batches, nan now):"
+            " the state is damaged",
+        ),
+        (
+            replace(ROW, num_batches=2, ratio=None, verdict="abstained"),
+            "Probe: no verdict: only 2 kept batches could be read, and it needs 3",
+        ),
+        (
+            replace(ROW, ratio=None, verdict="abstained", detail="losses at or below zero"),
+            "Probe: no verdict: losses at or below zero",
+        ),
+        (
+            replace(ROW, trigger="level", ratio=3.0, then=None, now=None, verdict="state"),
+            "Probe: kept batches read 3x their earlier loss (8 batches): the state is worse on "
+            "them, which is only told",
+        ),
+        (
+            replace(ROW, trigger="evaluation", ratio=2.4, then=1.0, now=2.4, verdict="state"),
+            "Evaluation: the loss is 2.4x the one before (1 then, 2.4 now): the state is damaged",
+        ),
+    ],
+    ids=lambda value: getattr(value, "trigger", ""),
+)
+def test_a_reading_is_told_with_its_numbers(event: StateRead, expected: str):
+    assert expected == describe(event)
+
+
+def test_a_step_of_the_trouble_tells_what_the_state_said(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps(range(12), loss=1.0))
+    ingest(store, writer.events(ROW, step=6))
+    for step in (4, 5, 6):
+        assert "the state is sound, so the updates were withheld" in why(store, step)
+    for step in (3, 7):
+        assert "Probe" not in why(store, step)
+    (event,) = query(store).events(RUN, "StateRead")
+    assert describe(ROW) == event.text
+    assert () == query(store).events(RUN, "Note")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "skipped", "expected"),
+    [
+        (LOSS_OUTLIER | CLIPS, 0, "the update was applied: left to the loop's clip."),
+        (LOSS_OUTLIER | CLIPS | WITHHELD, 1, "the update was withheld."),
+        (LOSS_OUTLIER | WITHHELD, 1, "the update was withheld."),
+        (LOSS_OUTLIER | WITHHELD, 0, "the update was applied."),
+        (LOSS_OUTLIER, 0, "the update was applied."),
+        (BAD_LOSS | CLIPS, 1, "the update was skipped."),
+        (CLIPS, 0, "the update was applied."),
+    ],
+)
+def test_an_outlier_that_was_applied_is_not_called_skipped(
+    store: Store, verdict: int, skipped: int, expected: str
+):
+    row = {"loss": 9.0, "loss_limit": 3.0, "verdict": verdict, "skipped": skipped}
+    ingest(store, Writer().steps([5], culprit_rank=-1, **row))
+    text = why(store, 5)
+    assert expected in text
+    assert skipped or "skipped" not in text
+
+
+def test_an_incident_tells_what_the_state_said_before_what_was_decided(store: Store):
+    writer = Writer()
+    ingest(store, writer.steps(range(12), loss=1.0))
+    ingest(store, writer.events(decision(rule="outlier", cause="spike"), ROW, step=5))
+    (incident,) = query(store).incidents(RUN)
+    (reading,) = [i for i, words in enumerate(incident.story) if words.startswith("Probe: kept")]
+    assert "by rule outlier (a finite outlier)" in incident.story[reading + 1]
+    assert "1.31x" in incident.story[reading]
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        (["skip_step"], ["StateDamaged firing", "StepSkipped firing"]),
+        (["skip_step", "rollback"], ["StepSkipped firing", "TrainingRolledBack firing"]),
+    ],
+)
+def test_a_damaged_state_pages_unless_vitals_went_back(
+    store: Store, actions: list[str], expected: list[str]
+):
+    place, writer = Place(store), Writer()
+    place.send(writer.steps(range(8), loss=1.0))
+    made = [
+        decision(i, action, step=6, budget_left=2, cause="spike")
+        for i, action in enumerate(actions, start=1)
+    ]
+    place.send(writer.events(finding("state_damaged", "act"), *made, step=6))
+    assert expected == sorted(place.look())
+    severities = {"page" if "StateDamaged" in name else "notify" for name in expected[:1]}
+    (incident,) = query(store).incidents(RUN)
+    assert ("page" in severities) == (incident.severity == "page")
+
+
+@pytest.mark.parametrize(("loss_kind", "severity"), [("minimize", "page"), ("rl", "log")])
+def test_lost_progress_pages_only_where_the_loss_is_what_training_makes_small(
+    store: Store, loss_kind: str, severity: str
+):
+    place, writer = Place(store), Writer()
+    place.send(writer.events(RunStarted(info=RunInfo(name="x", judge={"loss_kind": loss_kind}))))
+    place.send(writer.steps(range(8), loss=1.0))
+    place.send(writer.events(finding("lost_progress"), step=6))
+    assert ["ProgressLost firing"] == place.look()
+    assert severity == place.heard.alerts[0].severity
+    assert severity == query(store).incidents(RUN)[0].severity

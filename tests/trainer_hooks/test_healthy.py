@@ -1,0 +1,93 @@
+"""Healthy trainings of every kind stay what they are: nobody who switches us on may regret it.
+
+Small, but real: hyperparameters as people have them, Vitals in its default settings. Each is run
+bare and watched; the same clip, so that what differs is ours.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from vitals_bench.judgement.games import GanTask, PpoTask
+from vitals_bench.judgement.patterns import PatternsTask
+from vitals_bench.judgement.regression import RegressionTask
+from vitals_bench.judgement.run import run_world
+from vitals_bench.judgement.text import TextTask
+from vitals_bench.judgement.worlds import World
+
+FREE, OF_A_LEVEL = 6, 32
+"""Updates that may be withheld from a healthy run, and those for each level that it took on."""
+MEMORISING = partial(TextTask, memorise=True)
+"""Two batches learnt by heart: the loss falls fast, and spikes on its way."""
+TASKS = {
+    "GPT, lr 1e-3": partial(MEMORISING, lr=1e-3),
+    "GPT, lr 4e-3": partial(MEMORISING, lr=4e-3),
+    "GPT, lr 1.5e-2": partial(MEMORISING, lr=1.5e-2),
+    "GPT with dropout, lr 1e-3": partial(MEMORISING, lr=1e-3, dropout=0.1),
+    "GPT with dropout, lr 4e-3": partial(MEMORISING, lr=4e-3, dropout=0.1),
+    "GPT with dropout, lr 1.5e-2": partial(MEMORISING, lr=1.5e-2, dropout=0.1),
+    "GPT-2": partial(TextTask, lr=2e-3, dropout=0.1, tied=True),
+    "ResNet, hard examples": partial(PatternsTask, residual=True, hard=0.03),
+    "MLP, hard examples": partial(RegressionTask, hard=0.03),
+    "GAN": GanTask,
+    "PPO": PpoTask,
+}
+LENGTHS = {"GPT": 320, "ResNet": 320, "MLP": 600, "GAN": 320, "PPO": 320}
+"""Steps of each here, where all of them have a minute; ``slow`` runs them to their end."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def healthy_world(name, steps):
+    settings = {} if steps is None else {"steps": steps}
+    make = partial(TASKS[name], **settings)
+    return World(name=name, label="healthy", family="healthy", make=make, base=name)
+
+
+def train(name, *, clip, policy, seed=0, steps=None):
+    return run_world(healthy_world(name, steps), clip=clip, policy=policy, seed=seed)
+
+
+def assert_unharmed(bare, watched):
+    """Nothing but a few updates may differ, and nothing is gone back on or stopped."""
+    assert [] == watched.rollbacks
+    assert "" == watched.halted
+    assert {} == watched.errors
+    assert watched.withheld <= FREE + OF_A_LEVEL * watched.accepted, watched.withheld_steps
+    if not watched.withheld:
+        assert bare.digest == watched.digest
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_healthy_training_is_what_it_is_without_us(name):
+    """Guard where nothing is clipped, heal with a probe where it is: half of what slow runs do."""
+    steps = LENGTHS[name.partition(" ")[0].rstrip(",").partition("-")[0]]
+    clip, policy = (1.0, "heal+probe") if list(TASKS).index(name) % 2 else (None, "guard")
+    bare = train(name, clip=clip, policy="none", steps=steps)
+    watched = train(name, clip=clip, policy=policy, steps=steps)
+    assert_unharmed(bare, watched)
+    assert bare.digest == watched.digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("policy", ["guard", "heal+probe"])
+def test_nine_in_ten_healthy_trainings_are_bit_for_bit_the_same(clip, policy):
+    same = []
+    for name in TASKS:
+        bare = [train(name, clip=clip, policy="none", seed=seed) for seed in range(5)]
+        worst = max(outcome.final for outcome in bare)
+        for seed in range(5):
+            watched = train(name, clip=clip, policy=policy, seed=seed)
+            assert_unharmed(bare[seed], watched)
+            same.append(watched.digest == bare[seed].digest)
+            assert same[-1] or watched.final <= worst, (name, seed, watched.final, worst)
+    assert sum(same) >= 0.9 * len(same), f"{sum(same)} of {len(same)}"
