@@ -128,7 +128,7 @@ def test_data_that_is_nan_for_good_is_skipped_and_told_where_the_probe_reads_a_s
     loop.data._y[300 * BATCH : 400 * BATCH] = float("nan")
     loop.guarded()
     assert {"skip_step"} == {d.action for d in loop.decisions}
-    assert 100 == len(loop.decisions)
+    assert set(range(301, 400)) == {d.step for d in loop.decisions} - {300}
     assert all(parameter.isfinite().all() for parameter in loop.model.parameters())
 
 
