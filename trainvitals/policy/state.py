@@ -89,7 +89,8 @@ class LadderConfig:
     def __post_init__(self) -> None:
         positive = (
             "max_withheld", "max_firsts", "withheld_window", "recurring_groups", "group_steps",
-            "group_size", "ask_after", "nonfinite_in_a_row", "max_leave_out_margin", "max_tries", "max_causes",
+            "group_size", "ask_after", "nonfinite_in_a_row", "max_leave_out_margin", "max_tries",
+            "max_causes",
             "budget_window", "lr_rewarm_steps", "max_skips_in_a_row",
         )  # fmt: skip
         for name in positive:
