@@ -20,7 +20,7 @@ ROOMS = (
     "docs",
     "benchmarks",
 )
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 650  # decision 0028: a net, not a mould
 MAX_FUNCTION_LINES = 50
 
 LONGER_FILES: dict[str, int] = {}

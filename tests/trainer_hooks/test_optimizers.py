@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import trainer_hooks
+from tests.trainer_hooks.each_outlier import withhold_each_outlier_in
 from tests.trainer_hooks.every_optimizer import (
     CLASSES,
     COMPLEX,
@@ -31,6 +32,11 @@ FAULTS = {0: (NAN, "loss")} | {
     WARM + 2 * i: fault for i, fault in enumerate([*NONFINITE, *OUTLIERS])
 }
 """The first step ever, each way of being non-finite, and finite outliers once the rule is warm."""
+
+
+@pytest.fixture(autouse=True)
+def each_outlier_is_withheld(monkeypatch):
+    withhold_each_outlier_in(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
