@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 50
 LONGER_FILES: dict[str, int] = {}
 """Files that were longer when this was written, and how long they may be at most."""
 
-LONGER_FUNCTIONS: dict[str, int] = {}
+LONGER_FUNCTIONS: dict[str, int] = {"benchmarks/vitals_bench/judgement/run.py:train_watched": 60}
 """The same for functions, as `path:name`."""
 
 
