@@ -190,10 +190,10 @@ class _Training:
             grad_norm=norm,
             nonfinite_ranks=ranks,
             learning_rate=self.run_.learning_rate(step),
-            clips=True,
+            clips=False,
         )
         record, self.device = self.device.judge(
-            record, self.judge.limits(), self.judge.withholding(clips=True), acts=True
+            record, self.judge.limits(), self.judge.withholding(clips=False), acts=True
         )
         row = Row(self.tick, record, losses)
         self.run_.rows.append(row)

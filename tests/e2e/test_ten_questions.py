@@ -202,14 +202,15 @@ def test_what_was_decided_and_why(asked: Asked):
     assert ["skip_step", "skip_step", "rollback"] * 2 == [made.action for made in ledger]
     for trouble, made in ((asked.made.shard, ledger[2]), (asked.made.gpu, ledger[5])):
         told = asked.vitals("why", RUN, made.step, *asked.where)
-        assert f"rollback by rule skip_storm, taken at step {made.decided_at_step}" in told
-        assert f"3 bad steps from {trouble.bad} to {made.step}" in told
+        assert f"rollback by rule state_damaged, taken at step {made.decided_at_step}" in told
+        assert trouble.bad + 2 == made.step
+        assert "8 earlier batches read 8.72x their loss then: the state is damaged" in told
         assert f"Training went back to step {made.rollback_to_step}" in told
 
 
 def test_what_would_another_policy_have_done(asked: Asked, tmp_path: Path):
     patient = tmp_path / "patient.toml"
-    patient.write_text("[ladder]\nstorm_skips = 10\n")
+    patient.write_text("[ladder]\nask_after = 10\n")
     words = ("replay", RUN, "--data", asked.data, "--config", patient, "--format", "json")
     said = json.loads(asked.vitals(*words, exit_code=1))  # not as recorded
     troubles = [asked.made.shard, asked.made.gpu]

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from trainvitals.records import StateRead
+
 Trigger = Literal["row", "nonfinite", "level", "lr_jump"]
 
 
@@ -50,3 +52,30 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 MIN_BATCHES = 3
 NO_READING = Reading(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
+
+_WITHHELD = "the state is sound, so the updates were withheld and nothing was rolled back"
+_MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
+    ("row", "sound"): _WITHHELD,
+    ("nonfinite", "sound"): _WITHHELD.replace("withheld", "skipped"),
+    ("lr_jump", "sound"): "the state is sound, so the learning rate was left as it is",
+    ("level", "state"): "the state is worse on them, which is only told",
+}
+
+
+def of_reading(event: StateRead) -> str:
+    """Return what the probe or an evaluation said of the state, with its numbers."""
+    is_probe = event.trigger != "evaluation"
+    who = "Probe" if is_probe else "Evaluation"
+    if event.verdict == "abstained" or event.ratio is None:
+        few = f"only {event.num_batches} kept batches could be read, and it needs 3"
+        return f"{who}: no verdict: {event.detail or (few if is_probe else 'nothing to compare')}"
+    numbers = [f"{event.num_batches} batches"] if is_probe else []
+    numbers += [] if event.then is None else [f"{event.then:.4g} then"]
+    numbers += [] if event.now is None else [f"{event.now:.4g} now"]
+    shown = f" ({', '.join(numbers)})" if numbers else ""
+    times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, not"
+    what = "kept batches read" if is_probe else "the loss is"
+    earlier = "their earlier loss" if is_probe else "the one before"
+    usual = "the state is sound" if event.verdict == "sound" else "the state is damaged"
+    meaning = _MEANINGS_OF_STATE.get((event.trigger, event.verdict), usual)
+    return f"{who}: {what} {times} {earlier}{shown}: {meaning}"

@@ -347,8 +347,8 @@ def _lines(said: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
 
 def _answer(read: "StateRead") -> tuple[str, str]:
     """Return what became of a question: asked as recorded, or what a log cannot answer."""
+    from trainvitals.policy.evidence import of_reading
     from trainvitals.policy.history import question
-    from vitals_collector.receiving.facts import of_reading
 
     is_answered = read.ratio is not None
     return ("asked", of_reading(read)) if is_answered else ("would be asked", question(read))

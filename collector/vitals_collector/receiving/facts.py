@@ -5,7 +5,6 @@ event's own time wins where a row is a present state, so the order in which spoo
 matter.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, select, update
 
 from trainvitals.identity import Identity
+from trainvitals.policy.evidence import of_reading
 from trainvitals.records import (
     AttemptStarted,
     BatchNoted,
@@ -130,34 +130,6 @@ def describe(event: Event | None) -> str:
             return f"{event.text} [{event.code}]"
         case RunEnded():
             return f"{event.state}: {event.reason}" if event.reason else event.state
-
-
-_WITHHELD = "the state is sound, so the updates were withheld and nothing was rolled back"
-_MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
-    ("row", "sound"): _WITHHELD,
-    ("nonfinite", "sound"): _WITHHELD.replace("withheld", "skipped"),
-    ("lr_jump", "sound"): "the state is sound, so the learning rate was left as it is",
-    ("level", "state"): "the state is worse on them, which is only told",
-}
-
-
-def of_reading(event: StateRead) -> str:
-    """Return what the probe or an evaluation said of the state, with its numbers."""
-    is_probe = event.trigger != "evaluation"
-    who = "Probe" if is_probe else "Evaluation"
-    if event.verdict == "abstained" or event.ratio is None:
-        few = f"only {event.num_batches} kept batches could be read, and it needs 3"
-        return f"{who}: no verdict: {event.detail or (few if is_probe else 'nothing to compare')}"
-    numbers = [f"{event.num_batches} batches"] if is_probe else []
-    numbers += [] if event.then is None else [f"{event.then:.4g} then"]
-    numbers += [] if event.now is None else [f"{event.now:.4g} now"]
-    shown = f" ({', '.join(numbers)})" if numbers else ""
-    times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, not"
-    what = "kept batches read" if is_probe else "the loss is"
-    earlier = "their earlier loss" if is_probe else "the one before"
-    usual = "the state is sound" if event.verdict == "sound" else "the state is damaged"
-    meaning = _MEANINGS_OF_STATE.get((event.trigger, event.verdict), usual)
-    return f"{who}: {what} {times} {earlier}{shown}: {meaning}"
 
 
 def samples(batch: BatchNoted) -> str:
@@ -370,4 +342,4 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     RunEnded: _run_ended,
 }
 
-__all__ = ["apply", "clean", "describe", "loss_kind_of", "note_processes", "of_reading", "samples"]
+__all__ = ["apply", "clean", "describe", "loss_kind_of", "note_processes", "samples"]
