@@ -128,7 +128,10 @@ def test_markdown_goes_to_stdout_with_its_curves(runs: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert said.startswith("# Post-mortem of tiny\n")
     assert "not finite |" in said
-    assert "| 40 | skip_step | nonfinite | 1 | yes | the loss of step 40 is nan |" in said
+    assert (
+        "| 40 | skip_step | a loss or gradient that is NaN or infinite | 1 | yes | the loss of step 40 is nan |"
+        in said
+    )
 
 
 def test_one_incident_alone_can_be_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]):

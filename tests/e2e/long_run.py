@@ -27,6 +27,7 @@ from trainvitals.records import (
     EVENT_SCHEMA,
     LOSS_OUTLIER,
     NORM_OUTLIER,
+    WITHHELD,
     AttemptStarted,
     BatchNoted,
     CheckpointChanged,
@@ -368,7 +369,7 @@ class _Writing:
 def _verdict(record: StepRecord) -> int:
     if record.nonfinite_ranks:
         return BAD_GRADIENTS
-    bits = LOSS_OUTLIER * _is_above(record.loss, record.loss_limit)
+    bits = LOSS_OUTLIER * _is_above(record.loss, record.loss_limit) | WITHHELD * record.withheld
     return bits | NORM_OUTLIER * _is_above(record.grad_norm, record.grad_norm_limit)
 
 
