@@ -301,13 +301,13 @@ class Monitor(Loop):
 
     def _after_rollback(self) -> None:
         """Write down what was in flight, and forget it."""
-        self._host.probe.rolled_back(self._step)
         while (left := self._device.readback.pop()) is not None:
             self._host.handle(*left, now_step=self._step)
         self._start_again()
 
     def _start_again(self) -> None:
         """Take the state, which was put back, for the one that the next step begins with."""
+        self._host.probe.rolled_back(self._step)
         self._device.shadow.keep()
         self._device.sampler.forget()
         self._device.averages.rolled_back()

@@ -5,6 +5,10 @@
 ``loss_of(batch)`` gives the loss that the loop trains on. It is called by ``step()`` alone, on all
 ranks alike, without gradients, and leaves no trace: the trajectory is that of a training without
 it. Its first call is a rehearsal: it must give what the step saw.
+
+What it cannot help: a ``loss_of`` that raises on one rank in the middle of a forward which holds
+collectives (FSDP, SyncBatchNorm) leaves the other ranks waiting there, as it would in training. And
+what a forward writes where nobody looks (a list, a file, a generator of its own) stays written.
 """
 
 from __future__ import annotations

@@ -139,10 +139,11 @@ def _put_back_tensors(buffers: tuple[_Places, _Copies], outside: _Copies) -> Non
     for live, kept in places:
         live.clear()
         live.update(kept)
-    for tensor, memory, kept_values in (*copies, *outside):
-        if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+    for tensor, memory, values in (*copies, *outside):
+        before, now = true_elements(memory), true_elements(tensor)
+        if now.data_ptr() != before.data_ptr() or now.shape != before.shape:
             tensor.data = memory
-        true_elements(tensor).copy_(kept_values)
+        before.copy_(values)
 
 
 def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:

@@ -69,7 +69,10 @@ def test_where_all_older_ones_are_gone_the_oldest_that_is_left_is_taken_again(lo
 
 
 def test_a_fourth_break_of_the_same_cause_still_halts(loop):
-    with loop.monitor, pytest.raises(TrainingHalted, match="3 rollbacks .the limit. did not fix it"):
+    with (
+        loop.monitor,
+        pytest.raises(TrainingHalted, match=r"3 rollbacks \(the limit\) did not fix it"),
+    ):
         train(loop, breaks=4)
 
 

@@ -54,9 +54,15 @@ def main() -> None:
         tokens_per_step=world * BATCH * CONTEXT, tags=("demo",),
         config={"context": CONTEXT, "batch": BATCH, "width": WIDTH, "peak_rate": PEAK_RATE},
     )  # fmt: skip
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch: so that Vitals can ask whether the weights are damaged."""
+        loss: torch.Tensor = ddp(tokens.to(device))
+        return loss
+
     with monitor:
         seen = 0
-        for tokens in monitor.batches(loader, epochs=100):  # Vitals: line 2
+        for tokens in monitor.batches(loader, epochs=100, probe=loss_of):  # Vitals: line 2
             step = monitor.step_index
             if step >= options.steps:
                 break

@@ -34,7 +34,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     older: float | None = None
     """The same ratio with batches of 64 and 256 steps before the onset in it, for the record."""
     detail: str = ""
-    """Why it could not be read, or empty."""
+    """The steps that were read, or why they could not be."""
 
     def ratio(self, floor: float) -> float | None:
         """Return now over then; inf where a loss is not finite; None: it says nothing.

@@ -67,7 +67,7 @@ _QUESTIONS = {
     "state would be rolled back",
     "nonfinite": "non-finite steps in a row since step {}: here the probe would be asked whether "
     "the state is damaged or the data are bad",
-    "level": "the loss has risen since step {}: here the probe would be asked, and its answer told; "
+    "level": "the loss has risen since step {}: here the probe would be asked, its answer told; "
     "soon after a jump of the learning rate a damaged state would be rolled back",
     "lr_jump": "the learning rate jumped at step {}: here the probe would be asked, and its answer "
     "told",
