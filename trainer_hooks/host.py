@@ -132,10 +132,10 @@ class Host:
             if command.checkpoint_id and self.healer is not None:
                 target = float(self.healer.step_of(command.checkpoint_id))
         limits = self.judge.limits() if not self.expecting else Limits()
-        withholding = self.judge.withholding()
         # A clip at a thousand times the usual norm takes nothing from an outlier.
         usual = limits.grad_norm
         clips = max_norm is not None and (usual is None or max_norm <= _NO_CLIP * usual)
+        withholding = self.judge.withholding(clips=clips)
         healer = self.healer
         saved_step, saved_attempt = (0, 0) if healer is None else healer.newest_saved
         return Root(

@@ -39,9 +39,9 @@ RANK_FIELDS = (
 ROOT_FIELDS = (
     "loss_limit",
     "grad_norm_limit",
-    "clips",  # the loop clips, to no more than a usual norm: it takes the first outlier in a row
-    "withhold_first",  # the first is withheld all the same
+    "withhold_first",  # the first outlier in a row is withheld too
     "withhold_left",  # outliers that may still be withheld
+    "clips",  # the loop clips: it takes the first outlier in a row
     "command_number",
     "command_action",
     "command_argument",
@@ -163,9 +163,9 @@ class Root:
         return [
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
-            float(self.clips),
             float(self.withhold_first),
             float(self.withhold_left),
+            float(self.clips),
             float(self.command_number),
             float(self.command_action),
             self.command_argument,

@@ -24,8 +24,8 @@ _SHORT_FROM = 1.8e19
 
 _SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
 _LIMITS = ("loss_limit", "grad_norm_limit")
-_WORDS = ("clips", "withhold_first", "withhold_left")
-assert ROOT_FIELDS[:5] == _LIMITS + _WORDS, "the verdict compares both numbers at once"
+_WORDS = ("withhold_first", "withhold_left")
+assert ROOT_FIELDS[:4] == _LIMITS + _WORDS, "the verdict compares both numbers at once"
 
 _FACTS = (BAD_LOSS, BAD_GRADIENTS, OVERFLOW, WITHHELD, LOSS_OUTLIER, NORM_OUTLIER, RANK_FAILED)
 _NUM_BAD = _FACTS.index(LOSS_OUTLIER)
@@ -57,7 +57,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     """Return the verdict on the reduced pack. Pure; no value reaches the host.
 
     A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld
-    where it follows another one, or where the loop does not clip, while rank 0 allows for more.
+    where it follows another one, or where rank 0 says so, while it allows for more.
     Where a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
     scaler's overflow keeps the update back but is no fault.
 
@@ -69,7 +69,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     sums = layout.slots(pack).sum(dim=0)
     weighted_loss, weight, failed, overflows = (sums[i] for i in _SUMMED)
     limits = pack[layout.root : layout.root + len(_LIMITS)]
-    clips, first, left = pack[layout.root + len(_LIMITS) : layout.root + 5].unbind()
+    first, left = pack[layout.root + len(_LIMITS) : layout.root + 4].unbind()
     has_loss, overflow = weight != 0, overflows != 0
     whole, measured = failed == 0, failed != layout.world_size
     # Replicas each bring an equal part: without one of them the others' parts stand for it.
@@ -81,7 +81,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     nonfinite = ~finite & torch.stack((has_loss, ~overflow))
     outlier = (values > limits) & finite & torch.stack((has_loss & whole, whole))
     is_outlier = outlier.any()
-    withheld = is_outlier & (left > 0) & ((in_row != 0) | (first != 0) | (clips == 0))
+    withheld = is_outlier & (left > 0) & ((in_row != 0) | (first != 0))
     facts = torch.cat((nonfinite, torch.stack((overflow, withheld)), outlier, ~whole[None]))
     unclear = facts[:3].any() | ~whole
     return Verdict(

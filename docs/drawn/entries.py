@@ -8,7 +8,7 @@ from typing import Any
 
 from docs.drawn import loop, nodes, steps, waits
 from docs.drawn.svg import Panel
-from trainvitals.detect import burst, level, nonfinite, spike
+from trainvitals.detect import burst, level, nonfinite, progress, spike
 from trainvitals.detect import watch as watchers
 from trainvitals.detect.watch import layers, memory, node, overdue, rate, scale, speed, spread
 from trainvitals.detect.watch import waits as waiting
@@ -34,6 +34,10 @@ class Entry:
     """What it finds, where the docstring's first sentence does not say that."""
     more: str = ""
     """What the docstrings leave out."""
+    good: str = ""
+    """What it is good for."""
+    bad: str = ""
+    """What it is not good for, and what to do there."""
     section: str = ""
     """Its section of docs/SETTINGS.md."""
     config: type | None = None
@@ -56,33 +60,49 @@ IN_LOOP = (
         kinds={"nonfinite": "act", "nonfinite_params": "act", "rank_failed": "tell"},
         needs="Nothing but the step itself: it speaks from the first one on. `rank_failed` is told "
         "where a rank could not measure, which is unknown and not bad.",
+        good="Every kind of training.",
+        bad="Damage that is still finite.",
         examples=loop.nonfinite,
         notes=("MAX_OVERFLOWS",),
         source=nonfinite,
     ),
     Entry(
         name="loss_spike",
-        title="Loss spike",
+        title="A loss that is high",
         owner=spike.SpikeDetector,
-        finds="Finds steps whose loss is above the limit that was in force.",
-        kinds={"spike": "act", "level_shift": "tell"},
-        needs="`loss` of `warm_up` clean steps. A limit that the device did not have in force is "
-        "not judged by, and a step without one is not judged.",
+        finds="Finds steps whose loss is above what the steps before allow for, one by one or "
+        "several together.",
+        kinds={"spike": "tell", "level_shift": "tell"},
+        needs="`loss` of `warm_up` applied steps. Several steps are added up only where every loss "
+        "is positive, and where the loss is minimized.",
+        good="Outliers from 3x on at 15 % noise, 1.5x for 5 steps or more, and in a calm run less: "
+        "there is no fixed floor.",
+        bad="A level that changes often and for good reason: two tasks in blocks, harder data that "
+        "was not announced with `expect`. Each change is told, until it comes regularly. Single "
+        "hard batches are told five times and epoch borders three times. In reinforcement learning "
+        "and for GANs say `loss_kind`: then only single outliers are told, and around zero these "
+        "must be ten times the whole range. A large learning rate makes the optimizer itself spike "
+        "(AdamW at 3e-2): that is told each time, and whether it is damage the loss alone cannot "
+        "say.",
         examples=loop.loss_spike,
         module=spike,
-        more=_rest_of(spike.SpikeDetector._compute),
+        more=_rest_of(spike.SpikeDetector._refresh),
         section="loss",
+        config=spike.SpikeConfig,
     ),
     Entry(
         name="grad_norm_spike",
         title="Gradient-norm spike",
         owner=None,
-        finds="Finds steps whose gradient norm is above the limit that was in force, by the rule "
-        "of the loss and with a wider limit.",
-        kinds={"spike": "act", "level_shift": "tell"},
-        needs="`grad_norm` of `warm_up` clean steps.",
+        finds="Finds steps whose gradient norm is above the limit of the steps before, by the rule "
+        "of a loss and with a wider limit.",
+        kinds={"spike": "tell", "level_shift": "tell"},
+        needs="`grad_norm` of `warm_up` applied steps.",
+        good="Explosions, in any kind of training: 40 times the usual norm and more.",
+        bad="Anything smaller: clean runs show 15 times for one step, 35 times at worst.",
         examples=loop.grad_norm_spike,
         section="grad_norm",
+        config=spike.GradNormConfig,
         notes=("GRAD_NORM_DEFAULTS",),
         source=spike,
     ),
@@ -93,20 +113,59 @@ IN_LOOP = (
         kinds={"grad_explosion": "tell"},
         needs="`grad_norm` of `warm_up` steps, above zero; `loss`, where there is one, excuses a "
         "norm that grows while the run learns.",
+        good="What announces a spike, two steps and more before the loss moves.",
+        bad="Hard batches that come one after the other: told five times, then no more.",
         examples=loop.grad_norm_burst,
         module=burst,
         section="burst",
+        config=burst.BurstConfig,
     ),
     Entry(
         name="loss_level",
-        title="Level of the loss: divergence, failed recovery, plateau",
+        title="Level of the loss: divergence, failed recovery",
         owner=level.LevelDetector,
-        kinds={"divergence": "tell or act", "plateau": "tell"},
+        kinds={"divergence": "tell", "plateau": "tell"},
         needs="`loss` of `window` steps, and noise: of a loss that never changes nothing is said. "
-        "A divergence is *act* only from the rise `act` on, and never after an accepted new level.",
+        "Only where the loss is minimized.",
+        good="A walk away of six deviations of the noise and 5 %, and in calm runs a step up of "
+        "3 % that stays.",
+        bad="Curricula and new data that were not announced with `expect`: the rise is real, and "
+        "is told. A loss that goes up while the run improves: say `loss_kind`.",
         examples=loop.loss_level,
         module=level,
         section="level",
+        config=level.LevelConfig,
+    ),
+    Entry(
+        name="loss_drift",
+        title="Drift of the loss within its noise",
+        owner=level.DriftDetector,
+        kinds={"divergence": "tell"},
+        needs="`loss` of 512 steps, above zero. Only where the loss is minimized.",
+        good="10 % for good at 15 % noise; 2 % in 100 steps, within some 400 while the noise is "
+        "5 %, later where it is more.",
+        bad="The first 500 steps, and as many after a sudden fall. Warm restarts and other slow "
+        "waves are told once or twice, until it is known how far they go.",
+        examples=loop.loss_drift,
+        section="drift",
+        config=level.DriftConfig,
+    ),
+    Entry(
+        name="loss_progress",
+        title="Lost progress, a loss that never learns, a collapse",
+        owner=progress.ProgressDetector,
+        kinds={"lost_progress": "tell", "plateau": "tell", "collapse": "tell"},
+        needs="`loss`; `learning_rate`, where there is one, says when the warm-up is over. Only "
+        "where the loss is minimized.",
+        good="A run that is back where it began (90 % of its gain, for 100 steps), that never left "
+        "it in 500 steps, that is stuck after a restart, or whose loss drops below a third at "
+        "once.",
+        bad="Fine-tuning that begins where it ends: a loss that has nothing left to learn is told "
+        "once. A task that is suddenly easy looks like a collapse.",
+        examples=loop.loss_progress,
+        module=progress,
+        section="progress",
+        config=progress.ProgressConfig,
     ),
 )
 

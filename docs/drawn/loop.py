@@ -66,9 +66,11 @@ def nonfinite() -> list[Panel]:
 
 
 def loss_spike() -> list[Panel]:
-    """Three bad batches; two kinds of batches, epochs, a step of the learning rate."""
+    """Three bad batches; five steps within the noise; what is in order."""
     poisoned = noisy(falling(160), 0.015, 3)
     poisoned[110:113] = [7.4, 8.1, 6.9]
+    within = noisy([2.0 * (1.5 if 220 <= i < 225 else 1.0) for i in range(260)], 0.1, 3)
+    hard = noisy([2.0 * (10.0 if i % 47 == 46 else 1.0) for i in range(900)], 0.05, 4)
     rng = random.Random(4)
     bimodal = noisy([2.4 if rng.random() < 0.3 else 1.2 for _ in range(200)], 0.05, 4)
     epochs = noisy([1.7 + 0.9 * (i % 40) / 40 for i in range(200)], 0.02, 5)
@@ -76,10 +78,21 @@ def loss_spike() -> list[Panel]:
                   0.02, 6)  # fmt: skip
     return [
         in_loop("three poisoned batches", losses(poisoned), "loss_spike"),
+        in_loop("half as much again for five steps, at 10 % noise", losses(within), "loss_spike"),
+        in_loop("hard batches: told three times, where they come regularly", losses(hard),
+                "loss_spike", log=True),
         in_loop("silent: two kinds of batches", losses(bimodal), log=True),
         in_loop("silent: a saw-tooth, as of data in order of their length", losses(epochs)),
         in_loop("silent: the learning rate is divided by ten", losses(decay)),
-    ]
+        _reinforcement(),
+    ]  # fmt: skip
+
+
+def _reinforcement() -> Panel:
+    """Draw a value function's loss, which grows while the return improves."""
+    grows = noisy([0.5 + 5.0 / (1.0 + math.exp(-(i - 500) / 80)) for i in range(1000)], 0.15, 14)
+    title = "silent, where the run says loss_kind=rl: a value loss that grows tenfold"
+    return in_loop(title, losses(grows), every=4, loss_kind="rl")
 
 
 def grad_norm_spike() -> list[Panel]:
@@ -134,18 +147,53 @@ def _evidence(records: Sequence[StepRecord]) -> Panel:
 
 def loss_level() -> list[Panel]:
     """A slow walk away, a step up that stays, one that recovers."""
-    walk = noisy([2.5 + max(0, i - 250) * 0.0035 for i in range(560)], 0.012, 11)
-    shift = noisy([2.5 if i < 250 else 2.58 for i in range(620)], 0.004, 12)
-    back = noisy(
-        [2.5 if i < 250 else 2.5 + 0.11 * math.exp(-(i - 250) / 45) for i in range(560)], 0.012, 13
-    )
-    levels = {
-        "median of 64 steps": lambda state: sorted(state["window"])[len(state["window"]) >> 1],
-        "lowest": lambda state: state["best"],
-    }
+    walk = noisy([2.5 + _start(i) + max(0, i - 250) * 0.0035 for i in range(560)], 0.012, 11)
+    shift = noisy([(2.5 if i < 250 else 2.58) + _start(i) for i in range(620)], 0.004, 12)
+    up = [0.0 if i < 250 else 0.11 * math.exp(-(i - 250) / 45) for i in range(560)]
+    back = noisy([2.5 + _start(i) + rise for i, rise in enumerate(up)], 0.012, 13)
+    levels = {"median of 64 steps": _median_of_level, "lowest": lambda state: state["best"]}
     shown: dict[str, Any] = {"limit": False, "every": 3, "levels": levels, "of": "loss_level"}
     return [
         in_loop("a slow walk away", losses(walk), "loss_level", **shown),
         in_loop("3 % up, and never back", losses(shift), "loss_level", **shown),
         in_loop("silent: 4 % up, but it recovers", losses(back), **shown),
     ]
+
+
+def _start(step: int) -> float:
+    return 1.5 * math.exp(-step / 15)
+
+
+def _median_of_level(state: State) -> float | None:
+    newest = sorted(state["losses"][-64:])
+    return newest[len(newest) >> 1] if newest else None
+
+
+def loss_drift() -> list[Panel]:
+    """10 % for good within the noise, 2 % in 100 steps; epochs of a set learned by heart."""
+    up = noisy([2.0 if i < 1200 else 2.2 for i in range(1800)], 0.1, 15)
+    ramp = noisy([2.0 * 1.02 ** (max(0, i - 1200) / 100) for i in range(1800)], 0.05, 16)
+    stairs = [1.1] * 416 + [0.71 * (1.0 + i / 5000) for i in range(384)]
+    by_heart = noisy(stairs + [0.4 * (1.0 + 0.1 * i / 400) for i in range(400)], 0.05, 17)
+    shown: dict[str, Any] = {"limit": False, "every": 6}
+    return [
+        in_loop("10 % up for good, at 10 % noise", losses(up), "loss_drift", **shown),
+        in_loop("2 % in 100 steps, at 5 % noise", losses(ramp), "loss_drift", **shown),
+        in_loop("silent: epochs of a set that is learned by heart", losses(by_heart), **shown),
+    ]
+
+
+def loss_progress() -> list[Panel]:
+    """All is lost again; nothing is ever learned; a collapse. A loss that has converged."""
+    learned = [2.0 + 5.0 * math.exp(-i / 60) for i in range(600)]
+    lost = noisy(learned + [min(7.0, 2.0 + 0.03 * i) for i in range(400)], 0.05, 18)
+    never, collapsed = noisy([6.9] * 700, 0.05, 19), noisy(learned + [0.1] * 200, 0.05, 20)
+    converged = noisy([2.0 + 5.0 * max(0.0, 1 - i / 20) for i in range(900)], 0.05, 21)
+    shown: dict[str, Any] = {"limit": False, "every": 4}
+    return [
+        in_loop("what was learned is lost", losses(lost), "loss_progress", **shown),
+        in_loop("a loss that never learns", losses(never), "loss_progress", **shown),
+        in_loop("a collapse: labels that leak, or a loss that is masked out", losses(collapsed),
+                "loss_progress", **shown),
+        in_loop("silent: all learned within 20 steps", losses(converged), **shown),
+    ]  # fmt: skip

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from docs.drawn.svg import Line, Mark, Panel, Point
-from trainvitals.detect.burst import BurstDetector
-from trainvitals.detect.level import LevelDetector
+from trainvitals.detect import (
+    BurstDetector,
+    DetectorSet,
+    LevelDetector,
+    LossKind,
+    SpikeDetector,
+)
 from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.detect.watch import WatchSet
-from trainvitals.policy import Judge
 from trainvitals.records import Finding, StepRecord
-from trainvitals.testing.series import judgements
 
 SECOND = 1_000_000_000
 State = dict[str, Any]
@@ -71,40 +74,46 @@ def in_loop(
     of: str = "",
     log: bool = False,
     every: int = 1,
+    loss_kind: LossKind = "minimize",
 ) -> Panel:
-    """Judge records as in ``guard`` mode, device and host played, and return the panel.
+    """Let the whole set of detectors judge records, none of them withheld, and return the panel.
 
     Args:
         title: what the course is.
         records: the course.
         detector: who must speak; none: all must be silent.
         column: what is drawn.
-        limit: also draw the limit that was in force.
+        limit: also draw the limit that each step was compared with.
         levels: what ``detector``'s state is asked for at each step.
         of: whose state that is, where ``detector`` does not say it.
         log: draw logarithms.
         every: draw every so many steps; those that were spoken of always.
+        loss_kind: what the run says of its loss.
     """
-    judged = judgements(Judge(mode="guard"), records)
-    said = check(title, [f for _, j in judged for f in j.findings], detector)
-    done = [record for record, _ in judged]
-    spoken = {finding.step for finding in said}
-    kept = {record.step for record in done if record.step % every == 0} | spoken
+    detectors = DetectorSet(loss_kind=loss_kind)
+    own = SpikeDetector("grad_norm" if column == "grad_norm" else "loss")
+    findings, limits = list[Finding](), list[Point]()
+    for record in records:
+        limits.append((record.step, own.limit()))
+        own.update(record)
+        findings += detectors.update(record)
+    spoken_of = check(title, findings, detector)
+    spoken = {finding.step for finding in spoken_of}
+    kept = {record.step for record in records if record.step % every == 0} | spoken
     label = {"loss": "loss", "grad_norm": "gradient norm"}[column]
     lines = [
-        Line(label=label, points=[(r.step, getattr(r, column)) for r in done if r.step in kept])
+        Line(label=label, points=[(r.step, getattr(r, column)) for r in records if r.step in kept])
     ]
     if limit:
-        points = [(r.step, getattr(r, f"{column}_limit")) for r in done]
-        lines.append(Line(label="its limit", points=points, role="limit"))
-    lines += _levels_of(detector or of, done, levels or {}, kept)
-    return _panel(title, lines, said, x_label="step", y_label=label, log=log)
+        lines.append(Line(label="its limit", points=limits, role="limit"))
+    lines += _levels_of(detector or of, records, levels or {}, kept)
+    return _panel(title, lines, spoken_of, x_label="step", y_label=label, log=log)
 
 
 def _levels_of(
     name: str, records: Sequence[StepRecord], levels: Levels, kept: set[int]
 ) -> list[Line]:
-    """Ask a detector's state after each step; it is fed what the device made of the records."""
+    """Ask a detector's state after each step."""
     if not levels:
         return []
     detector = {"grad_norm_burst": BurstDetector, "loss_level": LevelDetector}[name]()
@@ -117,7 +126,7 @@ def _levels_of(
         for label, read in levels.items():
             points[label].append((record.step, read(state)))
     roles = {label: "other" if label.startswith("median") else "limit" for label in levels}
-    return [Line(label=label, points=found, role=roles[label]) for label, found in points.items()]  # type: ignore[arg-type]
+    return [Line(label=label, points=made, role=roles[label]) for label, made in points.items()]  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------- merged steps and nodes

@@ -193,7 +193,7 @@ class _Training:
             clips=True,
         )
         record, self.device = self.device.judge(
-            record, self.judge.limits(), self.judge.withholding(), acts=True
+            record, self.judge.limits(), self.judge.withholding(clips=True), acts=True
         )
         row = Row(self.tick, record, losses)
         self.run_.rows.append(row)

@@ -81,12 +81,13 @@ class Loop:
             self.optimizer.zero_grad()
         return self.final()
 
-    def guarded(self):
+    def guarded(self, *, probe=True):
         with trainer_hooks.watch(
             self.model, self.optimizer, self.scheduler, mode="heal", checkpoints=True
         ) as monitor:
             loader = DataLoader(self.data, BATCH)
-            for x, y in monitor.batches(loader, probe=lambda batch: self.loss(*batch)):
+            loss_of = (lambda batch: self.loss(*batch)) if probe else None
+            for x, y in monitor.batches(loader, probe=loss_of):
                 self.break_moments(monitor.step_index)
                 loss = self.loss(x, y)
                 loss.backward()
@@ -122,11 +123,20 @@ def test_without_us_the_same_faults_ruin_the_training(clean):
     assert not math.isfinite(ruined) or ruined > 1.05 * clean
 
 
+def test_data_that_is_nan_for_good_is_skipped_and_told_where_the_probe_reads_a_sound_state():
+    loop = Loop()
+    loop.data._y[300 * BATCH : 400 * BATCH] = float("nan")
+    loop.guarded()
+    assert {"skip_step"} == {d.action for d in loop.decisions}
+    assert set(range(301, 400)) == {d.step for d in loop.decisions} - {300}
+    assert all(parameter.isfinite().all() for parameter in loop.model.parameters())
+
+
 def test_what_no_rollback_cures_stops_after_exactly_the_budget_and_pages(tmp_path):
     loop = Loop()
     loop.data._y[300 * BATCH :] = float("nan")
     with pytest.raises(TrainingHalted) as halted:
-        loop.guarded()
+        loop.guarded(probe=False)
     rollbacks = [d for d in loop.decisions if d.action == "rollback"]
     assert LadderConfig().max_tries == len(rollbacks)
     (run,) = (tmp_path / "runs").glob("[0-9A-Z]*")

@@ -88,7 +88,7 @@ def test_a_nan_loss_names_its_rank_though_all_gradients_are_nan_by_then():
 
 
 def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
-    root = Root(loss_limit=4.0, grad_norm_limit=10.0, withhold_left=5)
+    root = Root(loss_limit=4.0, grad_norm_limit=10.0, withhold_first=True, withhold_left=5)
     withheld = WITHHELD | LOSS_OUTLIER, 1.0
     assert verdict_of({"loss": 3.9}, {"loss": 3.9}, root=root)[:2] == (0, 0.0)
     assert verdict_of({"loss": 9.0}, {"loss": 0.0}, root=root)[:2] == withheld
@@ -98,12 +98,11 @@ def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
 @pytest.mark.parametrize(
     ("words", "in_row", "is_withheld"),
     [
-        ({"clips": True}, NO_ROW, False),
-        ({"clips": True}, ROW, True),
-        ({"clips": True, "withhold_first": True}, NO_ROW, True),
-        ({"clips": False}, NO_ROW, True),
-        ({"clips": True, "withhold_left": 0}, ROW, False),
-        ({"clips": False, "withhold_left": 0}, NO_ROW, False),
+        ({}, NO_ROW, False),
+        ({}, ROW, True),
+        ({"withhold_first": True}, NO_ROW, True),
+        ({"withhold_left": 0}, ROW, False),
+        ({"withhold_first": True, "withhold_left": 0}, NO_ROW, False),
     ],
 )
 def test_the_first_outlier_is_left_to_the_clip_and_no_more_are_withheld_than_may_be(

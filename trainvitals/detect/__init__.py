@@ -1,12 +1,13 @@
-"""Detectors: what is wrong with a step, said from reduced numbers alone."""
+"""Detectors: what is wrong with a step, told from reduced numbers alone."""
 
 from trainvitals.detect.burst import BurstConfig, BurstDetector
-from trainvitals.detect.level import LevelConfig, LevelDetector
+from trainvitals.detect.level import DriftConfig, DriftDetector, LevelConfig, LevelDetector
 from trainvitals.detect.nonfinite import NonFiniteDetector
-from trainvitals.detect.outliers import Limits, OutlierConfig, OutlierRule
+from trainvitals.detect.outliers import Limits, LossKind, OutlierConfig, OutlierRule
+from trainvitals.detect.progress import ProgressConfig, ProgressDetector
 from trainvitals.detect.protocol import Detector, is_clean
 from trainvitals.detect.set import DetectConfig, DetectorSet
-from trainvitals.detect.spike import SpikeConfig, SpikeDetector
+from trainvitals.detect.spike import GradNormConfig, SpikeConfig, SpikeDetector
 
 __all__ = [
     "BurstConfig",
@@ -14,12 +15,18 @@ __all__ = [
     "DetectConfig",
     "Detector",
     "DetectorSet",
+    "DriftConfig",
+    "DriftDetector",
+    "GradNormConfig",
     "LevelConfig",
     "LevelDetector",
     "Limits",
+    "LossKind",
     "NonFiniteDetector",
     "OutlierConfig",
     "OutlierRule",
+    "ProgressConfig",
+    "ProgressDetector",
     "SpikeConfig",
     "SpikeDetector",
     "is_clean",

@@ -10,6 +10,7 @@ enough.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ _RARE_SIGMAS = 4.0
 """Where one step in 50 lies far off, this run's steps do: a quarter of that is a deviation."""
 _COURSE = 9
 _FALLS = 0.02
+_HIGHER = math.log(1.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,12 @@ class BurstConfig:
     accept_after: int = 40
     """Steps in a row beyond the allowance after which they enter the reference."""
 
+    recurs: int = 5
+    """Bursts within ``recurs_within`` steps after which they are told no more, up to 1.5 times the
+    highest: hard batches that come one after the other."""
+    recurs_within: int = 3000
+    """See ``recurs``."""
+
     def __post_init__(self) -> None:
         if not 8 <= self.warm_up <= self.window:
             raise ConfigError(
@@ -56,6 +64,11 @@ class BurstConfig:
             raise ConfigError(
                 f"burst.deviation is {self.deviation}, burst.allowance {self.allowance}, "
                 f"burst.accept_after {self.accept_after}; they must be above 0"
+            )
+        if self.recurs < 1 or self.recurs_within < 1:
+            raise ConfigError(
+                f"burst.recurs is {self.recurs}, burst.recurs_within {self.recurs_within}; they "
+                "must be at least 1"
             )
         if not self.allowance < self.most < self.allowance + self.enough:
             raise ConfigError(
@@ -81,29 +94,38 @@ class BurstDetector(Detector):
         self._window = RobustWindow(self._config.window)
         self._deviations = RobustWindow(self._config.window)
         self._course = RobustWindow(_COURSE)
+        self._bursts: deque[list[float]] = deque(maxlen=self._config.recurs + 1)
+        """When the last bursts were told, by the clock, and how high above the median."""
+        self._clock = 0
         self._held: list[float] = []
         self._sum = 0.0
         self._onset = -1
         self._told = False
 
-    def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Take one step in and return what is to be said about it."""
+    def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it.
+
+        ``clean`` says whether it may enter the reference; None: by the record itself.
+        """
+        if clean is None:
+            clean = is_clean(record)
         falls = self._loss_falls(record)
         norm = record.grad_norm
         if norm is None or not math.isfinite(norm) or norm <= 0.0:
             return ()
+        self._clock += 1
         if falls or len(self._window) < self._config.warm_up:
             self._end()
-            if is_clean(record):
+            if clean:
                 self._push(norm)
             return ()
         beyond = self._distance(norm) - self._config.allowance
         if beyond <= 0.0:
             self._end()  # two spikes with a usual step between them are two spikes
-            if is_clean(record):
+            if clean:
                 self._push(norm)
             return ()
-        return self._evidence(record, norm, beyond)
+        return self._evidence(record, norm, beyond, clean)
 
     def _loss_falls(self, record: StepRecord) -> bool:
         loss = record.loss
@@ -125,13 +147,15 @@ class BurstDetector(Detector):
         )
         return (math.log(norm) - math.log(self._window.median()) - middle) / deviation
 
-    def _evidence(self, record: StepRecord, norm: float, beyond: float) -> tuple[Finding, ...]:
+    def _evidence(
+        self, record: StepRecord, norm: float, beyond: float, clean: bool
+    ) -> tuple[Finding, ...]:
         config = self._config
         if self._onset < 0:
             self._onset = record.step
         share = min(beyond, config.most - config.allowance)
         self._sum = min(self._sum + share, 2.0 * config.enough)
-        if is_clean(record):
+        if clean:
             self._held.append(norm)
         usual = self._window.median()
         if len(self._held) >= config.accept_after:
@@ -141,6 +165,8 @@ class BurstDetector(Detector):
         if self._sum < config.enough or self._told:
             return ()
         self._told = True
+        if self._recurs(math.log(norm / usual)):
+            return ()
         finding = Finding(
             kind="grad_explosion",
             level="tell",
@@ -155,6 +181,15 @@ class BurstDetector(Detector):
         )
         return (finding,)
 
+    def _recurs(self, distance: float) -> bool:
+        """Note a burst; say whether bursts like it come back again and again."""
+        config, clock = self._config, self._clock
+        earlier = [
+            height for begin, height in self._bursts if clock - begin <= config.recurs_within
+        ]
+        self._bursts.append([clock, distance])
+        return len(earlier) >= config.recurs and distance <= max(earlier) + _HIGHER
+
     def _end(self) -> None:
         self._held.clear()
         self._sum, self._onset, self._told = 0.0, -1, False
@@ -166,11 +201,19 @@ class BurstDetector(Detector):
             self._deviations.push(0.0)
         self._window.push(norm)
 
+    def accept(self, norms: list[float]) -> None:
+        """Begin anew from the norms of a level that the policy accepted."""
+        self._end()
+        for norm in norms:
+            if math.isfinite(norm) and norm > 0.0:
+                self._window.push(norm)
+
     def rebaseline(self) -> None:
         """Forget the reference: a planned or accepted change."""
         self._window.clear()
         self._deviations.clear()
         self._course.clear()
+        self._bursts.clear()
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,6 +222,8 @@ class BurstDetector(Detector):
             "window": self._window.values(),
             "deviations": self._deviations.values(),
             "course": self._course.values(),
+            "bursts": [list(burst) for burst in self._bursts],
+            "clock": self._clock,
             "held": list(self._held),
             "sum": self._sum,
             "onset": self._onset,
@@ -190,6 +235,9 @@ class BurstDetector(Detector):
         self._window.restore(state["window"])
         self._deviations.restore(state["deviations"])
         self._course.restore(state["course"])
+        self._bursts.clear()
+        self._bursts.extend([float(number) for number in burst] for burst in state["bursts"])
+        self._clock = int(state["clock"])
         self._held = [float(norm) for norm in state["held"]]
         self._sum, self._onset = float(state["sum"]), int(state["onset"])
         self._told = bool(state["told"])

@@ -1,30 +1,41 @@
-"""The level of the loss: divergence, and a recovery that fails.
+"""The level of the loss: divergence, drift, and a recovery that fails.
 
 A spike is one step against its neighbours. A run that slowly walks away, or that takes a step up of
 3 % and never comes back, shows no such step; it shows in the level: the median of the newest steps
 against the lowest level the run has had. That reference cannot be poisoned: bad steps raise a
 median, never a minimum.
+
+The level of 64 steps is judged by the noise of single steps, and finds what is fast or far. The
+drift is judged by how much medians of 32 steps differ from each other, over 128 to 512 steps, and
+by the largest rise that came back by itself: it finds 10 % where the noise is 15 %, but only in a
+run that has shown for 500 steps how much it wanders.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from trainvitals.detect.protocol import Detector
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
-from trainvitals.windows import RobustWindow
 
 _SIGMA_OF_DIFFERENCES = 1.28 * math.sqrt(2.0)
 """The distance that one in five differences of two normal samples exceeds, in their deviations.
 Not the median: where most losses repeat and some jump (two kinds of batches, sparse rewards) it
 says nothing."""
 _EXCEEDED_BY = 0.2
-_LOOKS = 4
+_LOOKS = 7
 """Looks at the level, evenly spaced, that a stretch of ``flat_steps`` is told by."""
+_RECURS, _HIGHER = 3, 1.3
+_EVERY = 8
+"""Steps from one look at the level to the next: a median of 64 hardly moves in so few."""
+_NOISE_EVERY = 4
+"""Looks from one estimate of the noise to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +53,12 @@ class LevelConfig:
     """And the part of the lowest level; from there on the loss has not recovered."""
     divergence: float = 0.05
     """Rise at which it is told at once; told again where it has risen by twice as much further."""
-    act: float = 0.25
-    """Rise at which the ladder may go back for it (``heal``)."""
-    act_sigmas: float = 10.0
-    """And its deviations."""
+    far: float = 0.25
+    """Rise from which a loss that stays is told as a divergence alone, and not as a plateau too;
+    unless it got there at once."""
+    recurs_within: int = 3000
+    """Steps within which three rises that were told and went back are this run's way: told no more
+    up to 1.3 times the highest."""
     flat_steps: int = 150
     """Steps without progress, since the level rose, after which it is a plateau."""
     flat: float = 0.01
@@ -56,16 +69,13 @@ class LevelConfig:
             raise ConfigError(
                 f"level.window is {self.window}; it must be 8 to level.noise ({self.noise})"
             )
-        if not 0.0 < self.rise <= self.divergence <= self.act:
+        if not 0.0 < self.rise <= self.divergence <= self.far:
             raise ConfigError(
-                f"level.rise is {self.rise}, level.divergence {self.divergence}, level.act "
-                f"{self.act}; they must be above 0 and in this order"
+                f"level.rise is {self.rise}, level.divergence {self.divergence}, level.far "
+                f"{self.far}; they must be above 0 and in this order"
             )
-        if not 0.0 < self.sigmas <= self.act_sigmas:
-            raise ConfigError(
-                f"level.sigmas is {self.sigmas}, level.act_sigmas {self.act_sigmas}; they must be "
-                "above 0 and in this order"
-            )
+        if self.sigmas <= 0.0:
+            raise ConfigError(f"level.sigmas is {self.sigmas}; it must be above 0")
         if self.flat_steps < _LOOKS or not 0.0 < self.flat < 1.0:
             raise ConfigError(
                 f"level.flat_steps is {self.flat_steps}, level.flat {self.flat}; they must be at "
@@ -77,16 +87,19 @@ LEVEL_DEFAULTS = LevelConfig()
 
 
 class LevelDetector(Detector):
-    """Tells of a divergence once per rise, and of a plateau above the lowest level once."""
+    """Tells of a divergence once per rise, and of a plateau above the lowest level once.
+
+    Where an accepted change is under way nothing about that rise is told.
+    """
 
     name = "loss_level"
 
     def __init__(self, config: LevelConfig | None = None) -> None:
         self._config = config or LEVEL_DEFAULTS
-        self._window = RobustWindow(self._config.window)
+        self._losses: deque[float] = deque(maxlen=self._config.noise + 1)
         self._steps: deque[int] = deque(maxlen=self._config.window)
-        self._differences = RobustWindow(self._config.noise)
-        self._last: float | None = None
+        self._noise = 0.0
+        self._seen = 0
         self._forget_level()
 
     def _forget_level(self) -> None:
@@ -95,30 +108,32 @@ class LevelDetector(Detector):
         """First step of the rise, or -1 while the level is where it should be."""
         self._low = 0.0
         self._num_told = 0
-        self._acted = False
-        self._excused = False
+        self._is_far = self._at_once = self._silent = False
+        self._top = 0.0
+        self._recovered: deque[list[float]] = deque(maxlen=_RECURS + 1)
+        """Rises that were told and went back: when, and how far they went."""
         self._since = 0
         self._looks: list[float] = []
 
-    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+    def update(self, record: StepRecord, shifted: bool = False) -> tuple[Finding, ...]:
         """Take one step in and return what is to be said about it.
 
-        Steps that were kept back count: half of 64 in a row are no bad batch any more.
+        A step that was not applied is left out. ``shifted``: in this step a new level was told.
         """
+        self._at_once = self._at_once or shifted
         loss = record.loss
-        if loss is None or not math.isfinite(loss):
+        if loss is None or record.skipped or not math.isfinite(loss):
             return ()
-        if self._last is not None:
-            difference = abs(loss - self._last)
-            if math.isfinite(difference):
-                self._differences.push(difference)
-        self._last = loss
-        self._window.push(loss)
+        losses, window = self._losses, self._config.window
+        losses.append(loss)
         self._steps.append(record.step)
-        if len(self._window) < self._config.window:
+        self._seen += 1
+        if self._seen % _EVERY or len(losses) < window:
             return ()
-        noise = self._differences.upper(_EXCEEDED_BY) / _SIGMA_OF_DIFFERENCES
-        return self._judge(record, self._window.median(), noise)
+        if self._seen % (_EVERY * _NOISE_EVERY) == 0 or self._noise == 0.0:
+            self._noise = _noise_of(losses)
+        newest = sorted(list(losses)[-window:])
+        return self._judge(record, newest[window >> 1], self._noise)
 
     def _judge(self, record: StepRecord, level: float, noise: float) -> tuple[Finding, ...]:
         config = self._config
@@ -130,8 +145,9 @@ class LevelDetector(Detector):
             if level <= best + rise or noise == 0.0:
                 return ()
             self._begin(level, best)
+        self._top = max(self._top, level - best)
         if level < best + 0.5 * rise:
-            self._onset, self._excused = -1, False  # it has recovered
+            self._recover()
             return ()
         diverged = self._divergence(record, level, best, noise)
         if diverged is not None:
@@ -139,23 +155,37 @@ class LevelDetector(Detector):
         self._low = min(self._low, level)
         return self._plateau(record, level, best)
 
+    def _recover(self) -> None:
+        if self._num_told or self._silent:
+            self._recovered.append([self._seen, self._top])
+        self._onset, self._at_once, self._silent = -1, False, False
+
+    def _recurs(self, rise: float) -> bool:
+        """Say whether such rises come and go by themselves: the run was told of them often."""
+        tops = [
+            top for seen, top in self._recovered if self._seen - seen <= self._config.recurs_within
+        ]
+        return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
+
     def _begin(self, level: float, best: float) -> None:
+        self._top = 0.0
         self._onset = self._steps[0]
-        self._low, self._num_told, self._acted = best, 0, False
+        self._low, self._num_told, self._is_far = best, 0, False
         self._since, self._looks = 0, [level]
 
     def _divergence(
         self, record: StepRecord, level: float, best: float, noise: float
     ) -> Finding | None:
         config = self._config
-        far = level > best + max(config.act * abs(best), config.act_sigmas * noise)
-        acts = far and not self._excused
         further = 2.0 if self._num_told else 1.0
-        told = max(config.divergence * abs(best), config.sigmas * noise) * further
-        if not (level > self._low + told or (acts and not self._acted)):
+        enough = max(config.divergence * abs(best), config.sigmas * noise) * further
+        if level <= self._low + enough:
+            return None
+        if self._recurs(level - best):
+            self._silent = True
             return None
         self._num_told += 1
-        self._acted = self._acted or acts
+        self._is_far = self._is_far or level > best + config.far * abs(best)
         self._low = level
         self._since, self._looks = 0, [level]
         return self._finding(
@@ -166,16 +196,16 @@ class LevelDetector(Detector):
             f"{(level - best) / noise:.0f} deviations of its noise",
             level,
             best,
-            acts=acts,
         )
 
     def _plateau(self, record: StepRecord, level: float, best: float) -> tuple[Finding, ...]:
         config = self._config
-        if self._acted:
+        if self._is_far and not self._at_once:
             return ()  # told with all weight already
-        self._since += 1
-        if self._since % max(1, config.flat_steps // (_LOOKS - 1)):
+        self._since += _EVERY
+        if self._since < config.flat_steps // (_LOOKS - 1) - _EVERY // 2:
             return ()
+        self._since = 0
         looks = self._looks = [*self._looks, level][-_LOOKS:]
         flat = config.flat * abs(level)
         if len(looks) < _LOOKS or max(looks) - min(looks) > flat or looks[0] - level > flat / 2:
@@ -187,77 +217,324 @@ class LevelDetector(Detector):
             f"{level:.4g}, {_percent(level, best)} above the lowest, {best:.4g}",
             level,
             best,
-            acts=False,
         )
         self._best, self._onset = level, -1  # a new regime: what comes is measured against it
-        self._excused = False
+        self._at_once = False
         return (finding,)
 
     def _finding(
-        self,
-        record: StepRecord,
-        kind: str,
-        reason: str,
-        level: float,
-        best: float,
-        *,
-        acts: bool,
+        self, record: StepRecord, kind: str, reason: str, level: float, best: float
     ) -> Finding:
         return Finding(
             kind=kind,
-            level="act" if acts else "tell",
+            level="tell",
             step=record.step,
             detector=self.name,
             reason=reason,
             value=level,
             limit=best,
             onset_step=self._onset,
-            cause=f"loss_{kind}",
+            cause="not_recovered" if kind == "plateau" else f"loss_{kind}",
         )
 
-    def excuse(self) -> None:
-        """Let the rise that is under way only be told: it was accepted as the new level."""
-        self._excused = True
+    def accept(self, losses: Sequence[float]) -> None:
+        """Begin anew from the losses of a level that the policy accepted; the noise stays."""
+        self._losses.clear()
+        self._losses.extend(loss for loss in losses if math.isfinite(loss))
+        last = self._steps[-1] if self._steps else 0
+        self._steps.clear()
+        self._steps.extend([last] * len(self._losses))
+        self._forget_level()
 
     def rebaseline(self) -> None:
         """Forget the level and the lowest: a planned or accepted change."""
-        self._window.clear()
+        self._losses.clear()
         self._steps.clear()
-        self._differences.clear()
-        self._last = None
+        self._noise = 0.0
         self._forget_level()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON types."""
         return {
-            "window": self._window.values(),
+            "losses": list(self._losses),
             "steps": list(self._steps),
-            "differences": self._differences.values(),
-            "last": self._last,
+            "noise": self._noise,
+            "seen": self._seen,
             "best": self._best,
             "onset": self._onset,
             "low": self._low,
             "num_told": self._num_told,
-            "acted": self._acted,
-            "excused": self._excused,
+            "is_far": self._is_far,
+            "at_once": self._at_once,
+            "silent": self._silent,
+            "top": self._top,
+            "recovered": [list(rise) for rise in self._recovered],
             "since": self._since,
             "looks": list(self._looks),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the detector that gave ``state``."""
-        self._window.restore(state["window"])
+        self._losses.clear()
+        self._losses.extend(float(loss) for loss in state["losses"])
         self._steps.clear()
         self._steps.extend(int(step) for step in state["steps"])
-        self._differences.restore(state["differences"])
-        self._last, self._best = state["last"], state["best"]
+        self._noise, self._seen = float(state["noise"]), int(state["seen"])
+        self._best = state["best"]
         self._onset, self._low = int(state["onset"]), float(state["low"])
-        self._num_told, self._acted = int(state["num_told"]), bool(state["acted"])
-        self._excused = bool(state["excused"])
+        self._num_told, self._is_far = int(state["num_told"]), bool(state["is_far"])
+        self._at_once, self._silent = bool(state["at_once"]), bool(state["silent"])
+        self._top = float(state["top"])
+        self._recovered.clear()
+        self._recovered.extend([float(number) for number in rise] for rise in state["recovered"])
         self._since, self._looks = int(state["since"]), [float(x) for x in state["looks"]]
+
+
+def _noise_of(losses: Iterable[float]) -> float:
+    """Return the deviation of single losses, by how much neighbours differ."""
+    values = list(losses)
+    differences = sorted(abs(newer - older) for older, newer in pairwise(values))
+    finite = [difference for difference in differences if math.isfinite(difference)]
+    if not finite:
+        return 0.0
+    return finite[-1 - int(len(finite) * _EXCEEDED_BY)] / _SIGMA_OF_DIFFERENCES
 
 
 def _percent(level: float, best: float) -> str:
     if best <= 0.0:
         return f"{level - best:.4g}"
     return f"{100.0 * (level - best) / best:.3g} %"
+
+
+# ----------------------------------------------------------------------------------- drift
+
+
+_BLOCK = 32
+_SPANS = (4, 8, 16)
+"""Blocks of 32 steps whose mean is a level: 128 to 512 steps."""
+_DIFFERENCES = 64
+_MOST_WANDERED = 0.2
+"""Rise that came back and counts as the run's way, at most."""
+_FEW_MOVES = 4
+_NOT_AGAIN = 8
+"""Blocks after any other finding about the loss in which a rise is not told once more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftConfig:
+    """What counts as a loss that drifts up, beyond what it does by itself."""
+
+    rise: float = 0.04
+    """Smallest rise of the level above its lowest that is told (in logarithm)."""
+    sigmas: float = 6.0
+    """And in deviations of such a level, by how much blocks of 32 steps differ."""
+    fall: float = 0.15
+    """A fall (in logarithm) from one block to the next after which the level is learned anew: a new
+    epoch of a set that is learned by heart creeps up afterwards, by 12 % in a clean real run."""
+    remembered: float = 2.0
+    """And this multiple of the largest rise that went back by itself."""
+    warm_up: int = 16
+    """Blocks needed before anything is told: 512 steps."""
+
+    def __post_init__(self) -> None:
+        if self.rise <= 0.0 or self.sigmas <= 0.0 or self.fall <= 0.0 or self.remembered < 1.0:
+            raise ConfigError(
+                f"drift.rise is {self.rise}, drift.sigmas {self.sigmas}, drift.fall {self.fall}, "
+                f"drift.remembered {self.remembered}; they must be above 0, and the last at least 1"
+            )
+        if self.warm_up < 2 * _SPANS[0]:
+            raise ConfigError(
+                f"drift.warm_up is {self.warm_up}; it must be at least {2 * _SPANS[0]} blocks"
+            )
+
+
+DRIFT_DEFAULTS = DriftConfig()
+
+
+class DriftDetector(Detector):
+    """Tells, once per rise, of a level that is above its lowest by more than the run wanders.
+
+    Losses that are not all positive have no logarithm; there it abstains.
+    """
+
+    name = "loss_drift"
+
+    def __init__(self, config: DriftConfig | None = None) -> None:
+        self._config = config or DRIFT_DEFAULTS
+        self._block: list[float] = []
+        self._begin = -1
+        self._blocks: deque[float] = deque(maxlen=2 * _SPANS[-1])
+        self._begins: deque[int] = deque(maxlen=2 * _SPANS[-1])
+        self._differences: deque[float] = deque(maxlen=_DIFFERENCES)
+        self._moves: list[deque[float]] = [deque(maxlen=_DIFFERENCES + 2 * span) for span in _SPANS]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._num = 0
+        self._lowest: list[float | None] = [None] * len(_SPANS)
+        self._peaks = [0.0] * len(_SPANS)
+        self._wandered = [0.0] * len(_SPANS)
+        self._told = 0.0
+        self._known = 0
+        """Blocks for which what else was told about the loss stands for a rise."""
+
+    def update(self, record: StepRecord, already: bool = False) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it.
+
+        ``already``: something else was told about the loss in this step.
+        """
+        if already:
+            self._known = _NOT_AGAIN
+        loss = record.loss
+        if loss is None or record.skipped or not math.isfinite(loss):
+            return ()
+        block = self._block
+        if not block:
+            self._begin = record.step
+        block.append(loss)
+        if len(block) < _BLOCK:
+            return ()
+        middle = sorted(block)[_BLOCK >> 1]
+        block.clear()
+        self._known = max(0, self._known - 1)
+        if middle <= 0.0:
+            self.rebaseline()
+            return ()
+        return self._take(record, math.log(middle))
+
+    def _take(self, record: StepRecord, block: float) -> tuple[Finding, ...]:
+        if self._blocks:
+            change = block - self._blocks[-1]
+            if change < -max(self._config.fall, 8.0 * self._noise()):
+                self._begin_anew()
+            else:
+                self._differences.append(abs(change))
+        self._blocks.append(block)
+        self._begins.append(self._begin)
+        self._num += 1
+        if self._num < self._config.warm_up // 2:
+            return ()
+        noise = self._noise()
+        findings: tuple[Finding, ...] = ()
+        blocks = list(self._blocks)
+        back = True
+        for i, span in enumerate(_SPANS):
+            if len(blocks) < 2 * span:
+                continue
+            lowest = self._lowest[i]
+            earlier = math.fsum(blocks[-2 * span : -span]) / span
+            lowest = self._lowest[i] = earlier if lowest is None else min(lowest, earlier)
+            level = math.fsum(blocks[-span:]) / span
+            rise = level - lowest
+            deviation = max(noise / math.sqrt(span), self._upward(i, span))
+            self._moves[i].append(max(level - earlier, 0.0))
+            least = max(self._config.rise, self._config.sigmas * deviation)
+            back = back and rise < 0.5 * least
+            self._peaks[i] = max(self._peaks[i], rise)
+            enough = max(least, self._config.remembered * self._wandered[i])
+            if findings or self._num < self._config.warm_up or rise <= enough:
+                continue
+            if rise > 2.0 * self._told:
+                self._told = rise
+                if not self._known:
+                    findings = (self._finding(record, level, lowest, span, noise),)
+        if back:
+            # What went up and came down by itself is how this run is.
+            self._wandered = [
+                max(0.99 * before, min(peak, _MOST_WANDERED))
+                for before, peak in zip(self._wandered, self._peaks, strict=True)
+            ]
+            self._peaks = [0.0] * len(_SPANS)
+            self._told = 0.0
+        return findings
+
+    def _noise(self) -> float:
+        """Return a block's deviation, by how much neighbours differ; few jumps do not count."""
+        ordered = sorted(self._differences)
+        if not ordered:
+            return 0.0
+        most = 4.0 * ordered[len(ordered) >> 1]
+        squares = math.fsum(min(difference, most) ** 2 for difference in ordered)
+        return math.sqrt(squares / len(ordered) / 2.0)
+
+    def _upward(self, i: int, span: int) -> float:
+        """Return how far a level moves up from one span to the next, as a deviation.
+
+        What may belong to the rise that is judged is left out.
+        """
+        moves = list(self._moves[i])[: -2 * span]
+        ups = [move * move for move in moves if move > 0.0]
+        if len(ups) < _FEW_MOVES:
+            return 0.0
+        return math.sqrt(math.fsum(ups) / len(ups) / 2.0)
+
+    def _finding(
+        self, record: StepRecord, level: float, lowest: float, span: int, noise: float
+    ) -> Finding:
+        rise = math.exp(level - lowest) - 1.0
+        deviations = (level - lowest) * math.sqrt(span) / max(noise, 1e-9)
+        return Finding(
+            kind="divergence",
+            level="tell",
+            step=record.step,
+            detector=self.name,
+            reason=f"the loss drifts up: its level {math.exp(level):.4g} ({span * _BLOCK} steps) "
+            f"is {100.0 * rise:.3g} % above the lowest, {math.exp(lowest):.4g}, "
+            f"{deviations:.0f} deviations of such a level",
+            value=math.exp(level),
+            limit=math.exp(lowest),
+            onset_step=self._begins[-span],
+            cause="loss_drift",
+        )
+
+    def accept(self) -> None:
+        """Measure the level anew: the policy accepted a change. The noise stays."""
+        self._block.clear()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._blocks.clear()
+        self._begins.clear()
+        self._forget()
+
+    def rebaseline(self) -> None:
+        """Forget everything: a planned change."""
+        self.accept()
+        self._differences.clear()
+        for moves in self._moves:
+            moves.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        return {
+            "block": list(self._block),
+            "begin": self._begin,
+            "blocks": list(self._blocks),
+            "begins": list(self._begins),
+            "differences": list(self._differences),
+            "moves": [list(moves) for moves in self._moves],
+            "num": self._num,
+            "lowest": list(self._lowest),
+            "peaks": list(self._peaks),
+            "wandered": list(self._wandered),
+            "told": self._told,
+            "known": self._known,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the detector that gave ``state``."""
+        self._block = [float(loss) for loss in state["block"]]
+        self._begin = int(state["begin"])
+        self._blocks.clear()
+        self._blocks.extend(float(block) for block in state["blocks"])
+        self._begins.clear()
+        self._begins.extend(int(step) for step in state["begins"])
+        self._differences.clear()
+        self._differences.extend(float(difference) for difference in state["differences"])
+        for moves, kept in zip(self._moves, state["moves"], strict=True):
+            moves.clear()
+            moves.extend(float(move) for move in kept)
+        self._num, self._lowest = int(state["num"]), list(state["lowest"])
+        self._peaks = [float(peak) for peak in state["peaks"]]
+        self._wandered = [float(rise) for rise in state["wandered"]]
+        self._told, self._known = float(state["told"]), int(state["known"])

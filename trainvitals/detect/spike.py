@@ -1,16 +1,21 @@
-"""Finite outliers of the loss and of the gradient norm.
+"""Outliers of the loss and of the gradient norm, and a loss that is high for some steps.
 
-The rule is one number, the limit: ``value > limit`` is an outlier. It must be one number, because
-the device compares with it, without waiting for the host, one or two steps after it was computed.
-So the finding is made against ``record.<metric>_limit``, the limit that was in force, and a record
-without one is not judged.
+Two rules over one reference. *One step* above the limit is an outlier. *Several steps*, none of
+which is one, are added up as in a cumulative sum chart (Page, 1954), each step's share bounded, in
+deviations of the run's own noise: half as much again for five steps is nothing in any of them when
+the noise is 15 %, and is plain in their sum.
+
+These rules only tell. What may hold an update back are the acting limits of the policy; here
+nothing reads them to judge.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from trainvitals.detect.protocol import is_clean
@@ -24,10 +29,18 @@ _LARGEST_EXPONENT = 700.0
 _SIGMA_ABOVE = 0.16
 """Normal samples are above one standard deviation this often."""
 _RARE = 0.02
+_RARE_SIGMAS = 2.05
+"""Normal samples are above this many standard deviations that often."""
+_FAR_SIGMAS = 4.5
+"""The farthest of a thousand normal samples is at 3.2 standard deviations; farther ones are a heavy
+tail, and widen the deviation by which several steps are added up."""
 _MOST_OF_RARE = 3.0
-"""The spread counts for no more than this multiple of what 2 % of the steps go beyond: six standard
-deviations of normal noise. Where one batch in five is of a second, heavier kind, the spread is the
-distance between the kinds, and eight of those would let everything pass."""
+"""The spread counts for no more than this multiple of what 2 % of the steps go beyond. Where one
+batch in five is of a second, heavier kind, the spread is the distance between the kinds, and a
+multiple of that would let everything pass."""
+_HEAVY_TAIL = 0.4
+"""What is above the limit is beyond what 2 % of the steps go beyond by as much again, or by half
+as much again (this logarithm) where that is less."""
 _FEW = 2.5
 _ON_THE_WORD_OF_FEW = math.log(4.0)
 """Two samples, which are 2 % of a hundred and more of fewer, widen the limit to no more than four
@@ -37,64 +50,100 @@ _STEADY_RATIO = 1.3
 """What the medians of the first and the second half of a new level may differ by."""
 _AROUND_ZERO = 10.0
 """A loss that passes zero (reinforcement learning) says little: ten times its whole range."""
+_REFRESH = 8
+"""Clean steps after which the spread is computed anew; the course is, at every one."""
+_FADES = 0.999
+"""What is left after a step of the largest distance that was taken for normal."""
+_OF_TWO = math.log(1.5)
+"""Two steps are told together from here on; what is less needs three."""
+_BEYOND_SEEN = 1.15
+"""And the limit exceeds the farthest clean step of the last thousand or so by this factor."""
+_OFTEN = 400
+"""Steps within which ``recurs`` single outliers make two in a row nothing new either."""
+_REGULAR, _REGULAR_WITHIN = 3, 0.1
+"""Intervals that must be alike, and what they may differ by: what comes with every epoch or every
+evaluation is told three times."""
+_OF_HIGHER = 0.5
+"""Part of the distance of higher steps, told lately, that steps which are told together must have:
+a run that jumps to four times its loss now and then is not told of 1.7 times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeConfig:
-    """How far above its recent course a metric may be for one step."""
+    """How far above its recent course a metric may be, for one step and for several."""
 
-    window: int = 48
-    """Clean steps kept as the reference."""
+    window: int = 200
+    """Clean steps whose distances from the course are remembered: the spread, and the tail."""
     warm_up: int = 10
     """Clean steps needed before there is a limit; 16 and 10 score alike on real curves."""
-    course: int = 9
-    """Newest clean steps whose median is the metric's course: what a step is compared with."""
-    sigmas: float = 8.0
-    """Robust standard deviations around the course that clean steps keep within."""
-    tail: int = 200
-    """Clean steps over which the rare distances from the course are remembered."""
+    course: int = 25
+    """Newest clean steps whose median is the metric's course: what a step is compared with. Its own
+    error is a quarter of a step's noise."""
+    sigmas: float = 4.5
+    """Robust standard deviations around the course that clean steps keep within. A step at 3x is
+    7 of them where the noise is 15 %."""
     headroom: float = 1.2
     """The limit exceeds by this factor the distance that 2 % of these steps went beyond: what was
     normal before is no outlier (bimodal losses, heavy tails)."""
     min_ratio: float = 2.0
-    """The limit is at least this multiple of the course, however calm the metric is: single batches
-    of clean runs reach 1.9 times their neighbours' loss."""
-    doubt_ratio: float = 1.2
-    """The same while in doubt, that is in the ``doubt_steps`` after a step above this multiple: one
-    heavy batch is let through, more right after it are not. Equal to ``min_ratio``: no doubt."""
-    doubt_steps: int = 3
-    """Steps that a doubt lasts; it must cover the two until a new limit is in force."""
-    accept_after: int = 30
-    """Outliers in a row, alike among themselves, after which they are the new level. Few would let
-    a window of poisoned data pass for one; many cost a step each where the shift is genuine."""
+    """The limit of one step is at least this multiple of the course: single batches of clean runs
+    reach 1.9 times their neighbours' loss; but less than that in a calm run, see ``calm``."""
+    calm: float = 30.0
+    """In a calm run the limit of one step is at least this many deviations instead: 1.35x where the
+    noise is 1 %. 0: ``min_ratio`` always."""
+    allowance: float = 1.0
+    """Deviations that a step may be above the course without being evidence."""
+    most: float = 4.0
+    """Deviations beyond the allowance that one step counts for at most, however far it is."""
+    enough: float = 5.5
+    """Sum of what is beyond the allowance at which several steps are told; above ``most``: it takes
+    two steps. 0: several steps are never told together."""
+    deviation: float = 0.02
+    """Smallest deviation assumed where steps are added up."""
+    together: float = 1.35
+    """Multiple of the course that steps which are told together lie at, on average."""
+    remembered: float = 1.25
+    """The sum must exceed by this factor the largest one that came to nothing: a loss that wanders
+    by itself collects evidence too."""
+    accept_after: int = 40
+    """High steps in a row, alike among themselves, after which they are the new level."""
+    recurs: int = 5
+    """Times that outliers of one step come back within ``recurs_within`` steps until they
+    are hard batches and told no more, up to 1.5 times the highest."""
+    recurs_within: int = 2000
+    """See ``recurs``."""
 
     def __post_init__(self) -> None:
         if not 8 <= self.warm_up <= self.window:
             raise ConfigError(
                 f"spike.warm_up is {self.warm_up}; it must be 8 to spike.window ({self.window})"
             )
-        if self.tail < self.window:
+        if self.course < 1:
+            raise ConfigError(f"spike.course is {self.course}; it must be at least 1")
+        if self.sigmas <= 0.0 or self.headroom < 1.0 or self.calm < 0.0:
             raise ConfigError(
-                f"spike.tail is {self.tail}; it must be at least spike.window ({self.window})"
+                f"spike.sigmas is {self.sigmas}, spike.headroom {self.headroom}, spike.calm "
+                f"{self.calm}; they must be above 0, at least 1, and not below 0"
             )
-        if not 1 <= self.course <= self.warm_up:
+        if not 1.0 < self.together <= self.min_ratio:
             raise ConfigError(
-                f"spike.course is {self.course}; it must be 1 to spike.warm_up ({self.warm_up})"
-            )
-        if self.sigmas <= 0.0 or self.headroom < 1.0:
-            raise ConfigError(
-                f"spike.sigmas is {self.sigmas}, spike.headroom {self.headroom}; they must be "
-                "above 0 and at least 1"
-            )
-        if not 1.0 < self.doubt_ratio <= self.min_ratio:
-            raise ConfigError(
-                f"spike.doubt_ratio is {self.doubt_ratio}; it must be above 1 and at most "
+                f"spike.together is {self.together}; it must be above 1 and at most "
                 f"spike.min_ratio ({self.min_ratio})"
             )
-        if self.accept_after < 3 or self.doubt_steps < 1:
+        if self.enough and not 0.0 < self.most < self.enough:
             raise ConfigError(
-                f"spike.accept_after is {self.accept_after}, spike.doubt_steps {self.doubt_steps}; "
-                "they must be at least 3 and 1"
+                f"spike.most is {self.most}; it must be above 0 and below spike.enough "
+                f"({self.enough}): one step alone is not enough"
+            )
+        if self.accept_after < 3 or self.recurs < 2 or self.recurs_within < 1:
+            raise ConfigError(
+                f"spike.accept_after is {self.accept_after}, spike.recurs {self.recurs}, "
+                f"spike.recurs_within {self.recurs_within}; they must be at least 3, 2 and 1"
+            )
+        if self.deviation <= 0.0 or self.allowance < 0.0 or self.remembered < 1.0:
+            raise ConfigError(
+                f"spike.deviation is {self.deviation}, spike.allowance {self.allowance}, "
+                f"spike.remembered {self.remembered}; they must be above 0, at least 0 and 1"
             )
 
 
@@ -102,10 +151,14 @@ class SpikeConfig:
 class GradNormConfig(SpikeConfig):
     """The same for the gradient norm."""
 
+    sigmas: float = 8.0
+    """Robust standard deviations around the course that clean steps keep within."""
     min_ratio: float = 40.0
     """The limit is at least this multiple of the course."""
-    doubt_ratio: float = 40.0
-    """The same while in doubt; equal to ``min_ratio``: no doubt."""
+    calm: float = 0.0
+    """Not for the norm: ``min_ratio`` always."""
+    enough: float = 0.0
+    """Not here: a norm that is high for several steps is another detector's (section ``burst``)."""
 
 
 LOSS_DEFAULTS = SpikeConfig()
@@ -117,211 +170,449 @@ anything. What rises over several steps is told earlier (``trainvitals.detect.bu
 
 
 class SpikeDetector:
-    """Finds steps whose loss or gradient norm is above the limit that was in force.
+    """Finds steps that are above what the steps before allow for, alone or together.
 
-    The reference is poison-proof: only steps that were applied, finite and below every limit enter
-    it. So a lasting change would be an outlier for ever; it is accepted as the new level after
-    ``accept_after`` outliers in a row that are alike.
+    The reference is poison-proof: only steps that were applied, finite and told by no rule enter
+    it, and while evidence has been collected none does: they are held back until it is gone. So a
+    lasting change would be high for ever; it becomes the new level after ``accept_after`` high
+    steps in a row that are alike. What comes back again and again is told ``recurs`` times.
     """
 
-    def __init__(self, metric: Metric, config: SpikeConfig | None = None) -> None:
+    def __init__(
+        self, metric: Metric, config: SpikeConfig | None = None, *, together: bool = True
+    ) -> None:
         self.name = f"{metric}_spike"
         self.metric = metric
         self._config = config or (LOSS_DEFAULTS if metric == "loss" else GRAD_NORM_DEFAULTS)
-        self._window = RobustWindow(self._config.window)
+        self._enough = self._config.enough if together else 0.0
         self._deviations = RobustWindow(self._config.window)
-        self._tail = RobustWindow(self._config.tail)
         self._course = RobustWindow(self._config.course)
-        self._outliers: list[float] = []
-        self._held: list[float] = []
         self._suspended = 0
-        self._doubt, self._doubt_since = 0, -1
-        self._last: float | None = None
-        self._limits: tuple[float, float] | None = None
-        self._stale = False
+        self._clock = 0
+        self._groups: deque[list[float]] = deque(maxlen=self._config.recurs + 3)
+        """Last outliers apart from each other: first, last, how many, the largest distance."""
+        self._begins: deque[int] = deque(maxlen=_REGULAR + 1)
+        """Steps of the clock at which the last episodes were told."""
+        self._recurring_told = -1
+        self._accepted: list[float] = []
+        """Step of the clock and logarithm of the highest value of the newest accepted level."""
+        self._forget()
 
-    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+    def _forget(self) -> None:
+        self._farthest = 0.0
+        self._wandered = 0.0
+        self._highest = 0.0
+        """Distance of the highest step that was told, fading."""
+        self._middle = self._sigma = 0.0
+        self._far: float | None = None
+        self._stale = 0
+        self._end()
+
+    def _end(self) -> None:
+        """End what is going on: evidence is gone."""
+        self._sum, self._peak, self._onset = 0.0, 0.0, -1
+        self._num, self._height, self._usual = 0, 0.0, 0
+        self._told = self._silent = False
+        self._held: list[float] = []
+
+    def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
         """Take one step in and return what is to be said about it."""
         if self._suspended:
             self._suspended -= 1
-            self._stale = self._stale or self._suspended == 0
         value = record.loss if self.metric == "loss" else record.grad_norm
-        limit = record.loss_limit if self.metric == "loss" else record.grad_norm_limit
         if value is None or not math.isfinite(value):
             return ()
-        if limit is not None and value > limit:
-            return self._outlier(record, value, limit)
-        self._doubt = max(0, self._doubt - 1)
-        if is_clean(record):
-            self._take_in(record.step, value)
-        return ()
+        self._clock += 1
+        if clean is None:
+            clean = is_clean(record)
+        if self._far is None:
+            return self._unjudged(record, value, clean)
+        course = self._course.median()
+        if value <= 0.0 or self._course.smallest <= 0.0:
+            return self._around_zero(record, value, clean)
+        logarithm = math.log(value)
+        distance = logarithm - math.log(course)
+        beyond = (distance - self._middle) / self._sigma - self._config.allowance
+        if distance > self._far:
+            return self._outlier(record, value, logarithm, distance, beyond)
+        if not self._enough and self._held:
+            self._end()
+        if not self._enough or (self._sum == 0.0 and beyond <= 0.0):
+            if clean:
+                self._push(value, logarithm, distance)
+            return ()
+        return self._evidence(record, value, logarithm, distance, beyond, clean)
 
     def limit(self) -> float | None:
-        """Return the value above which the next steps are outliers; None while there is no say."""
-        limits = self._both()
-        return None if limits is None else limits[0 if self._doubt else 1]
+        """Return the value above which the next step is an outlier; None while there is no say."""
+        if self._suspended or not len(self._course):
+            return None
+        course = self._course.median()
+        if self._far is None:
+            return None
+        if self._course.smallest <= 0.0:
+            return self._limit_around_zero()
+        return min(course * math.exp(min(self._far, _LARGEST_EXPONENT)), _LARGEST)
 
-    def _both(self) -> tuple[float, float] | None:
-        """Return the limits in doubt and without doubt, computed once per change."""
-        if self._stale:
-            self._stale = False
-            enough = len(self._window) >= self._config.warm_up and not self._suspended
-            self._limits = self._compute() if enough else None
-        return self._limits
+    # ------------------------------------------------------------------------ the reference
 
-    def _compute(self) -> tuple[float, float] | None:
-        """Return the limits in doubt and without; None where nothing can be said.
+    def _unjudged(self, record: StepRecord, value: float, clean: bool) -> tuple[Finding, ...]:
+        """Take in a step of the warm-up, or of an announced change."""
+        if clean:
+            course = self._course.median() if len(self._course) else value
+            if value > 0.0 and course > 0.0:
+                logarithm = math.log(value)
+                self._push(value, logarithm, logarithm - math.log(course))
+            else:
+                self._push_plain(value)
+        if not self._suspended and len(self._course) >= min(
+            self._config.warm_up, self._config.course
+        ):
+            self._refresh()
+        return ()
+
+    def _push(self, value: float, logarithm: float, distance: float) -> None:
+        self._deviations.push(distance)
+        farthest = self._farthest * _FADES
+        self._farthest = distance if distance > farthest else farthest
+        self._wandered *= _FADES
+        self._highest *= _FADES
+        self._push_plain(value)
+
+    def _push_plain(self, value: float) -> None:
+        self._course.push(value)
+        self._stale += 1
+        if self._stale >= _REFRESH and self._far is not None:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Compute the spread of the clean steps, and how far above the course one may be.
 
         Where every sample is positive, distances are ratios: to the median of the newest steps,
         which follows a trend. Only what lies above counts: a metric that falls fast is below its
         course in every step, and that says nothing of how far a clean step may be above.
         """
-        config, window = self._config, self._window
-        course = self._course.median()
-        if window.smallest > 0.0:
-            middle = self._deviations.median()
-            noise = middle + config.sigmas * (self._deviations.upper(_SIGMA_ABOVE) - middle)
-            shared = self._tail.upper(max(_RARE, _FEW / len(self._tail)))
-            rare = max(shared, min(self._tail.upper(_RARE), _ON_THE_WORD_OF_FEW))
-            far = max(min(noise, _MOST_OF_RARE * rare), config.headroom * rare, 0.0)
-            ratio = math.exp(min(far, _LARGEST_EXPONENT))
-            return (
-                min(course * max(ratio, config.doubt_ratio), _LARGEST),
-                min(course * max(ratio, config.min_ratio), _LARGEST),
-            )
-        spread = max(window.upper(0.0) - course, course - window.smallest)
-        limit = min(course + _AROUND_ZERO * spread, _LARGEST)
-        return (limit, limit) if spread > 0.0 else None
-
-    def rebaseline(self, steps: int) -> None:
-        """Forget the reference, and have no limit for the next ``steps`` steps and a warm-up."""
-        self._window.clear()
-        self._deviations.clear()
-        self._tail.clear()
-        self._course.clear()
-        self._outliers.clear()
-        self._held.clear()
-        self._suspended = max(self._suspended, steps)
-        self._doubt, self._limits, self._stale = 0, None, False
-        self._last = None
-
-    def _take_in(self, step: int, value: float) -> None:
-        """Add a clean sample; a doubtful one is held back until the doubt has passed."""
-        limits = self._both()
-        if limits is not None and value > limits[0]:
-            self._raise_doubt(step)
-            self._held = [*self._held, value][-self._config.doubt_steps :]
+        self._stale = 0
+        config, deviations = self._config, self._deviations
+        num = len(deviations)
+        if num < _FEW:
+            self._far, self._middle, self._sigma = _ON_THE_WORD_OF_FEW, 0.0, 1.0
             return
-        if not self._doubt:
-            for held in self._held:
-                self._push(held)
-            self._held.clear()
-        self._push(value)
+        self._middle = middle = deviations.median()
+        sigma = deviations.upper(_SIGMA_ABOVE) - middle
+        shared = deviations.upper(max(_RARE, _FEW / num))
+        rare = max(shared, min(deviations.upper(_RARE), _ON_THE_WORD_OF_FEW), 0.0)
+        spread = min(middle + config.sigmas * sigma, _MOST_OF_RARE * rare)
+        tail = min(config.sigmas / _RARE_SIGMAS * rare, rare + _HEAVY_TAIL)
+        seen = min(self._farthest, _ON_THE_WORD_OF_FEW) if num < 100 else self._farthest
+        least = math.log(config.min_ratio)
+        if config.calm:
+            least = min(least, config.calm * max(sigma, rare / _RARE_SIGMAS, 0.005))
+        self._far = max(spread, tail, config.headroom * rare, seen * _BEYOND_SEEN, least)
+        scarce = 1.0 + 20.0 / num
+        self._sigma = scarce * max(
+            config.deviation,
+            sigma,
+            (deviations.upper(_RARE) - middle) / _RARE_SIGMAS,
+            (seen - middle) / _FAR_SIGMAS,
+        )
 
-    def _push(self, value: float) -> None:
-        course = self._course.median() if len(self._course) else value
-        if value > 0.0 and course > 0.0:
-            logarithm = math.log(value)
-            deviation = logarithm - math.log(course)
-            self._deviations.push(deviation)
-            # Of two kinds of batches the course may lie on either; the jump between them does not.
-            last = self._last if self._last is not None else logarithm
-            self._tail.push(max(deviation, logarithm - last))
-            self._last = logarithm
-        self._window.push(value)
-        self._course.push(value)
-        self._outliers.clear()
-        self._stale = True
+    # ---------------------------------------------------------------------- around zero
 
-    def _raise_doubt(self, step: int) -> None:
-        if not self._doubt:
-            self._doubt_since = step
-        self._doubt = self._config.doubt_steps
+    def _limit_around_zero(self) -> float | None:
+        values = self._course.values()
+        course = self._course.median()
+        spread = max(max(values) - course, course - min(values))
+        return min(course + _AROUND_ZERO * spread, _LARGEST) if spread > 0.0 else None
 
-    def _outlier(self, record: StepRecord, value: float, limit: float) -> tuple[Finding, ...]:
-        self._raise_doubt(record.step)
+    def _around_zero(self, record: StepRecord, value: float, clean: bool) -> tuple[Finding, ...]:
+        limit = self._limit_around_zero()
+        if limit is not None and value > limit:
+            self._held.append(value)
+            if len(self._held) >= self._config.accept_after:
+                self._adopt(self._held)
+            return (self._spike(record, value, limit, record.step),)
         self._held.clear()
+        if clean:
+            self._push_plain(value)
+        return ()
+
+    # ------------------------------------------------------------------------- high steps
+
+    def _collect(self, record: StepRecord, distance: float, beyond: float) -> None:
+        config = self._config
+        share = min(beyond, config.most)
+        if self._onset < 0 or (not self._told and share > max(2.0 * self._sum, 1.0)):
+            # What outweighs twice all that was collected is where it begins.
+            self._onset = record.step
+            self._num, self._height = 0, 0.0
+        self._sum = min(max(self._sum + share, 0.0), 2.0 * config.enough or 13.0)
+        self._peak = max(self._peak, self._sum)
+        if self._told or self._far is None or distance > self._far:
+            self._highest = max(self._highest, min(distance, _ON_THE_WORD_OF_FEW))
+        if beyond > 0.0:
+            self._num += 1
+            self._height += distance
+            self._usual = 0
+        else:
+            self._usual += 1
+
+    def _outlier(
+        self, record: StepRecord, value: float, logarithm: float, distance: float, beyond: float
+    ) -> tuple[Finding, ...]:
+        assert self._far is not None
+        limit = min(self._course.median() * math.exp(min(self._far, _LARGEST_EXPONENT)), _LARGEST)
+        self._collect(record, distance, beyond)
+        self._held.append(value)
+        onset = self._onset
+        silent = self._recurs(distance)
+        self._silent = silent = self._begin_told() or silent or self._is_known(logarithm)
+        shift = self._accept_if_steady(record)
+        if silent:
+            return shift
+        return (self._spike(record, value, limit, onset), *shift)
+
+    def _spike(self, record: StepRecord, value: float, limit: float, onset: int) -> Finding:
         label = "loss" if self.metric == "loss" else "gradient norm"
-        spike = Finding(
+        more = ""
+        if self._recurring_told == self._clock:
+            num, first = len(self._groups), int(self._groups[0][0])
+            more = (
+                f"; single ones recur ({num} times in {self._clock - first + 1} steps) and are "
+                "told no more up to 1.5 times the highest"
+            )
+        return Finding(
             kind="spike",
-            level="act",
+            level="tell",
             step=record.step,
             detector=self.name,
-            reason=f"{label} {value:.4g} is above its limit {limit:.4g}",
+            reason=f"{label} {value:.4g} is above its limit {limit:.4g}{more}",
             value=value,
             limit=limit,
-            onset_step=self._doubt_since,
+            onset_step=onset,
             cause=f"{self.metric}_outlier",
         )
-        now = self._both()
-        if now is None or value <= now[0]:
-            return (spike,)  # judged by an older limit: says nothing about the present reference
-        self._outliers.append(value)
-        if len(self._outliers) < self._config.accept_after:
-            return (spike,)
-        return self._accept_if_stable(record, spike)
 
-    def _accept_if_stable(self, record: StepRecord, spike: Finding) -> tuple[Finding, ...]:
-        level = RobustWindow(self._config.accept_after)
-        level.restore(self._outliers)
-        half = len(self._outliers) // 2
+    def _evidence(
+        self,
+        record: StepRecord,
+        value: float,
+        logarithm: float,
+        distance: float,
+        beyond: float,
+        clean: bool,
+    ) -> tuple[Finding, ...]:
+        """Add a step that is no outlier up; hold it back while there is evidence."""
+        config = self._config
+        self._collect(record, distance, beyond)
+        if self._sum == 0.0:
+            self._release(value, logarithm, distance, clean)
+            return ()
+        if self._sum <= config.most - 0.5 and not self._told:
+            if clean:
+                self._push(value, logarithm, distance)
+            return ()
+        if clean or beyond > 0.0:
+            self._held.append(value)
+        findings: tuple[Finding, ...] = ()
+        if self._is_enough(beyond):
+            self._silent = self._begin_told() or self._is_known(logarithm)
+            findings = () if self._silent else (self._together(record, value),)
+        return findings + self._accept_if_steady(record)
+
+    def _is_enough(self, beyond: float) -> bool:
+        if self._told or not self._enough or beyond <= 0.0 or self._num < 2:
+            return False
+        if self._sum < max(self._enough, self._config.remembered * self._wandered):
+            return False
+        height = self._height / self._num
+        if self._num == 2 and height < _OF_TWO:
+            return False
+        return height >= max(math.log(self._config.together), _OF_HIGHER * self._highest)
+
+    def _together(self, record: StepRecord, value: float) -> Finding:
+        course = self._course.median()
+        ratio = math.exp(self._height / self._num)
+        return Finding(
+            kind="spike",
+            level="tell",
+            step=record.step,
+            detector=self.name,
+            reason=f"the loss is high since step {self._onset}: {self._num} steps lie "
+            f"{ratio:.3g} times above its course {course:.4g} on average, the last at {value:.4g}",
+            value=value,
+            limit=course * math.exp(self._middle + self._config.allowance * self._sigma),
+            onset_step=self._onset,
+            cause=f"{self.metric}_burst",
+        )
+
+    def _release(self, value: float, logarithm: float, distance: float, clean: bool) -> None:
+        """Evidence came to nothing, or what was told is over: go on from here."""
+        if self._enough:
+            most = self._peak if not self._told else min(self._peak, self._enough)
+            self._wandered = max(self._wandered, most)
+        self._end()
+        if clean:
+            self._push(value, logarithm, distance)
+
+    # --------------------------------------------------------------------- what is known
+
+    def _begin_told(self) -> bool:
+        """Note that what is going on is told; say whether it comes at regular intervals."""
+        begins = self._begins
+        if not self._told:
+            self._told = True
+            begins.append(self._clock)
+        gaps = [later - before for before, later in pairwise(begins)]
+        if len(gaps) < _REGULAR:
+            return False
+        return max(gaps) - min(gaps) <= max(_REGULAR_WITHIN * max(gaps), 2.0)
+
+    def _is_known(self, logarithm: float) -> bool:
+        """Say whether a value belongs to a level that was accepted lately."""
+        if not self._accepted:
+            return False
+        since, highest = self._accepted
+        if self._clock - since > self._config.recurs_within:
+            self._accepted = []
+            return False
+        return logarithm <= highest
+
+    def _recurs(self, distance: float) -> bool:
+        """Note an outlier; say whether such single ones come back again and again."""
+        config, clock, groups = self._config, self._clock, self._groups
+        if groups and clock - groups[-1][1] <= 1:
+            group = groups[-1]
+            group[1], group[2], group[3] = clock, group[2] + 1, max(group[3], distance)
+        else:
+            groups.append([clock, clock, 1, distance])
+        singles = [
+            group
+            for group in list(groups)[:-1]
+            if group[2] == 1 and clock - group[0] <= config.recurs_within
+        ]
+        often = (
+            len(singles) >= config.recurs - 1 and clock - singles[1 - config.recurs][0] <= _OFTEN
+        )
+        if len(singles) < config.recurs - 1 or groups[-1][2] > (2 if often else 1):
+            return False
+        if self._recurring_told < 0:
+            self._recurring_told = clock
+            return False
+        if clock - self._recurring_told > config.recurs_within and len(singles) < config.recurs:
+            self._recurring_told = -1
+            return False
+        return distance <= max(group[3] for group in singles) + math.log(1.5)
+
+    def _accept_if_steady(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Make high steps in a row the new level, where they are many and alike."""
+        held, num = self._held, self._config.accept_after
+        if len(held) < num:
+            return ()
+        half = num // 2
         older, newer = RobustWindow(half), RobustWindow(half)
-        older.restore(self._outliers[:half])
-        newer.restore(self._outliers[-half:])
-        steady = _alike(older.median(), newer.median(), _STEADY_RATIO)
-        if not (steady and _alike(level.smallest, level.upper(0.0), self._config.min_ratio**2)):
-            del self._outliers[0]
-            return (spike,)
-        accepted = list(self._outliers)
-        self.rebaseline(0)
-        for value in accepted:
-            self._push(value)
+        older.restore(held[-num:-half])
+        newer.restore(held[-half:])
+        low, high = sorted((older.median(), newer.median()))
+        widest = min(self._config.min_ratio, 2.0) ** 2
+        top = max(newer.upper(0.05), older.upper(0.05))
+        bottom = min(newer.upper(0.9), older.upper(0.9))
+        steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
+        high = self._middle + self._config.allowance * self._sigma
+        if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
+            self._adopt(held[-num:])  # it has come back: the course is where it is now
+            self._accepted = []
+            return ()
+        # What still falls is on its way back, and not a level.
+        falling = newer.median() < older.median() * math.exp(-2.0 * self._sigma / math.sqrt(half))
+        if not steady or (falling and len(held) < 5 * num):
+            if len(held) > 5 * num:
+                del held[0]
+            return ()
+        was_told, course, onset = self._told, self._course.median(), self._onset
+        was_told = was_told and not self._silent and low >= course * self._config.together
+        level = newer.median()
+        self._adopt(held[-num:])
+        if not was_told:
+            return ()
         shift = Finding(
             kind="level_shift",
             level="tell",
             step=record.step,
             detector=self.name,
-            reason=f"{len(accepted)} outliers in a row lie around {level.median():.4g}: "
-            "this is the new level",
-            value=level.median(),
-            limit=spike.limit,
-            onset_step=record.step - len(accepted) + 1,
+            reason=f"{num} high steps in a row lie around {level:.4g}: this is the new level",
+            value=level,
+            limit=course,
+            onset_step=onset,
             cause=f"{self.metric}_level_shift",
         )
-        return (spike, shift)
+        return (shift,)
+
+    def _adopt(self, values: list[float]) -> None:
+        """Let these values be the course from now on; the spread around it stays."""
+        kept = values[-self._config.course :]
+        highest = max(values)
+        self._end()
+        self._course.clear()
+        for value in kept:
+            self._course.push(value)
+        if highest > 0.0:
+            self._accepted = [self._clock, math.log(highest)]
+        if self._far is None and len(self._deviations) and not self._suspended:
+            self._refresh()
+
+    def accept(self, values: list[float]) -> None:
+        """Begin anew from the values of a level that the policy accepted."""
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            self._adopt(finite)
+
+    def rebaseline(self, steps: int) -> None:
+        """Forget the reference, and have no limit for the next ``steps`` steps and a warm-up."""
+        self._deviations.clear()
+        self._course.clear()
+        self._groups.clear()
+        self._begins.clear()
+        self._accepted, self._recurring_told = [], -1
+        self._suspended = max(self._suspended, steps)
+        self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON types."""
         return {
-            "window": self._window.values(),
             "deviations": self._deviations.values(),
-            "tail": self._tail.values(),
             "course": self._course.values(),
-            "outliers": list(self._outliers),
-            "held": list(self._held),
             "suspended": self._suspended,
-            "doubt": self._doubt,
-            "doubt_since": self._doubt_since,
-            "last": self._last,
+            "clock": self._clock,
+            "groups": [list(group) for group in self._groups],
+            "begins": list(self._begins),
+            "recurring_told": self._recurring_told,
+            "accepted": list(self._accepted),
+            "farthest": self._farthest,
+            "wandered": self._wandered,
+            "highest": self._highest,
+            "computed": [self._middle, self._sigma, self._far, self._stale],
+            "evidence": [self._sum, self._peak, self._height],
+            "counts": [self._onset, self._num, self._usual],
+            "told": [self._told, self._silent],
+            "held": list(self._held),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the detector that gave ``state``."""
-        self._window.restore(state["window"])
         self._deviations.restore(state["deviations"])
-        self._tail.restore(state["tail"])
         self._course.restore(state["course"])
-        self._outliers = [float(value) for value in state["outliers"]]
+        self._suspended, self._clock = int(state["suspended"]), int(state["clock"])
+        self._groups.clear()
+        self._groups.extend([float(number) for number in group] for group in state["groups"])
+        self._begins.clear()
+        self._begins.extend(int(clock) for clock in state["begins"])
+        self._recurring_told = int(state["recurring_told"])
+        self._accepted = [float(number) for number in state["accepted"]]
+        self._farthest, self._wandered = float(state["farthest"]), float(state["wandered"])
+        self._highest = float(state["highest"])
+        self._middle, self._sigma, self._far, self._stale = state["computed"]
+        self._sum, self._peak, self._height = (float(number) for number in state["evidence"])
+        self._onset, self._num, self._usual = (int(number) for number in state["counts"])
+        self._told, self._silent = (bool(flag) for flag in state["told"])
         self._held = [float(value) for value in state["held"]]
-        self._suspended = int(state["suspended"])
-        self._doubt, self._doubt_since = int(state["doubt"]), int(state["doubt_since"])
-        self._last = state["last"]
-        self._limits, self._stale = None, True
-
-
-def _alike(low: float, high: float, ratio: float) -> bool:
-    """Say whether two values differ by no more than ``ratio``, in size or in distance."""
-    low, high = min(low, high), max(low, high)
-    if low > 0.0:
-        return high <= low * ratio
-    return high - low <= (ratio - 1.0) * max(abs(low), abs(high))

@@ -283,7 +283,7 @@ class _Player:
             acts = self._judge.mode != "observe"
             judge = self._judge
             record, self._device = self._device.judge(
-                record, judge.limits(), judge.withholding(), acts=acts
+                record, judge.limits(), judge.withholding(clips=True), acts=acts
             )
             self._waiting.append((place, record))
             while len(self._waiting) > self._lag or (self._waiting and self._judge.is_suspicious):

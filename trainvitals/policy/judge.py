@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,7 @@ from msgspec.structs import replace
 
 from trainvitals.config import load_settings
 from trainvitals.detect import DetectConfig, DetectorSet
-from trainvitals.detect.burst import BurstConfig
-from trainvitals.detect.level import LevelConfig
 from trainvitals.detect.outliers import Level, Limits, LossKind, OutlierConfig, OutlierRule
-from trainvitals.detect.spike import GradNormConfig, SpikeConfig
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.ladder import decide
 from trainvitals.policy.rungs import Course
@@ -56,13 +53,10 @@ class JudgeConfig:
     """What the loss is good for: ``watch(loss_kind=...)``."""
 
 
-SECTIONS = {
+SECTIONS: dict[str, type] = {
     "ladder": LadderConfig,
     "outlier": OutlierConfig,
-    "loss": SpikeConfig,
-    "grad_norm": GradNormConfig,
-    "burst": BurstConfig,
-    "level": LevelConfig,
+    **{of.name: type(of.default) for of in fields(DetectConfig)},
 }
 
 
@@ -206,7 +200,12 @@ class Judge:
         facts = replace(old.facts, attempt=attempt)
         # What was withheld and what recurs is counted on; the rest is of the branch that was left.
         self._ladder = LadderState(
-            facts=facts, first_step=step, groups=old.groups, withheld=old.withheld, spent=old.spent
+            facts=facts,
+            first_step=step,
+            groups=old.groups,
+            withheld=old.withheld,
+            firsts=old.firsts,
+            spent=old.spent,
         )
         self._last_step = step - 1
 
@@ -214,10 +213,16 @@ class Judge:
         """Return what the device compares the next steps with."""
         return limits_in_force(self._outliers.limits(), self._ladder, self.config.ladder)
 
-    def withholding(self) -> Withholding:
-        """Return what the device is told of withholding the next steps."""
+    def withholding(self, *, clips: bool) -> Withholding:
+        """Return what the device is told of withholding the next step.
+
+        Args:
+            clips: whether the loop clips what an outlier brings.
+        """
         is_warming_up = self._outliers.is_warming_up
-        return withholding(self._ladder, self.config.ladder, is_warming_up=is_warming_up)
+        return withholding(
+            self._ladder, self.config.ladder, clips=clips, is_warming_up=is_warming_up
+        )
 
     @property
     def is_suspicious(self) -> bool:

@@ -264,13 +264,13 @@ def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> 
 
 def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
     record, config = case.record, case.config
-    left = withholding(state, config, is_warming_up=False).left
+    left = withholding(state, config, clips=record.clips).left
     state = note_outlier(replace(state, nonfinite=0, sound=False), record, config)
     if not record.clips and state.facts.recurring is None:
         level = recurring_level(state, config)
         if level is not None:
             return _recurring(state, spike, case)
-    if is_new_level(state, config, clips=record.clips):
+    if is_new_level(state, config):
         return _new_level(state, spike, case)
     readings: tuple[StateRead, ...] = ()
     findings: tuple[Finding, ...] = ()

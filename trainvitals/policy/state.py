@@ -33,6 +33,9 @@ class LadderConfig:
     max_withheld: int = 32
     """Finite outliers withheld in a row, after which their level is accepted; and in any
     ``withheld_window`` steps, after which outliers pass."""
+    max_firsts: int = 6
+    """Firsts of a row withheld in any ``withheld_window`` steps where the loop does not clip; then
+    they pass, and only followers are withheld."""
     withheld_window: int = 1000
     """Steps over which withheld updates and recurring outliers are counted."""
     recurring_groups: int = 5
@@ -85,8 +88,9 @@ class LadderConfig:
 
     def __post_init__(self) -> None:
         positive = (
-            "max_withheld", "withheld_window", "recurring_groups", "group_steps", "group_size",
-            "ask_after", "nonfinite_in_a_row", "max_leave_out_margin", "max_tries", "max_causes",
+            "max_withheld", "max_firsts", "withheld_window", "recurring_groups", "group_steps",
+            "group_size", "ask_after", "nonfinite_in_a_row", "max_leave_out_margin", "max_tries",
+            "max_causes",
             "budget_window", "lr_rewarm_steps", "max_skips_in_a_row",
         )  # fmt: skip
         for name in positive:
@@ -253,6 +257,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Groups of outliers within the window, oldest first."""
     withheld: tuple[int, ...] = ()
     """Times of the updates that were withheld within the window."""
+    firsts: tuple[int, ...] = ()
+    """Times of those that were the first of their row."""
     spent: bool = False
     """Whether it was told that outliers pass because the bound is reached."""
     recent: tuple[Outlier, ...] = ()

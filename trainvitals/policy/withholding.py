@@ -3,7 +3,8 @@
 The first outlier in a row is left to the loop's clip: one batch, clipped, does no harm, and nothing
 tells a hard batch from a bad one yet. Its followers are withheld, which changes no weight, until
 the probe has answered or so many were withheld that they are the new level. Where the loop does
-not clip, the first is withheld too, until such outliers are seen to recur.
+not clip, the first is withheld too, until such outliers are seen to recur, or a few firsts were
+withheld: batches that take turns would else be frozen out one by one.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class DeviceRule(msgspec.Struct, frozen=True):
         bad = bool(record.nonfinite_ranks) or _not_finite(record.loss)
         bad = bad or (_not_finite(record.grad_norm) and not record.overflow)
         outlier = is_outlier(record)
-        first = words.first or not record.clips
-        withheld = outlier and words.left > 0 and (self.in_row or first)
+        withheld = outlier and words.left > 0 and (self.in_row or words.first)
         stopped = bad or record.overflow or withheld
         in_row = outlier or (self.in_row and (bad or record.overflow or bool(record.failed_ranks)))
         skipped = record.skipped or (acts and stopped) or record.overflow
@@ -88,13 +88,19 @@ def accepted_level(levels: tuple[Level, ...]) -> Level:
 
 
 def limits_in_force(limits: Limits, state: LadderState, config: LadderConfig) -> Limits:
-    """Return the limits with what was accepted, and with a recurring level while it may recur."""
+    """Return the limits with what was accepted and what recurs.
+
+    Up to a recurring level everything passes, its echoes too: a batch that was applied without a
+    clip makes the ordinary ones after it outliers, and these bring the weights back. A short group
+    passes up to twice that level.
+    """
     facts = state.facts
     raised = accepted_level(facts.accepted)
-    if facts.recurring is not None and _may_recur(state, config):
+    if facts.recurring is not None:
+        times = _TWICE if _may_recur(state, config) else 1.0
         raised = Level(
-            max(raised.loss, _TWICE * facts.recurring.loss),
-            max(raised.grad_norm, _TWICE * facts.recurring.grad_norm),
+            max(raised.loss, times * facts.recurring.loss),
+            max(raised.grad_norm, times * facts.recurring.grad_norm),
         )
     if raised == (0.0, 0.0):
         return limits
@@ -113,7 +119,9 @@ def _may_recur(state: LadderState, config: LadderConfig) -> bool:
     return state.facts.clock - group.last > config.group_steps or group.num < config.group_size
 
 
-def withholding(state: LadderState, config: LadderConfig, *, is_warming_up: bool) -> Withholding:
+def withholding(
+    state: LadderState, config: LadderConfig, *, clips: bool, is_warming_up: bool = False
+) -> Withholding:
     """Return whether the first in a row is withheld, and how many there may be.
 
     What is absurd is stopped however the loop clips. Non-finite steps are another matter: they are
@@ -123,7 +131,9 @@ def withholding(state: LadderState, config: LadderConfig, *, is_warming_up: bool
     horizon = state.facts.clock - config.withheld_window
     in_window = sum(time > horizon for time in state.withheld)
     left = config.max_withheld - max(in_row, in_window)
-    return Withholding(first=is_warming_up, left=max(0, left))
+    firsts = sum(time > horizon for time in state.firsts)
+    first = is_warming_up or (not clips and firsts < config.max_firsts)
+    return Withholding(first=first, left=max(0, left))
 
 
 # -------------------------------------------------------------------------------- for the host
@@ -139,16 +149,18 @@ def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -
         state,
         row=(*state.row, outlier),
         groups=with_outlier(state, record, config),
-        withheld=_recent_times(state, config) + ((clock,) if record.withheld else ()),
+        withheld=_recent(state.withheld, state, config) + ((clock,) if record.withheld else ()),
+        firsts=_recent(state.firsts, state, config)
+        + ((clock,) if record.withheld and num == 1 else ()),
         recent=(*state.recent, outlier)[-MAX_RECENT:],
         last_flagged=record.step,
         last_unhealthy_step=record.step if unhealthy else state.last_unhealthy_step,
     )
 
 
-def _recent_times(state: LadderState, config: LadderConfig) -> tuple[int, ...]:
+def _recent(times: tuple[int, ...], state: LadderState, config: LadderConfig) -> tuple[int, ...]:
     horizon = state.facts.clock - config.withheld_window
-    return tuple(time for time in state.withheld if time > horizon)
+    return tuple(time for time in times if time > horizon)
 
 
 def with_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> tuple[Group, ...]:
@@ -172,9 +184,9 @@ def recurring_level(state: LadderState, config: LadderConfig) -> Level | None:
     return Level(max(g.loss for g in short), max(g.grad_norm for g in short))
 
 
-def is_new_level(state: LadderState, config: LadderConfig, *, clips: bool) -> bool:
-    """Return whether the row is so long that it is a level: its first was left to the clip."""
-    return len(state.row) > config.max_withheld + clips
+def is_new_level(state: LadderState, config: LadderConfig) -> bool:
+    """Return whether the row is so long that it is a level: a first that passed does not count."""
+    return len(state.row) > config.max_withheld + (not state.row[0].withheld)
 
 
 def level_of(outliers: tuple[Outlier, ...]) -> Level:

@@ -1,0 +1,184 @@
+"""Too little: lost progress, a loss that never learns or is stuck, a collapse."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from trainvitals.detect import DetectorSet, ProgressConfig, ProgressDetector
+from trainvitals.errors import ConfigError
+from trainvitals.records import Finding, StepRecord
+
+
+def findings(
+    losses: Sequence[float], detector: Any = None, *, rates: Sequence[float | None] | None = None
+) -> list[Finding]:
+    detector = detector or ProgressDetector()
+    used = rates or [None] * len(losses)
+    return [
+        finding
+        for step, (loss, rate) in enumerate(zip(losses, used, strict=True))
+        for finding in detector.update(
+            StepRecord(step=step, attempt=1, loss=loss, learning_rate=rate)
+        )
+    ]
+
+
+def causes(losses: Sequence[float], detector: Any = None) -> list[str]:
+    return [finding.cause for finding in findings(losses, detector)]
+
+
+def noisy(course: Sequence[float], noise: float = 0.05, seed: int = 0) -> list[float]:
+    rng = random.Random(seed)
+    return [value * math.exp(rng.gauss(0.0, noise)) for value in course]
+
+
+def learned(steps: int) -> list[float]:
+    return [2.0 + 5.0 * math.exp(-i / 60.0) for i in range(steps)]
+
+
+# ----------------------------------------------------------------------------- lost progress
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.05, 0.1, 0.15])
+@pytest.mark.parametrize("duration", [1, 300])
+def test_what_is_given_back_is_told_once(noise: float, duration: int) -> None:
+    back = [2.0 + 5.0 * min(1.0, i / duration) for i in range(900)]
+    (finding,) = findings(noisy(learned(800) + back, noise))
+    assert ("lost_progress", "tell") == (finding.kind, finding.level)
+    assert 880 <= finding.step <= 800 + duration + 200
+    assert "what was learned is lost: the loss fell from" in finding.reason
+
+
+def test_half_of_it_given_back_is_another_matter() -> None:
+    assert [] == causes(noisy(learned(800) + [4.5] * 800))
+
+
+def test_a_spike_of_50_steps_is_no_lost_progress() -> None:
+    assert [] == causes(noisy(learned(800) + [9.0] * 50 + [2.0] * 400))
+
+
+def test_what_was_learned_again_may_be_lost_again() -> None:
+    course = learned(800) + [7.0] * 300 + learned(800) + [7.0] * 300
+    assert ["loss_lost_progress"] * 2 == causes(noisy(course))
+
+
+def test_a_run_that_hardly_gained_has_little_to_lose() -> None:
+    assert [] == causes(noisy([2.3] * 20 + [2.0] * 800 + [2.3] * 800))
+
+
+# ------------------------------------------------------------------------------ never learned
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05, 0.1, 0.15])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_loss_that_stays_where_it_began_is_told_once(noise: float, seed: int) -> None:
+    (finding,) = findings(noisy([6.9] * 3000, noise, seed))
+    assert ("plateau", "never_learned") == (finding.kind, finding.cause)
+    assert 500 <= finding.step
+    assert "the loss does not learn" in finding.reason
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_loss_that_falls_by_a_tenth_has_learned(seed: int) -> None:
+    assert [] == causes(noisy([6.9 - 0.7 * min(1.0, i / 500) for i in range(3000)], seed=seed))
+
+
+def test_a_warm_up_of_the_learning_rate_does_not_count() -> None:
+    rates = [min(1.0, i / 2000) for i in range(3000)]
+    (finding,) = findings(noisy([6.9] * 3000), rates=rates)
+    assert 2500 <= finding.step < 2600
+
+
+@pytest.mark.parametrize("steps", [5, 10, 30, 60])
+@pytest.mark.parametrize("noise", [0.02, 0.15])
+def test_a_run_that_learns_all_within_a_few_steps_has_learned(steps: int, noise: float) -> None:
+    course = [2.0 + 5.0 * max(0.0, 1.0 - i / steps) for i in range(3000)]
+    assert [] == causes(noisy(course, noise))
+
+
+def test_a_learning_rate_of_zero_does_not_count() -> None:
+    assert [] == findings(noisy([6.9] * 3000), rates=[0.0] * 3000)
+
+
+def test_a_loss_that_is_high_and_flat_since_a_restart_is_stuck() -> None:
+    detector = ProgressDetector()
+    assert [] == causes(noisy(learned(1000)), detector)
+    detector.rebaseline()
+    (finding,) = findings(noisy([5.5] * 1000), detector)
+    assert ("plateau", "stuck_after_restart") == (finding.kind, finding.cause)
+    assert "had reached 1.9" in finding.reason
+
+
+def test_a_run_that_had_converged_is_not_stuck_after_a_restart() -> None:
+    detector = ProgressDetector()
+    causes(noisy(learned(1000)), detector)
+    detector.rebaseline()
+    assert [] == causes(noisy([2.0] * 1500), detector)
+
+
+# ----------------------------------------------------------------------------------- collapse
+
+
+@pytest.mark.parametrize("to", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("noise", [0.02, 0.15])
+def test_a_loss_that_falls_to_nothing_at_once_is_told_once(to: float, noise: float) -> None:
+    (finding,) = findings(noisy(learned(800) + [to] * 400, noise))
+    assert ("collapse", "tell") == (finding.kind, finding.level)
+    assert 800 <= finding.step <= 850
+    assert "the loss collapsed: from" in finding.reason
+
+
+@pytest.mark.parametrize(
+    "course",
+    [
+        learned(800) + [1.0] * 400,
+        [7.0 * math.exp(-i / 40.0) + 0.01 for i in range(1000)],
+        [2.0, 0.3] * 500,
+        ([2.0] * 64 + [0.2] * 4) * 20,
+        [2.0] * 400 + [0.2] * 8 + [2.0] * 400,
+    ],
+    ids=["half", "fast", "two kinds", "easy batches", "eight steps"],
+)
+def test_a_loss_that_falls_in_order_is_no_collapse(course: Sequence[float]) -> None:
+    assert "loss_collapse" not in causes(noisy(course))
+
+
+def test_an_easy_task_that_comes_back_is_no_collapse() -> None:
+    """A level that the run had before is nothing new."""
+    course = [2.0] * 200 + [0.3] * 200
+    assert 1 == causes(noisy(course * 6)).count("loss_collapse")
+
+
+# ------------------------------------------------------------------------------------- the set
+
+
+def test_an_accepted_level_is_where_progress_is_measured_from() -> None:
+    detector = ProgressDetector()
+    causes(noisy(learned(800)), detector)
+    detector.accept(noisy([7.0] * 32))
+    assert [] == causes(noisy([7.0] * 1500), detector)
+
+
+@pytest.mark.parametrize("kind", ["rl", "adversarial"])
+def test_where_the_loss_is_not_minimized_progress_says_nothing(kind: Any) -> None:
+    detectors = DetectorSet(loss_kind=kind)
+    for course in ([6.9] * 800, [7.0] * 400):
+        assert {"spike"} >= {finding.kind for finding in findings(noisy(course), detectors)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ({"given_back": 0.0}, "given_back"),
+        ({"collapse": 1.0}, "collapse"),
+        ({"learn_steps": 100}, "learn_steps"),
+        ({"learned": 0.0}, "learned"),
+        ({"stuck": 0.5}, "stuck"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(setting: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        ProgressConfig(**setting)
