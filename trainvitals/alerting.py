@@ -273,6 +273,13 @@ ALERTS: tuple[AlertSpec, ...] = (
         help="A GPU is held far below its clock by its power limit.",
     ),
     AlertSpec(
+        name="SpikeSeen",
+        severity="log",
+        point=True,
+        help="Loss or gradient norm was far above its course; whether the update was withheld, the "
+        "decision says.",
+    ),
+    AlertSpec(
         name="RankLossApart",
         severity="log",
         point=True,
@@ -296,6 +303,7 @@ ALERTS: tuple[AlertSpec, ...] = (
 _BY_NAME = {spec.name: spec for spec in ALERTS}
 
 _OF_FINDINGS: dict[str, str] = {
+    "spike": "SpikeSeen",
     "divergence": "LossDiverged",
     "plateau": "LossPlateau",
     "collapse": "LossCollapsed",

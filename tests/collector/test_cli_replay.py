@@ -13,7 +13,7 @@ from trainvitals.io.rundir import RunDir
 
 __all__ = ["run_dir"]
 
-STORM = [2.0 + 1.0 / (n + 1) for n in range(150)] + ["nan"] * 4 + [2.0] * 60
+STORM = [2.0 + 1.0 / (n + 1) for n in range(150)] + ["nan"] * 34 + [2.0] * 60
 
 
 @pytest.fixture
@@ -35,15 +35,15 @@ def test_a_log_prints_findings_and_decisions_as_json_and_the_rest_on_stderr(log:
     assert 0 == run_cli("replay", str(log), "--format", "json")
     said = capsys.readouterr()
     document = document_of(said.out)
-    assert {"findings", "decisions"} == set(document)
-    assert [150, 151, 152, 153] == [f["row"] for f in document["findings"]]
+    assert {"findings", "decisions", "questions"} == set(document)
+    assert list(range(150, 184)) == [f["row"] for f in document["findings"]]
     assert {"row", "step", "kind", "level", "reason"} == set(document["findings"][0])
-    assert [(150, "skip_step"), (151, "skip_step"), (152, "rollback"), (153, "skip_step")] == [
+    assert [*[(row, "skip_step") for row in range(150, 181)], (181, "rollback")] == [
         (d["row"], d["action"]) for d in document["decisions"]
-    ]
-    assert "train.csv: CSV, 214 records, steps 0 to 213" in said.err
+    ][:32]
+    assert "train.csv: CSV, 244 records, steps 0 to 243" in said.err
     assert "a healthy checkpoint assumed every 100 steps" in said.err
-    assert "4 decisions: 3 skip_step, 1 rollback" in said.err
+    assert "34 decisions: 33 skip_step, 1 rollback" in said.err
 
 
 def test_a_log_needs_nothing_but_the_base_installation(log: Path):
@@ -63,9 +63,9 @@ main(["replay", {str(log)!r}])
 def test_the_table_says_what_goes_on_in_one_line(log: Path, capsys):
     assert 0 == run_cli("replay", str(log))
     lines = capsys.readouterr().out.splitlines()
-    assert ["ROW", "STEP", "WHAT", "REASON"] == lines[0].split()
+    assert ["ROW", "STEP", "WHAT", "PROBE", "REASON"] == lines[0].split()
     (finding,) = [line for line in lines if "finding nonfinite" in line]
-    assert finding.endswith("loss is nan (4 up to step 153)")
+    assert finding.endswith("loss is nan (34 up to step 183)")
     (rollback,) = [line for line in lines if "decision rollback" in line]
     assert "back to assumed-000100, before step 100" in rollback
 
@@ -95,16 +95,16 @@ def test_the_mode_is_how_far_the_ladder_climbs(log: Path, capsys, mode, actions)
 
 
 def test_settings_come_from_the_file_that_is_named(log: Path, tmp_path: Path, capsys):
-    (tmp_path / "strict.toml").write_text("[ladder]\nstorm_skips = 2\n")
+    (tmp_path / "strict.toml").write_text("[ladder]\nnonfinite_in_a_row = 2\n")
     config = ("--config", str(tmp_path / "strict.toml"), "--format", "json")
     assert 0 == run_cli("replay", str(log), *config)
     document = document_of(capsys.readouterr().out)
     assert (151, "rollback") == (
         document["decisions"][1]["row"], document["decisions"][1]["action"],
     )  # fmt: skip
-    (tmp_path / "strict.toml").write_text("[ladder]\nstorm_skipz = 2\n")
+    (tmp_path / "strict.toml").write_text("[ladder]\nnonfinite_in_a_rox = 2\n")
     assert 2 == run_cli("replay", str(log), *config)
-    assert "did you mean 'storm_skips'?" in capsys.readouterr().err
+    assert "did you mean 'nonfinite_in_a_row'?" in capsys.readouterr().err
 
 
 def test_the_plot_is_a_picture_with_a_mark_for_each_thing_said(log: Path, tmp_path: Path, capsys):
@@ -124,7 +124,7 @@ def test_a_stored_run_is_drawn_too(run_dir: RunDir, tmp_path: Path, capsys):
 
 
 def test_other_settings_over_a_stored_run_say_what_would_differ(run_dir: RunDir, tmp_path, capsys):
-    (tmp_path / "other.toml").write_text("[loss]\nmin_ratio = 1000.0\n")
+    (tmp_path / "other.toml").write_text("[outlier]\nwindow = 60\n")
     given = ("replay", str(run_dir.path), "--config", str(tmp_path / "other.toml"))
     assert 1 == run_cli(*given)
     assert "not as recorded" in capsys.readouterr().err

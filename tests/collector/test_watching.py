@@ -346,7 +346,7 @@ def raised(kind: str, step: int = 5, level: str = "tell") -> FindingRaised:
         ("plateau", ["LossPlateau firing"]),
         ("grad_explosion", ["GradientExplosion firing"]),
         ("level_shift", []),
-        ("spike", []),
+        ("spike", ["SpikeSeen firing"]),
         ("nonfinite", []),
     ],
 )

@@ -16,7 +16,7 @@ from trainvitals.detect.watch import WatchConfig, WatchSet
 
 NAMES = [entry.name for entry in ENTRIES]
 SVG = "{http://www.w3.org/2000/svg}"
-MOST_BYTES = 32_000
+MOST_BYTES = 64_000
 
 
 def functions_that_tell():
@@ -30,7 +30,8 @@ def functions_that_tell():
 
 class TestNoneIsLeftOut:
     def test_every_detector_of_the_loop_has_an_entry_in_its_order(self):
-        assert list(DetectorSet().state_dict()) == [entry.name for entry in IN_LOOP]
+        drawn_parts = [name for name in DetectorSet().state_dict() if name != "suspended"]
+        assert drawn_parts == [entry.name for entry in IN_LOOP]
 
     def test_every_watcher_of_the_set_has_an_entry(self):
         there = set(WatchSet().state_dict()["watchers"]) | functions_that_tell()

@@ -20,13 +20,13 @@ ROOMS = (
     "docs",
     "benchmarks",
 )
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 650  # decision 0028: a net, not a mould
 MAX_FUNCTION_LINES = 50
 
 LONGER_FILES: dict[str, int] = {}
 """Files that were longer when this was written, and how long they may be at most."""
 
-LONGER_FUNCTIONS: dict[str, int] = {}
+LONGER_FUNCTIONS: dict[str, int] = {"benchmarks/vitals_bench/judgement/run.py:train_watched": 60}
 """The same for functions, as `path:name`."""
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import trainer_hooks
+from tests.trainer_hooks.each_outlier import withhold_each_outlier_in
 from tests.trainer_hooks.every_optimizer import (
     CLASSES,
     COMPLEX,
@@ -31,6 +32,11 @@ FAULTS = {0: (NAN, "loss")} | {
     WARM + 2 * i: fault for i, fault in enumerate([*NONFINITE, *OUTLIERS])
 }
 """The first step ever, each way of being non-finite, and finite outliers once the rule is warm."""
+
+
+@pytest.fixture(autouse=True)
+def each_outlier_is_withheld(monkeypatch):
+    withhold_each_outlier_in(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +292,8 @@ class Apart(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("name", ["Lookahead", "Apart"])
-def test_a_rollback_brings_back_the_state_of_an_optimizer_within_another(name):
+def test_a_rollback_brings_back_the_state_of_an_optimizer_within_another(name, monkeypatch):
+    monkeypatch.setenv("VITALS_LADDER_NONFINITE_IN_A_ROW", "3")
     model, optimizers = MAKERS["Lookahead"]()
     if name == "Apart":
         optimizers = [Apart(model.parameters())]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainvitals.policy import CheckpointRef, LadderConfig, LadderState, Mode, Proposal, decide
+from trainvitals.policy.rungs import Course
 from trainvitals.records import CommandAck, Decision, Finding, StepRecord
 
 FIRST = CheckpointRef(id="first", step=0)
@@ -22,9 +23,12 @@ class Run:
         **config: Any,
     ) -> None:
         self.mode, self.step, self.refs = mode, step, refs
-        self.config = LadderConfig(**config)
+        self.probe = config.pop("probe", None)
+        self.clips = config.pop("clips", True)
+        self.config = LadderConfig(**{"nonfinite_in_a_row": 3, **config})
         self.state = LadderState()
         self.ledger: list[Decision] = []
+        self.told: list[Finding] = []
         self.ack: CommandAck | None = None
 
     def feed(
@@ -34,8 +38,16 @@ class Run:
         start = len(self.ledger)
         for kind in kinds:
             bad = kind != "ok"
+            finite = kind == "outlier"
+            withheld = finite and bool(self.state.row or not self.clips)
             record = StepRecord(
-                step=self.step, attempt=1, loss=2.1, skipped=bad and self.mode != "observe"
+                step=self.step,
+                attempt=1,
+                loss=value if finite else 2.1,
+                loss_limit=4.2 if finite else None,
+                skipped=bad and self.mode != "observe" and (withheld or not finite),
+                withheld=withheld,
+                clips=self.clips,
             )
             verdict = decide(
                 self.state,
@@ -47,7 +59,10 @@ class Run:
                 mode=self.mode,
                 config=self.config,
                 now_attempt_id=2,
+                probe=self.probe,
+                course=lambda: Course(2.0, 0.1, 3.0),
             )
+            self.told += verdict.findings
             self.state, self.ack = verdict.state, verdict.ack
             self.step += 1
             if verdict.decision is not None:
@@ -57,7 +72,7 @@ class Run:
     def _findings(self, kind: str, value: float) -> list[Finding]:
         if kind == "ok":
             return []
-        names = {"params": "nonfinite_params", "nan": "nonfinite"}
+        names = {"params": "nonfinite_params", "nan": "nonfinite", "outlier": "spike"}
         return [
             Finding(
                 kind=names.get(kind, "spike"),

@@ -175,7 +175,7 @@ def test_a_finding_that_no_decision_follows_raises_an_alert_of_its_own(
     assert "it looks bad" == alert.summary
 
 
-@pytest.mark.parametrize("kind", ["spike", "nonfinite", "level_shift", "what nobody knows", ""])
+@pytest.mark.parametrize("kind", ["nonfinite", "level_shift", "what nobody knows", ""])
 def test_a_finding_that_a_decision_tells_raises_none(kind: str) -> None:
     assert () == alerts_for_finding(finding(kind), run_id=RUN)
     assert kind not in ALERTED_KINDS

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from tests.trainvitals.ladder_run import Run
+from trainvitals.detect.outliers import Level
 from trainvitals.policy import Mode, Proposal
 from trainvitals.records import Command
 
@@ -29,7 +30,7 @@ def test_a_commanded_rollback_goes_where_it_says(proposal: Proposal, target: str
     run = Run()
     (decision,) = run.feed("ok", command=proposal)
     assert ("rollback", target) == (decision.action, decision.checkpoint_id)
-    assert 1 == run.state.facts.num_causes
+    assert () == run.state.facts.causes
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,29 @@ def test_a_command_is_answered_once() -> None:
     assert None is run.ack
 
 
-def test_a_command_spends_the_same_budget_and_is_refused_when_it_is_spent() -> None:
+def test_a_commanded_rollback_spends_no_budget_and_is_never_refused_for_one() -> None:
     run = Run(max_causes=1)
-    run.feed("ok", command=Proposal(number=7, action="rollback"))
-    run.restored(150)
-    run.feed("ok", command=Proposal(number=8, action="rollback"))
+    run.feed("params")
+    for number in (7, 8, 9):
+        run.restored(150)
+        (decision,) = run.feed("ok", command=Proposal(number=number, action="rollback"))
+        assert ("rollback", "command") == (decision.action, decision.rule)
+    assert 1 == len(run.state.facts.causes)
+
+
+def test_an_operators_word_makes_outliers_normal_and_is_kept_in_the_facts() -> None:
+    run = Run(mode="guard")
+    run.feed("outlier", "outlier", "ok", value=30.0)
+    command = Proposal(number=7, action="accept", argument=200.0)
+    (decision,) = run.feed("ok", command=command)
+    assert ("accept_level", "operator_accepted") == (decision.action, decision.rule)
+    assert (Level(30.0, 0.0),) == run.state.facts.accepted
     assert run.ack is not None
-    assert "the budget of 1 rollback causes is spent" == run.ack.detail
+    assert ("done", "2 outliers, steps 200 to 201, count as normal") == (
+        run.ack.status, run.ack.detail,
+    )  # fmt: skip
+    run.feed("ok", command=Proposal(number=8, action="accept", argument=-1.0))
+    assert ("refused", "there is no step -1") == (run.ack.status, run.ack.detail)
 
 
 def test_a_command_in_a_bad_step_is_one_entry_that_names_both() -> None:

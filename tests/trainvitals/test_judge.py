@@ -6,26 +6,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainvitals.ladder_run import FIRST, REFS
-from trainvitals.policy import Facts, Judge, JudgeConfig, Judgement, LadderConfig, Mode
+from trainvitals.policy import Facts, Judge, Judgement, Mode
 from trainvitals.records import StepRecord
 from trainvitals.testing import decisions, series
 
 
 def test_the_judge_skips_rolls_back_and_goes_on_with_the_restored_detectors() -> None:
     judge = Judge(mode="heal")
-    decisions(judge, "loss 2.1x50", checkpoints=[FIRST])
+    decisions(judge, "loss 2.1x60", checkpoints=[FIRST])
     snapshot = json.loads(json.dumps(judge.detector_state()))
     ledger = decisions(
-        judge, series("loss 9.5x5", first_step=50), checkpoints=[FIRST], now_attempt_id=2
+        judge, series("loss nanx40", first_step=60), checkpoints=[FIRST], now_attempt_id=2
     )
-    assert ["skip_step", "skip_step", "rollback"] == [d.action for d in ledger]
+    assert ["skip_step"] * 31 + ["rollback"] == [d.action for d in ledger]
     judge.rolled_back(detector_state=snapshot, attempt=2, step=0)
     assert snapshot == judge.detector_state()
-    assert (2, 3, 1, -1) == (
+    assert (2, 32, 1, -1) == (
         judge.attempt, judge.facts.ledger_seq, judge.facts.num_rollbacks, judge.last_unhealthy_step,
     )  # fmt: skip
     (entry,) = decisions(judge, series("loss 2.1 nan", attempt=2))
-    assert 4 == entry.ledger_seq
+    assert 33 == entry.ledger_seq
 
 
 def test_records_of_another_attempt_are_ignored() -> None:
@@ -36,23 +36,21 @@ def test_records_of_another_attempt_are_ignored() -> None:
     assert -1 == judge.last_unhealthy_step
 
 
-def test_an_accepted_level_makes_the_loss_rule_start_anew() -> None:
-    judge = Judge(JudgeConfig(ladder=LadderConfig(cooldown_steps=0)), "heal")
-    decisions(judge, "loss 2.1x50; grad_norm 1x50", checkpoints=[FIRST])
-    snapshot = judge.detector_state()
-    decisions(judge, series("loss 9.5x5", first_step=50), checkpoints=[FIRST], now_attempt_id=2)
-    judge.rolled_back(detector_state=snapshot, attempt=2, step=0)
-    ledger = decisions(judge, series("loss 9.5x20", attempt=2), checkpoints=[FIRST], lag=0)
-    assert ["skip_step", "skip_step", "accept_level"] == [d.action for d in ledger]
-    assert 19.0 == judge.limits().loss
-    assert 40.0 == judge.limits().grad_norm
+def test_an_accepted_level_begins_the_reference_anew_and_is_kept_over_a_relaunch() -> None:
+    judge = Judge()
+    ledger = decisions(judge, "loss 2.1x60 9.5x40; grad_norm 1x100")
+    assert ["skip_step"] * 32 + ["accept_level"] == [d.action for d in ledger]
+    assert (61, 93) == (ledger[0].step, ledger[-1].step)
+    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=Facts)
+    relaunched = Judge(facts=facts)
+    assert [] == decisions(relaunched, "loss 2.1x60 9.5x3 2.1x5 9.4x3; grad_norm 1x71")
 
 
 def test_an_announced_change_is_not_judged() -> None:
     judge = Judge()
-    decisions(judge, "loss 2.1x50")
+    decisions(judge, "loss 2.1x60")
     judge.rebaseline(30)
-    assert [] == decisions(judge, series("loss 9.5x40", first_step=50))
+    assert [] == decisions(judge, series("loss 9.5x40", first_step=60))
 
 
 def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:

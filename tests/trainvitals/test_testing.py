@@ -5,7 +5,7 @@ import pytest
 from trainvitals.detect import NonFiniteDetector, SpikeDetector
 from trainvitals.policy import Judge
 from trainvitals.records import StepRecord
-from trainvitals.testing import ManualClock, decisions, replay, series
+from trainvitals.testing import ManualClock, decisions, judgements, replay, series
 
 
 def test_a_series_is_read_column_by_column() -> None:
@@ -34,13 +34,16 @@ def test_an_unknown_column_is_an_error_that_names_it() -> None:
         series("lost 1 2")
 
 
-def test_replay_puts_the_limits_in_force_one_step_after_the_lag() -> None:
-    # 10 records are the warm-up; the 10th is judged in step 10, its limit is in force from 11.
-    detector = SpikeDetector("loss")
-    assert {11: ["spike"]} == replay(detector, "loss 2.1x10 9.5 9.5")
-    assert {10: ["spike"], 11: ["spike"]} == replay(
-        SpikeDetector("loss"), "loss 2.1x10 9.5 9.5", lag=0
-    )
+def test_limits_are_in_force_one_step_after_the_lag() -> None:
+    # 50 records are the warm-up; the 50th is judged in step 50, its limit is in force from 51.
+    limits = [record.loss_limit for record, _ in judgements(Judge(), "loss 2x54")]
+    assert 52 == next(step for step, limit in enumerate(limits) if limit == 6.0) + 1
+    limits = [record.loss_limit for record, _ in judgements(Judge(), "loss 2x54", lag=0)]
+    assert 51 == next(step for step, limit in enumerate(limits) if limit == 6.0) + 1
+
+
+def test_a_detector_sees_the_records_as_they_are() -> None:
+    assert ["spike"] == replay(SpikeDetector("loss"), "loss 2.1x40 9.5 2.1")[40]
 
 
 def test_replay_takes_detectors_without_a_limit_and_whole_judges() -> None:

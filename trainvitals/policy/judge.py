@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from trainvitals.config import load_settings
 from trainvitals.detect import DetectConfig, DetectorSet
-from trainvitals.detect.outliers import Level, Limits, LossKind, OutlierConfig, OutlierRule
+from trainvitals.detect.outliers import NOTHING, Level, Limits, LossKind, OutlierConfig, OutlierRule
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.ladder import decide
 from trainvitals.policy.rungs import Course
@@ -141,10 +141,13 @@ class Judge:
             self._ladder = replace(self._ladder, facts=facts)
         if record.attempt != facts.attempt or self._ladder.rolling_back or self.halted:
             return Judgement()
-        accepted = accepted_level(facts.accepted)
-        usual = self._usual_limits(accepted)
-        findings = self._outliers.update(record, accepted=accepted)
-        findings += self._detectors.update(record)
+        accepted = accepted_level(facts.accepted) if facts.accepted else NOTHING
+        usual = None if facts.recurring is None else self._usual_limits(accepted)
+        spikes = self._outliers.update(record, accepted=accepted)
+        told = self._detectors.update(record)
+        if spikes and told:  # said once: what may act says it with the limit that was in force
+            told = tuple(finding for finding in told if finding.kind != "spike")
+        findings = spikes + told
         verdict = decide(
             self._ladder,
             findings,

@@ -404,6 +404,9 @@ def _level(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdi
     if case.loss_kind != "minimize":
         return Verdict(state)
     diverged = next((f for f in findings if f.kind == "divergence"), None)
+    if diverged is not None:
+        # No bad step, and yet nothing that was saved since is proven healthy by it.
+        state = replace(state, last_unhealthy_step=case.record.step)
     jump, onset = state.lr_jump, -1
     if jump is not None:
         since = case.record.step - jump.step

@@ -95,6 +95,8 @@ def limits_in_force(limits: Limits, state: LadderState, config: LadderConfig) ->
     passes up to twice that level.
     """
     facts = state.facts
+    if facts.recurring is None and not facts.accepted:
+        return limits
     raised = accepted_level(facts.accepted)
     if facts.recurring is not None:
         times = _TWICE if _may_recur(state, config) else 1.0
@@ -102,8 +104,6 @@ def limits_in_force(limits: Limits, state: LadderState, config: LadderConfig) ->
             max(raised.loss, times * facts.recurring.loss),
             max(raised.grad_norm, times * facts.recurring.grad_norm),
         )
-    if raised == (0.0, 0.0):
-        return limits
     return Limits(_raised(limits.loss, raised.loss), _raised(limits.grad_norm, raised.grad_norm))
 
 
@@ -127,6 +127,8 @@ def withholding(
     What is absurd is stopped however the loop clips. Non-finite steps are another matter: they are
     stopped always.
     """
+    if not (state.row or state.withheld):
+        return Withholding(is_warming_up or not clips, config.max_withheld)
     in_row = sum(outlier.withheld for outlier in state.row)
     horizon = state.facts.clock - config.withheld_window
     in_window = sum(time > horizon for time in state.withheld)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
-from vitals_bench.detect.series import Alarm, Series
+from vitals_bench.detect.series import KINDS, Alarm, Series
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ def judge(series: Series) -> Verdicts:
     """Judge a log as `vitals replay` does, in ``heal``, where all that could be done is done."""
     made = Verdicts(told=[], skipped=[], rollbacks=[], halts=[])
     for row, record, said in _play(series):
-        made.told.extend(Alarm(row, finding.kind) for finding in said.findings)
+        made.told.extend(Alarm(row, f.kind) for f in said.findings if f.kind in KINDS)
         if record.skipped:
             acting = [finding.kind for finding in said.findings if finding.level == "act"]
             made.skipped.append(Alarm(row, acting[0] if acting else "spike"))

@@ -42,8 +42,8 @@ from vitals_collector.queries.recorded import (
     attempt_rows,
     decisions_of,
     event_view,
-    loss_kind_of,
 )
+from vitals_collector.receiving.facts import loss_kind_of
 from vitals_collector.storage.schema import events, findings
 
 HEALTHY_STEPS = 100

@@ -67,13 +67,6 @@ def run_row(connection: Connection, run_id: str) -> Row[Any]:
     return row
 
 
-def loss_kind_of(connection: Connection, run_id: str) -> str:
-    """Return what the run said its loss is; "minimize" where it said nothing."""
-    body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
-    kind = _info(body).judge.get("loss_kind") if body else None
-    return kind if isinstance(kind, str) else "minimize"
-
-
 def attempt_rows(connection: Connection, run_id: str) -> list[series.AttemptRow]:
     """Return what stitching needs to know of the run's branches."""
     table = attempts.c
@@ -304,6 +297,6 @@ def _step_row(schema: Schema, raw: bytes, source: str, incarnation: str) -> Step
 
 __all__ = [
     *("alerts_of", "attempt_rows", "attempts_of", "checkpoints_of", "data_of", "decisions_of"),
-    *("event_view", "events_of", "findings_of", "loss_kind_of", "readings_of", "run_row"),
+    *("event_view", "events_of", "findings_of", "readings_of", "run_row"),
     *("sources_of", "step_rows"),
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, update
+from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, select, update
 
 from trainvitals.identity import Identity
 from trainvitals.records import (
@@ -30,6 +30,7 @@ from trainvitals.records import (
     Note,
     RankStarted,
     RunEnded,
+    RunInfo,
     RunStarted,
     StateRead,
 )
@@ -48,6 +49,7 @@ from vitals_collector.storage.schema import (
 from vitals_collector.storage.store import clean, insert
 
 _encode = msgspec.msgpack.encode
+_decode_info = msgspec.msgpack.Decoder(RunInfo).decode
 
 MAX_SAMPLES = 64
 """Ids of samples that a line for people names."""
@@ -82,6 +84,13 @@ def note_processes(
     ]
     if said:
         connection.execute(_ALIVE, said)
+
+
+def loss_kind_of(connection: Connection, run_id: str) -> str:
+    """Return what the run said its loss is; "minimize" where it said nothing."""
+    body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
+    kind = _decode_info(body).judge.get("loss_kind") if body else None
+    return kind if isinstance(kind, str) else "minimize"
 
 
 def describe(event: Event | None) -> str:
@@ -361,4 +370,4 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     RunEnded: _run_ended,
 }
 
-__all__ = ["apply", "clean", "describe", "note_processes", "of_reading", "samples"]
+__all__ = ["apply", "clean", "describe", "loss_kind_of", "note_processes", "of_reading", "samples"]

@@ -43,7 +43,7 @@ from vitals_collector.acting import commands
 from vitals_collector.acting.alerts import Inbox, InboxConfig, Occurrence, RunNow
 from vitals_collector.acting.delivery import Dispatcher
 from vitals_collector.acting.notifiers import Notifier
-from vitals_collector.queries.recorded import loss_kind_of
+from vitals_collector.receiving.facts import loss_kind_of
 from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store
 from vitals_collector.watch.fresh import WATCHED

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trainer_hooks
+from tests.trainer_hooks.each_outlier import withhold_each_outlier
 from tests.trainer_hooks.wrappings.models import (
     SCALE,
     SLOW,
@@ -301,6 +302,7 @@ def main(rank: int, world: int, folder: str, *, names: Sequence[str]) -> None:
     """Run all of it on this rank, one after another; a hang in one is a hang of all."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
+    withhold_each_outlier()
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
     results: dict[str, dict[str, Any]] = {}
