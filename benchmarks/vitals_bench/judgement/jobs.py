@@ -121,7 +121,8 @@ def read_outcomes(path: Path | None) -> list[Outcome]:
     if path is None or not path.exists():
         return []
     try:
-        return [msgspec.json.decode(line, type=Outcome) for line in path.open("rb")]
+        lines = path.read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=Outcome) for line in lines]
     except msgspec.DecodeError as error:
         raise FormatError(f"{path} holds something else than outcomes: {error}") from error
 
