@@ -244,7 +244,6 @@ class _Replayer:
         if record.attempt != judge.attempt and judge.attempt:
             self.take_what_is_left()
             self._fork(judge, record)
-        self._apply_events(judge, record)
         for saved in self._saved:
             # A snapshot before a step holds what was known when that step began.
             is_due = saved.attempt == record.attempt and record.step >= saved.step
@@ -332,7 +331,7 @@ class _Replayer:
         if entry.attempt != record.attempt:
             return entry.attempt < record.attempt  # ids of attempts grow with time
         if isinstance(entry.event, ChangeExpected):
-            return record.step >= entry.step - self._lag
+            return record.step >= entry.step  # the step's own numbers bring it to all ranks
         if isinstance(entry.event, CheckpointChanged):
             return entry.step < record.step or entry.event.checkpoint_step >= entry.step
         return entry.step <= record.step
