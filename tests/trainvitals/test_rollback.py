@@ -1,0 +1,86 @@
+"""Finite evidence leads back once, within its cooldown, and never stops a run."""
+
+import pytest
+
+from tests.trainvitals.ladder_run import Run
+from trainvitals.policy.evidence import Ask, Reading
+from trainvitals.policy.state import Facts, lr_factor_at
+
+
+def reads(ratio: float, num_batches: int = 8):
+    """Return a probe whose batches lost 2.0 then, and read this many times as much now."""
+
+    def probe(ask: Ask) -> Reading:
+        then = 2.0
+        return Reading(
+            num_batches=num_batches, then=then, now=ratio * (then + ask.floor) - ask.floor
+        )
+
+    return probe
+
+
+def test_a_damaged_state_goes_back_at_the_third_outlier_without_three_batches_on_either_side():
+    run = Run(probe=reads(6.5))
+    assert [] == run.feed("outlier")  # left to the loop's clip
+    ledger = run.feed("outlier", "outlier")
+    assert [("skip_step", "outlier"), ("rollback", "state_damaged")] == [
+        (d.action, d.rule) for d in ledger
+    ]
+    assert (150, 9) == (ledger[-1].rollback_to_step, ledger[-1].skip_batches)
+    assert "8 earlier batches read 6.5x their loss then" in ledger[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num_batches", "clips", "goes_back"),
+    [(1.9, 8, True, False), (2.1, 8, True, True), (9.0, 2, True, False),
+     (4.3, 8, False, False), (5.1, 8, False, True)],
+)  # fmt: skip
+def test_it_takes_twice_the_loss_five_times_without_a_clip_and_three_batches(
+    ratio, num_batches, clips, goes_back
+):
+    run = Run(probe=reads(ratio, num_batches), clips=clips)
+    actions = [d.action for d in run.feed(*("outlier",) * 3)]
+    assert goes_back == ("rollback" in actions)
+
+
+def test_it_is_not_repeated_for_an_onset_nor_within_the_cooldown_and_never_halts():
+    run = Run(probe=reads(9.0), finite_cooldown=100)
+    assert "rollback" == run.feed(*("outlier",) * 3)[-1].action
+    for start in (200, 230, 260):
+        run.restored(start)
+        actions = {d.action for d in run.feed(*("outlier",) * 8, *("ok",) * 3)}
+        assert {"skip_step"} == actions
+    assert 2 == len([f for f in run.told if f.kind == "state_damaged"])  # of 230 and 260
+    run.restored(400)
+    run.feed(*("ok",) * 100)
+    assert "rollback" == run.feed(*("outlier",) * 3)[-1].action
+    assert "" == run.state.facts.halted
+
+
+def test_in_guard_the_verdict_is_told_once_and_nothing_goes_back():
+    run = Run(mode="guard", probe=reads(9.0))
+    assert {"skip_step"} == {d.action for d in run.feed(*("outlier",) * 10)}
+    assert ["state_damaged"] == [f.kind for f in run.told]
+
+
+def test_non_finite_steps_without_end_are_skipped_on_where_the_state_reads_sound():
+    run = Run(probe=reads(1.0), nonfinite_in_a_row=32)
+    assert {"skip_step"} == {d.action for d in run.feed(*("nan",) * 300)}
+    assert ["nonfinite_streak"] == [f.kind for f in run.told]
+
+
+def test_a_budget_comes_back_with_time():
+    run = Run(max_causes=1, budget_window=200)
+    assert "rollback" == run.feed("params")[-1].action
+    run.restored(300)
+    run.feed(*("ok",) * 210)
+    assert "rollback" == run.feed("params")[-1].action
+    run.restored(600)
+    assert ("halt", "budget") == (lambda d: (d.action, d.rule))(run.feed("params")[-1])
+
+
+def test_a_held_rate_is_what_it_was_before_its_jump_while_the_schedule_asks_for_thrice_it():
+    facts = Facts(lr_cap=0.001, lr_cap_from=350)
+    assert [1.0, 1.0, pytest.approx(1 / 3), pytest.approx(1 / 30)] == [
+        lr_factor_at(facts, 400, rate) for rate in (0.001, 0.0029, 0.003, 0.03)
+    ]
