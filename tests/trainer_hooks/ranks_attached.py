@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_hooks
+from tests.trainer_hooks.each_outlier import withhold_each_outlier
 from tests.trainer_hooks.ranks_under_attack import alike, bits, boom, ddp, forward, same_on_all
 
 NAN, INF = float("nan"), float("inf")
@@ -139,6 +140,7 @@ def resumed(rank):
 def main(rank, folder):
     """Run every case on this rank, one after another; a hang in one is a hang of all."""
     folder = Path(folder)
+    withhold_each_outlier()
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
