@@ -249,7 +249,7 @@ class Host:
             f.kind == "nonfinite" for f in judgement.findings
         )
         self.digest = self.judge.digest()
-        if judgement.findings or record.skipped:
+        if record.skipped or any(f.level == "act" for f in judgement.findings):
             self.probe.dropped(record.step)
         else:
             own_loss = rank_losses(reduced)[self.layout.slot]
