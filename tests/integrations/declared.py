@@ -35,6 +35,8 @@ class Variant:
 
     unclipped: bool = False
     """Whether nothing is clipped, and the guard was told so."""
+    unknown_clip: str = ""
+    """Why it is not known what is clipped to, though the norm is; empty where it is known."""
     short_norm: str = ""
     """Why a finite outlier beyond 1.8e19 is taken for one that is not finite; empty where not."""
 
@@ -44,6 +46,14 @@ class Variant:
     def owes(self, signal: str) -> bool:
         """Whether the signal is there, and exact."""
         return signal not in self.abstains and (signal != "loss_scale" or self.scaled)
+
+    @property
+    def withholds_first(self) -> str:
+        """Why the first finite outlier in a row is held back too; empty: it is left to the clip."""
+        if self.unclipped:
+            return _UNCLIPPED
+        norms = (self.abstains.get("grad_norm_clipped"), self.abstains.get("grad_norm"))
+        return self.unknown_clip or norms[0] or norms[1] or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +74,8 @@ class Framework:
     """What could not be run where the suite was, and why."""
 
 
+_UNCLIPPED = "nothing is clipped"
+_UNTOLD_CLIP = "the loop gives the norm, and nobody says what it clips to"
 _OWN_CLIP = "the loop clips before the step, and did not say what the norm was"
 _FLOAT32 = "the norm is the loop's own, whose squares float32 cannot hold: infinite to it"
 _NO_LOSS = "the loop did not give it"
@@ -93,7 +105,7 @@ FRAMEWORKS = (
             "watch, FSDP2": Variant(),
             "watch, DDP, not fused": Variant(),
             "attach, judged before the clip": Variant(),
-            "attach, told the norm": Variant(short_norm=_FLOAT32),
+            "attach, told the norm": Variant(short_norm=_FLOAT32, unknown_clip=_UNTOLD_CLIP),
             "attach, nothing told": Variant(
                 abstains={
                     "loss": _NO_LOSS,
