@@ -68,6 +68,8 @@ class Framework:
     distribution: str = ""
     """Its name in the package index."""
     variants: Mapping[str, Variant]
+    asked: str
+    """Whether the adapter has the probe ask the state, and what the loop can do where not."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """What the adapter refuses in words, and why."""
     not_run: Mapping[str, str] = field(default_factory=dict)
@@ -94,12 +96,14 @@ _ACCELERATE_REFUSES = {
 
 _ENGINE_WAITS = "the engine does not step the schedule where it skips"
 _ENGINE_FLAG = "the engine's norm is of float32: it takes the scale to be too high as well"
+_NO_BATCH = "by the loop: the adapter sees the number, not the batch"
 _UNPROVEN = "a skip was not shown to leave no trace there"
 
 FRAMEWORKS = (
     Framework(
         title="torchrun",
         module="torchrun",
+        asked="by the loop, and with `watch` by `monitor.batches(loader, probe=loss_of)`",
         variants={
             "watch, DDP": Variant(),
             "watch, FSDP2": Variant(),
@@ -122,6 +126,7 @@ FRAMEWORKS = (
         module="huggingface",
         package="transformers",
         distribution="transformers",
+        asked="by itself, where `compute_loss` is the trainer's own and no engine trains",
         variants={
             "DDP": Variant(),
             "DDP, accumulating": Variant(),
@@ -153,6 +158,7 @@ FRAMEWORKS = (
         module="accelerate",
         package="accelerate",
         distribution="accelerate",
+        asked=_NO_BATCH,
         variants={
             "DDP": Variant(),
             "DDP, accumulating": Variant(),
@@ -173,6 +179,7 @@ FRAMEWORKS = (
         module="lightning",
         package="lightning",
         distribution="lightning",
+        asked="by the loop: a `training_step` also logs and counts",
         variants={
             "DDP": Variant(),
             "DDP, not fused": Variant(),
@@ -207,6 +214,7 @@ FRAMEWORKS = (
         module="fabric",
         package="lightning",
         distribution="lightning",
+        asked=_NO_BATCH,
         variants={
             "DDP": Variant(),
             "DDP, not fused": Variant(),
@@ -233,6 +241,7 @@ FRAMEWORKS = (
         module="torchtitan",
         package="torchtitan",
         distribution="torchtitan",
+        asked="by the loop: forward and backward are one call, and validation is evidence",
         variants={
             "Trainer, FSDP2": Variant(),
             "Trainer, FSDP2, accumulated": Variant(),
@@ -254,6 +263,7 @@ FRAMEWORKS = (
         module="deepspeed",
         package="deepspeed",
         distribution="deepspeed",
+        asked=_NO_BATCH,
         variants={
             "no ZeRO": Variant(),
             "no ZeRO, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
