@@ -129,7 +129,9 @@ class Host:
         elif command is not None:
             # In every pack until it is answered: one that a rollback overtakes is judged no more.
             number, action = command.number, COMMAND_CODES[command.action]
-            if command.checkpoint_id and self.healer is not None:
+            if command.action == "accept":
+                target = command.argument
+            elif command.checkpoint_id and self.healer is not None:
                 target = float(self.healer.step_of(command.checkpoint_id))
         limits = self.judge.limits() if not self.expecting else Limits()
         # A clip at a thousand times the usual norm takes nothing from an outlier.

@@ -71,6 +71,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     limits = pack[layout.root : layout.root + len(_LIMITS)]
     first, left = pack[layout.root + len(_LIMITS) : layout.root + 4].unbind()
     has_loss, overflow = weight != 0, overflows != 0
+    has_numbers = torch.stack((has_loss, ~overflow))
     whole, measured = failed == 0, failed != layout.world_size
     # Replicas each bring an equal part: without one of them the others' parts stand for it.
     part = torch.where(measured, 1.0 - failed / layout.world_size, 1.0)
@@ -78,8 +79,8 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     # Both numbers at once: each operation is a kernel of its own. NaN and Inf times 0 are NaN.
     values = torch.stack((torch.where(has_loss, weighted_loss / weight, 0.0), norm))
     finite = values * 0.0 == 0.0
-    nonfinite = ~finite & torch.stack((has_loss, ~overflow))
-    outlier = (values > limits) & finite & torch.stack((has_loss & whole, whole))
+    nonfinite = ~finite & has_numbers
+    outlier = (values > limits) & finite & has_numbers & whole
     is_outlier = outlier.any()
     withheld = is_outlier & (left > 0) & ((in_row != 0) | (first != 0))
     facts = torch.cat((nonfinite, torch.stack((overflow, withheld)), outlier, ~whole[None]))

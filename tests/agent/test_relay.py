@@ -3,6 +3,7 @@ import pytest
 
 from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
+from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.mailbox import Mailbox, sign_command, verify_command
 from trainvitals.records import Command, CommandAck, CommandAcknowledged
@@ -59,6 +60,20 @@ def test_a_command_from_the_collector_reaches_the_mailbox_signed_and_is_marked_d
     )
     assert [7] == stub.delivered
     assert 1 == agent.relay.num_delivered
+
+
+def test_an_accepted_step_reaches_the_mailbox_with_the_signature_over_it(world, stub, client):
+    world.rank().step(0)
+    agent = world.agent(client=client)
+    stub.commands = pending(command(world, 7, action="accept", argument=31_219.0))
+    agent.cycle(0.0)
+    found = in_mailbox(world)
+    assert ("accept", 31_219.0) == (found.action, found.argument)
+    how = {"run_id": RUN, "now_unix_ns": world.clock.now_ns, "last_number": 6}
+    key = world.run_dir().command_key()
+    assert found == verify_command(found, key, **how)
+    with pytest.raises(VitalsError, match="signed"):
+        verify_command(msgspec.structs.replace(found, argument=1.0), key, **how)
 
 
 def test_the_next_command_waits_until_rank_zero_has_answered_the_last(world, stub, client):

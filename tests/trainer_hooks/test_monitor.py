@@ -200,6 +200,28 @@ def test_an_operator_s_halt_stops_the_run_at_a_step_boundary():
     assert monitor.step_index <= 13
 
 
+def test_an_operator_s_word_on_a_step_reaches_the_ladder_and_its_level_passes_from_then_on():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor:
+        acks, emitter = [], monitor._host.emitter
+        whole = emitter.event
+        emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
+        scales = {60: 1e3, 62: 1e3, 80: 300.0}
+        outcomes = []
+        for step in range(84):
+            if step == 70:
+                _send(monitor, action="accept", argument=60.0)
+            outcomes.append(monitor.step(loop.forward(scales.get(step, 1.0))))
+    decisions = [o.decision for o in outcomes if o.decision is not None]
+    assert [("skip_step", 60), ("skip_step", 62), ("accept_level", 70)] == [
+        (d.action, d.step) for d in decisions
+    ]  # the one of step 80 passes
+    assert [("done", "2 outliers, steps 60 to 62, count as normal")] == [
+        (ack.status, ack.detail) for ack in acks if ack is not None
+    ]
+    assert {"accepted_step": 60.0}.items() <= decisions[-1].evidence.items()
+
+
 def test_a_command_with_a_wrong_signature_is_refused_and_training_goes_on():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:

@@ -358,6 +358,29 @@ def test_only_clean_steps_are_kept_and_a_rollback_forgets_what_came_after():
     assert {*range(0, 30, 3), 33, 36, 39} == kept["back"]
 
 
+def test_a_step_of_which_something_is_only_told_is_kept_and_one_with_an_outlier_not():
+    def before(step):
+        if step == 0:
+            loop.optimizer.param_groups[0]["lr"] = 0.0005
+        if step == 30:  # a jump of the rate: told, and no fault of the batch
+            loop.optimizer.param_groups[0]["lr"] = 0.005
+
+    loop = Regression(steps=63)
+    loop.data[57] = 1e3 * loop.data[57]
+    found, write = [], loop.monitor._host.emitter.event
+
+    def event(what, **keywords):
+        found.append(getattr(what, "finding", None))
+        write(what, **keywords)
+
+    loop.monitor._host.emitter.event = event
+    loop.run(before=before)
+    told = {(f.step, f.kind, f.level) for f in found if f is not None}
+    assert {(30, "lr_jump", "tell"), (57, "spike", "act")} <= told
+    assert 30 in loop.kept
+    assert 57 not in loop.kept
+
+
 def test_the_bank_holds_few_old_batches_and_always_those_before_a_long_trouble():
     loop = Regression(steps=900)
     loop.run()

@@ -125,17 +125,19 @@ def withholding(
     """Return whether the first in a row is withheld, and how many there may be.
 
     What is absurd is stopped however the loop clips. Non-finite steps are another matter: they are
-    stopped always.
+    stopped always. The last one that is left goes to a follower: behind a first, the device has
+    judged one more step before this is told of it.
     """
     if not (state.row or state.withheld):
-        return Withholding(is_warming_up or not clips, config.max_withheld)
+        first = (is_warming_up or not clips) and config.max_withheld > 1
+        return Withholding(first, config.max_withheld)
     in_row = sum(outlier.withheld for outlier in state.row)
     horizon = state.facts.clock - config.withheld_window
     in_window = sum(time > horizon for time in state.withheld)
-    left = config.max_withheld - max(in_row, in_window)
+    left = max(0, config.max_withheld - max(in_row, in_window))
     firsts = sum(time > horizon for time in state.firsts)
     first = is_warming_up or (not clips and firsts < config.max_firsts)
-    return Withholding(first=first, left=max(0, left))
+    return Withholding(first=first and left > 1, left=left)
 
 
 # -------------------------------------------------------------------------------- for the host

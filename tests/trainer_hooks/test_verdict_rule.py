@@ -1,0 +1,87 @@
+"""The rule of withholding in plain numbers says what the device says, step after step."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from tests.trainer_hooks.test_verdict import NO_ROW, summed
+from trainer_hooks.pack import Reduced, Root
+from trainer_hooks.reading import Derived, step_record
+from trainer_hooks.verdict import judge_on_device
+from trainvitals.detect.outliers import Limits
+from trainvitals.policy.withholding import DeviceRule, Withholding
+from trainvitals.records import StepRecord
+
+ODD = (math.nan, math.inf, -math.inf)
+FLAG = torch.tensor(1.0, dtype=torch.float64)
+
+
+def a_rank(rng: random.Random) -> dict:
+    """Return what a rank brings to a step: ordinary, far off, not finite, short, or missing."""
+    loss = rng.choice((2.0, 2.0, 3.0, 9.0, -9.0, 40.0, None, rng.choice(ODD)))
+    square = rng.choice((1.0, 1.0, 1.0, 400.0, 1e30, rng.choice((math.nan, math.inf))))
+    given = {"loss": loss, "squares": (1.0, square), "weight": rng.choice((1.0, 3.0))}
+    if rng.random() < 0.1:
+        given["overflow"] = FLAG
+    if rng.random() < 0.08:
+        given |= {"failed": True, "loss": None, "squares": (0.0, 0.0)}
+    return given
+
+
+def a_root(rng: random.Random) -> Root:
+    return Root(
+        loss_limit=rng.choice((None, 4.0, 4.0, -1.0)),
+        grad_norm_limit=rng.choice((None, 10.0, 10.0)),
+        withhold_first=rng.random() < 0.3,
+        withhold_left=rng.choice((0, 1, 32)),
+    )
+
+
+def plain(record: StepRecord, root: Root, rule: DeviceRule, *, acts: bool):
+    """Judge by the record's own numbers, as of a log: who was not finite is not in one."""
+    return rule.judge(
+        StepRecord(
+            step=record.step,
+            attempt=1,
+            loss=record.loss,
+            grad_norm=record.grad_norm,
+            overflow=record.overflow,
+            failed_ranks=record.failed_ranks,
+        ),
+        Limits(root.loss_limit, root.grad_norm_limit),
+        Withholding(root.withhold_first, root.withhold_left),
+        acts=acts,
+    )
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rule_in_plain_numbers_says_what_the_device_says(mode, seed):
+    rng = random.Random(seed)
+    in_row, rule, seen = NO_ROW, DeviceRule(), set()
+    for step in range(300):
+        ranks, root = [a_rank(rng) for _ in range(rng.choice((1, 1, 2, 3)))], a_root(rng)
+        layout, pack = summed(*ranks, root=root)
+        verdict = judge_on_device(layout, pack, in_row)
+        derived = Derived.of([*verdict.derived().tolist(), math.nan])
+        expected = step_record(
+            Reduced(layout, pack.tolist()),
+            derived,
+            step=step,
+            attempt=1,
+            skipped=derived.blocked(mode),
+            learning_rate=None,
+        )
+        judged, rule = plain(expected, root, rule, acts=mode == "guard")
+        in_row = verdict.in_row
+        what = f"step {step}: {ranks} under {root}"
+        assert (expected.withheld, expected.skipped) == (judged.withheld, judged.skipped), what
+        assert bool(in_row) == rule.in_row, what
+        assert (expected.loss_limit, expected.grad_norm_limit) == (
+            judged.loss_limit, judged.grad_norm_limit,
+        )  # fmt: skip
+        seen.add((expected.withheld, expected.skipped, rule.in_row))
+    # Withheld or not, in a row or not: the course is no calm one.
+    assert {(True, True), (False, True), (False, False)} == {(w, in_row) for w, _, in_row in seen}

@@ -1,0 +1,132 @@
+"""What the policy promises of finite evidence, over long courses that nobody chose.
+
+An update is withheld 32 times in 1,000 steps at most and 32 times in a row; nothing finite stops a
+run; only what the state itself shows leads back, once in a cooldown.
+"""
+
+import math
+import random
+
+import pytest
+
+from tests.trainvitals.played import Played, reads
+from trainvitals.policy import LadderConfig
+from trainvitals.records import StepRecord
+
+CONFIG = LadderConfig()
+SAVED = tuple(range(0, 20_000, 100))
+
+
+def course(seed: int, steps: int, *, nonfinite: bool = True) -> list[StepRecord]:
+    """Return a course in stretches: quiet ones, rows of outliers, outliers in turns, faults."""
+    rng = random.Random(seed)
+    kinds = ["quiet", "quiet", "alone", "row", "long row", "turns", "level", "overflow"]
+    kinds += ["nan", "in a row with nan"] if nonfinite else []
+    records: list[StepRecord] = []
+    level = 2.0
+    while len(records) < steps:
+        kind = rng.choice(kinds) if len(records) > 70 else "quiet"
+        if kind == "level":
+            level = rng.choice((0.5, 2.0, 30.0))
+        records += _stretch(rng, kind, level)
+    return records[:steps]
+
+
+def _stretch(rng: random.Random, kind: str, level: float) -> list[StepRecord]:
+    def step(times: float = 1.0, **fields) -> StepRecord:
+        noisy = level * math.exp(rng.gauss(0.0, 0.02))
+        return StepRecord(
+            step=0, attempt=1, loss=times * noisy, grad_norm=math.sqrt(times) * noisy, **fields
+        )
+
+    far = rng.choice((10.0, 10.0, 300.0))
+    nan = StepRecord(step=0, attempt=1, loss=math.nan, grad_norm=math.nan)
+    overflow = step(overflow=True)
+    return {
+        "quiet": lambda: [step() for _ in range(rng.randrange(5, 200))],
+        "alone": lambda: [step(far), *(step() for _ in range(rng.randrange(1, 20)))],
+        "row": lambda: [step(far) for _ in range(rng.randrange(2, 12))],
+        "long row": lambda: [step(far) for _ in range(rng.randrange(20, 120))],
+        "turns": lambda: [
+            step(far if i % rng.choice((2, 2, 3)) == 0 else 1.0) for i in range(rng.randrange(120))
+        ],
+        "level": lambda: [step() for _ in range(80)],
+        "overflow": lambda: [overflow] * rng.randrange(1, 4),
+        "nan": lambda: [nan] * rng.randrange(1, 3) + [step()],
+        "in a row with nan": lambda: [step(far), nan, step(far), step(far), nan, step(far)] * 3,
+    }[kind]()
+
+
+def most_in(flags: list[bool], window: int) -> int:
+    """Return the most flags that are up in any so many steps that follow each other."""
+    times = [at for at, flag in enumerate(flags) if flag]
+    most, first = 0, 0
+    for last, time in enumerate(times):
+        while times[first] <= time - window:
+            first += 1
+        most = max(most, last - first + 1)
+    return most
+
+
+def longest(flags: list[bool]) -> int:
+    run = most = 0
+    for flag in flags:
+        run = run + 1 if flag else 0
+        most = max(most, run)
+    return most
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
+@pytest.mark.parametrize("seed", [*range(8), 1013, 1024, 1025])
+def test_no_more_than_32_updates_are_withheld_in_a_thousand_steps(seed, clips, lag):
+    records = course(seed, 3000)
+    played = Played(lambda step: records[step], clips=clips, lag=lag, checkpoints=SAVED).run(3000)
+    withheld = [record.withheld for record in played.records]
+    assert any(withheld)
+    assert most_in(withheld, CONFIG.withheld_window) <= CONFIG.max_withheld
+    assert longest(withheld) <= CONFIG.max_withheld
+    assert {"skip_step", "accept_level"} >= {made.action for made in played.decisions}
+    assert not played.judge.halted
+
+
+def test_the_last_update_that_may_be_withheld_is_not_given_away_twice():
+    """A row of outliers whose first is withheld: its second is judged before the host has heard."""
+    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
+    # 30 are withheld in a row, then one more alone, then two.
+    records = [*[near] * 60, *[far] * 30, *[near] * 30, far, *[near] * 30, far, far, *[near] * 5]
+    played = Played(lambda step: records[step], clips=False).run(len(records))
+    flags = [record.withheld for record in played.records]
+    assert [30, 1, 1] == [sum(flags[60:90]), sum(flags[90:140]), sum(flags[140:])]
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_state_that_always_reads_damaged_leads_back_once_a_cooldown_and_never_to_a_halt(
+    seed, clips
+):
+    records = course(100 + seed, 6000, nonfinite=False)
+    played = Played(
+        lambda step: records[step], clips=clips, probe=reads(9.0), checkpoints=SAVED
+    ).run(6000)
+    backs = [
+        at
+        for at, record in enumerate(played.records)
+        for made in played.decisions
+        if (made.action, made.step, made.attempt) == ("rollback", record.step, record.attempt)
+    ]
+    assert backs, "the course is too calm"
+    assert all(b - a >= CONFIG.finite_cooldown for a, b in zip(backs, backs[1:], strict=False))
+    assert {"skip_step", "accept_level", "rollback"} == {made.action for made in played.decisions}
+    assert {"state_damaged"} == {d.rule for d in played.decisions if d.action == "rollback"}
+    withheld = [record.withheld for record in played.records]
+    assert most_in(withheld, CONFIG.withheld_window) <= CONFIG.max_withheld
+
+
+@pytest.mark.parametrize("mode", ["observe", "guard"])
+def test_where_nothing_may_go_back_a_damaged_state_is_told_and_training_goes_on(mode):
+    records = course(7, 3000, nonfinite=False)
+    played = Played(lambda step: records[step], mode=mode, probe=reads(9.0)).run(3000)
+    assert "state_damaged" in {finding.kind for finding in played.told}
+    assert {"skip_step", "accept_level"} >= {made.action for made in played.decisions}
+    assert 3000 == len(played.records)
