@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import CheckpointRef, LadderConfig, LadderState, Mode, Proposal, decide
 from trainvitals.policy.rungs import Course
-from trainvitals.records import CommandAck, Decision, Finding, StepRecord
+from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
 
 FIRST = CheckpointRef(id="first", step=0)
 REFS = (FIRST, CheckpointRef(id="s100", step=100), CheckpointRef(id="s150", step=150))
@@ -25,14 +26,20 @@ class Run:
         self.mode, self.step, self.refs = mode, step, refs
         self.probe = config.pop("probe", None)
         self.clips = config.pop("clips", True)
+        self.loss_kind: LossKind = config.pop("loss_kind", "minimize")
         self.config = LadderConfig(**{"nonfinite_in_a_row": 3, **config})
         self.state = LadderState()
         self.ledger: list[Decision] = []
         self.told: list[Finding] = []
+        self.readings: list[StateRead] = []
         self.ack: CommandAck | None = None
 
     def feed(
-        self, *kinds: str, command: Proposal | None = None, value: float = 9.5
+        self,
+        *kinds: str,
+        command: Proposal | None = None,
+        value: float = 9.5,
+        evaluation: float | None = None,
     ) -> list[Decision]:
         """Take one step per word: "ok", or a finding's cause; return the new decisions."""
         start = len(self.ledger)
@@ -60,9 +67,12 @@ class Run:
                 config=self.config,
                 now_attempt_id=2,
                 probe=self.probe,
+                evaluation=evaluation,
+                loss_kind=self.loss_kind,
                 course=lambda: Course(2.0, 0.1, 3.0),
             )
             self.told += verdict.findings
+            self.readings += verdict.readings
             self.state, self.ack = verdict.state, verdict.ack
             self.step += 1
             if verdict.decision is not None:

@@ -4,6 +4,7 @@ An update is withheld 32 times in 1,000 steps at most and 32 times in a row; not
 run; only what the state itself shows leads back, once in a cooldown.
 """
 
+import itertools
 import math
 import random
 
@@ -116,7 +117,7 @@ def test_a_state_that_always_reads_damaged_leads_back_once_a_cooldown_and_never_
         if (made.action, made.step, made.attempt) == ("rollback", record.step, record.attempt)
     ]
     assert backs, "the course is too calm"
-    assert all(b - a >= CONFIG.finite_cooldown for a, b in zip(backs, backs[1:], strict=False))
+    assert all(b - a >= CONFIG.finite_cooldown for a, b in itertools.pairwise(backs))
     assert {"skip_step", "accept_level", "rollback"} == {made.action for made in played.decisions}
     assert {"state_damaged"} == {d.rule for d in played.decisions if d.action == "rollback"}
     withheld = [record.withheld for record in played.records]

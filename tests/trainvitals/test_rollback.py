@@ -3,20 +3,8 @@
 import pytest
 
 from tests.trainvitals.ladder_run import Run
-from trainvitals.policy.evidence import Ask, Reading
+from tests.trainvitals.played import reads
 from trainvitals.policy.state import Facts, lr_factor_at
-
-
-def reads(ratio: float, num_batches: int = 8):
-    """Return a probe whose batches lost 2.0 then, and read this many times as much now."""
-
-    def probe(ask: Ask) -> Reading:
-        then = 2.0
-        return Reading(
-            num_batches=num_batches, then=then, now=ratio * (then + ask.floor) - ask.floor
-        )
-
-    return probe
 
 
 def test_a_damaged_state_goes_back_at_the_third_outlier_without_three_batches_on_either_side():

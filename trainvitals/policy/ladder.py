@@ -95,7 +95,7 @@ def decide(
     if record.learning_rate is not None:
         verdict = _look_at_rate(verdict, before, case)
     if evaluation is not None:
-        verdict = _look_at_evaluation(verdict, evaluation, case)
+        verdict = _look_at_evaluation(verdict, before, evaluation, case)
     if command is None or command.number <= state.facts.last_command:
         return verdict
     return answer(verdict, state, command, case)
@@ -476,15 +476,16 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
     return verdict._replace(state=state, findings=findings, readings=readings)
 
 
-def _look_at_evaluation(verdict: Verdict, ratio: float, case: Case) -> Verdict:
+def _look_at_evaluation(verdict: Verdict, before: LadderState, ratio: float, case: Case) -> Verdict:
     """Take in an evaluation: evidence about the state where outliers came since the one before.
 
     Without one the loss may have risen by other data or by forgetting, and after a level was
-    accepted it surely may.
+    accepted it surely may. An evaluation travels with the step behind it: that step is the first
+    one after it, and an outlier of the present one came too late.
     """
     state, record = verdict.state, case.record
-    since = state.evaluated_at
-    flagged = state.last_flagged > since >= 0 and state.accepted_at <= since
+    since, last = state.evaluated_at, before.last_flagged
+    flagged = last >= since >= 0 and state.accepted_at < since
     state = replace(state, evaluated_at=record.step)
     verdict = verdict._replace(state=state)
     is_bad = case.loss_kind == "minimize" and (
@@ -492,7 +493,7 @@ def _look_at_evaluation(verdict: Verdict, ratio: float, case: Case) -> Verdict:
     )
     read = StateRead(
         trigger="evaluation",
-        onset_step=state.last_flagged if flagged else record.step,
+        onset_step=last if flagged else record.step,
         num_batches=1,
         ratio=ratio,
         verdict="state" if is_bad and flagged else "abstained" if is_bad else "sound",
@@ -502,7 +503,7 @@ def _look_at_evaluation(verdict: Verdict, ratio: float, case: Case) -> Verdict:
     busy = verdict.decision is not None and verdict.decision.action in ("rollback", "halt")
     if read.verdict != "state" or busy:
         return verdict
-    onset = min((o.step for o in state.recent if o.step > since), default=state.last_flagged)
+    onset = min((o.step for o in before.recent if o.step >= since), default=last)
     reason = f"the evaluation's loss is {ratio:.3g}x the one before: the state is damaged"
     finding = replace(_state_damaged(read, case), reason=reason, detector="evaluation")
     blamed = for_finite(
