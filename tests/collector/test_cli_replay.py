@@ -60,6 +60,19 @@ main(["replay", {str(log)!r}])
     assert "decision rollback" in done.stdout, done.stderr
 
 
+def test_what_a_loss_scaler_skipped_is_no_decision_where_the_log_shows_its_scale(
+    tmp_path: Path, capsys
+):
+    path = tmp_path / "amp.csv"
+    rows = [[n, 2.0, "inf" if n in (60, 80) else 1.0, 1024 if n < 61 else 512] for n in range(100)]
+    lines = [",".join(map(str, row)) for row in rows]
+    path.write_text("\n".join(["step,loss,grad_norm,loss_scale", *lines]))
+    assert 0 == run_cli("replay", str(path), "--format", "json")
+    document = document_of(capsys.readouterr().out)
+    # At step 60 the scale fell; at step 80 it did not, and nobody but us would have skipped it.
+    assert [(80, "skip_step")] == [(d["row"], d["action"]) for d in document["decisions"]]
+
+
 def test_the_table_says_what_goes_on_in_one_line(log: Path, capsys):
     assert 0 == run_cli("replay", str(log))
     lines = capsys.readouterr().out.splitlines()

@@ -19,6 +19,7 @@ ONE = ("--standalone", "--nproc-per-node", "1")
 class Steered:
     """What was seen of a run that was rolled back, halted, kept from starting, and resumed."""
 
+    accepted: CommandView | None = None
     rolled_back: CommandView | None = None
     halted: CommandView | None = None
     states: list[str] = field(default_factory=list)
@@ -30,11 +31,13 @@ class Steered:
     detail: RunDetail | None = None
 
 
-def command(lab: Lab, client: CollectorClient, action: str, reason: str) -> CommandView:
+def command(
+    lab: Lab, client: CollectorClient, action: str, *argument: str, reason: str
+) -> CommandView:
     """Propose it as a person does, and wait for the answer."""
     url, tokens = client.url, lab.tokens
     where = ("--collector", url, "--token-file", tokens, "--format", "json")
-    done = lab.vitals("command", lab.run_id(), action, "--reason", reason, *where)
+    done = lab.vitals("command", lab.run_id(), action, *argument, "--reason", reason, *where)
     assert 0 == done.returncode, done.stderr
     (sent,) = json.loads(done.stdout)
     number = sent["command"]["number"]
@@ -52,7 +55,7 @@ def state(client: CollectorClient, run_id: str) -> str:
 
 
 def steer(lab: Lab, client: CollectorClient) -> Steered:
-    """Train; roll back, halt; start again in vain; resume; start again."""
+    """Train; accept a step, roll back, halt; start again in vain; resume; start again."""
     seen = Steered()
     environ = {"VITALS_AGENT": "off"}
     training = lab.train(*RANKS, steps=100_000, mode="heal", **environ)
@@ -64,9 +67,10 @@ def steer(lab: Lab, client: CollectorClient) -> Steered:
         ),
         "some steps are trained",
     )
-    seen.rolled_back = command(lab, client, "rollback", "bad data since nine")
+    seen.accepted = command(lab, client, "accept", "20", reason="a new task")
+    seen.rolled_back = command(lab, client, "rollback", reason="bad data since nine")
     seen.states.append(state(client, run_id))
-    seen.halted = command(lab, client, "halt", "enough")
+    seen.halted = command(lab, client, "halt", reason="enough")
     seen.exit_codes["halted"] = training.wait(60)
     seen.outputs["halted"] = lab.log("training").read_text()
     until(lambda: state(client, run_id) == "halted", "the collector knows of the halt")
@@ -102,9 +106,18 @@ def steered(tmp_path_factory):
             yield steer(lab, client)
 
 
+def test_a_step_that_a_person_accepts_reaches_the_ladder(steered):
+    assert "done" == steered.accepted.status, steered.accepted
+    assert "the level at step 20 counts as normal" in steered.accepted.detail
+    made = steered.decisions[0].decision
+    assert ("accept_level", "operator_accepted", 20.0) == (
+        made.action, made.rule, made.evidence["accepted_step"],
+    )  # fmt: skip
+
+
 def test_a_rollback_that_was_asked_for_is_done_and_in_the_ledger(steered):
     assert "done" == steered.rolled_back.status, steered.rolled_back
-    ledger = [view.decision for view in steered.decisions]
+    ledger = [view.decision for view in steered.decisions[1:]]
     assert [("rollback", "command", True), ("halt", "command", True)] == [
         (d.action, d.rule, d.acted) for d in ledger
     ]
@@ -117,7 +130,7 @@ def test_a_halt_ends_the_training_durably_and_says_why(steered):
     assert "done" == steered.halted.status, steered.halted
     assert 0 != steered.exit_codes["halted"]
     assert "TrainingHalted" in steered.outputs["halted"]
-    assert steered.decisions[1].decision.step == steered.marker["step"]
+    assert steered.decisions[2].decision.step == steered.marker["step"]
     assert steered.marker["reason"]
     assert ["running", "halted", "finished"] == steered.states
 

@@ -302,9 +302,21 @@ class _Replayer:
 
     def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
         """Limits are every digit of the detectors' memory: equal ones are equal windows."""
-        mine, theirs = judge.limits(), Limits(record.loss_limit, record.grad_norm_limit)
+        mine = Limits() if self._is_expecting(record) else judge.limits()
+        theirs = Limits(record.loss_limit, record.grad_norm_limit)
         if self._knows_limits and record.attempt == judge.attempt and mine != theirs:
             self.other_limits.append(record.step)
+
+    def _is_expecting(self, record: StepRecord) -> bool:
+        """Say whether a change was announced before this step and not yet taken in by a judgement.
+
+        Rank 0 gives no limits from its announcement on.
+        """
+        place = (record.attempt, record.step)
+        return any(
+            isinstance(entry.event, ChangeExpected) and (entry.attempt, entry.step) <= place
+            for entry in self._pending
+        )
 
     def _fork(self, judge: Judge, record: StepRecord) -> None:
         """A new branch begins, with the detectors of the checkpoint it started from."""
@@ -322,7 +334,6 @@ class _Replayer:
             event = self._pending.pop(0).event
             if isinstance(event, ChangeExpected):
                 judge.rebaseline(event.steps)
-                self._knows_limits = False
             elif isinstance(event, CheckpointChanged):
                 self._refs[event.checkpoint_id, event.where] = CheckpointRef(
                     id=event.checkpoint_id,
