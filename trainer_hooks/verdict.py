@@ -19,7 +19,7 @@ from trainvitals.records import (
     WITHHELD,
 )
 
-_SHORT_FROM = 1.8e19
+SHORT_FROM = 1.8e19
 """The root of float32's largest number."""
 
 _SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
@@ -59,7 +59,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld
     where it follows another one, or where rank 0 says so, while it allows for more.
     Where a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
-    scaler's overflow keeps the update back but is no fault.
+    scaler's overflow keeps the update back but is no fault, whatever the norm.
 
     Args:
         layout: of the pack.
@@ -71,6 +71,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     limits = pack[layout.root : layout.root + len(_LIMITS)]
     first, left = pack[layout.root + len(_LIMITS) : layout.root + 4].unbind()
     has_loss, overflow = weight != 0, overflows != 0
+    scaled_well = ~overflow
     whole, measured = failed == 0, failed != layout.world_size
     # Replicas each bring an equal part: without one of them the others' parts stand for it.
     part = torch.where(measured, 1.0 - failed / layout.world_size, 1.0)
@@ -78,8 +79,8 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     # Both numbers at once: each operation is a kernel of its own. NaN and Inf times 0 are NaN.
     values = torch.stack((torch.where(has_loss, weighted_loss / weight, 0.0), norm))
     finite = values * 0.0 == 0.0
-    nonfinite = ~finite & torch.stack((has_loss, ~overflow))
-    outlier = (values > limits) & finite & torch.stack((has_loss & whole, whole))
+    nonfinite = ~finite & torch.stack((has_loss, scaled_well))
+    outlier = (values > limits) & finite & torch.stack((has_loss & whole, whole & scaled_well))
     is_outlier = outlier.any()
     withheld = is_outlier & (left > 0) & ((in_row != 0) | (first != 0))
     facts = torch.cat((nonfinite, torch.stack((overflow, withheld)), outlier, ~whole[None]))
@@ -109,4 +110,4 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     there, and its clip leaves nothing either.
     """
     divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
-    return divisor.masked_fill(norm >= _SHORT_FROM, torch.inf)
+    return divisor.masked_fill(norm >= SHORT_FROM, torch.inf)
