@@ -19,7 +19,7 @@ from trainvitals.records import (
     WITHHELD,
 )
 
-_SHORT_FROM = 1.8e19
+SHORT_FROM = 1.8e19
 """The root of float32's largest number."""
 
 _SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
@@ -59,7 +59,7 @@ def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict
     A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld
     where it follows another one, or where rank 0 says so, while it allows for more.
     Where a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
-    scaler's overflow keeps the update back but is no fault.
+    scaler's overflow keeps the update back but is no fault, whatever the norm.
 
     Args:
         layout: of the pack.
@@ -110,4 +110,4 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
     there, and its clip leaves nothing either.
     """
     divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
-    return divisor.masked_fill(norm >= _SHORT_FROM, torch.inf)
+    return divisor.masked_fill(norm >= SHORT_FROM, torch.inf)

@@ -7,12 +7,12 @@ import json
 import signal
 from dataclasses import dataclass
 
-import msgspec
 import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.spool import read_batches
+from trainvitals.jsonable import to_json
 from trainvitals.testing.faults import FaultPlan
 from trainvitals.views import RunDetail
 from trainvitals.wire import decode_batch
@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 STEPS = 120
 NODES = ("node-a", "node-b")
-PLAN = FaultPlan().nan_gradient_at(rank=1, step=40).spike_gradient_at(rank=0, step=80)
+PLAN = FaultPlan().nan_gradient_at(rank=1, step=40)
+PLAN = PLAN.spike_gradient_at(rank=0, step=80).spike_gradient_at(rank=0, step=81)
 
 
 @dataclass
@@ -70,7 +71,7 @@ def ask(client: CollectorClient, run_id: str) -> Answers:
         for metric in detail.metrics
         for source in sources(detail, metric)
     }
-    return Answers(json.loads(msgspec.json.encode(shown)), series)
+    return Answers(json.loads(to_json(shown)), series)
 
 
 def sources(detail: RunDetail, metric: str) -> list[str]:
@@ -135,6 +136,7 @@ def test_the_folder_a_collector_over_it_and_one_that_is_shipped_to_say_the_same(
     shown, by_folder, by_http = three_ways
     for facts in (shown, by_folder.shown, by_http.shown):
         del facts["run"]["summary"]["num_firing_alerts"]  # the engine looks a moment later
+        del facts["run"]["volume"]["num_bytes"]  # of a store that was compacted, or not yet
     assert shown == by_folder.shown
     assert by_folder.series.keys() == by_http.series.keys()
     for key, series in by_folder.series.items():
@@ -161,6 +163,7 @@ def test_both_nodes_ranks_are_there_with_every_step(three_ways):
 def test_what_was_decided_names_the_rank_on_the_other_node(three_ways):
     shown, _, _ = three_ways
     ledger = [d["decision"] for d in shown["decisions"]]
-    assert [(40, "skip_step", 1), (80, "skip_step", -1)] == [
+    # The first spike is left to the loop's clip.
+    assert [(40, "skip_step", 1), (81, "skip_step", -1)] == [
         (d["step"], d["action"], d["rank"]) for d in ledger
     ]

@@ -41,7 +41,9 @@ class Variant:
     """Why a finite outlier beyond 1.8e19 is taken for one that is not finite; empty where not."""
 
     short_flag: str = ""
-    """Why such an outlier is an overflow to the framework's own scale as well; empty where not."""
+    """Why such an outlier is an overflow to the framework's own scale; empty where not."""
+    keeps_back: str = ""
+    """Why the framework keeps such an outlier back where we leave it to the clip; empty: never."""
 
     def owes(self, signal: str) -> bool:
         """Whether the signal is there, and exact."""
@@ -95,6 +97,7 @@ _ACCELERATE_REFUSES = {
 }
 
 _ENGINE_WAITS = "the engine does not step the schedule where it skips"
+_ENGINE_NORM = "the engine's norm is of float32, and infinite: it keeps the first back by itself"
 _ENGINE_FLAG = "the engine's norm is of float32: it takes the scale to be too high as well"
 _NO_BATCH = "by the loop: the adapter sees the number, not the batch"
 _UNPROVEN = "a skip was not shown to leave no trace there"
@@ -268,7 +271,9 @@ FRAMEWORKS = (
             "no ZeRO": Variant(),
             "no ZeRO, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
             "ZeRO 1": Variant(schedule_waits=_ENGINE_WAITS),
-            "ZeRO 1, bfloat16, wide gradients": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
+            "ZeRO 1, bfloat16, wide gradients": Variant(
+                rounded=True, schedule_waits=_ENGINE_WAITS, keeps_back=_ENGINE_NORM
+            ),
             "ZeRO 2": Variant(schedule_waits=_ENGINE_WAITS),
             "ZeRO 2, accumulating, two groups": Variant(schedule_waits=_ENGINE_WAITS),
             "ZeRO 2, never clipped": Variant(unclipped=True, schedule_waits=_ENGINE_WAITS),

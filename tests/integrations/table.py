@@ -126,7 +126,9 @@ def _fault(variant: Variant, kind: str, place: str, notes: list[str]) -> str:
     if kind == "1e30" and variant.owes("grad_norm") and variant.short_norm:
         return _noted("exact, said as not finite", variant.short_norm, notes)
     if kind == "1e30" and variant.short_flag:
-        return _noted("exact, and its own", variant.short_flag, notes)
+        return _noted("its own", variant.short_flag, notes)
+    if kind == "1e30" and variant.keeps_back:
+        return _noted("exact, and its own", variant.keeps_back, notes)
     if place == "loss" and not variant.owes("loss"):
         why = variant.abstains["loss"]
         if kind == "nan":

@@ -56,7 +56,7 @@ def expected_facts(variant, fault):
     elif variant.owes("grad_norm"):
         bits |= BAD_GRADIENTS if kind == "1e30" and variant.short_norm else NORM_OUTLIER
     if variant.short_flag and kind == "1e30":
-        bits |= OVERFLOW
+        bits = (bits | OVERFLOW) & ~NORM_OUTLIER
     if variant.scaled and fault == "1e30 in loss":
         bits = LOSS_OUTLIER | OVERFLOW  # 1e30 times the scale is beyond float32
     return bits
@@ -72,7 +72,10 @@ def expected_verdicts(variant, fault):
     verdicts = []
     for index, _ in enumerate(fault_steps(fault)):
         withheld = facts & (LOSS_OUTLIER | NORM_OUTLIER) and (index or not clips)
-        verdicts.append(facts | clips | (WITHHELD if withheld else 0))
+        bits = facts | clips | (WITHHELD if withheld else 0)
+        if variant.keeps_back and fault.startswith("1e30") and not withheld:
+            bits |= OVERFLOW
+        verdicts.append(bits)
     return verdicts
 
 

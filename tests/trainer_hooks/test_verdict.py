@@ -15,7 +15,9 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.reading import Derived, culprits, rank_losses, step_record
 from trainer_hooks.shards import named_parameters
 from trainer_hooks.verdict import clip_divisor, judge_on_device
+from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
+from trainvitals.policy.withholding import DeviceRule, Withholding
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -24,6 +26,7 @@ from trainvitals.records import (
     OVERFLOW,
     RANK_FAILED,
     WITHHELD,
+    StepRecord,
 )
 
 CPU = torch.device("cpu")
@@ -140,6 +143,19 @@ def test_a_scaler_overflow_blocks_the_update_and_is_no_fault():
     overflow = torch.tensor(1.0, dtype=torch.float64)
     bits, bad, _, _ = verdict_of({"overflow": overflow, "squares": (INF, 1.0)}, {})
     assert (bits, bad) == (OVERFLOW, 1.0)
+
+
+@pytest.mark.parametrize("in_row", [NO_ROW, ROW])
+def test_the_norm_of_an_overflow_is_no_outlier_to_the_device_as_it_is_none_to_the_ladder(in_row):
+    overflow = torch.tensor(1.0, dtype=torch.float64)
+    root = Root(grad_norm_limit=1.5, clips=True, withhold_left=9)
+    layout, pack = summed({"overflow": overflow}, {}, root=root)
+    verdict = judge_on_device(layout, pack, in_row)
+    rule, words = DeviceRule(bool(in_row)), Withholding(first=False, left=9)
+    record = StepRecord(step=3, attempt=1, loss=2.0, grad_norm=2.0, overflow=True)
+    judged, after = rule.judge(record, Limits(grad_norm=1.5), words, acts=True)
+    assert (OVERFLOW, bool(in_row)) == (int(verdict.bits), bool(verdict.in_row))
+    assert (False, bool(in_row)) == (judged.withheld, after.in_row)
 
 
 def test_missing_is_not_zero():

@@ -25,6 +25,7 @@ from trainer_hooks.integrations.framework import Options, is_off, replace, requi
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
 from trainer_hooks.loop import not_compiled
 from trainer_hooks.off import Unattached
+from trainer_hooks.verdict import SHORT_FROM
 from trainer_hooks.wrap import Made, set_up
 from trainvitals.errors import UsageError
 from trainvitals.records import OVERFLOW
@@ -142,6 +143,18 @@ class DeepSpeedAttached(Attached):
             self._judged = _kept_back(self._judged)
         self._rates.enter_context(scaled_rates(self._optimizer, orders.lr_factor))
         return overflowed
+
+    def engine_keeps_back(self) -> bool:
+        """Return whether the engine would keep back the step that was judged: by its own norm.
+
+        That is of float32, and each rank looks at its own: where they differ the engine's ranks
+        would part, so all of them take the one that they agree on.
+        """
+        judged = self._judged
+        if judged is None or judged.verdict.grad_norm.item() < SHORT_FROM:
+            return False
+        self._judged = _kept_back(judged)
+        return True
 
     @property
     def overflow_agreed(self) -> bool:
@@ -279,7 +292,7 @@ def _hook_wide(attached: DeepSpeedAttached, engine: Any) -> None:
 
     def guarded(real: Any) -> Any:
         def ours(*args: Any, **kwargs: Any) -> Any:
-            zero.overflow = attached.must_skip(False)
+            zero.overflow = attached.must_skip(False) or attached.engine_keeps_back()
             if not zero.overflow:
                 return real(*args, **kwargs)
             zero._global_grad_norm = math.inf
