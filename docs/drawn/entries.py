@@ -80,12 +80,12 @@ IN_LOOP = (
         good="Outliers from 3x on at 15 % noise, 1.5x for 5 steps or more, and in a calm run less: "
         "there is no fixed floor.",
         bad="A level that changes often and for good reason: two tasks in blocks, a curriculum "
-        "that was not announced with `expect`. Each change is told, until it comes regularly. Single "
-        "hard batches are told five times and epoch borders three times. In reinforcement learning "
-        "and for GANs say `loss_kind`: then only single outliers are told, and around zero these "
-        "must be ten times the whole range; rewards with heavy tails are told all the same. Large "
-        "optimizer spikes (AdamW at 3e-2) are told each time, and whether one is damage the loss "
-        "alone cannot say.",
+        "that was not announced with `expect`. Each change is told, until it comes regularly."
+        " Single hard batches are told five times and epoch borders three times. In "
+        "reinforcement learning and for GANs say `loss_kind`: then only single outliers are "
+        "told, and around zero these must be ten times the whole range; rewards with heavy "
+        "tails are told all the same. Large optimizer spikes (AdamW at 3e-2) are told each "
+        "time, and whether one is damage the loss alone cannot say.",
         examples=loop.loss_spike,
         module=spike,
         more=_rest_of(spike.SpikeDetector._refresh),
@@ -154,9 +154,9 @@ IN_LOOP = (
         good="10 % for good at 15 % noise; 2 % in 100 steps, within some 400 while the noise is "
         "5 %, later where it is more.",
         bad="The first 500 steps, and as many after a sudden fall. Warm restarts and other slow "
-        "waves are told once or twice, until it is known how far they go. So are RL and GANs, whose "
-        "loss wanders, until `loss_kind` is said, and a curriculum that was not announced. It has "
-        "nothing to say of optimizer spikes.",
+        "waves are told once or twice, until it is known how far they go. So are RL and GANs,"
+        " whose loss wanders, until `loss_kind` is said, and a curriculum that was not "
+        "announced. It has nothing to say of optimizer spikes.",
         examples=loop.loss_drift,
         section="drift",
         config=level.DriftConfig,
@@ -171,9 +171,10 @@ IN_LOOP = (
         good="A run that is back where it began (90 % of its gain, for 100 steps), that never left "
         "it in 500 steps, that is stuck after a restart, or whose loss drops below a third at "
         "once.",
-        bad="Fine-tuning that begins where it ends: a loss that has nothing left to learn is told "
-        "once. A task that is suddenly easy, as a part of a curriculum may be, looks like a "
-        "collapse, and so may what follows a large optimizer spike. RL and GANs, where there is no such progress: say `loss_kind`.",
+        bad="Fine-tuning that begins where it ends: a loss that has nothing left to learn is told"
+        " once. A task that is suddenly easy, as a part of a curriculum may be, looks like a "
+        "collapse, and so may what follows a large optimizer spike. RL and GANs, where there "
+        "is no such progress: say `loss_kind`.",
         examples=loop.loss_progress,
         module=progress,
         section="progress",
