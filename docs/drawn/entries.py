@@ -35,7 +35,8 @@ class Entry:
     more: str = ""
     """What the docstrings leave out."""
     good: str = ""
-    """What it is good for."""
+    """What it is good for; of those in every rank also in RL, for GANs, in curricula, and where the
+    optimizer itself spikes."""
     bad: str = ""
     """What it is not good for, and what to do there."""
     section: str = ""
@@ -60,8 +61,9 @@ IN_LOOP = (
         kinds={"nonfinite": "act", "nonfinite_params": "act", "rank_failed": "tell"},
         needs="Nothing but the step itself: it speaks from the first one on. `rank_failed` is told "
         "where a rank could not measure, which is unknown and not bad.",
-        good="Every kind of training.",
-        bad="Damage that is still finite.",
+        good="Every kind of training, RL, GANs, curricula and large rates as well: it compares "
+        "with nothing that these could shift.",
+        bad="Damage that is still finite, in any of them.",
         examples=loop.nonfinite,
         notes=("MAX_OVERFLOWS",),
         source=nonfinite,
@@ -77,13 +79,13 @@ IN_LOOP = (
         "is positive, and where the loss is minimized.",
         good="Outliers from 3x on at 15 % noise, 1.5x for 5 steps or more, and in a calm run less: "
         "there is no fixed floor.",
-        bad="A level that changes often and for good reason: two tasks in blocks, harder data that "
-        "was not announced with `expect`. Each change is told, until it comes regularly. Single "
-        "hard batches are told five times and epoch borders three times. In reinforcement learning "
-        "and for GANs say `loss_kind`: then only single outliers are told, and around zero these "
-        "must be ten times the whole range. A large learning rate makes the optimizer itself spike "
-        "(AdamW at 3e-2): that is told each time, and whether it is damage the loss alone cannot "
-        "say.",
+        bad="A level that changes often and for good reason: two tasks in blocks, a curriculum "
+        "that was not announced with `expect`. Each change is told, until it comes regularly."
+        " Single hard batches are told five times and epoch borders three times. In "
+        "reinforcement learning and for GANs say `loss_kind`: then only single outliers are "
+        "told, and around zero these must be ten times the whole range; rewards with heavy "
+        "tails are told all the same. Large optimizer spikes (AdamW at 3e-2) are told each "
+        "time, and whether one is damage the loss alone cannot say.",
         examples=loop.loss_spike,
         module=spike,
         more=_rest_of(spike.SpikeDetector._refresh),
@@ -98,8 +100,10 @@ IN_LOOP = (
         "of a loss and with a wider limit.",
         kinds={"spike": "tell", "level_shift": "tell"},
         needs="`grad_norm` of `warm_up` applied steps.",
-        good="Explosions, in any kind of training: 40 times the usual norm and more.",
-        bad="Anything smaller: clean runs show 15 times for one step, 35 times at worst.",
+        good="Explosions, in any kind of training: 40 times the usual norm and more. In RL and for "
+        "GANs, whose loss says little, and under a large rate, whose spikes lie below it.",
+        bad="Anything smaller: clean runs show 15 times for one step, 35 times at worst. The first "
+        "steps of a curriculum's next part, where `expect` did not announce it.",
         examples=loop.grad_norm_spike,
         section="grad_norm",
         config=spike.GradNormConfig,
@@ -113,8 +117,11 @@ IN_LOOP = (
         kinds={"grad_explosion": "tell"},
         needs="`grad_norm` of `warm_up` steps, above zero; `loss`, where there is one, excuses a "
         "norm that grows while the run learns.",
-        good="What announces a spike, two steps and more before the loss moves.",
-        bad="Hard batches that come one after the other: told five times, then no more.",
+        good="What announces a spike, two steps and more before the loss moves; lost optimizer "
+        "state, in RL, for GANs, in curricula and under a large rate alike.",
+        bad="Hard batches that come one after the other: told five times, then no more. A "
+        "curriculum's next part that was not announced, and the largest optimizer spikes: each "
+        "told once.",
         examples=loop.grad_norm_burst,
         module=burst,
         section="burst",
@@ -130,7 +137,9 @@ IN_LOOP = (
         good="A walk away of six deviations of the noise and 5 %, and in calm runs a step up of "
         "3 % that stays.",
         bad="Curricula and new data that were not announced with `expect`: the rise is real, and "
-        "is told. A loss that goes up while the run improves: say `loss_kind`.",
+        "is told. A loss that goes up while the run improves, in RL, or wanders, as a GAN's: say "
+        "`loss_kind`, and it is silent, about faults too. Large optimizer spikes: a row of them is "
+        "a level, and is told.",
         examples=loop.loss_level,
         module=level,
         section="level",
@@ -145,7 +154,9 @@ IN_LOOP = (
         good="10 % for good at 15 % noise; 2 % in 100 steps, within some 400 while the noise is "
         "5 %, later where it is more.",
         bad="The first 500 steps, and as many after a sudden fall. Warm restarts and other slow "
-        "waves are told once or twice, until it is known how far they go.",
+        "waves are told once or twice, until it is known how far they go. So are RL and GANs,"
+        " whose loss wanders, until `loss_kind` is said, and a curriculum that was not "
+        "announced. It has nothing to say of optimizer spikes.",
         examples=loop.loss_drift,
         section="drift",
         config=level.DriftConfig,
@@ -160,8 +171,10 @@ IN_LOOP = (
         good="A run that is back where it began (90 % of its gain, for 100 steps), that never left "
         "it in 500 steps, that is stuck after a restart, or whose loss drops below a third at "
         "once.",
-        bad="Fine-tuning that begins where it ends: a loss that has nothing left to learn is told "
-        "once. A task that is suddenly easy looks like a collapse.",
+        bad="Fine-tuning that begins where it ends: a loss that has nothing left to learn is told"
+        " once. A task that is suddenly easy, as a part of a curriculum may be, looks like a "
+        "collapse, and so may what follows a large optimizer spike. RL and GANs, where there "
+        "is no such progress: say `loss_kind`.",
         examples=loop.loss_progress,
         module=progress,
         section="progress",

@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Where a detector spoke; without a height, the value was not finite."""
+    """Where a detector spoke; without a height, the value was not finite; a word may be empty."""
 
     x: float
     y: float | None
@@ -223,6 +223,8 @@ def _top(mark: Mark, y: _Axis) -> float:
 
 def _word(group: Sequence[Mark], x: _Axis, end: float) -> str:
     """Return what a group of marks says, right of it where there is room until ``end``."""
+    if not group[-1].word:
+        return ""
     words = f"{group[-1].word} ({group[-1].level})"
     is_right = x.at(group[-1].x) + 9 + _CHAR * len(words) < end
     at, anchor = (x.at(group[-1].x) + 8, "start") if is_right else (x.at(group[0].x) - 8, "end")

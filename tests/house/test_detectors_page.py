@@ -11,6 +11,7 @@ from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS
 from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
 from docs.drawn.svg import WIDTH, Line, Panel, draw
+from docs.drawn.trained import FAULT, TRAININGS, heard, is_found, panels, read, withheld
 from trainvitals.detect import DetectorSet, watch
 from trainvitals.detect.watch import WatchConfig, WatchSet
 
@@ -107,6 +108,48 @@ class TestExamples:
     def test_judged_and_drawn_again_it_is_the_same(self, entry):
         again = [panel.lines for panel in entry.examples()]
         assert [panel.lines for panel in drawn()[entry.name]] == again
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=[training.name for training in TRAININGS])
+class TestTrainings:
+    def test_nothing_is_withheld_from_a_healthy_one_that_says_what_it_is(self, training):
+        if training.declared:
+            assert 0 == withheld(training, declared=True)
+            assert 0 == withheld(training, declared=True, clips=False)
+        assert 32 >= withheld(training, declared=False, clips=False)
+
+    def test_declared_less_is_told_and_the_fault_is_found(self, training):
+        undeclared, declared = (heard(training, declared=said) for said in (False, True))
+        assert len(undeclared) > len(declared) or not training.declared
+        assert any(is_found(training, name) for name in NAMES)
+        assert {finding.detector for finding in undeclared} <= set(NAMES)
+
+    def test_its_damaged_twin_is_the_same_until_the_fault(self, training):
+        healthy, damaged = read(training), read(training, damaged=True)
+        assert healthy[:FAULT] == damaged[:FAULT]
+        assert healthy[FAULT + 1] != damaged[FAULT + 1]
+        assert len(damaged) < len(healthy)
+
+    def test_its_picture_has_a_dot_for_all_that_is_said_and_room_for_its_titles(self, training):
+        text = images()[f"images/detectors/trained_{training.name}.svg"]
+        assert len(text) < MOST_BYTES
+        dots = list(ElementTree.fromstring(text).iter(f"{SVG}circle"))
+        shown = panels(training)
+        assert sum(len(panel.said) for panel in shown) == len(dots)
+        assert all(7 * len(panel.title) + 6 * len(panel.y_label) + 36 < WIDTH - 84
+                   for panel in shown)  # fmt: skip
+
+    def test_the_page_says_of_each_detector_what_it_is_worth_there(self, training):
+        assert f"**{training.title}.** {training.about}" in page()
+        assert f"(images/detectors/trained_{training.name}.svg)" in page()
+
+
+@pytest.mark.parametrize("entry", IN_LOOP, ids=[entry.name for entry in IN_LOOP])
+@pytest.mark.parametrize(
+    "kind", ["RL|reinforcement", "GANs?", "curricul[a-z]+", "large rates?|optimizer spikes?"]
+)
+def test_every_detector_of_the_loop_says_what_it_is_worth_in_each_kind_of_training(entry, kind):
+    assert re.search(rf"\b({kind})\b", f"{entry.good} {entry.bad}", re.IGNORECASE)
 
 
 class TestNoMarkIsSetByHand:

@@ -1,0 +1,224 @@
+"""What the detectors say of real trainings whose loss rises for good reasons, and of a fault there.
+
+The trainings' logs lie beside this file, in ``real/``; the bench makes them
+(`benchmarks/vitals_bench/judgement/series.py`), and ``python -m docs.drawn.trained`` anew.
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal
+
+from docs.drawn.svg import Line, Mark, Panel
+from trainvitals.detect import DetectorSet, LossKind
+from trainvitals.policy import JudgeConfig
+from trainvitals.policy.history import EXPECTED_STEPS, LoggedStep, judge_history
+from trainvitals.records import Finding, StepRecord
+
+FOLDER = Path(__file__).parent / "real"
+FAULT = 400
+"""Step at which the damaged twin of each training loses Adam's second moments."""
+AFTER = 30
+"""Steps after it within which it is to be found."""
+EPISODE = 20
+"""Steps between findings of a detector up to which they are one episode."""
+BEFORE = 100
+"""Steps before the fault that are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A real small training of the page."""
+
+    name: str
+    """Of its file, and of its picture."""
+    of: str
+    """Its name in the bench."""
+    seed: int = 0
+    """What it is drawn from; of the GANs the first whose fault shows in loss or norm."""
+    title: str
+    about: str
+    loss_kind: LossKind = "minimize"
+    change: int = -1
+    """Step of the change that is announced; -1 for none."""
+    declared: str = ""
+    """How it is declared."""
+    every: int = 2
+    """Draw every so many steps."""
+    log: bool = False
+    """Draw the loss by its logarithm."""
+
+
+TRAININGS = (
+    Training(
+        name="rl",
+        of="ppo",
+        title="Reinforcement learning",
+        about="PPO learns to balance a pole; its loss is the sum of the policy's and the value's, "
+        "and rises while the episodes get longer.",
+        loss_kind="rl",
+        declared="loss_kind=rl",
+    ),
+    Training(
+        name="gan",
+        of="gan",
+        seed=1,
+        title="GAN",
+        about="A generator learns a ring of eight points; the loss is both players' together, and "
+        "nobody wants it at zero.",
+        loss_kind="adversarial",
+        declared="loss_kind=adversarial",
+    ),
+    Training(
+        name="curriculum",
+        of="curriculum",
+        title="Curriculum",
+        about="A small GPT on a series that is easy to continue, and from step 250 on real text.",
+        change=250,
+        declared="expect before step 250",
+    ),
+    Training(
+        name="optimizer_spikes",
+        of="spikes",
+        title="Large optimizer spikes",
+        about="AdamW at a rate of 3e-2 on four batches that come again and again: the optimizer "
+        "itself spikes, for single steps or for dozens, up to 80 times the usual loss, and comes "
+        "back each time. There is nothing to declare.",
+        log=True,
+    ),
+)
+
+
+def read(training: Training, *, damaged: bool = False) -> list[StepRecord]:
+    """Return the records of a training, or of its damaged twin until some steps after the fault."""
+    with (FOLDER / f"{training.name}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if damaged:
+        rows = rows[: FAULT + 2 * AFTER]
+    columns = ["damaged_" if damaged and int(row["step"]) >= FAULT else "" for row in rows]
+    return [
+        StepRecord(
+            step=int(row["step"]),
+            attempt=1,
+            loss=float(row[f"{column}loss"]),
+            grad_norm=float(row[f"{column}grad_norm"]),
+        )
+        for row, column in zip(rows, columns, strict=True)
+    ]
+
+
+@cache
+def heard(training: Training, *, declared: bool, damaged: bool = False) -> tuple[Finding, ...]:
+    """Return what the detectors of a rank find in a training: the first finding of each episode."""
+    detectors = DetectorSet(loss_kind=training.loss_kind if declared else "minimize")
+    findings: list[Finding] = []
+    for record in read(training, damaged=damaged):
+        if declared and record.step == training.change:
+            detectors.rebaseline(EXPECTED_STEPS)
+        findings += detectors.update(record)
+    return tuple(_episodes(findings))
+
+
+def _episodes(findings: Iterable[Finding]) -> Iterator[Finding]:
+    last: dict[tuple[str, str], int] = {}
+    for finding in findings:
+        key = (finding.detector, finding.kind)
+        if key not in last or finding.step - last[key] > EPISODE:
+            yield finding
+        last[key] = finding.step
+
+
+def is_found(training: Training, detector: str) -> bool:
+    """Say whether a detector speaks of the fault, where the run declared what it is."""
+    return any(
+        finding.detector == detector and FAULT <= finding.step <= FAULT + AFTER
+        for finding in heard(training, declared=True, damaged=True)
+    )
+
+
+def withheld(training: Training, *, declared: bool, clips: bool = True) -> int:
+    """Return how many updates of the healthy training would be withheld."""
+    log = [LoggedStep(r.step, r.step, r.loss, r.grad_norm) for r in read(training)]
+    config = JudgeConfig(loss_kind=training.loss_kind if declared else "minimize")
+    expected = [training.change] if declared and training.change >= 0 else []
+    said = judge_history(log, config=config, expected=expected, clips=clips)
+    return sum(judged.record.withheld for judged in said)
+
+
+# ------------------------------------------------------------------------------------ drawing
+
+
+def panels(training: Training) -> list[Panel]:
+    """Return the training as it is heard with nothing declared, declared, and with the fault."""
+    healthy = read(training)
+    drawn = [_panel(training, "nothing is declared", healthy, heard(training, declared=False))]
+    if training.declared:
+        said = heard(training, declared=True)
+        drawn.append(_panel(training, training.declared, healthy, said))
+    said = [
+        finding
+        for finding in heard(training, declared=True, damaged=True)
+        if FAULT <= finding.step <= FAULT + AFTER
+    ]
+    damaged = read(training, damaged=True)[FAULT - BEFORE :]
+    title = f"a fault at step {FAULT}"
+    return [*drawn, _panel(training, title, damaged, said, column="grad_norm")]
+
+
+def _panel(
+    training: Training,
+    title: str,
+    records: Sequence[StepRecord],
+    said: Sequence[Finding],
+    *,
+    column: Literal["loss", "grad_norm"] = "loss",
+) -> Panel:
+    heights = {record.step: getattr(record, column) for record in records}
+    spoken = {finding.step for finding in said}
+    every = training.every if column == "loss" else 1
+    kept = [step for step in heights if step % every == 0 or step in spoken]
+    label = {"loss": "loss", "grad_norm": "gradient norm"}[column]
+    return Panel(
+        title=_with_counts(title, said),
+        x_label="step",
+        y_label=label,
+        lines=[Line(label=label, points=[(step, heights[step]) for step in kept])],
+        marks=[Mark(x=f.step, y=heights[f.step], level=f.level, word="") for f in said],
+        said=tuple(said),
+        log=training.log or column == "grad_norm",
+    )
+
+
+def _with_counts(title: str, said: Sequence[Finding]) -> str:
+    """Return the title with what is said and how often: marks lie too near for words."""
+    counts = Counter(finding.kind.replace("_", " ") for finding in said)
+    words = ", ".join(f"{kind} x{n}" if n > 1 else kind for kind, n in counts.items())
+    return f"{title}: {words or 'silent'}"
+
+
+# ------------------------------------------------------------------------------ the trainings
+
+
+def write() -> None:
+    """Train, and write the logs: half a minute."""
+    from vitals_bench.judgement.series import make_log
+
+    FOLDER.mkdir(exist_ok=True)
+    for training in TRAININGS:
+        healthy = make_log(training.of, "", training.seed).points
+        damaged = make_log(training.of, "moments", training.seed).points
+        with (FOLDER / f"{training.name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["step", "loss", "grad_norm", "damaged_loss", "damaged_grad_norm"])
+            for a, b in zip_longest(healthy, damaged):
+                twin = (b.loss, b.grad_norm) if FAULT <= a.step < FAULT + 2 * AFTER else ()
+                numbers = [f"{number:.4g}" for number in (a.loss, a.grad_norm, *twin)]
+                writer.writerow([a.step, *numbers, *[""] * (4 - len(numbers))])
+
+
+if __name__ == "__main__":
+    write()
