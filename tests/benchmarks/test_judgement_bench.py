@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vitals_bench import page
-from vitals_bench.judgement import jobs, series, tables
+from vitals_bench.judgement import jobs, tables
 from vitals_bench.judgement.faults import Fault
 from vitals_bench.judgement.jobs import Asked, Job, jobs_of, read_outcomes, run_jobs
 from vitals_bench.judgement.run import NumberedBatches, Outcome, run_one
@@ -132,21 +132,6 @@ def test_the_goals_name_the_worlds_that_miss_them():
         grid.title for grid in made
     ]
     assert all(len(row) == len(grid.columns) for grid in made for row in grid.rows)
-
-
-def test_a_fault_s_label_says_whether_it_can_be_seen_and_how_long():
-    points = [series.Point(i, 1.0 + 0.01 * (i % 3), 1.0, 0.1) for i in range(600)]
-    task = series.TASKS["gan"](seed=0)
-    log = series.Log(name="gan_rate_s0", task=task, points=points, fault="rate")
-    assert "clean_with_minor" == series.label_of(log)["cls"]
-    for i in range(400, 450):
-        points[i] = points[i]._replace(loss=9.0)
-    label = series.label_of(log)
-    assert "anomalous" == label["cls"]
-    (event,) = label["events"]
-    assert (400, 450, "divergence") == (event["onset_idx"], event["end_idx"], event["kind"])
-    healthy = series.Log(name="gan_s0", task=task, points=points)
-    assert [] == series.label_of(healthy)["events"]
 
 
 def test_the_page_keeps_the_part_of_a_bench_that_runs_apart():
