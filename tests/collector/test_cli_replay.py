@@ -1,6 +1,8 @@
 """`vitals replay` over logs of other people's runs; a stored run is in test_cli_control.py."""
 
 import json
+import math
+import random
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -138,6 +140,109 @@ def test_the_kind_of_the_loss_and_announced_changes_are_said(log: Path, capsys):
     said = capsys.readouterr().err
     assert "its loss is reinforcement learning's, which may rise" in said
     assert "announced before steps 7, 90" in said
+
+
+# ------------------------------------------------------------------- what a log has data for
+
+
+LENGTH = 600
+
+
+def written(path: Path, steps=range(LENGTH), **columns) -> Path:
+    """Write a healthy log; ``columns`` are functions of the row that add to it, or replace."""
+    noise = random.Random(1)
+    made = {
+        "loss": lambda row: 2.0 + 3.0 * math.exp(-steps[row] / 100) + noise.gauss(0, 0.02),
+        "grad_norm": lambda row: 1.0 + noise.gauss(0, 0.1),
+        **columns,
+    }
+    lines = [f"{step},{','.join(str(f(row)) for f in made.values())}" for row, step in
+             enumerate(steps)]  # fmt: skip
+    path.write_text("\n".join([f"step,{','.join(made)}", *lines]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({}, []),
+        ({"lr": lambda row: 3e-4 * (10 if row >= 300 else 1)}, [(300, "lr_jump")]),
+        ({"loss_scale": lambda row: 65536 / 2 ** max(0, min(row - 299, 9))}, [(304, "loss_scale")]),
+        ({"step_time": lambda row: 2.0 if row >= 300 else 1.0}, [(349, "throughput")]),
+        ({"tokens_per_sec": lambda row: 5e4 if row >= 300 else 1e5}, [(339, "throughput")]),
+        (
+            {"step_time": lambda row: 1.0, "data_time": lambda row: 0.7 if row >= 300 else 0.01},
+            [(349, "data_bound")],
+        ),
+        ({"grad_norm": lambda row: 900.0 if row in (300, 301) else 1.0 + row % 7 / 50},
+         [(300, "spike"), (301, "grad_explosion"), (301, "spike")]),
+    ],
+)  # fmt: skip
+def test_every_detector_that_a_log_has_data_for_sees_it(tmp_path: Path, capsys, columns, told):
+    path = written(tmp_path / "log.csv", **columns)
+    assert 0 == run_cli("replay", str(path), "--format", "json")
+    findings = document_of(capsys.readouterr().out)["findings"]
+    assert told == sorted((finding["step"], finding["kind"]) for finding in findings)
+
+
+def infinite(*rows: int):
+    return lambda row: "inf" if row in rows else 1.0 + row % 7 / 50
+
+
+@pytest.mark.parametrize(
+    ("columns", "skipped"),
+    [
+        ({"grad_norm": infinite(0, 1, 2, 200)}, []),
+        ({"grad_norm": infinite(200),
+          "loss_scale": lambda row: 1024 if row > 200 else 2048}, []),
+        ({"grad_norm": infinite(200), "loss_scale": lambda row: 2048}, [200]),
+        ({"grad_norm": infinite(*range(200, 208))}, [*range(200, 208)]),
+        ({"grad_norm": infinite(200),
+          "loss": lambda row: "nan" if row == 200 else 2.0}, [200]),
+    ],
+)  # fmt: skip
+def test_overflows_of_a_scaler_are_told_from_a_faults_infinities(
+    tmp_path: Path, capsys, columns, skipped
+):
+    path = written(tmp_path / "log.csv", **columns)
+    assert 0 == run_cli("replay", str(path), "--format", "json")
+    said = capsys.readouterr()
+    assert skipped == [decision["step"] for decision in document_of(said.out)["decisions"]]
+    assert ("taken for overflows of a loss scaler" in said.err) == (not skipped)
+
+
+def test_steps_that_start_again_are_a_restart_and_its_forgotten_schedule_is_told(
+    tmp_path: Path, capsys
+):
+    steps = [*range(400), *range(350, LENGTH)]
+    rates = {"lr": lambda row: 3e-4 * (1.0 - (row if row < 400 else row - 400) / 600)}
+    assert 0 == run_cli("replay", str(written(tmp_path / "log.csv", steps=steps)))
+    said = capsys.readouterr()
+    assert "the steps go back 1 times: each time a resumed run is assumed" in said.err
+    assert "" == said.out
+    forgotten = written(tmp_path / "forgotten.csv", steps=steps, **rates)
+    assert 0 == run_cli("replay", str(forgotten), "--format", "json")
+    (finding,) = document_of(capsys.readouterr().out)["findings"]
+    assert (400, 350, "learning_rate") == (finding["row"], finding["step"], finding["kind"])
+
+
+def test_of_each_action_it_is_said_whether_a_probe_could_have_kept_it_from_being_taken(
+    tmp_path: Path, capsys
+):
+    lost = {"loss": lambda row: "nan" if 300 <= row < 340 else 2.0 + row % 7 / 50}
+    path = written(tmp_path / "log.csv", **lost)
+    assert 0 == run_cli("replay", str(path), "--format", "json")
+    made = document_of(capsys.readouterr().out)["decisions"]
+    assert {("skip_step", False), ("rollback", True)} == {
+        (decision["action"], decision["could_be_ruled_out_by_probe"]) for decision in made
+    }
+    assert 0 == run_cli("replay", str(path))
+    lines = capsys.readouterr().out.splitlines()
+    words = {"decision skip_step": "not needed", "decision rollback": "could rule it out",
+             "question nonfinite": "would be asked"}  # fmt: skip
+    for what, probe in words.items():
+        assert all(probe in line for line in lines if what in line), what
+        assert any(what in line for line in lines), what
 
 
 def test_settings_come_from_the_file_that_is_named(log: Path, tmp_path: Path, capsys):

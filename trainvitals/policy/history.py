@@ -90,6 +90,7 @@ class LoggedStep(NamedTuple):
     loss_scale: float | None = None
     step_seconds: float | None = None
     tokens_per_second: float | None = None
+    data_seconds: float | None = None
 
 
 class JudgedStep(NamedTuple):
@@ -359,14 +360,16 @@ class _Player:
             "loss_scale": logged.loss_scale,
             "tokens_per_second": logged.tokens_per_second,
         }
+        of_rank = {
+            "step_duration_seconds": logged.step_seconds,
+            "data_wait_seconds": logged.data_seconds,
+        }
         merged = MergedStep(
             step=logged.step,
             attempt=self._num_starts,
             time_unix_ns=0,
             run={name: value for name, value in run.items() if value is not None},
-            ranks={}
-            if logged.step_seconds is None
-            else {"step_duration_seconds": [logged.step_seconds]},
+            ranks={name: [value] for name, value in of_rank.items() if value is not None},
         )
         causes = {finding.cause for finding in judgement.findings}
         watched = self._watches.update(merged)

@@ -102,6 +102,9 @@ LrColumn = Annotated[str | None, typer.Option(help="A log's column of learning r
 ScaleColumn = Annotated[str | None, typer.Option(help="A log's column of loss scales.")]
 SecondsColumn = Annotated[str | None, typer.Option(help="A log's column of seconds a step took.")]
 SpeedColumn = Annotated[str | None, typer.Option(help="A log's column of tokens per second.")]
+DataColumn = Annotated[
+    str | None, typer.Option(help="A log's column of seconds that a step waited for its data.")
+]
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
 ]
@@ -131,6 +134,7 @@ def replay(
     loss_scale: ScaleColumn = None,
     step_seconds: SecondsColumn = None,
     tokens_per_second: SpeedColumn = None,
+    data_seconds: DataColumn = None,
     plot: Plot = None,
     form: Form = Format.TABLE,
 ) -> None:
@@ -149,6 +153,7 @@ def replay(
         loss_scale=loss_scale,
         step_seconds=step_seconds,
         tokens_per_second=tokens_per_second,
+        data_seconds=data_seconds,
     )
     is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):

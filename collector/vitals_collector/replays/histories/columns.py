@@ -12,7 +12,10 @@ from typing import Literal
 from trainvitals.errors import FormatError, UsageError
 from trainvitals.policy.history import LoggedStep
 
-Role = Literal["step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second"]
+Role = Literal[
+    "step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second",
+    "data_seconds",
+]  # fmt: skip
 
 KNOWN: dict[Role, tuple[str, ...]] = {
     "step": (
@@ -43,6 +46,10 @@ KNOWN: dict[Role, tuple[str, ...]] = {
         "tokens_per_second", "train_tokens_per_second", "tokens_per_sec", "tok_per_sec",
         "throughput_tps", "throughput_device_tokens_per_second", "tps",
     ),
+    "data_seconds": (
+        "data_seconds", "data_wait_seconds", "data_time", "train_data_time", "data_loading_time",
+        "dataloader_time", "time_metrics_data_loading_s",
+    ),
 }  # fmt: skip
 """Names by role, in small letters and with ``_`` for all that is no letter or digit; the first that
 a log has is taken."""
@@ -67,6 +74,7 @@ class Wanted:
     loss_scale: str | None = None
     step_seconds: str | None = None
     tokens_per_second: str | None = None
+    data_seconds: str | None = None
 
     def named(self) -> list[str]:
         """Return the options that were given."""
@@ -241,6 +249,7 @@ class Rows:
         loss_scale: object = None,
         step_seconds: object = None,
         tokens_per_second: object = None,
+        data_seconds: object = None,
     ) -> None:
         """Take one record in, in the order of the log; one that says nothing is passed over.
 
@@ -262,6 +271,8 @@ class Rows:
             seconds = number(step_seconds)
             name, value = "tokens per second", tokens_per_second
             speed = number(tokens_per_second)
+            name, value = "wait for data", data_seconds
+            waited = number(data_seconds)
             name, value = "step", step
             found_step = step_number(step)
         except ValueError as error:
@@ -273,7 +284,7 @@ class Rows:
         if found_step is None:
             self._dropped["without a step"] += 1
             return
-        numbers = (found_loss, found_norm, found_lr, scale, seconds, speed)
+        numbers = (found_loss, found_norm, found_lr, scale, seconds, speed, waited)
         self.steps.append(LoggedStep(row, found_step, *numbers))
 
     def pass_over(self, why: str) -> None:
