@@ -34,10 +34,7 @@ from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
 from trainvitals.records import Note
 
-_PROBE_LINE = (
-    "trainer_hooks.watch(...) in place of attach(), and `for batch in monitor.batches(loader, "
-    "probe=loss_of)`,"
-)
+_PROBE_LINE = "attached.keep_batch(batch, loss_of) before each forward"
 
 
 def attach(
@@ -187,7 +184,9 @@ class Attached(Loop):
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
         """Have a batch of the step kept, if it is one to be kept, so that the state can be asked.
 
-        Call before the batch's forward, on all ranks; for adapters which know the loss.
+        Call before the batch's forward, on all ranks and in every step. Nothing is rolled back
+        here: where the state is damaged somebody is paged. The step's loss must be known too
+        (``loss``, or the adapter): what ``probe`` gives is held against it.
 
         Args:
             batch: whatever ``probe`` takes.

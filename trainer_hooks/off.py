@@ -15,6 +15,7 @@ from trainer_hooks.averages import emas_in
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard import unscale
 from trainer_hooks.outcome import StepOutcome
+from trainer_hooks.probe import LossOf
 from trainer_hooks.route import Route
 
 
@@ -158,6 +159,9 @@ class Unattached(Unwatched):
         """Do nothing."""
 
     def before_clip(self, max_norm: float | None = None) -> None:
+        """Do nothing."""
+
+    def keep_batch(self, batch: Any, probe: LossOf) -> None:
         """Do nothing."""
 
     def close(self) -> None:

@@ -37,6 +37,8 @@ LossOf = Callable[[Any], Tensor | float]
 
 _NEAREST, _FARTHEST = 16, 40
 """Steps before an onset: the batches that decide."""
+_FARTHEST_OF_FEW = 100
+"""The same where too few were kept there, as behind a stretch that was withheld."""
 _OLDER = (64, 256)
 _TOLERANCE = 0.25
 """Of the step's loss, within which a rehearsal must give it: dropout, batch norm in another mode
@@ -251,7 +253,7 @@ class Probe:
         everywhere = self._ranks.gather(self._bank.num_batches())
         near, far = _chosen(everywhere, ask.onset_step)
         if len(near) < MIN_BATCHES:
-            return _nothing(f"{len(near)} kept steps lie 16 to 40 before step {ask.onset_step}")
+            return _nothing(f"{len(near)} kept steps lie 16 to 100 before step {ask.onset_step}")
         # As many of each step as every rank has: its forwards may hold collectives.
         fewest = [(step, min(kept[step] for kept in everywhere)) for step in (*near, *far)]
         tasks = [_Task(self._bank[step], self._bank[step].batches[:n]) for step, n in fewest]
@@ -443,7 +445,10 @@ def _stands_still(results: Sequence[_Result]) -> bool:
 def _chosen(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[list[int], list[int]]:
     """Return the steps to be read: kept by all ranks, shortly before the onset and long before."""
     common = sorted(set(everywhere[0]).intersection(*everywhere[1:]))
-    near = [s for s in common if onset - _FARTHEST <= s <= onset - _NEAREST]
+    before = [s for s in common if onset - _FARTHEST_OF_FEW <= s <= onset - _NEAREST]
+    near = [s for s in before if s >= onset - _FARTHEST]
+    if len(near) < MIN_BATCHES:
+        near = before[-MIN_BATCHES:]
     far = [max((s for s in common if s <= onset - age), default=-1) for age in _OLDER]
     return near, sorted({s for s in far if s >= 0 and s not in near})
 

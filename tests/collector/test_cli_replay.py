@@ -107,6 +107,39 @@ def test_the_mode_is_how_far_the_ladder_climbs(log: Path, capsys, mode, actions)
     assert {mode} == {d["mode"] for d in document["decisions"]}
 
 
+def raised(log: Path, *, norm: float) -> Path:
+    """Write a log whose loss and norm are high from step 150 on for six steps."""
+    rows = [(n, 50.0, norm) if 150 <= n < 156 else (n, 2.0, 1.0) for n in range(200)]
+    log.write_text("step,loss,grad_norm\n" + "".join(f"{n},{x},{g}\n" for n, x, g in rows))
+    return log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "norm", "rows"),
+    [
+        ((), 1.0, range(151, 156)),
+        (("--no-clip",), 1.0, range(150, 156)),
+        (("--loss-kind", "rl"), 1.0, ()),
+        (("--loss-kind", "adversarial"), 60.0, range(151, 156)),
+        (("--expect", "20", "--expect", "150"), 60.0, ()),
+    ],
+)
+def test_what_a_log_does_not_tell_of_its_loop_is_told_by_its_owner(
+    log: Path, capsys, arguments, norm, rows
+):
+    assert 0 == run_cli("replay", str(raised(log, norm=norm)), *arguments, "--format", "json")
+    said = capsys.readouterr()
+    assert list(rows) == [d["row"] for d in document_of(said.out)["decisions"]]
+    assert f"taken {'not ' if '--no-clip' in arguments else ''}to clip" in said.err
+
+
+def test_the_kind_of_the_loss_and_announced_changes_are_said(log: Path, capsys):
+    assert 0 == run_cli("replay", str(log), "--loss-kind", "rl", "--expect", "7", "--expect", "90")
+    said = capsys.readouterr().err
+    assert "its loss is reinforcement learning's, which may rise" in said
+    assert "announced before steps 7, 90" in said
+
+
 def test_settings_come_from_the_file_that_is_named(log: Path, tmp_path: Path, capsys):
     (tmp_path / "strict.toml").write_text("[ladder]\nnonfinite_in_a_row = 2\n")
     config = ("--config", str(tmp_path / "strict.toml"), "--format", "json")
@@ -160,6 +193,9 @@ def test_a_name_still_means_a_stored_run_and_a_folder_of_runs_too(run_dir: RunDi
         (("train.csv", "--loss", "objective"), "there is no such column"),
         (("train.csv", "--mode", "hope"), "'hope' is not one of"),
         (("--mode", "guard"), "--mode: only for a log"),
+        (("--loss-kind", "rl", "--no-clip"), "--loss-kind, --no-clip: only for a log"),
+        (("--expect", "5"), "--expect: only for a log"),
+        (("train.csv", "--loss-kind", "hope"), "'hope' is not one of"),
         (("--loss", "x", "--grad-norm", "y"), "--loss, --grad-norm: only for a log"),
         (("void",), "void holds no log; looked for run directories of Vitals"),
         (("train.csv", "--config", "absent.toml"), "settings file absent.toml"),

@@ -14,6 +14,8 @@ from trainvitals.records import (
     CheckpointChanged,
     DecisionMade,
     FindingRaised,
+    RunInfo,
+    RunStarted,
     StepRecord,
 )
 from trainvitals.testing import judgements, series
@@ -133,6 +135,19 @@ def test_a_rollback_is_reproduced_and_the_new_branch_goes_on_from_its_checkpoint
     assert [] == done.differences()
     assert repr([j.findings for _, j in said]) == repr([j.findings for j in done.judgements])
     assert ["rollback", "skip_step"] == [d.action for d in done.decisions]
+
+
+def test_other_settings_leave_the_kind_of_the_loss_as_the_run_declared_it(place: Place):
+    declared = JudgeConfig(loss_kind="rl")
+    said = judgements(Judge(declared), "loss 2x60 90x6 2x10; grad_norm 1x76")
+    info = RunInfo(mode="guard", readback_lag=1, judge=msgspec.to_builtins(declared))
+    writer = Writer()
+    place.send(writer.events(RunStarted(info=info)))
+    rows = [columns(record) for record, _ in said]
+    steps = [record.step for record, _ in said]
+    place.send(writer.steps(steps, **{name: [row[name] for row in rows] for name in rows[0]}))
+    others = JudgeConfig(ladder=LadderConfig(max_withheld=5))
+    assert [] == replayed(place, config=others).differences()
 
 
 def test_a_ledger_that_was_changed_is_found_out(place: Place):

@@ -35,6 +35,8 @@ class Variant:
 
     unclipped: bool = False
     """Whether nothing is clipped, and the guard was told so."""
+    unknown_clip: str = ""
+    """Why it is not known what is clipped to, though the norm is; empty where it is known."""
     short_norm: str = ""
     """Why a finite outlier beyond 1.8e19 is taken for one that is not finite; empty where not."""
 
@@ -44,6 +46,14 @@ class Variant:
     def owes(self, signal: str) -> bool:
         """Whether the signal is there, and exact."""
         return signal not in self.abstains and (signal != "loss_scale" or self.scaled)
+
+    @property
+    def withholds_first(self) -> str:
+        """Why the first finite outlier in a row is held back too; empty: it is left to the clip."""
+        if self.unclipped:
+            return _UNCLIPPED
+        norms = (self.abstains.get("grad_norm_clipped"), self.abstains.get("grad_norm"))
+        return self.unknown_clip or norms[0] or norms[1] or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +68,16 @@ class Framework:
     distribution: str = ""
     """Its name in the package index."""
     variants: Mapping[str, Variant]
+    asked: str
+    """Whether the adapter has the probe ask the state, and what the loop can do where not."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """What the adapter refuses in words, and why."""
     not_run: Mapping[str, str] = field(default_factory=dict)
     """What could not be run where the suite was, and why."""
 
 
+_UNCLIPPED = "nothing is clipped"
+_UNTOLD_CLIP = "the loop gives the norm, and nobody says what it clips to"
 _OWN_CLIP = "the loop clips before the step, and did not say what the norm was"
 _FLOAT32 = "the norm is the loop's own, whose squares float32 cannot hold: infinite to it"
 _NO_LOSS = "the loop did not give it"
@@ -82,18 +96,20 @@ _ACCELERATE_REFUSES = {
 
 _ENGINE_WAITS = "the engine does not step the schedule where it skips"
 _ENGINE_FLAG = "the engine's norm is of float32: it takes the scale to be too high as well"
+_NO_BATCH = "by the loop: the adapter sees the number, not the batch"
 _UNPROVEN = "a skip was not shown to leave no trace there"
 
 FRAMEWORKS = (
     Framework(
         title="torchrun",
         module="torchrun",
+        asked="by the loop, and with `watch` by `monitor.batches(loader, probe=loss_of)`",
         variants={
             "watch, DDP": Variant(),
             "watch, FSDP2": Variant(),
             "watch, DDP, not fused": Variant(),
             "attach, judged before the clip": Variant(),
-            "attach, told the norm": Variant(short_norm=_FLOAT32),
+            "attach, told the norm": Variant(short_norm=_FLOAT32, unknown_clip=_UNTOLD_CLIP),
             "attach, nothing told": Variant(
                 abstains={
                     "loss": _NO_LOSS,
@@ -110,6 +126,7 @@ FRAMEWORKS = (
         module="huggingface",
         package="transformers",
         distribution="transformers",
+        asked="by itself, where `compute_loss` is the trainer's own and no engine trains",
         variants={
             "DDP": Variant(),
             "DDP, accumulating": Variant(),
@@ -141,6 +158,7 @@ FRAMEWORKS = (
         module="accelerate",
         package="accelerate",
         distribution="accelerate",
+        asked=_NO_BATCH,
         variants={
             "DDP": Variant(),
             "DDP, accumulating": Variant(),
@@ -161,6 +179,7 @@ FRAMEWORKS = (
         module="lightning",
         package="lightning",
         distribution="lightning",
+        asked="by the loop: a `training_step` also logs and counts",
         variants={
             "DDP": Variant(),
             "DDP, not fused": Variant(),
@@ -195,6 +214,7 @@ FRAMEWORKS = (
         module="fabric",
         package="lightning",
         distribution="lightning",
+        asked=_NO_BATCH,
         variants={
             "DDP": Variant(),
             "DDP, not fused": Variant(),
@@ -221,6 +241,7 @@ FRAMEWORKS = (
         module="torchtitan",
         package="torchtitan",
         distribution="torchtitan",
+        asked="by the loop: forward and backward are one call, and validation is evidence",
         variants={
             "Trainer, FSDP2": Variant(),
             "Trainer, FSDP2, accumulated": Variant(),
@@ -242,6 +263,7 @@ FRAMEWORKS = (
         module="deepspeed",
         package="deepspeed",
         distribution="deepspeed",
+        asked=_NO_BATCH,
         variants={
             "no ZeRO": Variant(),
             "no ZeRO, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.script import Script
+from tests.integrations.script import SETTINGS, Script
 from tests.integrations.trainings.deepspeed import (
     BFLOAT16,
     FLOAT16,
@@ -163,7 +163,7 @@ def off(script: Script, config: Any) -> Seen:
 
 
 def resumed(script: Script, config: Any) -> Seen:
-    """Train, save with the engine, and go on in another engine with a spike at once."""
+    """Train, save with the engine, and go on in another engine with two spikes at once."""
     folder = str(script.folder / "saved")
     engine = make_engine(script, config)
     with attach(engine) as attached:
@@ -174,7 +174,7 @@ def resumed(script: Script, config: Any) -> Seen:
         _, kept = engine.load_checkpoint(folder)
         attached.load_state_dict(kept["vitals"])
         began = attached.step_index
-        seen = steps(script, engine, 2, {0: times(100.0)})
+        seen = steps(script, engine, 3, dict.fromkeys((0, 1), times(100.0)))
     return {"began": began, **seen}
 
 
@@ -239,7 +239,7 @@ def slowed(script: Script, config: Any) -> Seen:
     """Have the ladder put the learning rate down to nothing."""
     engine = make_engine(script, config)
     with attach(engine) as attached:
-        attached._host.judge.lr_factor_at = lambda step: 0.0
+        attached._host.judge.lr_factor_at = lambda step, rate: 0.0
         before = full_weights(engine)
         seen = steps(script, engine, 1, {})
         still = all(map(torch.equal, before, full_weights(engine)))
@@ -281,7 +281,7 @@ def failed(script: Script) -> Seen:
         return {}
 
 
-SPIKES = {1: first_is(NAN), WARM: times(100.0)}
+SPIKES = {1: first_is(NAN), WARM: times(100.0), WARM + 1: times(100.0)}
 UNCHECKED = stage(2, bf16={"enabled": True, "check_grad_overflow": False})
 
 PLAYS: dict[str, Callable[..., Seen]] = {
@@ -289,7 +289,7 @@ PLAYS: dict[str, Callable[..., Seen]] = {
     "guarded": guarded,
     "put back": put_back,
     "off": off,
-    "faults": partial(guarded, number=WARM + 2, faults=SPIKES),
+    "faults": partial(guarded, number=WARM + 3, faults=SPIKES),
 }
 
 CASES: dict[str, Callable[[Script], Seen]] = {
@@ -318,7 +318,7 @@ CASES: dict[str, Callable[[Script], Seen]] = {
             ("guarded", guarded, {}),
         )
     },
-    "beyond float32": partial(guarded, config=stage(2), number=4, faults={1: times(1e30)}),
+    "beyond float32": partial(guarded, config=stage(2), number=3, faults={0: times(1e30)}),
     "divided": divided,
     "logged": logged,
     "halted": halted,
@@ -342,6 +342,7 @@ def main(folder: Path) -> None:
             "VITALS_DIR": str(here / "runs"),
             "VITALS_SHM": str(here / "shm"),
             "VITALS_AGENT": "off",
+            **SETTINGS,
         }
         try:
             results[case] = play(Script(here))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.integrations.script import Script
+from tests.integrations.script import SETTINGS, Script
 
 
 def main(name: str, folder: Path) -> None:
@@ -24,6 +24,7 @@ def main(name: str, folder: Path) -> None:
             "VITALS_DIR": str(here / "runs"),
             "VITALS_SHM": str(here / "shm"),
             "VITALS_AGENT": "off",
+            **SETTINGS,
         }
         script = Script(here)
         try:

@@ -16,10 +16,12 @@ from torch.utils.data import Dataset
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x100": 100.0}
 PLACES = ("loss", "element", "all")
+FINITE = ("1e30", "x100")
 CASES = [(place, kind) for place in PLACES for kind in KINDS]
 NAMES = [f"{kind} in {place}" for place, kind in CASES]
 WARM_UP = 17
-NUM_STEPS = WARM_UP + 2 * len(CASES)
+SETTINGS = {"VITALS_OUTLIER_WARM_UP": "12"}
+"""So that outliers are judged from ``WARM_UP`` on; by default it takes 50 clean steps."""
 BATCH = 4
 MAX_NORM = 0.05
 """Below every norm here, so that it always clips."""
@@ -27,9 +29,27 @@ LR, DECAY = 1e-4, 0.99
 WIDTH, HIDDEN, OUT = 12, 20, 3
 
 
-def fault_step(name: str) -> int:
-    """Return the step that has this fault."""
-    return WARM_UP + 2 * NAMES.index(name)
+def _schedule() -> dict[int, tuple[str, str]]:
+    """Return the case of each step that has one: a finite fault comes twice, then one is clean.
+
+    Of finite outliers the first in a row is left to the clip, and the one behind it is not.
+    """
+    steps: dict[int, tuple[str, str]] = {}
+    step = WARM_UP
+    for case in CASES:
+        times = 2 if case[1] in FINITE else 1
+        steps |= dict.fromkeys(range(step, step + times), case)
+        step += times + 1
+    return steps
+
+
+SCHEDULE = _schedule()
+NUM_STEPS = max(SCHEDULE) + 2
+
+
+def fault_steps(name: str) -> list[int]:
+    """Return the steps that have this fault: one, or two in a row."""
+    return [step for step, (place, kind) in SCHEDULE.items() if name == f"{kind} in {place}"]
 
 
 class Factor:
@@ -187,8 +207,7 @@ class Script:
         Factor.value = 1.0
 
     def _case(self) -> tuple[str, str] | None:
-        index, clean = divmod(self.step - WARM_UP, 2)
-        return CASES[index] if 0 <= index < len(CASES) and not clean else None
+        return SCHEDULE.get(self.step)
 
     def _copies(self, model: Any, optimizer: Any, tensors: Any) -> list[Tensor]:
         live = state_of(model, optimizer) if tensors is None else tensors

@@ -12,11 +12,14 @@ What each adapter owes, and what is out of its reach. `make test-integrations` t
 of them on two ranks and holds it to this page: a fault on rank 1 alone, 12 kinds of it, and the
 signals of each step against a computation without any framework.
 
-- *exact*: a faulty update is held back on all ranks and leaves no trace (parameters, moments,
-  buffers, bit for bit); the verdict says what it was and, where it is not finite, which rank; a
-  signal is the true number. Outliers are judged once the run is known, from about step 10 on.
+- *exact*: the verdict says what it was and, where it is not finite, which rank; an update that is
+  held back is so on all ranks and leaves no trace (parameters, moments, buffers, bit for bit); a
+  signal is the true number. What is not finite is held back at once. Of finite outliers, judged
+  once the run is known (50 clean steps), the first in a row is left to the clip and those right
+  behind it are held back ([what is done about a bad step](guides/bad-steps.md)).
 - *abstains*: out of reach there, and not guessed: the signal is missing, the rule says nothing.
 - *its own*: the framework's own skip, counted as such and not as a fault.
+- *held back*: nothing is clipped, or nobody knows to what, so the first outlier is held back too.
 
 A guarded run lies in `./vitals_runs` (elsewhere with `VITALS_DIR`): `vitals runs vitals_runs` lists
 it, `vitals show` has its curves and decisions, `vitals why vitals_runs STEP` explains one step, and
@@ -26,6 +29,16 @@ it, `vitals show` has its curves and decisions, `vitals why vitals_runs STEP` ex
 |---|---|---|---|---|
 """
 
+ASKED = """\
+## Whether the state is asked
+
+The probe says whether the weights are damaged. Under an adapter, which cannot roll back, its answer
+pages. *By the loop*: `attached.keep_batch(batch, loss_of)` before each forward, on all ranks, with
+the `Attached` that the adapter gives; without it a run says so once (`no_probe`).
+
+| framework | the probe is set |
+|---|---|
+"""
 FAULTS = {
     "NaN or Inf in the loss": ("nan", "loss"),
     "in the gradients": ("nan", "element"),
@@ -56,11 +69,13 @@ def render(notice: str, versions: dict[str, dict[str, str]]) -> str:
     lines += [_framework(f, versions) for f in FRAMEWORKS]
     notes: list[str] = []
     lines += ["", "## Faults", ""]
-    lines += _table("a fault on rank 1 alone", list(FAULTS), _faults, notes)
+    lines += _table("a fault on rank 1 alone", [*FAULTS, "first of a row"], _faults, notes)
     lines += ["", "## Signals", ""]
     lines += _table("signal", [WORDS[s] for s in SIGNALS], _signals, notes)
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
-    lines += ["## Refused in words, or not run", ""]
+    lines += ASKED.splitlines()
+    lines += [f"| {f.title} | {f.asked} |" for f in FRAMEWORKS]
+    lines += ["", "## Refused in words, or not run", ""]
     for framework in FRAMEWORKS:
         for verb, what in (("refused", framework.refused), ("not run", framework.not_run)):
             lines += [f"- {framework.title}, {name}: {verb}; {why}." for name, why in what.items()]
@@ -97,6 +112,12 @@ def _noted(word: str, why: str, notes: list[str]) -> str:
 def _faults(variant: Variant, notes: list[str]) -> Iterator[str]:
     for kind, place in FAULTS.values():
         yield _fault(variant, kind, place, notes)
+    if not (variant.owes("loss") or variant.owes("grad_norm")):
+        yield "abstains"
+    elif variant.withholds_first:
+        yield _noted("held back", variant.withholds_first, notes)
+    else:
+        yield "left to the clip"
 
 
 def _fault(variant: Variant, kind: str, place: str, notes: list[str]) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 import trainer_hooks
 from tests.trainer_hooks.measures.journal import Journal
+from tests.trainer_hooks.probing import ask
 from tests.trainer_hooks.test_attacks import Reads
 from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
 from trainer_hooks import goodbye
@@ -150,6 +151,43 @@ def test_the_row_has_the_norms_before_and_after_the_loop_s_own_clip():
     assert pytest.approx({0: 0.01, 1: 0.01}, rel=1e-3) == after
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_without_us(accumulate):
+    def train(loop):
+        readings = []
+        for step in range(45):
+            for _ in range(accumulate):
+                x = torch.randn(32, 4, generator=loop.data)
+                if loop.attached is not None:
+                    loop.attached.keep_batch(x, loss_of(loop.model))
+                loss = loss_of(loop.model)(x)
+                (loss / accumulate).backward()
+                if loop.attached is not None:
+                    loop.attached.loss(loss)
+            loop.optimizer.step()
+            loop.scheduler.step()
+            loop.optimizer.zero_grad()
+            if loop.attached is not None and step == 40:
+                readings.append(loop.attached._host.probe.read(ask(step)))
+        loop.rng = torch.get_rng_state()
+        return readings
+
+    bare, ours = Own(), Own()
+    torch.manual_seed(5)
+    train(bare)
+    torch.manual_seed(5)
+    with ours.attach() as attached:
+        (reading,) = train(ours)
+        assert attached._host.probe.is_on
+    assert_same(bare.state(), ours.state())
+    assert 3 <= reading.num_batches
+    assert "no_probe" not in [e.code for e in ours.said if isinstance(e, Note)]
+
+
+def loss_of(model):
+    return lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
 def norms_of(loop):
     return [parameter.grad.norm().item() for parameter in loop.model.parameters()]
 
@@ -285,6 +323,7 @@ def test_off_touches_nothing_but_clips_where_the_loop_left_that_to_us(monkeypatc
         with trainer_hooks.attach(ours.model, ours.optimizer, **options) as attached:
             attached.loss(1.0)
             attached.grad_norm(1.0)
+            attached.keep_batch(torch.ones(1), loss_of(ours.model))
             ours.run(5, clip=clip)
         assert_same(bare.state(), ours.state())
     assert not (tmp_path / "runs").exists()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainvitals.policy import Judge, Mode
+from trainvitals.detect import LossKind
+from trainvitals.policy import Judge, JudgeConfig, Mode
 from trainvitals.policy.history import (
     JudgedStep,
     LoggedStep,
@@ -92,6 +93,52 @@ def test_every_record_is_judged_once_and_in_order() -> None:
     said = list(judge_history(log(STORM)))
     assert list(range(340)) == [j.row for j in said]
     assert list(range(340)) == [j.record.step for j in said]
+
+
+# ------------------------------------------------------------- what only its owner can tell
+
+
+SINGLE = "loss 3..2x100 40 2x50; grad_norm 1x151"
+
+
+def test_a_single_outlier_is_withheld_where_the_loop_is_said_not_to_clip() -> None:
+    assert [] == actions(list(judge_history(log(SINGLE))))
+    said = list(judge_history(log(SINGLE), clips=False))
+    assert [(100, "skip_step")] == actions(said)
+    assert [100] == [judged.row for judged in said if judged.record.withheld]
+    assert {False} == {judged.record.clips for judged in said}
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_without_a_clip_a_log_is_judged_as_a_live_loop_without_one(clips: bool) -> None:
+    course = "loss 3..2x60 40 2x10 30 30 2x5; grad_norm 1x60 1 1x10 50 50 1x5"
+    live = judgements(Judge(mode="guard"), course, clips=clips)
+    said = list(judge_history(log(course), mode="guard", clips=clips))
+    assert repr([(record, judged) for record, judged in live]) == repr(
+        [(judged.record, judged.judgement) for judged in said]
+    )
+
+
+@pytest.mark.parametrize("kind", ["rl", "adversarial"])
+def test_a_loss_that_is_declared_withholds_nothing_and_its_norm_does(kind: LossKind) -> None:
+    course = "loss 2x100 90x{0} 2x50; grad_norm 1x100 {1}x{0} 1x50"
+    config = JudgeConfig(loss_kind=kind)
+    assert [] == actions(list(judge_history(log(course.format(6, 1)), config=config)))
+    assert 5 == len(actions(list(judge_history(log(course.format(6, 1))))))
+    assert 5 == len(actions(list(judge_history(log(course.format(6, 90)), config=config))))
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_an_announced_change_withholds_nothing_and_the_one_after_it_does(every: int) -> None:
+    course = log("loss 3..2x100 40x300 900x9 40x9; grad_norm 1x418", every=every)
+    assert 32 < len(actions(list(judge_history(course))))
+    announced = list(judge_history(course, expected=[100 * every]))
+    assert list(range(401, 409)) == [judged.row for judged in announced if judged.record.withheld]
+
+
+def test_a_change_is_announced_by_the_first_record_from_its_step_on() -> None:
+    course = log("loss 3..2x100 40x300; grad_norm 1x400", every=7)
+    assert [] == actions(list(judge_history(course, expected=[694, 5])))
 
 
 # -------------------------------------------------------------------------- the ladder's rungs

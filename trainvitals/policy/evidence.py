@@ -28,7 +28,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """The answer, equal on all ranks. Losses are means over ranks of each rank's own loss."""
 
     num_batches: int
-    """Batches of 16 to 40 steps before the onset that every rank had kept and read."""
+    """Batches of 16 to 40 steps before the onset that every rank had kept and read; where these are
+    fewer than three, the nearest of up to 100 steps before it."""
     then: float
     """Median of their losses when they were trained on."""
     now: float

@@ -21,7 +21,8 @@ The log's numbers are what happened; everything else has to be assumed, and is s
   it out.
 - **A loss scaler** skips its overflows itself. They are told by a scale that falls, or by a
   gradient norm that is not finite beside a finite loss, and soon finite again.
-- **The clip** is taken to be there: the first outlier in a row is left to it.
+- **The clip** is taken to be there, unless it is said that the loop has none: the first outlier in
+  a row is left to it.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ LAG = 1
 
 CHECKPOINT_EVERY = 100
 """Steps between the checkpoints that are assumed."""
+
+EXPECTED_STEPS = 200
+"""Steps for which nothing finite is said after an announced change: ``monitor.expect``'s own."""
 
 MAX_STATES = 128
 """Memories of the detectors kept for a log that goes back; every second goes when it is full."""
@@ -193,6 +197,8 @@ def judge_history(
     mode: Mode = "heal",
     lag: int = LAG,
     checkpoint_every: int = CHECKPOINT_EVERY,
+    clips: bool = True,
+    expected: Iterable[int] = (),
 ) -> Iterator[JudgedStep]:
     """Judge each record of a log, in order, with the class that judges live.
 
@@ -202,8 +208,10 @@ def judge_history(
         mode: how far the ladder may climb.
         lag: the readback lag in steps.
         checkpoint_every: steps between the checkpoints that are assumed.
+        clips: whether the loop that wrote the log clipped its gradients.
+        expected: steps of planned changes, as if ``monitor.expect`` had announced each before it.
     """
-    return _Player(log, config, mode, lag, checkpoint_every).play()
+    return _Player(log, config, mode, lag, checkpoint_every, clips, expected).play()
 
 
 def document(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
@@ -242,12 +250,16 @@ class _Player:
         mode: Mode,
         lag: int,
         checkpoint_every: int,
+        clips: bool,
+        expected: Iterable[int],
     ) -> None:
         self._log = log
         self._config = config or JudgeConfig()
         self._mode: Mode = mode
         self._lag = lag
         self._every = checkpoint_every
+        self._clips = clips
+        self._expected = sorted(set(expected), reverse=True)
         self._cadence = cadence_of(log)
         self._judge = Judge(self._config, mode)
         self._attempt = 1
@@ -269,6 +281,9 @@ class _Player:
             if place in self._cadence.restarts:
                 yield from self._judge_waiting()
                 self._go_back(place)
+            if self._is_announced(logged.step):
+                yield from self._judge_waiting()
+                self._judge.rebaseline(EXPECTED_STEPS)
             while self._waiting and self._is_read(*self._waiting[0], logged):
                 yield self._take(*self._waiting.popleft())
             record = StepRecord(
@@ -278,17 +293,25 @@ class _Player:
                 grad_norm=logged.grad_norm,
                 learning_rate=logged.learning_rate,
                 overflow=place in self._overflows,
-                clips=True,
+                clips=self._clips,
             )
             acts = self._judge.mode != "observe"
             judge = self._judge
             record, self._device = self._device.judge(
-                record, judge.limits(), judge.withholding(clips=True), acts=acts
+                record, judge.limits(), judge.withholding(clips=self._clips), acts=acts
             )
             self._waiting.append((place, record))
             while len(self._waiting) > self._lag or (self._waiting and self._judge.is_suspicious):
                 yield self._take(*self._waiting.popleft())
         yield from self._judge_waiting()
+
+    def _is_announced(self, step: int) -> bool:
+        """Say whether this is the first record from an announced change on."""
+        found = False
+        while self._expected and self._expected[-1] <= step:
+            self._expected.pop()
+            found = True
+        return found
 
     def _clock(self, place: int) -> int:
         return place if self._cadence.counts_records else self._log[place].step

@@ -353,8 +353,9 @@ def _ask(
     floor = config.state_floor * case.course().first
     reading = case.probe(Ask(trigger=trigger, step=case.record.step, onset_step=onset, floor=floor))
     ratio = reading.ratio(floor)
-    is_strict = not case.record.clips and not is_near_jump(state, onset, case)
-    enough = config.state_ratio_unclipped if is_strict else config.state_ratio
+    enough = config.state_ratio if case.record.clips else config.state_ratio_unclipped
+    if is_near_jump(state, onset, case):
+        enough = config.state_ratio_jump
     verdict: Literal["state", "sound", "abstained"] = "abstained"
     if ratio is not None:
         verdict = "state" if ratio > enough else "sound"

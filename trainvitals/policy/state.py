@@ -51,6 +51,9 @@ class LadderConfig:
     """Kept batches that read above this multiple of their earlier loss blame the state."""
     state_ratio_unclipped: float = 5.0
     """The same where the loop does not clip: healthy states read up to 4.3 there."""
+    state_ratio_jump: float = 1.25
+    """The same right after a jump of the learning rate: healthy states read up to 1.02 there, and
+    where chance is near a damaged one cannot read much more."""
     state_floor: float = 0.02
     """Part of the run's first losses that is added to both sides of that ratio."""
     nonfinite_in_a_row: int = 32
@@ -101,7 +104,7 @@ class LadderConfig:
                 raise ConfigError(
                     f"ladder.{name} is {getattr(self, name)}; it must not be negative"
                 )
-        for name in ("state_ratio", "state_ratio_unclipped", "lr_jump"):
+        for name in ("state_ratio", "state_ratio_unclipped", "state_ratio_jump", "lr_jump"):
             if not getattr(self, name) > 1.0:
                 raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be above 1")
         if not (self.state_floor >= 0.0 and self.level_rise > 0.0):

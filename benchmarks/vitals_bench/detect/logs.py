@@ -3,12 +3,15 @@
 A label is ``{"cls": "anomalous" | "clean" | "clean_with_minor", "split": "dev" | ..., "events":
 [{"onset_idx", "end_idx", "kind", "severity", "reason"}]}``; a file has the columns step, loss,
 grad_norm, lr and step_time, of which all but the step may be absent, and an empty cell is missing.
+A label may also say what the run declared of its loss (``loss_kind``), the steps of the changes
+that it announced (``changes``), and what it is shown with (``family``).
 """
 
 from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +89,19 @@ def _refused(logs: Logs, error: Exception) -> UsageError:
 def _read(folder: Path, name: str, label: dict[str, Any]) -> Series:
     with (folder / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    events = tuple(
+    return labelled(
+        name,
+        label,
+        steps=[_step(row.get("step"), i) for i, row in enumerate(rows)],
+        losses=[_number(row.get("loss")) for row in rows],
+        norms=[_number(row.get("grad_norm")) for row in rows],
+        rates=[_number(row.get("lr")) for row in rows],
+    )
+
+
+def labelled(name: str, label: Mapping[str, Any], **columns: Any) -> Series:
+    """Return a log with its label as what is scored."""
+    events = (
         Event(
             kind=event["kind"],
             onset=event["onset_idx"],
@@ -98,12 +113,12 @@ def _read(folder: Path, name: str, label: dict[str, Any]) -> Series:
     )
     return Series(
         name=name,
-        steps=[_step(row.get("step"), i) for i, row in enumerate(rows)],
-        losses=[_number(row.get("loss")) for row in rows],
-        norms=[_number(row.get("grad_norm")) for row in rows],
-        rates=[_number(row.get("lr")) for row in rows],
-        events=events,
+        events=tuple(events),
         is_clean=label["cls"] != "anomalous",
+        loss_kind=label.get("loss_kind", "minimize"),
+        changes=tuple(label.get("changes", ())),
+        family=label.get("family", ""),
+        **columns,
     )
 
 

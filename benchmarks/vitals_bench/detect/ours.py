@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainvitals.policy import JudgeConfig
 from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
-from vitals_bench.detect.series import KINDS, Alarm, Series
+from vitals_bench.detect.series import Alarm, Series
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ def judge(series: Series) -> Verdicts:
     """Judge a log as `vitals replay` does, in ``heal``, where all that could be done is done."""
     made = Verdicts(told=[], skipped=[], rollbacks=[], halts=[])
     for row, record, said in _play(series):
-        made.told.extend(Alarm(row, f.kind) for f in said.findings if f.kind in KINDS)
+        made.told.extend(Alarm(row, finding.kind) for finding in said.findings)
         if record.skipped:
             acting = [finding.kind for finding in said.findings if finding.level == "act"]
             made.skipped.append(Alarm(row, acting[0] if acting else "spike"))
@@ -41,4 +42,5 @@ def judge(series: Series) -> Verdicts:
 def _play(series: Series) -> Iterator[JudgedStep]:
     columns = (range(len(series)), series.steps, series.losses, series.norms, series.rates)
     log = [LoggedStep(*record) for record in zip(*columns, strict=True)]
-    return judge_history(log, mode="heal")
+    config = JudgeConfig(loss_kind=series.loss_kind)
+    return judge_history(log, config=config, mode="heal", expected=series.changes)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
+from trainvitals.detect import LossKind
+
 Number = float | None
 """A logged value as it was logged, NaN and infinities included; None where none was."""
 
@@ -38,6 +40,16 @@ class Series:
     events: tuple[Event, ...] = ()
     is_clean: bool = True
     """Nothing major is in it."""
+    loss_kind: LossKind = "minimize"
+    """What the run declared of its loss."""
+    changes: tuple[int, ...] = ()
+    """Steps of changes that the run announced."""
+    family: str = ""
+    """What it is shown with."""
+
+    def undeclared(self) -> Series:
+        """Return the same log of a run that declared and announced nothing."""
+        return replace(self, loss_kind="minimize", changes=())
 
     def __len__(self) -> int:
         return len(self.steps)

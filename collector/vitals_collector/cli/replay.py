@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 _EPISODE_ROWS = 20
 """Findings of a kind that lie no further apart are one line of the table."""
 
+_KINDS = {
+    "minimize": "to fall",
+    "rl": "reinforcement learning's, which may rise",
+    "adversarial": "adversarial, which may rise",
+}
+"""What is said of a loss."""
+
 _FILE_ENDINGS = (".csv", ".tsv", ".txt", ".json", ".gz", ".wandb")
 
 
@@ -36,6 +44,14 @@ class ModeName(StrEnum):
     OBSERVE = "observe"
     GUARD = "guard"
     HEAL = "heal"
+
+
+class LossKindName(StrEnum):
+    """What a loss is good for."""
+
+    MINIMIZE = "minimize"
+    RL = "rl"
+    ADVERSARIAL = "adversarial"
 
 
 RunOrLog = Annotated[
@@ -57,6 +73,27 @@ ModeOption = Annotated[
 Config = Annotated[
     Path | None,
     typer.Option(help="Settings to judge by, as VITALS_CONFIG [default: a run's own]."),
+]
+LossKindOption = Annotated[
+    LossKindName | None,
+    typer.Option(
+        help="What a log's loss is good for, as watch(loss_kind=...); of rl and adversarial the "
+        "norms are judged [default: minimize]."
+    ),
+]
+NoClip = Annotated[
+    bool,
+    typer.Option(
+        "--no-clip",
+        help="The loop that wrote the log does not clip: a single outlier is withheld, too.",
+    ),
+]
+Expect = Annotated[
+    list[int] | None,
+    typer.Option(
+        metavar="STEP",
+        help="A change was planned at this step, as if monitor.expect had said so. Repeatable.",
+    ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="A log's column of steps.")]
 LossColumn = Annotated[str | None, typer.Option(help="A log's column of losses.")]
@@ -84,6 +121,9 @@ def replay(
     data: Data = None,
     mode: ModeOption = None,
     config: Config = None,
+    loss_kind: LossKindOption = None,
+    no_clip: NoClip = False,
+    expect: Expect = None,
     step: StepColumn = None,
     loss: LossColumn = None,
     grad_norm: NormColumn = None,
@@ -112,10 +152,22 @@ def replay(
     )
     is_path = bool(run) and folder is None and data is None and _is_path(Path(run))
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
-        history = read_history(Path(run), wanted)
-        _replay_history(history, mode or ModeName.HEAL, _settings(config), plot, form)
+        assumed = _Assumed(
+            mode=mode or ModeName.HEAL,
+            config=replace(_settings(config), loss_kind=(loss_kind or LossKindName.MINIMIZE).value),
+            clips=not no_clip,
+            expected=tuple(expect or ()),
+        )
+        _replay_history(read_history(Path(run), wanted), assumed, plot, form)
         return
-    _refuse_for_runs([*(["--mode"] if mode is not None else []), *wanted.named()])
+    given = {
+        "--mode": mode,
+        "--loss-kind": loss_kind,
+        "--no-clip": no_clip or None,
+        "--expect": expect,
+    }
+    named = [option for option, value in given.items() if value is not None]
+    _refuse_for_runs([*named, *wanted.named()])
     if is_path:
         folder, run = Path(run), ""
     _replay_run(run, folder, data, config, plot, form)
@@ -205,16 +257,24 @@ def folder_here() -> Path | None:
 # --------------------------------------------------------------------------------------- a log
 
 
-def _replay_history(
-    history: "History", mode: ModeName, config: "JudgeConfig", plot: Path | None, form: Format
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Assumed:
+    """What a log does not tell of the loop that wrote it."""
+
+    mode: ModeName
+    config: "JudgeConfig"
+    clips: bool
+    expected: tuple[int, ...]
+
+
+def _replay_history(history: "History", assumed: _Assumed, plot: Path | None, form: Format) -> None:
     from trainvitals.policy.history import cadence_of, document, judge_history, overflows_of
     from vitals_collector.replays.drawing import Drawing
 
     cadence = cadence_of(history.steps)
     for words in (
         _about(history),
-        *_assumptions(mode, cadence),
+        *_assumptions(assumed, cadence),
         *_odd(cadence, len(history.steps)),
         *_overflows(len(overflows_of(history.steps))),
         *history.notes,
@@ -222,7 +282,13 @@ def _replay_history(
         _say(printable(words))
     drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
     said = []
-    for judged in judge_history(history.steps, config=config, mode=mode.value):
+    for judged in judge_history(
+        history.steps,
+        config=assumed.config,
+        mode=assumed.mode.value,
+        clips=assumed.clips,
+        expected=assumed.expected,
+    ):
         made = judged.judgement
         if made.findings or made.readings or made.decision is not None:
             said.append(judged)
@@ -243,18 +309,23 @@ def _about(history: "History") -> str:
     )
 
 
-def _assumptions(mode: ModeName, cadence: "Cadence") -> list[str]:
+def _assumptions(assumed: _Assumed, cadence: "Cadence") -> list[str]:
     """Say what a log does not tell and had to be assumed."""
     from trainvitals.policy.history import CHECKPOINT_EVERY, LAG
 
     unit = "records" if cadence.counts_records else "steps"
-    words = f"judged as in {mode.value} with a readback lag of {LAG} step, as live"
-    if mode is not ModeName.GUARD:
+    words = f"judged as in {assumed.mode.value} with a readback lag of {LAG} step, as live"
+    if assumed.mode is not ModeName.GUARD:
         words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
+    kind = assumed.config.loss_kind
     words += (
-        "; the loop is taken to clip; no log can answer for the probe, so no rollback that needs "
+        f"; the loop is taken {'' if assumed.clips else 'not '}to clip, and its loss is "
+        f"{_KINDS[kind]}; no log can answer for the probe, so no rollback that needs "
         "it is played; the log goes on as it was, whatever would have been done"
     )
+    if assumed.expected:
+        steps = ", ".join(map(str, sorted(assumed.expected)))
+        words += f"; planned changes are taken to be announced before steps {steps}"
     if not cadence.counts_records:
         return [words]
     usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"

@@ -9,7 +9,7 @@ decisions; the recorded ones are compared with them and never used to make them.
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgspec
@@ -230,7 +230,11 @@ class _Replayer:
         facts = self._judge.facts if self._judge else None
         if facts is not None and facts.halted:
             facts = msgspec.structs.replace(facts, halted="")  # it was started again: resumed
-        config = self._config or _recorded_config(started)
+        recorded = _recorded_config(started)
+        config = self._config or recorded
+        if config is not None and recorded is not None:
+            # Other settings are tried; what the loss is good for stays the run's own word.
+            config = replace(config, loss_kind=recorded.loss_kind)
         self._judge = Judge(config, mode, facts=facts)
         self._knows_limits = False
 
