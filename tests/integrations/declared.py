@@ -146,7 +146,9 @@ FRAMEWORKS = (
                     "layer_norms": _NO_TRAINER,
                 }
             ),
-            "DeepSpeed, ZeRO 2, accumulating": Variant(schedule_waits=_ENGINE_SKIPPED),
+            "DeepSpeed, ZeRO 2, accumulating": Variant(
+                schedule_waits=_ENGINE_SKIPPED, keeps_back=_ENGINE_NORM
+            ),
         },
         refused=_ACCELERATE_REFUSES
         | {
@@ -171,7 +173,7 @@ FRAMEWORKS = (
                 scaled=True, rounded=True, schedule_waits=_NOT_STEPPED
             ),
             "DDP, says that it does not clip": Variant(unclipped=True),
-            "DeepSpeed, ZeRO 2": Variant(schedule_waits=_ENGINE_SKIPPED),
+            "DeepSpeed, ZeRO 2": Variant(schedule_waits=_ENGINE_SKIPPED, keeps_back=_ENGINE_NORM),
         },
         refused=_ACCELERATE_REFUSES
         | {"several optimizers with a scaler": "Accelerate updates it after each of them"},
@@ -269,15 +271,21 @@ FRAMEWORKS = (
         asked=_NO_BATCH,
         variants={
             "no ZeRO": Variant(),
-            "no ZeRO, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
-            "ZeRO 1": Variant(schedule_waits=_ENGINE_WAITS),
+            "no ZeRO, bfloat16": Variant(
+                rounded=True, schedule_waits=_ENGINE_WAITS, keeps_back=_ENGINE_NORM
+            ),
+            "ZeRO 1": Variant(schedule_waits=_ENGINE_WAITS, keeps_back=_ENGINE_NORM),
             "ZeRO 1, bfloat16, wide gradients": Variant(
                 rounded=True, schedule_waits=_ENGINE_WAITS, keeps_back=_ENGINE_NORM
             ),
-            "ZeRO 2": Variant(schedule_waits=_ENGINE_WAITS),
-            "ZeRO 2, accumulating, two groups": Variant(schedule_waits=_ENGINE_WAITS),
+            "ZeRO 2": Variant(schedule_waits=_ENGINE_WAITS, keeps_back=_ENGINE_NORM),
+            "ZeRO 2, accumulating, two groups": Variant(
+                schedule_waits=_ENGINE_WAITS, keeps_back=_ENGINE_NORM
+            ),
             "ZeRO 2, never clipped": Variant(unclipped=True, schedule_waits=_ENGINE_WAITS),
-            "ZeRO 2, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
+            "ZeRO 2, bfloat16": Variant(
+                rounded=True, schedule_waits=_ENGINE_WAITS, keeps_back=_ENGINE_NORM
+            ),
             "ZeRO 2, float16 with a scale": Variant(
                 scaled=True,
                 rounded=True,

@@ -261,7 +261,7 @@ def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
     def has_overflow(real: Any) -> Any:
         def ours(*args: Any, **kwargs: Any) -> bool:
             own = bool(real(*args, **kwargs))
-            skip = attached.must_skip(own)
+            skip = attached.must_skip(own) or attached.engine_keeps_back()
             said["ours"] = skip and not attached.overflow_agreed
             return skip
 
