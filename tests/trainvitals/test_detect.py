@@ -491,3 +491,11 @@ def test_where_one_batch_in_five_is_heavier_an_outlier_beyond_both_is_still_one(
     limit = detector.limit()
     assert limit is not None
     assert 2.4 * 1.1 < limit < 1.2 * 10
+
+
+def test_a_noise_that_grew_is_learnt_and_is_no_alarm_without_end() -> None:
+    values = noisy([1.0] * 60, 0.1) + noisy([0.5] * 740, 0.9, seed=3)
+    detector = SpikeDetector("loss")
+    assert len(feed(detector, losses(values))) <= 12
+    (spike,) = feed(detector, losses([500.0], first_step=800))
+    assert "spike" == spike.kind

@@ -63,6 +63,8 @@ _OFTEN = 400
 _REGULAR, _REGULAR_WITHIN = 3, 0.1
 """Intervals that must be alike, and what they may differ by: what comes with every epoch or every
 evaluation is told three times."""
+_NOISE_BEGINS, _NOISE_WITHIN = 10, 100
+"""Outliers that begin anew so often within so many steps are the run's noise, and are learnt."""
 _OF_HIGHER = 0.5
 """Part of the distance of higher steps, told lately, that steps which are told together must have:
 a run that jumps to four times its loss now and then is not told of 1.7 times."""
@@ -193,6 +195,10 @@ class SpikeDetector:
         """Last outliers apart from each other: first, last, how many, the largest distance."""
         self._begins: deque[int] = deque(maxlen=_REGULAR + 1)
         """Steps of the clock at which the last episodes were told."""
+        self._rises: deque[int] = deque(maxlen=_NOISE_BEGINS)
+        """Steps of the clock at which outliers began, behind a step that was none."""
+        self._newest: deque[float] = deque(maxlen=_NOISE_WITHIN)
+        """The newest values, whatever was said of them."""
         self._recurring_told = -1
         self._accepted: list[float] = []
         """Step of the clock and logarithm of the highest value of the newest accepted level."""
@@ -230,6 +236,7 @@ class SpikeDetector:
         course = self._course.median()
         if value <= 0.0 or self._course.smallest <= 0.0:
             return self._around_zero(record, value, clean)
+        self._newest.append(value)
         logarithm = math.log(value)
         distance = logarithm - math.log(course)
         beyond = (distance - self._middle) / self._sigma - self._config.allowance
@@ -365,6 +372,9 @@ class SpikeDetector:
         self._collect(record, distance, beyond)
         self._held.append(value)
         onset = self._onset
+        if self._is_noise():
+            self._take_for_noise()
+            return ()
         silent = self._recurs(distance)
         self._silent = silent = self._begin_told() or silent or self._is_known(logarithm)
         shift = self._accept_if_steady(record)
@@ -504,6 +514,23 @@ class SpikeDetector:
             return False
         return distance <= max(group[3] for group in singles) + math.log(1.5)
 
+    def _is_noise(self) -> bool:
+        """Note an outlier; say whether they begin so often that the reference must be wrong."""
+        rises, groups = self._rises, self._groups
+        if not groups or self._clock - groups[-1][1] > 1:
+            rises.append(self._clock)
+        return len(rises) == _NOISE_BEGINS and rises[-1] - rises[0] <= _NOISE_WITHIN
+
+    def _take_for_noise(self) -> None:
+        """Begin anew from the newest steps, all of them."""
+        values = list(self._newest)
+        course = math.log(sorted(values)[len(values) // 2])
+        self._deviations.restore([math.log(value) - course for value in values])
+        self._course.restore(values[-self._config.course :])
+        self._rises.clear()
+        self._end()
+        self._refresh()
+
     def _accept_if_steady(self, record: StepRecord) -> tuple[Finding, ...]:
         """Make high steps in a row the new level, where they are many and alike."""
         held, num = self._held, self._config.accept_after
@@ -573,6 +600,8 @@ class SpikeDetector:
         self._course.clear()
         self._groups.clear()
         self._begins.clear()
+        self._rises.clear()
+        self._newest.clear()
         self._accepted, self._recurring_told = [], -1
         self._suspended = max(self._suspended, steps)
         self._forget()
@@ -586,6 +615,8 @@ class SpikeDetector:
             "clock": self._clock,
             "groups": [list(group) for group in self._groups],
             "begins": list(self._begins),
+            "rises": list(self._rises),
+            "newest": list(self._newest),
             "recurring_told": self._recurring_told,
             "accepted": list(self._accepted),
             "farthest": self._farthest,
@@ -603,10 +634,11 @@ class SpikeDetector:
         self._deviations.restore(state["deviations"])
         self._course.restore(state["course"])
         self._suspended, self._clock = int(state["suspended"]), int(state["clock"])
-        self._groups.clear()
-        self._groups.extend([float(number) for number in group] for group in state["groups"])
-        self._begins.clear()
-        self._begins.extend(int(clock) for clock in state["begins"])
+        groups = [[float(number) for number in group] for group in state["groups"]]
+        self._groups = deque(groups, self._config.recurs + 3)
+        self._begins = deque(map(int, state["begins"]), _REGULAR + 1)
+        self._rises = deque(map(int, state["rises"]), _NOISE_BEGINS)
+        self._newest = deque(map(float, state["newest"]), _NOISE_WITHIN)
         self._recurring_told = int(state["recurring_told"])
         self._accepted = [float(number) for number in state["accepted"]]
         self._farthest, self._wandered = float(state["farthest"]), float(state["wandered"])
