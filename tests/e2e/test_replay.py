@@ -17,15 +17,16 @@ from vitals_collector.storage.store import open_store
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-NAN_STEP, LOST_STEP = 70, 130
+NAN_STEP, POISON_FIRST, POISON_LAST, BROKEN_STEP = 70, 140, 150, 195
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two ranks in heal mode: a NaN loss on rank 1, then NaN in its parameters: a rollback."""
+    """Two ranks in heal mode: a NaN loss, poisoned data, NaN in parameters: a rollback."""
     faults = FaultPlan().nan_loss_at(rank=1, step=NAN_STEP)
-    faults = faults.nan_parameters_at(rank=1, step=LOST_STEP)
-    done = train(tmp_path_factory.mktemp("healed"), steps=200, mode="heal", faults=faults)
+    faults = faults.poison_batches(first=POISON_FIRST, last=POISON_LAST)
+    faults = faults.nan_parameters_at(rank=1, step=BROKEN_STEP)
+    done = train(tmp_path_factory.mktemp("healed"), steps=220, mode="heal", faults=faults)
     assert 0 == done.exit_code, done.output
     return done
 
@@ -50,10 +51,12 @@ def from_csv(replayed: Replay, tmp_path_factory) -> list[JudgedStep]:
 
 def test_the_stored_run_is_reproduced_to_the_last_digit(trained, replayed: Replay):
     assert [] == replayed.differences()
-    assert ["skip_step", "skip_step", "skip_step", "rollback"] == [
-        d.action for d in replayed.decisions
+    poisoned = [(step, "outlier") for step in range(POISON_FIRST + 1, POISON_LAST)]
+    broken = [(BROKEN_STEP, "nonfinite"), (BROKEN_STEP + 1, "nonfinite")]
+    assert [(NAN_STEP, "nonfinite"), *poisoned, *broken, (BROKEN_STEP + 2, "nonfinite_params")] == [
+        (d.step, d.rule) for d in replayed.decisions
     ]
-    assert [NAN_STEP, LOST_STEP] == [d.step for d in replayed.decisions[:2]]
+    assert "rollback" == replayed.decisions[-1].action
     assert repr(list(replayed.recorded)) == repr(list(replayed.decisions))
     with reader_of(trained) as reader:
         found = [view.finding for view in reader.findings(run_id_of(trained))]
@@ -70,7 +73,7 @@ def test_the_command_says_so(trained, capsys):
 def test_until_the_rollback_a_csv_gives_the_same_limits_findings_and_actions(
     replayed: Replay, from_csv: list[JudgedStep]
 ):
-    """What a CSV cannot say is who was to blame, and that the parameters are lost."""
+    """What a CSV cannot say is who was to blame, and what became of the parameters."""
     stored = replayed.judged()
     last = next(j.row for j in stored if (d := j.judgement.decision) and d.action == "rollback")
     ours, theirs = from_csv[:last], stored[:last]

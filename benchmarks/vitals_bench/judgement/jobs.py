@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from trainvitals.errors import FormatError
+from trainvitals.jsonable import from_json, to_json
 from vitals_bench.judgement.rank import Work
 from vitals_bench.judgement.run import Outcome, Policy, run_one
 from vitals_bench.judgement.worlds import WORLDS, World
@@ -103,7 +104,7 @@ def run_jobs(jobs: Sequence[Job], asked: Asked, *, steps: int | None) -> Iterato
     for outcome in _run(left, asked.jobs, steps):
         if asked.results is not None:
             with asked.results.open("ab") as file:
-                file.write(msgspec.json.encode(outcome) + b"\n")
+                file.write(to_json(outcome) + b"\n")
         yield outcome
 
 
@@ -122,7 +123,7 @@ def read_outcomes(path: Path | None) -> list[Outcome]:
         return []
     try:
         lines = path.read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=Outcome) for line in lines]
+        return [from_json(line, Outcome) for line in lines]
     except msgspec.DecodeError as error:
         raise FormatError(f"{path} holds something else than outcomes: {error}") from error
 

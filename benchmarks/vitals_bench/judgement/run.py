@@ -35,8 +35,6 @@ that never acts. The others watch in that mode, with a probe, or with the kind o
 Mode = Literal["observe", "guard", "heal"]
 LAST_EVALUATIONS = (0.92, 0.94, 0.96, 0.98, 1.0)
 """Where in the training it is evaluated for its last word, which is the median."""
-DIVERGED = 1e300
-"""Stands for a loss that is not finite: JSON has no number for it."""
 MOST_STEPS = 4
 """Times its length that a training may take, as a rollback that never ends would."""
 
@@ -53,7 +51,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     first: float
     """The evaluation before the first step."""
     final: float
-    """The median of the last evaluations; DIVERGED where it is not finite."""
+    """The median of the last evaluations."""
     digest: str
     """Of all parameters at the end, bit for bit."""
     attempted: int
@@ -165,7 +163,7 @@ class Training:
     def final(self) -> float:
         """Return the median of the last evaluations; of what there is now, if there are none."""
         values = list(self._evaluations.values()) or [self.task.evaluate(self.model)]
-        return statistics.median(value if math.isfinite(value) else DIVERGED for value in values)
+        return statistics.median(value if math.isfinite(value) else math.inf for value in values)
 
     def digest(self) -> str:
         """Return a hash of all parameters and buffers, bit for bit."""
