@@ -33,7 +33,7 @@ class LadderConfig:
     max_withheld: int = 32
     """Finite outliers withheld in a row, after which their level is accepted; and in any
     ``withheld_window`` steps, after which outliers pass."""
-    max_firsts: int = 6
+    max_firsts: int = 4
     """Firsts of a row withheld in any ``withheld_window`` steps where the loop does not clip; then
     they pass, and only followers are withheld."""
     withheld_window: int = 1000
