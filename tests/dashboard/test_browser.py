@@ -236,7 +236,7 @@ def test_an_alert_is_silenced_with_a_reason_and_an_end(page, address):
     form.get_by_text("A silence needs a reason").wait_for()
     form.get_by_label("Reason").fill("the data are mended")
     form.get_by_role("button", name="Silence").click()
-    page.get_by_text("Silenced for 15 min.").wait_for()
+    page.get_by_text("Silenced for 15 min.").first.wait_for()
     page.goto(at(address, "alerts?show=silenced"))
     page.get_by_text(re.compile("silenced for another .* the data are mended")).wait_for()
 
