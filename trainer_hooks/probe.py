@@ -28,7 +28,7 @@ from trainer_hooks.bank import EVERY, Bank, Kept, given_out, same_content
 from trainer_hooks.emit import Emitter
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.untouched import LeftTraceError, seed_all, untouched
+from trainer_hooks.untouched import RefusedError, seed_all, untouched
 from trainvitals.policy.evidence import MIN_BATCHES, Ask, Reading
 from trainvitals.records import Note
 
@@ -368,7 +368,7 @@ class _Meeting:
 
     def failed(self, error: Exception) -> None:
         """Leave, and take the others along."""
-        text = str(error) if isinstance(error, LeftTraceError) else ""
+        text = str(error) if isinstance(error, RefusedError) else ""
         self.reason = text or f"raised {type(error).__name__}: {error}"[:500]
         self.meet(_FAILED)
 
@@ -396,21 +396,20 @@ def _number(value: object) -> float:
     """Return the loss as a number.
 
     Raises:
-        TypeError: it is none.
-        LeftTraceError: it knows gradients.
+        RefusedError: it is none, or knows gradients.
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
-            raise LeftTraceError("returned a loss with gradients: it switches them on by itself")
+            raise RefusedError("returned a loss with gradients: it switches them on by itself")
         placements = getattr(value, "placements", ())
         if value.numel() == 1 and all(p.is_replicate() for p in placements):
             to_local = getattr(value, "to_local", None)
             return float(value if to_local is None else to_local())
-        raise TypeError(
-            f"it returned a tensor of shape {tuple(value.shape)}; it must be one number"
+        raise RefusedError(
+            f"returned a tensor of shape {tuple(value.shape)}; it must be one number"
         )
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(f"it returned a {type(value).__name__}; it must be one number")
+        raise RefusedError(f"returned a {type(value).__name__}; it must be one number")
     return float(value)
 
 

@@ -23,8 +23,8 @@ _SHARE_OF_FREE = 0.25
 """Of a device's free memory, up to which copies are made there; larger ones go to the host."""
 
 
-class LeftTraceError(Exception):
-    """What was run switched gradients on, or left some behind."""
+class RefusedError(Exception):
+    """What was run did what it must not; the message goes on from its name."""
 
 
 @contextmanager
@@ -36,7 +36,8 @@ def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Cal
     cache, and what DDP and FSDP note of a forward. Gradients are out of reach meanwhile. What lies
     elsewhere - a generator of the loop's own, a list that a module appends to - is not seen.
 
-    Yields what raises ``LeftTraceError`` if gradients were switched on; to be called at the end.
+    Yields what raises ``RefusedError`` where gradients were switched on or parameters written to;
+    to be called at the end.
     """
     modules = list(model.modules())
     reshard(model)
@@ -55,15 +56,18 @@ def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Cal
         for param in everything.values():
             param.grad = None
         asks = {id(p): p.requires_grad for p in everything.values()}
+        versions = {key: p._version for key, p in held.items() if type(p) is nn.Parameter}
         undo.enter_context(torch.no_grad())
 
         def check() -> None:
             if torch.is_grad_enabled():
-                raise LeftTraceError("it left gradients switched on")
+                raise RefusedError("left gradients switched on")
             if any(p.grad is not None for p in everything.values()):
-                raise LeftTraceError("it left gradients in the parameters")
+                raise RefusedError("left gradients in the parameters")
             if any(p.requires_grad != asks[key] for key, p in everything.items()):
-                raise LeftTraceError("it changed requires_grad of parameters")
+                raise RefusedError("changed requires_grad of parameters")
+            if any(held[key]._version != version for key, version in versions.items()):
+                raise RefusedError("wrote to trained parameters, which cannot be put back")
 
         yield check
 

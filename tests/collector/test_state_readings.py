@@ -47,8 +47,9 @@ def why(store: Store, step: int) -> str:
     [
         (
             ROW,
-            "Probe: kept batches read 1.31x their earlier loss (8 batches, 0.42 then, 0.55 now): "
-            "the state is sound, so the updates were withheld and nothing was rolled back",
+            "Probe: kept batches read 1.31x their earlier loss (8 batches, 0.42 then, 0.55 now, "
+            "part of the first losses added to each): the state is sound, so the updates were "
+            "withheld and nothing was rolled back",
         ),
         (
             replace(ROW, ratio=5.3, then=None, now=None, verdict="state"),
@@ -56,8 +57,8 @@ def why(store: Store, step: int) -> str:
         ),
         (
             replace(ROW, ratio=math.inf, then=None, now=math.nan, verdict="state"),
-            "Probe: kept batches read NaN or infinite, not their earlier loss (8 batches, nan now):"
-            " the state is damaged",
+            "Probe: kept batches read NaN or infinite, not their earlier loss (8 batches, nan now, "
+            "part of the first losses added to each): the state is damaged",
         ),
         (
             replace(ROW, num_batches=2, ratio=None, verdict="abstained"),
@@ -70,7 +71,7 @@ def why(store: Store, step: int) -> str:
         (
             replace(ROW, trigger="level", ratio=3.0, then=None, now=None, verdict="state"),
             "Probe: kept batches read 3x their earlier loss (8 batches): the state is worse on "
-            "them, which is only told",
+            "them",
         ),
         (
             replace(ROW, trigger="evaluation", ratio=2.4, then=1.0, now=2.4, verdict="state"),

@@ -265,6 +265,17 @@ def test_a_function_that_leaves_gradients_is_switched_off_and_nothing_stays():
         assert_same_weights(plain, loop)
 
 
+def test_a_function_that_writes_to_what_is_trained_is_switched_off_at_its_first_call():
+    def scales(x):
+        loop.model[0].weight.mul_(1.0001)
+        return loop.loss(x)
+
+    loop = Regression(steps=12)
+    loop.run(probe=scales)
+    (text,) = loop.said("probe_off")
+    assert "loss_of wrote to trained parameters" in text
+
+
 def test_a_function_that_raises_or_gives_no_number_is_switched_off_in_words():
     def raises(_x):
         raise KeyError("labels")

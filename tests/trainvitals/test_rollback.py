@@ -5,6 +5,7 @@ import pytest
 from tests.trainvitals.ladder_run import Run
 from tests.trainvitals.played import reads
 from trainvitals.policy.state import Facts, lr_factor_at
+from trainvitals.policy.withholding import Withholding, withholding
 
 
 def test_a_damaged_state_goes_back_at_the_third_outlier_without_three_batches_on_either_side():
@@ -49,6 +50,16 @@ def test_in_guard_the_verdict_is_told_once_and_nothing_goes_back():
     run = Run(mode="guard", probe=reads(9.0))
     assert {"skip_step"} == {d.action for d in run.feed(*("outlier",) * 10)}
     assert ["state_damaged"] == [f.kind for f in run.told]
+
+
+def test_from_weights_that_were_read_damaged_nothing_more_is_withheld_in_this_row():
+    run = Run(mode="guard", probe=reads(9.0))
+    run.feed(*("outlier",) * 2)
+    assert withholding(run.state, run.config, clips=True).left > 0
+    run.feed("outlier")
+    assert Withholding() == withholding(run.state, run.config, clips=True)
+    run.feed("ok", "outlier")
+    assert withholding(run.state, run.config, clips=True).left > 0
 
 
 def test_non_finite_steps_without_end_are_skipped_on_where_the_state_reads_sound():

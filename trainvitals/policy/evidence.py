@@ -59,7 +59,7 @@ _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
     ("row", "sound"): _WITHHELD,
     ("nonfinite", "sound"): _WITHHELD.replace("withheld", "skipped"),
     ("lr_jump", "sound"): "the state is sound, so the learning rate was left as it is",
-    ("level", "state"): "the state is worse on them, which is only told",
+    ("level", "state"): "the state is worse on them",
 }
 
 
@@ -73,6 +73,7 @@ def of_reading(event: StateRead) -> str:
     numbers = [f"{event.num_batches} batches"] if is_probe else []
     numbers += [] if event.then is None else [f"{event.then:.4g} then"]
     numbers += [] if event.now is None else [f"{event.now:.4g} now"]
+    numbers += ["part of the first losses added to each"] if is_probe and len(numbers) > 1 else []
     shown = f" ({', '.join(numbers)})" if numbers else ""
     times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, not"
     what = "kept batches read" if is_probe else "the loss is"

@@ -68,11 +68,11 @@ _RULED_OUT = frozenset({"nonfinite_streak", "stuck"})
 
 _QUESTIONS = {
     "row": "outliers in a row since step {}: here the probe would be asked, and only a damaged "
-    "state would be rolled back",
+    "state would be acted on",
     "nonfinite": "non-finite steps in a row since step {}: here the probe would be asked whether "
     "the state is damaged or the data are bad",
     "level": "the loss has risen since step {}: here the probe would be asked, its answer told; "
-    "soon after a jump of the learning rate a damaged state would be rolled back",
+    "soon after a jump of the learning rate a damaged state would be acted on",
     "lr_jump": "the learning rate jumped at step {}: here the probe would be asked, and its answer "
     "told",
 }

@@ -286,7 +286,8 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
             if blamed.decision is not None:
                 return blamed._replace(readings=readings)
             state, findings = blamed.state, blamed.findings
-    if not left and not state.spent:
+            state = replace(state, passes_since=onset)
+    if not left and not state.spent and state.row[0].step != state.passes_since:
         state = replace(state, spent=True)
         text = (
             f"{config.max_withheld} updates were withheld within {config.withheld_window} steps, "

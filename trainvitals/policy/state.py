@@ -262,6 +262,9 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the updates that were withheld within the window."""
     firsts: tuple[int, ...] = ()
     """Times of those that were the first of their row."""
+    passes_since: int = -1
+    """First step of the row that passes: the state was read damaged, and nothing went back. What is
+    withheld from damaged weights keeps them damaged."""
     spent: bool = False
     """Whether it was told that outliers pass because the bound is reached."""
     recent: tuple[Outlier, ...] = ()

@@ -131,6 +131,8 @@ def withholding(
     if not (state.row or state.withheld):
         first = (is_warming_up or not clips) and config.max_withheld > 1
         return Withholding(first, config.max_withheld)
+    if state.row and state.row[0].step == state.passes_since:
+        return Withholding()
     in_row = sum(outlier.withheld for outlier in state.row)
     horizon = state.facts.clock - config.withheld_window
     in_window = sum(time > horizon for time in state.withheld)
