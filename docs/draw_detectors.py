@@ -27,8 +27,8 @@ not zero. What was flagged or is not finite never enters what others are compare
 
 A finding has one of two levels.
 
-- *act*: the guard may hold the update back, and the ladder may roll back. So it is almost never
-  wrong.
+- *act*: the update is held back, or may be, and the ladder may roll back or ask the probe about
+  the state. So it is almost never wrong.
 - *tell*: a person is told. Nothing else happens.
 
 Every picture below was drawn by `docs/draw_detectors.py` from a course that it makes: the real
@@ -64,11 +64,14 @@ SETS = (
 JUDGED = """\
 ## What becomes of a finding
 
-The ladder decides (`trainvitals/policy/ladder.py:decide`, a pure function): an outlier is skipped,
-skips that pile up are a storm and are rolled back to before their onset, the next try goes further
-back with a lower learning rate, and a budget that is spent halts the run. Every decision says in
-words why; its settings are in [SETTINGS.md](SETTINGS.md#ladder). A plateau and a burst are told,
-and never acted on.
+The ladder decides (`trainvitals/policy/ladder.py:decide`): what is not finite is skipped; of finite
+outliers ([`outlier`](SETTINGS.md#outlier)) the first in a row is left to the loop's clip, and those
+right behind it are withheld, at most 32. Only evidence about the state leads back: parameters that
+are not finite, the probe, an evaluation. For certain evidence the next try goes further back with a
+lower learning rate, and a budget that is spent halts the run; finite evidence never does.
+Every decision says in words why; the settings are in [SETTINGS.md](SETTINGS.md#ladder), and
+[what is done about a bad step](guides/bad-steps.md) is one page. All else is told, and never acted
+on.
 
 ## How they were judged
 

@@ -268,7 +268,7 @@ FRAMEWORKS = (
         module="deepspeed",
         package="deepspeed",
         distribution="deepspeed",
-        asked=_NO_BATCH,
+        asked=_NO_BATCH + "; refused under ZeRO 3",
         variants={
             "no ZeRO": Variant(),
             "no ZeRO, bfloat16": Variant(

@@ -423,3 +423,17 @@ def test_the_trainer_s_own_loss_is_the_probe_and_leaves_no_trace(tmp_path, accum
     for before, after in zip(plain.parameters, probed.parameters, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert "compute_loss" not in vars(trainer)
+
+
+def test_a_loss_of_somebody_else_s_is_not_called_by_us_and_that_is_said(tmp_path, monkeypatch):
+    calls = []
+
+    def compute_loss(self, *args, **kwargs):
+        calls.append(self.state.global_step)
+        return Trainer.compute_loss(self, *args, **kwargs)
+
+    monkeypatch.setattr(Spoiled, "compute_loss", compute_loss, raising=False)
+    trainer, _, _ = make(tmp_path)
+    trainer.train()
+    assert list(range(STEPS)) == calls
+    assert 1 == len(journal(tmp_path).notes("no_probe"))
