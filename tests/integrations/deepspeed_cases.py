@@ -276,7 +276,7 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
     engine = make_engine(script, config)
     made = torch.Generator().manual_seed(script.rank)
     loss_of = lambda batch: engine(**batch)["loss"]  # noqa: E731
-    with attach(engine) as attached:
+    with attach(engine, loss_kind="rl") as attached:
         for _ in range(25):
             batch = {n: torch.randn(t.shape, generator=made) for n, t in script.batch().items()}
             if gives:
@@ -285,7 +285,9 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
             engine.step()
         probe = attached._host.probe
         num_batches = probe.read(ask(30)).num_batches if gives else 0
-        return {"digest": digest(engine), "is_on": probe.is_on, "num_batches": num_batches}
+        kind = attached._host.judge.config.loss_kind
+        found = {"digest": digest(engine), "is_on": probe.is_on, "num_batches": num_batches}
+        return found | {"kind": kind}
 
 
 def asked_under_3(script: Script) -> Seen:

@@ -154,6 +154,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
     assert [seen["digest"] for seen in plain] == [seen["digest"] for seen in probed]
     for seen in probed:
         assert seen["is_on"]
+        assert "rl" == seen["kind"], "what the loss is good for is told on"
         assert 0 < seen["num_batches"]
 
 

@@ -437,3 +437,23 @@ def test_a_loss_of_somebody_else_s_is_not_called_by_us_and_that_is_said(tmp_path
     trainer.train()
     assert list(range(STEPS)) == calls
     assert 1 == len(journal(tmp_path).notes("no_probe"))
+
+
+def test_the_loss_of_a_policy_keeps_nothing_back_where_the_callback_is_told_its_kind(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VITALS_OUTLIER_WARM_UP", "12")
+    trainer, _, callback = make(tmp_path, options={"loss_kind": "rl"})
+    limits = []
+    trainer.add_callback(at_end(lambda: limits.append(callback.attached._host.judge.limits())))
+    trainer.train()
+    assert limits[-1].loss is None
+    assert limits[-1].grad_norm is not None
+
+
+def at_end(call):
+    class AtEnd(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            call()
+
+    return AtEnd()

@@ -61,6 +61,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         tags=options.get("tags", ()),
         state=options.get("state"),
         signals=options.get("signals"),
+        loss_kind=options.get("loss_kind", "minimize"),
     )
     made = set_up(given)
     if made is None or seat is None:
