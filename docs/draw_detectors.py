@@ -40,8 +40,8 @@ not zero. What was flagged or is not finite never enters what others are compare
 
 A finding has one of two levels.
 
-- *act*: the guard may hold the update back, and the ladder may roll back. So it is almost never
-  wrong.
+- *act*: the update is held back, or may be, and the ladder may roll back or ask the probe about
+  the state. So it is almost never wrong.
 - *tell*: a person is told. Nothing else happens.
 
 Every picture below was drawn by `docs/draw_detectors.py` from a course that it makes, or from a

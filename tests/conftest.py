@@ -96,15 +96,16 @@ def _children() -> set[str]:
             found.update(path.read_text().split())
         except OSError:
             found.update()  # a thread that ended while we looked has no children
-    return {child for child in found if not _is_inductor_worker(child)}
+    return {child for child in found if not _ends_with_ours(child)}
 
 
-def _is_inductor_worker(pid: str) -> bool:
-    """Whether torch.compile started this process, which ends with ours."""
+def _ends_with_ours(pid: str) -> bool:
+    """Whether torch.compile, or multiprocessing at its first start, has this process for good."""
     try:
-        return b"torch/_inductor/compile_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False  # it has ended by now
+    return b"torch/_inductor/compile_worker" in line or b"multiprocessing.resource_tracker" in line
 
 
 @pytest.fixture

@@ -246,7 +246,7 @@ FRAMEWORKS = (
         module="torchtitan",
         package="torchtitan",
         distribution="torchtitan",
-        asked="by the loop: forward and backward are one call, and validation is evidence",
+        asked="not: its forward and backward are one call; its validation is evidence",
         variants={
             "Trainer, FSDP2": Variant(),
             "Trainer, FSDP2, accumulated": Variant(),
@@ -268,7 +268,7 @@ FRAMEWORKS = (
         module="deepspeed",
         package="deepspeed",
         distribution="deepspeed",
-        asked=_NO_BATCH,
+        asked=_NO_BATCH + "; refused under ZeRO 3",
         variants={
             "no ZeRO": Variant(),
             "no ZeRO, bfloat16": Variant(

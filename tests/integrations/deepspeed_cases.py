@@ -23,6 +23,7 @@ from tests.integrations.trainings.deepspeed import (
     stage,
     state,
 )
+from tests.trainer_hooks.probing import ask
 from trainer_hooks import SignalSettings
 from trainer_hooks.integrations.deepspeed import attach
 from trainvitals.errors import TrainingHalted, UsageError
@@ -270,6 +271,36 @@ def twice(script: Script) -> Seen:
     return {"said": ""}
 
 
+def probed(script: Script, config: Any, *, gives: bool) -> Seen:
+    """Train on other batches in each step, and give them to the probe or not."""
+    engine = make_engine(script, config)
+    made = torch.Generator().manual_seed(script.rank)
+    loss_of = lambda batch: engine(**batch)["loss"]  # noqa: E731
+    with attach(engine, loss_kind="rl") as attached:
+        for _ in range(25):
+            batch = {n: torch.randn(t.shape, generator=made) for n, t in script.batch().items()}
+            if gives:
+                attached.keep_batch(batch, loss_of)
+            engine.backward(loss_of(batch))
+            engine.step()
+        probe = attached._host.probe
+        num_batches = probe.read(ask(30)).num_batches if gives else 0
+        kind = attached._host.judge.config.loss_kind
+        found = {"digest": digest(engine), "is_on": probe.is_on, "num_batches": num_batches}
+        return found | {"kind": kind}
+
+
+def asked_under_3(script: Script) -> Seen:
+    """Give a batch to an engine that cannot be asked."""
+    engine = make_engine(script, stage(3))
+    with attach(engine) as attached:
+        try:
+            attached.keep_batch(script.batch(), lambda batch: engine(**batch)["loss"])
+        except UsageError as error:
+            return {"said": str(error)}
+    return {"said": ""}
+
+
 def failed(script: Script) -> Seen:
     """Raise out of the loop."""
     engine = make_engine(script, stage(1))
@@ -319,6 +350,12 @@ CASES: dict[str, Callable[[Script], Seen]] = {
         )
     },
     "beyond float32": partial(guarded, config=stage(2), number=3, faults={0: times(1e30)}),
+    **{
+        f"{what}: {name}": partial(probed, config=KINDS[name], gives=what == "probed")
+        for name in ("no ZeRO", "ZeRO 2")
+        for what in ("probed", "not probed")
+    },
+    "probe under ZeRO 3": asked_under_3,
     "divided": divided,
     "logged": logged,
     "halted": halted,

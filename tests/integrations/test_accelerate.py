@@ -11,6 +11,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
 from tests.integrations.accelerate_loop import Own, bare, ends, journal, same  # noqa: E402, F401
+from tests.trainer_hooks.probing import ask  # noqa: E402
 from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks.integrations.accelerate import attach  # noqa: E402
 from trainvitals.errors import UsageError  # noqa: E402
@@ -273,3 +274,32 @@ def test_a_scaler_that_is_off_does_not_take_the_guard_away():
     assert same(kept, own.state())
     own.attached.close()
     assert own.optimizer.scaler is scaler
+
+
+# ----------------------------------------------------------------------------------- the probe
+
+
+def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(tmp_path):
+    def train(own, attached=None):
+        for _ in range(25):
+            x = torch.randn(8, 4, generator=own.data)
+            if attached is not None:
+                attached.keep_batch(x, loss_of(own.model))
+            own.accelerator.backward(loss_of(own.model)(x))
+            own.clip()
+            own.update()
+        return own
+
+    theirs, ours = train(Own()), Own()
+    attached = ours.attach()
+    train(ours, attached)
+    reading = attached._host.probe.read(ask(30))
+    assert attached._host.probe.is_on
+    assert 0 < reading.num_batches
+    assert same(theirs.state(), ours.state())
+    attached.close()
+    assert [] == journal(tmp_path).notes("no_probe")
+
+
+def loss_of(model):
+    return lambda x: (model(x) - x[:, :1]).square().mean()

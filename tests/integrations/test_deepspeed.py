@@ -143,6 +143,21 @@ def test_what_the_engine_logs_is_kept(played):
     assert ("Train/Samples/lr", pytest.approx(0.99 * LR)) == (name, value)
 
 
+def test_the_probe_is_refused_under_zero_3_where_it_leaves_a_trace(played):
+    assert all("under ZeRO 3" in seen["said"] for seen in played("probe under ZeRO 3")[0])
+
+
+@pytest.mark.parametrize("kind", ["no ZeRO", "ZeRO 2"])
+def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(played, kind):
+    probed, _ = played(f"probed: {kind}")
+    plain, _ = played(f"not probed: {kind}")
+    assert [seen["digest"] for seen in plain] == [seen["digest"] for seen in probed]
+    for seen in probed:
+        assert seen["is_on"]
+        assert "rl" == seen["kind"], "what the loss is good for is told on"
+        assert 0 < seen["num_batches"]
+
+
 # ------------------------------------------------------------------------------------- faults
 
 

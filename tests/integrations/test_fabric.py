@@ -18,6 +18,7 @@ from lightning.fabric.loggers import CSVLogger  # noqa: E402
 from lightning.fabric.plugins import MixedPrecision  # noqa: E402
 
 from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
+from tests.trainer_hooks.probing import ask  # noqa: E402
 from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks.integrations import framework  # noqa: E402
 from trainer_hooks.integrations.fabric import attach  # noqa: E402
@@ -305,3 +306,32 @@ def test_the_stand_alone_package_is_guarded_as_well(tmp_path):
         before = loop.weight()
         loop.step(bad=True)
     assert torch.equal(before, loop.weight())
+
+
+# ----------------------------------------------------------------------------------- the probe
+
+
+def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before():
+    def train(loop):
+        made = torch.Generator().manual_seed(2)
+        for _ in range(25):
+            x = torch.randn(4, 4, generator=made)
+            if hasattr(loop, "attached"):
+                loop.attached.keep_batch(x, loss_of(loop.model))
+            loop.optimizer.zero_grad()
+            loop.fabric.backward(loss_of(loop.model)(x))
+            loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=0.1)
+            loop.optimizer.step()
+        return [t.detach().clone() for t in loop.net.state_dict().values()]
+
+    bare, ours = train(Loop(guarded=False)), Loop()
+    with ours.attached:
+        after = train(ours)
+        reading = ours.attached._host.probe.read(ask(30))
+        assert ours.attached._host.probe.is_on
+    assert 0 < reading.num_batches
+    assert all(map(torch.equal, bare, after))
+
+
+def loss_of(model):
+    return lambda x: model(x).square().mean()

@@ -423,3 +423,37 @@ def test_the_trainer_s_own_loss_is_the_probe_and_leaves_no_trace(tmp_path, accum
     for before, after in zip(plain.parameters, probed.parameters, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert "compute_loss" not in vars(trainer)
+
+
+def test_a_loss_of_somebody_else_s_is_not_called_by_us_and_that_is_said(tmp_path, monkeypatch):
+    calls = []
+
+    def compute_loss(self, *args, **kwargs):
+        calls.append(self.state.global_step)
+        return Trainer.compute_loss(self, *args, **kwargs)
+
+    monkeypatch.setattr(Spoiled, "compute_loss", compute_loss, raising=False)
+    trainer, _, _ = make(tmp_path)
+    trainer.train()
+    assert list(range(STEPS)) == calls
+    assert 1 == len(journal(tmp_path).notes("no_probe"))
+
+
+def test_the_loss_of_a_policy_keeps_nothing_back_where_the_callback_is_told_its_kind(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VITALS_OUTLIER_WARM_UP", "12")
+    trainer, _, callback = make(tmp_path, options={"loss_kind": "rl"})
+    limits = []
+    trainer.add_callback(at_end(lambda: limits.append(callback.attached._host.judge.limits())))
+    trainer.train()
+    assert limits[-1].loss is None
+    assert limits[-1].grad_norm is not None
+
+
+def at_end(call):
+    class AtEnd(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            call()
+
+    return AtEnd()

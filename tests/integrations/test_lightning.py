@@ -30,6 +30,7 @@ from tests.integrations.lit import (  # noqa: E402
     same,
     trainer,
 )
+from tests.trainer_hooks.probing import ask  # noqa: E402
 from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
 from trainer_hooks.integrations.lightning import VitalsCallback, _max_norm  # noqa: E402
 from trainvitals.errors import TrainingHalted  # noqa: E402
@@ -251,3 +252,27 @@ class TestOff:
         assert {False} == looks.found
         assert same(bare, module)
         assert not (tmp_path / "runs").exists()
+
+
+class Gives(Lit):
+    """Gives its batches, where it is guarded."""
+
+    def training_step(self, batch, batch_idx):
+        guard = next((c for c in self.trainer.callbacks if isinstance(c, VitalsCallback)), None)
+        if guard is not None:
+            guard.attached.keep_batch(batch, lambda x: self.net(x).square().mean())
+            self.probe = guard.attached._host.probe
+        if guard is not None and batch_idx == 24:
+            self.reading = self.probe.read(ask(30))
+            self.is_on = self.probe.is_on
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_that_gives_its_batches_has_the_state_asked_and_trains_as_before(tmp_path):
+    module, _, _ = fit(tmp_path, Gives(), batches=25, gradient_clip_val=0.1)
+    bare = Gives()
+    trainer(tmp_path, gradient_clip_val=0.1).fit(bare, loader(25))
+    assert module.is_on
+    assert 0 < module.reading.num_batches
+    assert same(bare, module)
+    assert [] == journal(tmp_path).notes("no_probe")

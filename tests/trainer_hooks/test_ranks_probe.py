@@ -36,16 +36,12 @@ def test_a_training_is_bit_for_bit_the_same_with_and_without_probing(found, kind
     assert_untouched([one[kind] for one in found])
 
 
-@pytest.fixture(scope="module")
-def found_by_four(tmp_path_factory):
-    """Of the module, as the launch that is the first leaves a tracker of resources running."""
-    return launched(tmp_path_factory.mktemp("four"), 4)
-
-
 @pytest.mark.slow
-def test_so_it_is_on_four_ranks(found_by_four):
+@pytest.mark.parametrize("ranks", [4])
+def test_so_it_is_on_four_ranks(tmp_path, ranks):
+    found = launched(tmp_path, ranks)
     for kind in ("ddp", "fsdp2"):
-        assert_untouched([one[kind] for one in found_by_four])
+        assert_untouched([one[kind] for one in found])
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

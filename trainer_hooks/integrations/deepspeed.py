@@ -25,6 +25,7 @@ from trainer_hooks.integrations.framework import Options, is_off, replace, requi
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
 from trainer_hooks.loop import not_compiled
 from trainer_hooks.off import Unattached
+from trainer_hooks.probe import LossOf
 from trainer_hooks.verdict import SHORT_FROM
 from trainer_hooks.wrap import Made, set_up
 from trainvitals.errors import UsageError
@@ -60,6 +61,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         tags=options.get("tags", ()),
         state=options.get("state"),
         signals=options.get("signals"),
+        loss_kind=options.get("loss_kind", "minimize"),
     )
     made = set_up(given)
     if made is None or seat is None:
@@ -116,6 +118,20 @@ class DeepSpeedAttached(Attached):
         self.replace(engine, "backward", backward)
         if getattr(engine, "monitor", None) is not None:
             self.replace(engine.monitor, "write_events", write_events)
+
+    def keep_batch(self, batch: Any, probe: LossOf) -> None:
+        """Have a batch of the step kept; as ``Attached.keep_batch``.
+
+        Raises:
+            UsageError: this is ZeRO 3.
+        """
+        if isinstance(self.holder, ZeroThree):
+            raise UsageError(
+                "keep_batch() under ZeRO 3: a forward between the steps gathers parameters, and "
+                "the training was seen to go on with other roundings",
+                hint="leave keep_batch() out, or train with ZeRO 2",
+            )
+        super().keep_batch(batch, probe)
 
     # ------------------------------------------------------------------------- in its step
 

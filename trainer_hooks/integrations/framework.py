@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from trainer_hooks.measures.settings import SignalSettings
+from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Options(TypedDict, total=False):
     tags: Sequence[str]
     state: Mapping[str, Any] | None
     signals: SignalSettings | None
+    loss_kind: LossKind
 
 
 def is_off(options: Options) -> bool:
