@@ -18,11 +18,6 @@ from vitals_bench.judgement.worlds import World
 
 FREE, OF_A_LEVEL = 6, 32
 """Updates that may be withheld from a healthy run, and those for each level that it took on."""
-SAME = {1.0: 0.9, None: 0.85}
-"""Share of the runs in which nothing at all differs. Without a clip first outliers are withheld,
-and the goal of nine in ten is missed."""
-NOISE = 1.05
-"""A run that was touched ends at most so far above the worst of five bare seeds."""
 MEMORISING = partial(TextTask, memorise=True)
 """Two batches learnt by heart: the loss falls fast, and spikes on its way."""
 TASKS = {
@@ -89,7 +84,7 @@ def test_a_healthy_training_is_what_it_is_without_us(name):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("policy", ["guard", "heal+probe"])
-def test_most_healthy_trainings_are_bit_for_bit_the_same(clip, policy):
+def test_nine_in_ten_healthy_trainings_are_bit_for_bit_the_same(clip, policy):
     same = []
     for name in TASKS:
         bare = [train(name, clip=clip, policy="none", seed=seed) for seed in range(5)]
@@ -98,5 +93,5 @@ def test_most_healthy_trainings_are_bit_for_bit_the_same(clip, policy):
             watched = train(name, clip=clip, policy=policy, seed=seed)
             assert_unharmed(bare[seed], watched)
             same.append(watched.digest == bare[seed].digest)
-            assert same[-1] or watched.final <= NOISE * worst, (name, seed, watched.final, worst)
-    assert sum(same) >= SAME[clip] * len(same), f"{sum(same)} of {len(same)}"
+            assert same[-1] or watched.final <= worst, (name, seed, watched.final, worst)
+    assert sum(same) >= 0.9 * len(same), f"{sum(same)} of {len(same)}"

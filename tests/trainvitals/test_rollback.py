@@ -52,6 +52,13 @@ def test_in_guard_the_verdict_is_told_once_and_nothing_goes_back():
     assert ["state_damaged"] == [f.kind for f in run.told]
 
 
+@pytest.mark.parametrize(("clips", "limit"), [(True, 2.0), (False, 5.0)])
+def test_the_verdict_names_the_ratio_that_it_was_held_against(clips, limit):
+    run = Run(mode="guard", probe=reads(9.0), clips=clips)
+    run.feed(*("outlier",) * 3)
+    assert [(9.0, limit)] == [(pytest.approx(f.value), f.limit) for f in run.told][:1]
+
+
 def test_from_weights_that_were_read_damaged_nothing_more_is_withheld_in_this_row():
     run = Run(mode="guard", probe=reads(9.0))
     run.feed(*("outlier",) * 2)

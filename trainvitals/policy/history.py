@@ -308,11 +308,10 @@ class _Player:
 
     def _is_announced(self, step: int) -> bool:
         """Say whether this is the first record from an announced change on."""
-        found = False
+        num_left = len(self._expected)
         while self._expected and self._expected[-1] <= step:
             self._expected.pop()
-            found = True
-        return found
+        return len(self._expected) < num_left
 
     def _clock(self, place: int) -> int:
         return place if self._cadence.counts_records else self._log[place].step

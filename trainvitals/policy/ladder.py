@@ -224,7 +224,7 @@ def _nonfinite(state: LadderState, bad: Finding, case: Case) -> Verdict:
 def _nonfinite_by_state(
     state: LadderState, read: StateRead, bad: Finding, onset: int, case: Case
 ) -> Verdict:
-    finding = _state_damaged(read, case, bad.rank)
+    finding = _state_damaged(read, _blames(state, onset, case), case, bad.rank)
     if case.heals:
         return for_certain(
             state, case, rule="state_damaged", kind="nonfinite", onset=onset,
@@ -279,8 +279,9 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
         read = _ask(state, "row", onset, case)
         readings = () if read is None else (read,)
         if read is not None and read.verdict == "state" and not _was_trained_on(state, record):
+            finding = _state_damaged(read, _blames(state, onset, case), case)
             blamed = for_finite(
-                state, case, rule="state_damaged", onset=onset, finding=_state_damaged(read, case),
+                state, case, rule="state_damaged", onset=onset, finding=finding,
                 reason=f"{spike.reason}; {_in_words(read)}",
             )  # fmt: skip
             if blamed.decision is not None:
@@ -354,12 +355,9 @@ def _ask(
     floor = config.state_floor * case.course().first
     reading = case.probe(Ask(trigger=trigger, step=case.record.step, onset_step=onset, floor=floor))
     ratio = reading.ratio(floor)
-    enough = config.state_ratio if case.record.clips else config.state_ratio_unclipped
-    if is_near_jump(state, onset, case):
-        enough = config.state_ratio_jump
     verdict: Literal["state", "sound", "abstained"] = "abstained"
     if ratio is not None:
-        verdict = "state" if ratio > enough else "sound"
+        verdict = "state" if ratio > _blames(state, onset, case) else "sound"
     return StateRead(
         trigger=trigger,
         onset_step=onset,
@@ -370,6 +368,14 @@ def _ask(
         verdict=verdict,
         detail=reading.detail,
     )
+
+
+def _blames(state: LadderState, onset: int, case: Case) -> float:
+    """Return the ratio above which kept batches blame the state."""
+    config = case.config
+    if is_near_jump(state, onset, case):
+        return config.state_ratio_jump
+    return config.state_ratio if case.record.clips else config.state_ratio_unclipped
 
 
 def _finite(value: float) -> float | None:
@@ -386,7 +392,7 @@ def _in_words(read: StateRead) -> str:
     )
 
 
-def _state_damaged(read: StateRead, case: Case, rank: int = -1) -> Finding:
+def _state_damaged(read: StateRead, limit: float, case: Case, rank: int = -1) -> Finding:
     return Finding(
         kind="state_damaged",
         level="act",
@@ -395,7 +401,7 @@ def _state_damaged(read: StateRead, case: Case, rank: int = -1) -> Finding:
         reason=_in_words(read),
         rank=rank,
         value=read.ratio,
-        limit=case.config.state_ratio,
+        limit=limit,
         onset_step=read.onset_step,
         cause="state_damaged",
     )
@@ -432,7 +438,8 @@ def _level(state: LadderState, findings: Sequence[Finding], case: Case) -> Verdi
         return Verdict(state, readings=(read,))
     state = replace(state, last_flagged=max(state.last_flagged, case.record.step))
     verdict = for_finite(
-        state, case, rule="state_damaged", onset=onset, finding=_state_damaged(read, case),
+        state, case, rule="state_damaged", onset=onset,
+        finding=_state_damaged(read, _blames(state, onset, case), case),
         reason=f"the loss rose after a jump of the learning rate; {_in_words(read)}",
     )  # fmt: skip
     return verdict._replace(readings=(read,))
@@ -506,7 +513,8 @@ def _look_at_evaluation(verdict: Verdict, before: LadderState, ratio: float, cas
         return verdict
     onset = min((o.step for o in before.recent if o.step >= since), default=last)
     reason = f"the evaluation's loss is {ratio:.3g}x the one before: the state is damaged"
-    finding = replace(_state_damaged(read, case), reason=reason, detector="evaluation")
+    finding = _state_damaged(read, case.config.state_ratio, case)
+    finding = replace(finding, reason=reason, detector="evaluation")
     blamed = for_finite(
         without_entry(verdict), case, rule="evaluation", onset=onset, reason=reason, finding=finding
     )

@@ -7,7 +7,7 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, cast
 
@@ -250,6 +250,11 @@ def train_watched(
         errors = dict(monitor.swallowed_errors)
         monitor.close()
         ledger.read()
+    return {"halted": halted, "errors": errors, **_recorded(ledger, damage)}
+
+
+def _recorded(ledger: Ledger, damage: Mapping[tuple[int, int], bool]) -> dict[str, Any]:
+    """Return what the run wrote down of itself; ``damage`` is by attempt and step."""
     told = [f.kind for f in ledger.findings if f.level == "tell"]
     return {
         "withheld": ledger.withheld,
@@ -257,7 +262,6 @@ def train_watched(
         "longest": ledger.longest,
         "withheld_steps": ledger.withheld_steps[:200],
         "rollbacks": [(d.step, d.rollback_to_step, d.rule) for d in ledger.rollbacks()],
-        "halted": halted,
         "accepted": ledger.by_rule("level_accepted"),
         "recurring": ledger.by_rule("recurring_level"),
         "readings": [
@@ -266,7 +270,6 @@ def train_watched(
         ],
         "told": {kind: told.count(kind) for kind in sorted(set(told))},
         "notes": dict(ledger.notes),
-        "errors": errors,
     }
 
 
