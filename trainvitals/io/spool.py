@@ -277,13 +277,15 @@ class Spool:
 
     def _drop_oldest(self) -> None:
         oldest = min(self._sizes)
-        acked = max(self._state.acked, Position(oldest + 1, 0))
+        acked, num_dropped = self._state.acked, self._state.dropped_rows
         num_rows = self._num_unacked_rows(oldest)
-        self._change(acked=acked, dropped_rows=self._state.dropped_rows + num_rows)
+        self._change(acked=max(acked, Position(oldest + 1)), dropped_rows=num_dropped + num_rows)
         try:
-            self._save_state()  # first, so that a crash in between cannot hide it
-        finally:
-            self._remove(oldest)
+            self._save_state()  # first: what is not counted on disk would be gone without a count
+        except (OSError, StorageError):
+            self._change(acked=acked, dropped_rows=num_dropped)
+            raise
+        self._remove(oldest)
 
     def _num_unacked_rows(self, number: int) -> int:
         acked = self._state.acked

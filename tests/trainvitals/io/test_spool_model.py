@@ -176,6 +176,18 @@ def test_a_spool_keeps_its_word_whatever_the_disk_does() -> None:
     )
 
 
+def test_what_cannot_be_counted_on_disk_is_not_dropped() -> None:
+    machine = SpoolMachine()
+    machine.begin(keep=False, num_batches=4, saved_after=-1, header_every=0, seed=0)
+    machine.append(4)
+    machine.fail_soon(errno.ENOSPC, after=1)
+    machine.append(1)
+    machine.die(power=False)
+    machine.nothing_that_was_synced_is_lost()
+    assert machine.spool is not None and machine.spool.dropped_rows == 0
+    machine.teardown()
+
+
 @pytest.mark.slow
 def test_a_spool_keeps_its_word_over_thousands_of_disks() -> None:
     run_state_machine_as_test(
