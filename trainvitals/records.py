@@ -221,7 +221,8 @@ class StateRead(_Event, frozen=True, kw_only=True):
     """Median loss now over median loss then, both with a small floor; None: it abstained."""
     then: float | None = None
     now: float | None = None
-    verdict: Literal["state", "sound", "abstained"] = "abstained"
+    verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
+    """Whether the state is to blame; ``worse`` where it may be, without the proof to go back."""
     detail: str = ""
 
 

@@ -88,10 +88,17 @@ def test_nine_in_ten_healthy_trainings_are_bit_for_bit_the_same(clip, policy):
     same = []
     for name in TASKS:
         bare = [train(name, clip=clip, policy="none", seed=seed) for seed in range(5)]
-        worst = max(outcome.final for outcome in bare)
-        for seed in range(5):
-            watched = train(name, clip=clip, policy=policy, seed=seed)
-            assert_unharmed(bare[seed], watched)
-            same.append(watched.digest == bare[seed].digest)
-            assert same[-1] or watched.final <= worst, (name, seed, watched.final, worst)
+        watched = [train(name, clip=clip, policy=policy, seed=seed) for seed in range(5)]
+        for one, other in zip(bare, watched, strict=True):
+            assert_unharmed(one, other)
+        same += [one.digest == other.digest for one, other in zip(bare, watched, strict=True)]
+        if not all(same[-5:]):
+            finals = finals_of_seeds(name, clip)
+            assert max(outcome.final for outcome in watched) <= max(finals), (name, finals)
     assert sum(same) >= 0.9 * len(same), f"{sum(same)} of {len(same)}"
+
+
+def finals_of_seeds(name, clip):
+    """Where trainings without us end: of more seeds than were watched, whose best and worst are
+    among them by chance."""
+    return [train(name, clip=clip, policy="none", seed=seed).final for seed in range(20)]

@@ -101,6 +101,21 @@ def test_the_last_update_that_may_be_withheld_is_not_given_away_twice():
     assert [30, 1, 1] == [sum(flags[60:90]), sum(flags[90:140]), sum(flags[140:])]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "verdict", "num"), [(1.9, "sound", 32), (3.0, "worse", 3), (4.9, "worse", 3)]
+)
+def test_from_weights_that_read_worse_nothing_more_is_withheld(ratio, verdict, num):
+    """Without a clip, where that is no proof: a hard batch that was applied moved the weights."""
+    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
+    records = [*[near] * 60, *[far] * 32, *[near] * 40]
+    played = Played(
+        lambda step: records[step], clips=False, probe=reads(ratio), checkpoints=(20, 40)
+    ).run(len(records))
+    assert num == sum(record.withheld for record in played.records)
+    assert [("row", verdict)] == [(read.trigger, read.verdict) for read in played.readings]
+    assert "rollback" not in {made.action for made in played.decisions}
+
+
 @pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_state_that_always_reads_damaged_leads_back_once_a_cooldown_and_never_to_a_halt(

@@ -55,12 +55,15 @@ MIN_BATCHES = 3
 NO_READING = Reading(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
 
 _WITHHELD = "the state is sound, so the updates were withheld and nothing was rolled back"
+_WORSE = "the state is worse on them, but not so far that it is surely damaged"
 _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
     ("row", "sound"): _WITHHELD,
     ("nonfinite", "sound"): _WITHHELD.replace("withheld", "skipped"),
     ("lr_jump", "sound"): "the state is sound, so the learning rate was left as it is",
     ("level", "state"): "the state is worse on them",
+    ("row", "worse"): f"{_WORSE}: the rest of the row is trained on, not withheld",
 }
+_MEANINGS = {"sound": "the state is sound", "state": "the state is damaged", "worse": _WORSE}
 
 
 def of_reading(event: StateRead) -> str:
@@ -78,6 +81,6 @@ def of_reading(event: StateRead) -> str:
     times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, not"
     what = "kept batches read" if is_probe else "the loss is"
     earlier = "their earlier loss" if is_probe else "the one before"
-    usual = "the state is sound" if event.verdict == "sound" else "the state is damaged"
+    usual = _MEANINGS[event.verdict]
     meaning = _MEANINGS_OF_STATE.get((event.trigger, event.verdict), usual)
     return f"{who}: {what} {times} {earlier}{shown}: {meaning}"

@@ -214,7 +214,7 @@ def _nonfinite(state: LadderState, bad: Finding, case: Case) -> Verdict:
     if num == config.ask_after:
         read = _ask(state, "nonfinite", began, case)
         readings = () if read is None else (read,)
-        state = replace(state, sound=read is not None and read.verdict == "sound")
+        state = replace(state, sound=read is not None and read.verdict in ("sound", "worse"))
         if read is not None and read.verdict == "state":
             verdict = _nonfinite_by_state(state, read, bad, began, case)
             return verdict._replace(readings=readings)
@@ -287,6 +287,7 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
             if blamed.decision is not None:
                 return blamed._replace(readings=readings)
             state, findings = blamed.state, blamed.findings
+        if read is not None and read.verdict in ("state", "worse"):
             state = replace(state, passes_since=onset)
     if not left and not state.spent and state.row[0].step != state.passes_since:
         state = replace(state, spent=True)
@@ -355,9 +356,12 @@ def _ask(
     floor = config.state_floor * case.course().first
     reading = case.probe(Ask(trigger=trigger, step=case.record.step, onset_step=onset, floor=floor))
     ratio = reading.ratio(floor)
-    verdict: Literal["state", "sound", "abstained"] = "abstained"
+    verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
     if ratio is not None:
-        verdict = "state" if ratio > _blames(state, onset, case) else "sound"
+        is_worse = ratio > config.state_ratio
+        verdict = (
+            "state" if ratio > _blames(state, onset, case) else "worse" if is_worse else "sound"
+        )
     return StateRead(
         trigger=trigger,
         onset_step=onset,

@@ -50,7 +50,8 @@ class LadderConfig:
     state_ratio: float = 2.0
     """Kept batches that read above this multiple of their earlier loss blame the state."""
     state_ratio_unclipped: float = 5.0
-    """The same where the loop does not clip: healthy states read up to 4.3 there."""
+    """The same where the loop does not clip: healthy states read up to 4.3 there, after a hard
+    batch that was applied. In between nothing goes back, and nothing more is withheld."""
     state_ratio_jump: float = 1.25
     """The same right after a jump of the learning rate: healthy states read up to 1.02 there, and
     where chance is near a damaged one cannot read much more."""
@@ -263,8 +264,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     firsts: tuple[int, ...] = ()
     """Times of those that were the first of their row."""
     passes_since: int = -1
-    """First step of the row that passes: the state was read damaged, and nothing went back. What is
-    withheld from damaged weights keeps them damaged."""
+    """First step of the row that passes: the state was read worse or damaged, and nothing went
+    back. No batch is to blame then, and what is withheld keeps such weights as they are."""
     spent: bool = False
     """Whether it was told that outliers pass because the bound is reached."""
     recent: tuple[Outlier, ...] = ()
