@@ -21,6 +21,7 @@ from trainvitals.detect import (
     SpikeConfig,
     SpikeDetector,
 )
+from trainvitals.detect.outliers import OutlierRule
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
 from trainvitals.testing import series
@@ -499,3 +500,21 @@ def test_a_noise_that_grew_is_learnt_and_is_no_alarm_without_end() -> None:
     assert len(feed(detector, losses(values))) <= 12
     (spike,) = feed(detector, losses([500.0], first_step=800))
     assert "spike" == spike.kind
+
+
+def rounded(step: int) -> float:
+    """A loss of GRPO as logs have it: rounded, mostly zero, now and then a little off it."""
+    return (0.0, 0.0, 0.0, 0.0, -0.0001, 0.0, 0.0001)[step % 7] + (0.0004 if step % 40 == 39 else 0)
+
+
+def test_a_loss_that_is_rounded_to_zero_has_no_limit_that_acts() -> None:
+    rule = OutlierRule()
+    for record in losses([rounded(step) for step in range(300)]):
+        assert rule.limits().loss is None or rule.limits().loss > 1.0
+        rule.update(record)
+
+
+def test_what_comes_again_around_zero_is_told_a_few_times_only() -> None:
+    detector = SpikeDetector("loss")
+    values = [rounded(step) * (100 if step % 40 == 39 else 1) for step in range(1000)]
+    assert 1 <= len(feed(detector, losses(values))) <= 6

@@ -116,6 +116,19 @@ def test_from_weights_that_read_worse_nothing_more_is_withheld(ratio, verdict, n
     assert "rollback" not in {made.action for made in played.decisions}
 
 
+@pytest.mark.parametrize(("ratio", "back"), [(6.0, []), (1e24, ["rollback"])])
+def test_after_an_outlier_was_trained_on_only_an_absurd_reading_is_evidence(ratio, back):
+    """Without a clip the fifth row's first is applied: what reads worse then may be forgotten."""
+    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
+    records = [*[near] * 60, *[far, *[near] * 15] * 4, *[far] * 8, *[near] * 40]
+    saved = (20, 40, 100)
+    played = Played(
+        lambda step: records[step], clips=False, probe=reads(ratio), checkpoints=saved
+    ).run(len(records))
+    assert [("row", "state")] == [(read.trigger, read.verdict) for read in played.readings][:1]
+    assert back == [made.action for made in played.decisions if made.action == "rollback"]
+
+
 @pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_state_that_always_reads_damaged_leads_back_once_a_cooldown_and_never_to_a_halt(

@@ -132,14 +132,13 @@ class _Metric:
             largest = max(map(abs, self.first), default=0.0)
             return min(config.absurd * largest, _LARGEST) if largest else None
         median = self.window.median()
-        return min(
-            max(
-                median + config.sigmas * SIGMA_PER_MAD * self.window.mad(),
-                median + (self._ratio - 1.0) * abs(median),
-                config.floor * self.first_value(),
-            ),
-            _LARGEST,
+        limit = max(
+            median + config.sigmas * SIGMA_PER_MAD * self.window.mad(),
+            median + (self._ratio - 1.0) * abs(median),
+            config.floor * self.first_value(),
         )
+        # Most values are zero, as rounded losses of GRPO are: there is nothing to be far from.
+        return min(limit, _LARGEST) if limit > median else None
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -336,9 +336,11 @@ class SpikeDetector:
         limit = self._limit_around_zero()
         if limit is not None and value > limit:
             self._held.append(value)
+            course = self._course.median()
+            silent = self._recurs(math.log((value - course) / (limit - course)))
             if len(self._held) >= self._config.accept_after:
                 self._adopt(self._held)
-            return (self._spike(record, value, limit, record.step),)
+            return () if silent else (self._spike(record, value, limit, record.step),)
         self._held.clear()
         if clean:
             self._push_plain(value)

@@ -40,6 +40,8 @@ from trainvitals.records import Finding, StateRead, StepRecord
 _LEVEL_STEPS = 8
 _LEVEL_NOISE = 1.5
 _LEVEL_LEAST = 0.05
+_ABSURD = 1e5
+"""Multiple of the run's first losses beyond which a state reads nothing but damaged."""
 _JUMPS_AFTER = 20
 """Steps of a run before which a rate that rises is its warm-up."""
 
@@ -278,7 +280,7 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
         onset = state.row[0].step
         read = _ask(state, "row", onset, case)
         readings = () if read is None else (read,)
-        if read is not None and read.verdict == "state" and not _was_trained_on(state, record):
+        if read is not None and read.verdict == "state" and _is_evidence(read, state, case):
             finding = _state_damaged(read, _blames(state, onset, case), case)
             blamed = for_finite(
                 state, case, rule="state_damaged", onset=onset, finding=finding,
@@ -307,13 +309,16 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
     )
 
 
-def _was_trained_on(state: LadderState, record: StepRecord) -> bool:
-    """Return whether an outlier of the row was applied, but for the first, left to the clip.
+def _is_evidence(read: StateRead, state: LadderState, case: Case) -> bool:
+    """Return whether it is damage that was read, or may be forgetting: that is no evidence.
 
-    What reads worse after updates on the new data is forgetting, and no evidence.
+    What was learnt before reads worse after updates on new data. An outlier of the row was applied,
+    but for the first, left to the clip; no forgetting leads to absurd losses.
     """
     applied = [not outlier.withheld for outlier in state.row]
-    return any(applied[1:]) or (applied[0] and not record.clips)
+    was_trained_on = any(applied[1:]) or (applied[0] and not case.record.clips)
+    now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
+    return not was_trained_on or now > _ABSURD * case.course().first
 
 
 def _new_level(state: LadderState, spike: Finding, case: Case) -> Verdict:

@@ -5,7 +5,8 @@ from a record before its onset on, up to its end or 20 records after its onset, 
 if the episode began no more than 20 records before the event, or near another major one: what is
 always on finds nothing. An episode that found nothing is a false alarm, unless it began within 30
 records after an event, 3 before, or during it; so what is said about minor events does not count,
-neither for nor against. Plateaus are found by alarms of that kind alone, which find nothing else.
+neither for nor against. Plateaus are found by alarms of that kind alone, which find nothing else; and by
+what is told of progress that was lost, which may be another event too.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class _Episode:
 
 def score(series: Series, alarms: Iterable[Alarm]) -> SeriesScore:
     """Score the alarms over one log."""
-    ordered = sorted(set(alarms))
-    plateaus = [alarm.row for alarm in ordered if alarm.kind == "plateau"]
-    others = sorted({alarm.row for alarm in ordered if alarm.kind != "plateau"})
     usual = [event for event in series.events if event.kind != "plateau"]
     flat = [event for event in series.events if event.kind == "plateau"]
+    ordered = sorted(set(alarms))
+    plateaus = [alarm.row for alarm in ordered if _tells_plateau(alarm, flat)]
+    others = sorted({alarm.row for alarm in ordered if not _tells_plateau(alarm, flat)})
     found, missed, false = _score_usual(usual, others)
     for event in (event for event in flat if event.severity == "major"):
         inside = [row for row in plateaus if event.onset <= row <= event.end]
@@ -80,6 +81,12 @@ def score(series: Series, alarms: Iterable[Alarm]) -> SeriesScore:
         false=tuple(sorted(false)),
         num_false_records=len(outside),
     )
+
+
+def _tells_plateau(alarm: Alarm, flat: Sequence[Event]) -> bool:
+    if alarm.kind == "lost_progress":
+        return any(event.onset <= alarm.row <= event.end for event in flat)
+    return alarm.kind == "plateau"
 
 
 def _score_usual(

@@ -119,3 +119,9 @@ def test_a_thinned_log_keeps_what_can_be_seen_of_an_event():
     assert [(50, 50), (60, 63)] == [(e.onset, e.end) for e in other.events]
     assert (505, 605) == (other.steps[50], other.steps[60])
     assert [505, 600] == [e.onset for e in full.left(10, 5)]
+
+
+def test_lost_progress_finds_a_plateau_and_is_judged_as_any_alarm_elsewhere():
+    stuck = log(event(500, 700, kind="plateau"))
+    assert ([100], [], []) == worth(stuck, alarms(600, kind="lost_progress"))
+    assert ([], [500], [100]) == worth(stuck, alarms(100, kind="lost_progress"))
