@@ -5,8 +5,8 @@ from a record before its onset on, up to its end or 20 records after its onset, 
 if the episode began no more than 20 records before the event, or near another major one: what is
 always on finds nothing. An episode that found nothing is a false alarm, unless it began within 30
 records after an event, 3 before, or during it; so what is said about minor events does not count,
-neither for nor against. Plateaus are found by alarms of that kind alone, which find nothing else; and by
-what is told of progress that was lost, which may be another event too.
+neither for nor against. Plateaus are found by alarms of that kind alone, which find nothing else;
+and by what is told of progress that was lost, which may be another event too.
 """
 
 from __future__ import annotations
