@@ -252,11 +252,9 @@ class SpikeDetector:
 
     def limit(self) -> float | None:
         """Return the value above which the next step is an outlier; None while there is no say."""
-        if self._suspended or not len(self._course):
+        if self._suspended or self._far is None or not len(self._course):
             return None
         course = self._course.median()
-        if self._far is None:
-            return None
         if self._course.smallest <= 0.0:
             return self._limit_around_zero()
         return min(course * math.exp(min(self._far, _LARGEST_EXPONENT)), _LARGEST)
