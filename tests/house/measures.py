@@ -1,0 +1,238 @@
+"""What it costs to live in this house, measured: `python -m tests.house.measures` prints a table.
+
+Sizes and names are read from the sources. The four events are traced: one guarded step, one ingest
+request to its answer, one alert from its row to its notifier, one series request. A *move* is a
+call of a function of another file.
+"""
+
+import ast
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+import trainer_hooks
+from tests.collector.acting import Place, decision, started
+from tests.collector.conftest import Served
+from tests.collector.rows import RUN, Writer
+from vitals_collector.api.app import CollectorSettings
+from vitals_collector.storage.store import open_data_store
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
+VAGUE = frozenset({"found", "one", "said", "known", "wanted", "some", "told"})
+"""Names of locals that do not say what they hold."""
+
+
+def sources() -> list[Path]:
+    """Return the files that users install."""
+    return sorted(path for room in SHIPPED for path in (ROOT / room).rglob("*.py"))
+
+
+# ------------------------------------------------------------------------- sizes and names
+
+
+def bindings(tree: ast.AST) -> Iterator[str]:
+    """Yield the name of each local and parameter where it is bound."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def is_forwarder(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether all it does is to call another with nothing but its own arguments."""
+    body = [node for node in function.body if not _is_docstring(node)]
+    if len(body) != 1 or not isinstance(body[0], ast.Return | ast.Expr):
+        return False
+    call = body[0].value
+    if isinstance(call, ast.Await):
+        call = call.value
+    if not isinstance(call, ast.Call):
+        return False
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    values = [value.value if isinstance(value, ast.Starred) else value for value in values]
+    arguments = function.args
+    own = {a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
+    own |= {a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None}
+    return all(isinstance(value, ast.Name) and value.id in own for value in values)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def sizes() -> dict[str, float]:
+    """Return what the shipped sources come to."""
+    counts: Counter[str] = Counter()
+    for path in sources():
+        text = path.read_text()
+        tree = ast.parse(text)
+        counts["files"] += 1
+        counts["lines"] += len(text.splitlines())
+        counts["comment lines"] += sum(line.lstrip().startswith("#") for line in text.splitlines())
+        counts["vague locals"] += sum(name in VAGUE for name in bindings(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                counts["functions"] += 1
+                counts["forwarders"] += is_forwarder(node)
+    per_thousand = 1000 * counts["vague locals"] / counts["lines"]
+    return {**counts, "vague locals in 1,000 lines": round(per_thousand, 2)}
+
+
+# ------------------------------------------------------------------------------ the four events
+
+
+class Hops(NamedTuple):
+    """What one event went through."""
+
+    files: frozenset[str]
+    num_functions: int
+    num_moves: int
+
+    @property
+    def num_files(self) -> int:
+        """Files of ours that it ran code of."""
+        return len(self.files)
+
+
+class Tracer:
+    """Notes the calls of our own functions, in every thread that began after ``installed``."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._calls: list[tuple[str, str, str]] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hook this thread and those to come."""
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    def of(self, event: Callable[[], Any]) -> Hops:
+        """Run it and return what it went through."""
+        self._calls.clear()
+        self._is_on = True
+        try:
+            event()
+        finally:
+            self._is_on = False
+        calls = list(self._calls)
+        return Hops(
+            files=frozenset(file for file, _, _ in calls),
+            num_functions=len({(file, name) for file, name, _ in calls}),
+            num_moves=sum(file != caller for file, _, caller in calls),
+        )
+
+    def _profile(self, frame: FrameType, event: str, _: object) -> None:
+        if not self._is_on or event != "call":
+            return
+        file = _ours(frame)
+        if file is not None and not frame.f_code.co_name.startswith("<"):
+            caller = frame.f_back
+            while caller is not None and _ours(caller) is None:
+                caller = caller.f_back
+            of_caller = "" if caller is None else _ours(caller) or ""
+            self._calls.append((file, frame.f_code.co_qualname, of_caller))
+
+
+_PREFIXES = tuple(f"{ROOT / room}/" for room in SHIPPED)
+
+
+def _ours(frame: FrameType) -> str | None:
+    name = frame.f_code.co_filename
+    return name[len(str(ROOT)) + 1 :] if name.startswith(_PREFIXES) else None
+
+
+def trace_step(folder: Path) -> Hops:
+    """Trace a healthy step of a guarded loop, its data included, once everything is warm."""
+    tracer = Tracer()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    data = torch.utils.data.DataLoader(torch.randn(200, 4), batch_size=1)
+    hops: list[Hops] = []
+    with trainer_hooks.watch(
+        model, optimizer, mode="heal", checkpoints=True, dir=folder
+    ) as monitor, tracer.installed():  # fmt: skip
+        for batch in monitor.batches(data):
+            loss = model(batch).square().mean()
+            loss.backward()
+            hops.append(tracer.of(lambda loss=loss: monitor.step(loss, max_norm=1.0)))
+            if len(hops) == 47:
+                break
+    return hops[-1]
+
+
+def trace_requests(folder: Path) -> tuple[Hops, Hops]:
+    """Trace one batch to its answer, and one series to its."""
+    tracer, writer = Tracer(), Writer()
+    with tracer.installed(), Served(CollectorSettings(data=folder / "data")) as served:
+        bodies = [writer.steps(range(i, i + 10), loss=2.0) for i in range(0, 50, 10)]
+        headers = {"Content-Type": "application/octet-stream"}
+        ways = [("POST", "/v1/ingest", {"content": body, "headers": headers}) for body in bodies]
+        asks = [("GET", f"/v1/runs/{RUN}/series?metric=steps.loss&points=100", {})] * 3
+        ingest, series = (
+            [tracer.of(lambda way=way: _request(served, way)) for way in each]
+            for each in (ways, asks)
+        )
+    return ingest[-1], series[-1]
+
+
+def _request(served: Served, way: tuple[str, str, dict[str, Any]]) -> None:
+    method, path, how = way
+    scope = "ingest" if method == "POST" else "read"
+    reply = served.request(method, path, scope, **how)
+    assert reply.status_code == 200, reply.text
+
+
+def trace_alert(folder: Path) -> Hops:
+    """Trace a rollback from the batch that says so to the notifier that is told of it."""
+    tracer = Tracer()
+    store = open_data_store(folder / "store")
+    place, writer = Place(store), Writer()
+    place.send(writer.steps(range(6)))
+    place.look()
+    raw = writer.events(started(), decision(action="rollback"))
+    with tracer.installed():
+        hops = tracer.of(lambda: (place.send(raw), place.look()))
+    store.close()
+    assert ["TrainingRolledBack firing"] == place.heard.words
+    return hops
+
+
+def events() -> dict[str, Hops]:
+    """Return the hops of the four events."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        ingest, series = trace_requests(folder)
+        step, alert = trace_step(folder / "runs"), trace_alert(folder)
+    return {"step": step, "ingest": ingest, "alert": alert, "series": series}
+
+
+def main() -> None:
+    """Print the table."""
+    for name, value in sizes().items():
+        print(f"{name}: {value:,}")
+    for name, hops in events().items():
+        print(
+            f"{name}: {hops.num_files} files, {hops.num_functions} functions, "
+            f"{hops.num_moves} moves"
+        )
+
+
+if __name__ == "__main__":
+    main()
