@@ -184,12 +184,17 @@ def trace_requests(folder: Path) -> tuple[Hops, Hops]:
         bodies = [writer.steps(range(i, i + 10), loss=2.0) for i in range(0, 50, 10)]
         headers = {"Content-Type": "application/octet-stream"}
         ways = [("POST", "/v1/ingest", {"content": body, "headers": headers}) for body in bodies]
-        asks = [("GET", f"/v1/runs/{RUN}/series?metric=steps.loss&points=100", {})] * 3
+        asks = [("GET", f"/v1/runs/{RUN}/series?metric=steps.loss&points=100", {})] * 5
         ingest, series = (
             [tracer.of(lambda way=way: _request(served, way)) for way in each]
             for each in (ways, asks)
         )
-    return ingest[-1], series[-1]
+    return _quietest(ingest), _quietest(series)
+
+
+def _quietest(hops: list[Hops]) -> Hops:
+    """Return what one of the later ones went through while the background did least."""
+    return min(hops[1:], key=lambda event: event.num_files)
 
 
 def _request(served: Served, way: tuple[str, str, dict[str, Any]]) -> None:
