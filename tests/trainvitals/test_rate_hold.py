@@ -93,3 +93,43 @@ def test_a_jump_that_does_no_harm_is_told_and_nothing_is_held():
     assert [JUMP] == [finding.step for finding in played.told if finding.kind == "lr_jump"]
     assert "rollback" not in {made.action for made in played.decisions}
     assert [schedule.asked(s) for s in range(STEPS)] == [played.applied[s] for s in range(STEPS)]
+
+
+class Restarts(Schedule):
+    """A cosine that begins again at ``JUMP``, at so many times its first peak."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__()
+        self.times = times
+
+    def asked(self, step: int) -> float:
+        peak, since = (PEAK, step) if step < JUMP else (self.times * PEAK, step - JUMP)
+        if step < 20:
+            return PEAK
+        return peak * max(0.5 * (1.0 + math.cos(math.pi * since / JUMP)), 1e-3)
+
+
+@pytest.mark.parametrize(("times", "backs"), [(1.0, 0), (0.5, 0), (30.0, 1)])
+def test_a_rate_that_was_trained_with_before_is_no_jump_that_damages(times, backs):
+    """A warm restart: the loss rises, and what was learnt reads 1.9 times as bad for a while."""
+    schedule = Restarts(times)
+
+    def made(step: int) -> StepRecord:
+        held = played.judge.facts.lr_cap > 0.0
+        rises = JUMP <= step < JUMP + 40 and not held
+        loss = (2.4 if rises else 2.0) * (1.0 + 0.01 * (step % 7)) + 2.0 * math.exp(-step / 40.0)
+        rate = schedule.asked(step)
+        return StepRecord(step=step, attempt=1, loss=loss, grad_norm=1.0, learning_rate=rate)
+
+    played = Played(made, checkpoints=(0, 300), probe=reads(1.9))
+    played.run(JUMP + 60)
+    assert backs == sum(decision.action == "rollback" for decision in played.decisions)
+    assert JUMP in [finding.step for finding in played.told if finding.kind == "lr_jump"]
+
+
+def test_what_was_trained_with_is_known_after_a_rollback_and_in_a_checkpoint():
+    played = trained(Schedule(until=JUMP + 20), ratio=1.0)
+    judge = played.judge
+    known = judge.detector_state()["known_rate"]
+    judge.rolled_back(detector_state=judge.detector_state(), attempt=9, step=STEPS)
+    assert known == judge.detector_state()["known_rate"] >= PEAK

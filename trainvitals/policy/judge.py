@@ -209,6 +209,7 @@ class Judge:
             withheld=old.withheld,
             firsts=old.firsts,
             spent=old.spent,
+            known_rate=float((detector_state or {}).get("known_rate", 0.0)),
         )
         self._last_step = step - 1
 
@@ -291,7 +292,11 @@ class Judge:
 
     def detector_state(self) -> dict[str, Any]:
         """Return the detectors' state as JSON types: the part that belongs into a checkpoint."""
-        return {**self._detectors.state_dict(), "outlier": self._outliers.state_dict()}
+        return {
+            **self._detectors.state_dict(),
+            "outlier": self._outliers.state_dict(),
+            "known_rate": self._ladder.known_rate,
+        }
 
     def _load_detectors(self, state: Mapping[str, Any]) -> None:
         if "outlier" in state:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from trainvitals.detect.outliers import Limits, LossKind
 from trainvitals.policy.commands import answer
 from trainvitals.policy.evidence import NO_READING, Ask, Reading
-from trainvitals.policy.rollback import for_certain, for_finite, is_near_jump
+from trainvitals.policy.rollback import for_certain, for_finite, is_near_jump, was_blamed
 from trainvitals.policy.rungs import Case, Course, Verdict, accept, halt, skip, without_entry
 from trainvitals.policy.state import (
     CheckpointRef,
@@ -117,6 +117,7 @@ def _tick(state: LadderState, case: Case) -> LadderState:
         facts=facts,
         first_step=record.step if state.first_step < 0 else state.first_step,
         learning_rate=state.learning_rate if rate is None else rate,
+        known_rate=max(state.known_rate, state.learning_rate if state.lr_jump is None else 0.0),
     )
 
 
@@ -280,6 +281,7 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
         onset = state.row[0].step
         read = _ask(state, "row", onset, case)
         readings = () if read is None else (read,)
+        again = was_blamed(state, onset)
         if read is not None and read.verdict == "state" and _is_evidence(read, state, case):
             finding = _state_damaged(read, _blames(state, onset, case), case)
             blamed = for_finite(
@@ -289,7 +291,7 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
             if blamed.decision is not None:
                 return blamed._replace(readings=readings)
             state, findings = blamed.state, blamed.findings
-        if read is not None and read.verdict in ("state", "worse"):
+        if read is not None and read.verdict in ("state", "worse") and not again:
             state = replace(state, passes_since=onset)
     if not left and not state.spent and state.row[0].step != state.passes_since:
         state = replace(state, spent=True)
@@ -474,8 +476,10 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
     if record.step <= state.announced_until:
         return verdict
     course = case.course()
-    jump = LrJump(record.step, last, rate, course.level, course.noise, course.first)
-    state = replace(state, lr_jump=jump, losses=())
+    if rate > state.known_rate:
+        # A warm restart goes back to a rate that the run did well with: told, and no evidence.
+        jump = LrJump(record.step, last, rate, course.level, course.noise, course.first)
+        state = replace(state, lr_jump=jump, losses=())
     finding = Finding(
         kind="lr_jump",
         level="tell",

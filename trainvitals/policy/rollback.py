@@ -82,7 +82,7 @@ def for_finite(
     trained again with the earlier rate held.
     """
     config, facts = case.config, state.facts
-    if any(abs(onset - blamed) <= _SAME_ONSET for blamed in facts.blamed):
+    if was_blamed(state, onset):
         return Verdict(state)  # it was acted on, or told
     blamed = replace(facts, blamed=(*facts.blamed, onset)[-MAX_BLAMED:])
     told = replace(state, facts=blamed)
@@ -116,6 +116,14 @@ def for_finite(
         state, case, facts, target, rule=rule, onset=onset, reason=reason, finding=finding,
         plays_all=jump is not None,
     )  # fmt: skip
+
+
+def was_blamed(state: LadderState, onset: int) -> bool:
+    """Return whether the state was read damaged at this onset before.
+
+    If it is again after a rollback, a sound state came to the same: then it is the data.
+    """
+    return any(abs(onset - blamed) <= _SAME_ONSET for blamed in state.facts.blamed)
 
 
 def is_near_jump(state: LadderState, onset: int, case: Case) -> bool:

@@ -276,6 +276,8 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """The newest finite losses since the last jump of the learning rate."""
     learning_rate: float = 0.0
     """As it was applied in the step before; 0 before the first."""
+    known_rate: float = 0.0
+    """The highest rate that was trained with, jumps once they are ``lr_jump_steps`` old."""
     lr_jump: LrJump | None = None
     announced_until: int = -1
     """Steps before this one were announced to change: nothing in them is a jump."""
