@@ -17,10 +17,10 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[AnnotationView,
     fields = (table.step, table.time_unix_ns, table.text, table.written_by)
     written = connection.execute(select(*fields).where(table.run_id == run_id))
     views = [AnnotationView(step=s, time_unix_ns=t, text=x, by=b) for s, t, x, b in written]
-    said = events.c
-    of_run = (said.run_id == run_id, said.kind == ChangeExpected.__name__)
-    query = select(said.step, said.time_unix_ns, said.body).where(*of_run)
-    newest = query.order_by(said.time_unix_ns.desc(), said.id.desc()).limit(MAX_ANNOUNCED)
+    columns = events.c
+    of_run = (columns.run_id == run_id, columns.kind == ChangeExpected.__name__)
+    query = select(columns.step, columns.time_unix_ns, columns.body).where(*of_run)
+    newest = query.order_by(columns.time_unix_ns.desc(), columns.id.desc()).limit(MAX_ANNOUNCED)
     for step, time, body in connection.execute(newest):
         if not body:
             continue  # damaged

@@ -38,8 +38,8 @@ class Block:
 
     def column(self, name: str) -> Cells:
         """Return a column; of one that is not there, no value was measured."""
-        found = self.columns.get(name)
-        return Cells(np.zeros(len(self)), np.zeros(len(self), bool)) if found is None else found
+        cells = self.columns.get(name)
+        return Cells(np.zeros(len(self)), np.zeros(len(self), bool)) if cells is None else cells
 
     def whole(self, name: str) -> Ints:
         """Return a column that every row has, such as its step."""
@@ -108,12 +108,12 @@ def read_blocks(
     The step is always among the columns where steps are asked for.
     """
     has_bounds = from_step is not None or to_step is not None
-    wanted = tuple(dict.fromkeys([*names, "step"] if has_bounds else names))
+    column_names = tuple(dict.fromkeys([*names, "step"] if has_bounds else names))
     for is_columns, alike in groupby(parts, key=lambda part: part.is_columnar):
-        some = list(alike)
+        group = list(alike)
         read = _of_columns if is_columns else _of_rows
-        for i in range(0, len(some), _AT_ONCE):
-            for block in read(connection, some[i : i + _AT_ONCE], wanted):
+        for i in range(0, len(group), _AT_ONCE):
+            for block in read(connection, group[i : i + _AT_ONCE], column_names):
                 if has_bounds:
                     block = _within(block, from_step, to_step)
                 if len(block):
@@ -137,8 +137,8 @@ def _of_columns(
     for part in parts:
         if part.id not in chunks:
             continue  # damaged
-        found = decode_columns(chunks[part.id], part.num_rows)
-        columns = {chunk.name: Cells(values, valid) for chunk, values, valid in found}
+        decoded = decode_columns(chunks[part.id], part.num_rows)
+        columns = {chunk.name: Cells(values, valid) for chunk, values, valid in decoded}
         batch = np.broadcast_to(np.int64(part.id), part.num_rows)
         at = np.arange(part.num_rows)
         yield Block(part.source, part.incarnation, batch, at, columns)
@@ -151,13 +151,13 @@ def _of_rows(
     order = (batches.c.source, batches.c.incarnation, batches.c.first_seq)
     pages = read_pages(connection, ids, order_by=order)
     for _, alike in groupby(pages, key=lambda page: (page.incarnation, id(page.schema))):
-        some = list(alike)
-        rows, schema = np.concatenate([page.rows for page in some]), some[0].schema
-        nums = [len(page.rows) for page in some]
-        batch = np.repeat(np.array([page.id for page in some], dtype=np.int64), nums)
+        writer_pages = list(alike)
+        rows, schema = np.concatenate([page.rows for page in writer_pages]), writer_pages[0].schema
+        nums = [len(page.rows) for page in writer_pages]
+        batch = np.repeat(np.array([page.id for page in writer_pages], dtype=np.int64), nums)
         at = np.concatenate([np.arange(num) for num in nums])
         columns = {name: Cells(*column_of(schema, rows, name)) for name in names}
-        yield Block(some[0].source, some[0].incarnation, batch, at, columns)
+        yield Block(writer_pages[0].source, writer_pages[0].incarnation, batch, at, columns)
 
 
 def join_blocks(blocks: Sequence[Block], names: Iterable[str]) -> Block:

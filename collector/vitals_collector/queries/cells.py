@@ -80,14 +80,14 @@ def cells(
     _check(points, rows)
     stream, column = _known(connection, run_id, metric)
     attempts = attempt_rows(connection, run_id)
-    wanted = Selection(
+    selection = Selection(
         run_id=run_id, stream=stream, column=column, from_step=from_step, to_step=to_step
     )
     load = layer_cells.load if stream == "layers" else _of_sources
-    names, starts, found, rolled_back = load(connection, wanted, attempts, branch, points)
-    value = furthest(found)
-    chosen = _most(value, found, rows, is_alike=stream != "layers")
-    marks, left = (np.argwhere(some[chosen]) for some in (found.is_marked, found.is_left))
+    names, starts, extremes, rolled_back = load(connection, selection, attempts, branch, points)
+    value = furthest(extremes)
+    chosen = _most(value, extremes, rows, is_alike=stream != "layers")
+    marks, left = (np.argwhere(mask[chosen]) for mask in (extremes.is_marked, extremes.is_left))
     return CellsReply(
         run_id=run_id,
         metric=metric,
@@ -118,34 +118,38 @@ def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
         table.run_id == run_id, table.stream.in_(STREAMS)
     )
     plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
-    known = sorted(f"{s}.{name}" for s, name in connection.execute(there) if name not in plain)
-    if {"layers.update_norm", "layers.weight_norm"} <= set(known):
-        known.append("layers.update_ratio")
-    if metric in known:
+    metric_names = sorted(
+        f"{s}.{name}" for s, name in connection.execute(there) if name not in plain
+    )
+    if {"layers.update_norm", "layers.weight_norm"} <= set(metric_names):
+        metric_names.append("layers.update_ratio")
+    if metric in metric_names:
         stream, _, column = metric.partition(".")
         return stream, column
-    close = difflib.get_close_matches(metric[:200], known, n=1)
+    close = difflib.get_close_matches(metric[:200], metric_names, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     raise UsageError(
         f"run {run_id} has no heat map of {metric[:200]!r}",
-        hint=f"{meant}it has {', '.join(known)}" if known else "the run has no rows yet",
+        hint=f"{meant}it has {', '.join(metric_names)}"
+        if metric_names
+        else "the run has no rows yet",
         code=UNKNOWN,
     )
 
 
 def _of_sources(
     connection: Connection,
-    wanted: Selection,
+    selection: Selection,
     attempts: Sequence[AttemptRow],
     branch: Branch,
     points: int,
 ) -> Drawn:
     """Return the rows of ranks, GPUs or nodes."""
     num = _POINTS_A_COLUMN * points
-    if wanted.stream == "steps":
-        curves = load_outlines_by_source(connection, wanted, attempts, branch, num)
+    if selection.stream == "steps":
+        curves = load_outlines_by_source(connection, selection, attempts, branch, num)
     else:
-        curves = _host(connection, wanted, attempts, num)
+        curves = _host(connection, selection, attempts, num)
     end_of = ends(attempts)
     names: list[str] = []
     kept: list[Points] = []
@@ -179,7 +183,7 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
     return sorted(names, key=key) if is_of_sources else list(names)
 
 
-def _most(value: Floats, found: Extremes, num: int, *, is_alike: bool) -> list[int]:
+def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> list[int]:
     """Return which rows deviate most, in their order.
 
     Rows that measure the same are compared with each other, layers with themselves.
@@ -196,7 +200,7 @@ def _most(value: Floats, found: Extremes, num: int, *, is_alike: bool) -> list[i
         scale = 1.4826 * middle_of(away)
         score = away / np.maximum(scale, np.maximum(np.abs(middle) * 1e-6, 1e-300))
     score = np.where(np.isnan(score), 0.0, score).max(axis=1)
-    score = np.where(found.is_marked.any(axis=1), np.inf, score)
+    score = np.where(extremes.is_marked.any(axis=1), np.inf, score)
     return sorted(np.argsort(-score, kind="stable")[:num].tolist())
 
 
@@ -204,25 +208,25 @@ def _most(value: Floats, found: Extremes, num: int, *, is_alike: bool) -> list[i
 
 
 def _host(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], num_points: int
+    connection: Connection, selection: Selection, attempts: Sequence[AttemptRow], num_points: int
 ) -> dict[str, Points]:
     """Return the curves of GPUs or nodes with the steps that ran as they were measured.
 
     What was measured before the first step ended, or after the last, belongs to none.
     """
-    clock = _clock(connection, wanted.run_id, attempts, num_points)
+    clock = _clock(connection, selection.run_id, attempts, num_points)
     if not len(clock):
         return {}
-    of_host = Selection(run_id=wanted.run_id, stream=wanted.stream, column=wanted.column)
-    found = load_outlines_by_source(connection, of_host, attempts, "all", num_points)
+    of_host = Selection(run_id=selection.run_id, stream=selection.stream, column=selection.column)
+    outlines = load_outlines_by_source(connection, of_host, attempts, "all", num_points)
     curves = {}
-    for name, curve in found.items():
+    for name, curve in outlines.items():
         with_steps = _with_steps(curve, clock)
         is_in = np.ones(len(with_steps), dtype=np.bool_)
-        if wanted.from_step is not None:
-            is_in &= with_steps.step >= wanted.from_step
-        if wanted.to_step is not None:
-            is_in &= with_steps.step <= wanted.to_step
+        if selection.from_step is not None:
+            is_in &= with_steps.step >= selection.from_step
+        if selection.to_step is not None:
+            is_in &= with_steps.step <= selection.to_step
         curves[name] = with_steps.take(is_in)
     return curves
 
@@ -232,10 +236,10 @@ def _clock(
 ) -> Points:
     """Return steps of all attempts by the moments at which they ended."""
     for column in _TIMED:
-        wanted = Selection(run_id=run_id, stream="steps", column=column, source="rank:0")
-        found, _ = load_outline(connection, wanted, attempts, "all", max(num_points, 1_000))
-        if len(found):
-            return by_time(found)
+        selection = Selection(run_id=run_id, stream="steps", column=column, source="rank:0")
+        curve, _ = load_outline(connection, selection, attempts, "all", max(num_points, 1_000))
+        if len(curve):
+            return by_time(curve)
     return join([])
 
 

@@ -85,13 +85,13 @@ def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
 def _parse(text: str, columns: Mapping[str, Kind]) -> Condition:
     if len(text) > MAX_LENGTH:
         raise UsageError(f"a condition has {len(text)} characters; it may have {MAX_LENGTH}")
-    found = _SHAPE.fullmatch(text)
-    if found is None:
+    match = _SHAPE.fullmatch(text)
+    if match is None:
         raise UsageError(
             f"the condition {_short(text)} is not COLUMN OP VALUE",
             hint=f"such as `step >= 100` or `name ~ gpt`; OP is one of {' '.join(OPERATORS)}",
         )
-    column, op, value = found["column"], found["op"], found["value"]
+    column, op, value = match["column"], match["op"], match["value"]
     op = "=" if op == "==" else op
     kind = columns.get(column)
     if kind is None:
@@ -133,8 +133,8 @@ def _value(text: str, column: str, op: str, value: str, kind: Kind) -> float | i
 
 def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str | bool) -> Mask:
     if op == "~":
-        wanted = str(value).casefold()
-        return np.fromiter((wanted in str(v).casefold() for v in values), bool, len(values))
+        substring = str(value).casefold()
+        return np.fromiter((substring in str(v).casefold() for v in values), bool, len(values))
     if isinstance(value, float) and math.isnan(value):
         is_nan = np.isnan(values.astype(np.float64))
         if op in ("=", "!="):

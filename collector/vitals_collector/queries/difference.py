@@ -39,10 +39,10 @@ def difference(
     if metric.partition(".")[0] in HOST_STREAMS:
         raise UsageError(f"{metric[:200]!r} has no steps: runs can be compared by their steps only")
     mine, theirs = (_curve(connection, run_id, metric, along) for run_id in (base, other))
-    found = subtract(mine, theirs)
-    place = np.rint(found.x).astype(np.int64)
+    delta = subtract(mine, theirs)
+    place = np.rint(delta.x).astype(np.int64)
     zero = np.zeros(len(place), dtype=np.int64)
-    drawn = downsample(Points(place, zero, zero, found.value), points)
+    drawn = downsample(Points(place, zero, zero, delta.value), points)
     values = drawn.value.tolist()
     return DifferenceReply(
         base=base,
@@ -50,7 +50,7 @@ def difference(
         metric=metric,
         along=along,
         num_total=len(place),
-        is_interpolated=len(found.x) > len(np.intersect1d(mine.x, theirs.x)),
+        is_interpolated=len(delta.x) > len(np.intersect1d(mine.x, theirs.x)),
         x=tuple(drawn.step.tolist()),
         value=tuple(value if math.isfinite(value) else None for value in values),
     )
@@ -61,13 +61,15 @@ def subtract(base: Curve, other: Curve) -> Curve:
 
     Between its points a curve is a straight line. Pure.
     """
-    known = [Curve(c.x[np.isfinite(c.value)], c.value[np.isfinite(c.value)]) for c in (base, other)]
-    if any(not len(curve.x) for curve in known):
+    finite = [
+        Curve(c.x[np.isfinite(c.value)], c.value[np.isfinite(c.value)]) for c in (base, other)
+    ]
+    if any(not len(curve.x) for curve in finite):
         return Curve(np.zeros(0), np.zeros(0))
-    low, high = max(c.x[0] for c in known), min(c.x[-1] for c in known)
+    low, high = max(c.x[0] for c in finite), min(c.x[-1] for c in finite)
     xs = np.union1d(base.x, other.x)
     xs = xs[(xs >= low) & (xs <= high)]
-    values = np.interp(xs, *known[1]) - np.interp(xs, *known[0])
+    values = np.interp(xs, *finite[1]) - np.interp(xs, *finite[0])
     for curve in (base, other):
         values[np.isin(xs, curve.x[~np.isfinite(curve.value)])] = np.nan
     return Curve(xs, values)
@@ -77,16 +79,16 @@ def _curve(connection: Connection, run_id: str, metric: str, along: Along) -> Cu
     attempts = attempt_rows(connection, run_id)
 
     def load(name: str) -> Points:
-        _, wanted = metrics.select_rows(connection, run_id, name, "")
-        return load_curve(connection, wanted, attempts, "lineage")
+        _, selection = metrics.select_rows(connection, run_id, name, "")
+        return load_curve(connection, selection, attempts, "lineage")
 
-    found = load(metric)
-    x = found.step.astype(np.float64)
+    points = load(metric)
+    x = points.step.astype(np.float64)
     if along == "tokens":
         x = _tokens(load, x)
     is_placed = np.isfinite(x)
     # A step of no tokens stands where the one before it does: the last of them counts.
-    x, value = np.maximum.accumulate(x[is_placed]), found.value[is_placed]
+    x, value = np.maximum.accumulate(x[is_placed]), points.value[is_placed]
     is_last = np.append(x[1:] > x[:-1], True) if len(x) else np.zeros(0, dtype=np.bool_)
     return Curve(x[is_last], value[is_last])
 

@@ -156,13 +156,13 @@ def _gpus(
             by_gpu[source] = _of_gpu(source, rows, begin)
     if not by_gpu:
         return None
-    found = [view for views in by_gpu.values() for view in views]
-    return tuple(sorted(found, key=lambda view: (-view.score, view.row, view.metric))[:_MAX_TOLD])
+    movers = [view for views in by_gpu.values() for view in views]
+    return tuple(sorted(movers, key=lambda view: (-view.score, view.row, view.metric))[:_MAX_TOLD])
 
 
 def _of_gpu(source: str, rows: Block, begin: int) -> list[MoverView]:
     order = np.argsort(rows.whole("time_unix_ns"), kind="stable")
-    found = []
+    views = []
     for name in _OF_GPU:
         cells = rows.column(name)
         is_there = np.ones(len(rows), bool) if cells.valid is None else cells.valid
@@ -170,17 +170,17 @@ def _of_gpu(source: str, rows: Block, begin: int) -> list[MoverView]:
         values = cells.values.astype(np.float64)[which]
         is_late = rows.whole("time_unix_ns")[which] >= begin
         if name in _RISING:
-            found += _risen(source, name, values[~is_late], values[is_late])
+            views += _risen(source, name, values[~is_late], values[is_late])
             continue
         if name == THROTTLED:
-            found += _throttled(source, values[~is_late], values[is_late])
+            views += _throttled(source, values[~is_late], values[is_late])
             continue
         # As steps of a window: what came before lies far enough back.
         pseudo = np.where(is_late, WINDOW_STEPS, 0)
-        one = judge(source, name, pseudo, values, WINDOW_STEPS)
-        if one is not None and one.view.score >= _MIN_SCORE:
-            found.append(msgspec.structs.replace(one.view, peak_step=-1))
-    return found
+        mover = judge(source, name, pseudo, values, WINDOW_STEPS)
+        if mover is not None and mover.view.score >= _MIN_SCORE:
+            views.append(msgspec.structs.replace(mover.view, peak_step=-1))
+    return views
 
 
 def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverView]:
@@ -224,13 +224,13 @@ def _times(
     """Return when the steps ended on rank 0."""
     of_rank = batches.c.source == "rank:0"
     parts = find_parts(connection, run_id, "steps", of_rank, from_step=onset, to_step=last)
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for block in read_blocks(connection, parts, KEYS, from_step=onset, to_step=last):
         mine = block.whole("time_unix_ns")[block.whole("attempt") == attempt]
-        found += [(int(mine.min()), int(mine.max()))] if len(mine) else []
-    if not found:
+        spans += [(int(mine.min()), int(mine.max()))] if len(mine) else []
+    if not spans:
         return None
-    return min(first for first, _ in found), max(end for _, end in found)
+    return min(first for first, _ in spans), max(end for _, end in spans)
 
 
 __all__ = ["THROTTLED", "Evidence", "gather", "lost_spans"]

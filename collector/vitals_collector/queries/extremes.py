@@ -127,8 +127,8 @@ class Grid:
     def _cells(self, row: Ints, step: Ints) -> Ints:
         """Return where the cell of each value lies."""
         begins = np.flatnonzero(np.concatenate(([True], step[1:] != step[:-1])))
-        found = np.searchsorted(self.starts, step[begins], side="right") - 1
-        return row * len(self.starts) + np.repeat(found, np.diff(begins, append=len(step)))
+        columns = np.searchsorted(self.starts, step[begins], side="right") - 1
+        return row * len(self.starts) + np.repeat(columns, np.diff(begins, append=len(step)))
 
     def _grow(self, num_rows: int) -> None:
         missing = num_rows * len(self.starts) - len(self._low)
@@ -169,14 +169,14 @@ def of_curves(curves: Sequence[Points], starts: Ints) -> Extremes:
     return grid.extremes(len(curves))
 
 
-def furthest(found: Extremes) -> Floats:
+def furthest(extremes: Extremes) -> Floats:
     """Return of each cell the extreme that lies further from the row's course thereabouts."""
-    if not found.low.size:
-        return found.low
-    middle = nanmedian(_around(found.middle))
+    if not extremes.low.size:
+        return extremes.low
+    middle = nanmedian(_around(extremes.middle))
     with np.errstate(over="ignore"):
-        is_low = middle - found.low > found.high - middle
-    return np.where(is_low, found.low, found.high)
+        is_low = middle - extremes.low > extremes.high - middle
+    return np.where(is_low, extremes.low, extremes.high)
 
 
 def _around(values: Floats) -> Floats:

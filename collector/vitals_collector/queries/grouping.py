@@ -89,8 +89,8 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     by_attempt: dict[int, list[int]] = {}
     for i, item in enumerate(items):
         by_attempt.setdefault(item.attempt, []).append(i)
-    for some in by_attempt.values():
-        _join_near(items, sorted(some, key=lambda i: (items[i].first, items[i].last, i)), sets)
+    for indices in by_attempt.values():
+        _join_near(items, sorted(indices, key=lambda i: (items[i].first, items[i].last, i)), sets)
     for i, item in enumerate(items):
         if item.new_attempt:
             again = by_attempt.get(item.new_attempt, ())
@@ -100,15 +100,17 @@ def group(items: Sequence[Item]) -> list[list[Item]]:
     groups: dict[int, list[Item]] = {}
     for i, item in enumerate(items):
         groups.setdefault(sets.top(i), []).append(item)
-    found = [sorted(some, key=_order) for some in groups.values()]
-    return sorted(found, key=lambda some: (some[0].attempt, some[0].onset, some[0].cause))
+    clusters = [sorted(members, key=_order) for members in groups.values()]
+    return sorted(
+        clusters, key=lambda cluster: (cluster[0].attempt, cluster[0].onset, cluster[0].cause)
+    )
 
 
-def is_alike(one: Item, other: Item) -> bool:
+def is_alike(item: Item, other: Item) -> bool:
     """Return whether two things may belong together by cause or place."""
-    if one.cause == other.cause or (one.rank >= 0 and one.rank == other.rank):
+    if item.cause == other.cause or (item.rank >= 0 and item.rank == other.rank):
         return True
-    return one.domain == other.domain and (one.rank < 0 or other.rank < 0)
+    return item.domain == other.domain and (item.rank < 0 or other.rank < 0)
 
 
 def _order(item: Item) -> tuple[int, int, int, str, int]:
@@ -124,13 +126,16 @@ def _join_near(items: Sequence[Item], order: Iterable[int], sets: "_Sets") -> No
         asked: list[tuple[str, str | int]] = [("cause", item.cause)]
         asked.append(("whole", item.domain) if of_rank else ("domain", item.domain))
         asked += [("rank", item.rank)] if of_rank else []
-        told: list[tuple[str, str | int]] = [("cause", item.cause), ("domain", item.domain)]
-        told.append(("rank", item.rank) if of_rank else ("whole", item.domain))
+        registered_keys: list[tuple[str, str | int]] = [
+            ("cause", item.cause),
+            ("domain", item.domain),
+        ]
+        registered_keys.append(("rank", item.rank) if of_rank else ("whole", item.domain))
         for key in asked:
             j = reach.get(key)
             if j is not None and items[j].last >= item.first - NEAR_STEPS:
                 sets.join(i, j)
-        for key in told:
+        for key in registered_keys:
             j = reach.get(key)
             if j is None or items[j].last < item.last:
                 reach[key] = i
@@ -161,10 +166,10 @@ def incident_ids(
         ordinals: which attempt of the run an id is, as people count; one it lacks keeps its id.
     """
     names: dict[str, None] = {}
-    for some in groups:
-        cause = re.sub("[^A-Za-z0-9_.]+", "_", some[0].cause)[:80]
-        attempt = (ordinals or {}).get(some[0].attempt, some[0].attempt)
-        name = f"{attempt}-{some[0].onset}-{cause}"
+    for items in groups:
+        cause = re.sub("[^A-Za-z0-9_.]+", "_", items[0].cause)[:80]
+        attempt = (ordinals or {}).get(items[0].attempt, items[0].attempt)
+        name = f"{attempt}-{items[0].onset}-{cause}"
         while name in names:  # of one place and cause there is one, but for odd characters
             name += "_"
         names[name] = None

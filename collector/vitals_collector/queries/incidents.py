@@ -107,18 +107,21 @@ def incidents(connection: Connection, run: RunSummary) -> tuple[IncidentView, ..
     records = read_records(connection, run.run_id)
     items, raised = items_of(records)
     groups = group(items)
-    known = attempt_rows(connection, run.run_id)
-    ordinals = {row.id: ordinal for ordinal, row in enumerate(known, start=1)}
+    attempts = attempt_rows(connection, run.run_id)
+    ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
     names = incident_ids(groups, ordinals)
     bundles = [
-        _bundle(name, some, records, ordinals) for name, some in zip(names, groups, strict=True)
+        _bundle(name, members, records, ordinals)
+        for name, members in zip(names, groups, strict=True)
     ]
     _attach_alerts(bundles, records, raised)
-    bundles.sort(key=lambda one: (one.started_unix_ns, one.name), reverse=True)
+    bundles.sort(key=lambda bundle: (bundle.started_unix_ns, bundle.name), reverse=True)
     bundles = bundles[:MAX_INCIDENTS]
-    gravest = sorted(bundles, key=lambda one: -SEVERITIES.index(severity_of(one, records)))
-    told = {id(one) for one in gravest[:MAX_EVIDENCE]}
-    return tuple(_view(connection, run, one, records, id(one) in told) for one in bundles)
+    gravest = sorted(bundles, key=lambda bundle: -SEVERITIES.index(severity_of(bundle, records)))
+    detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
+    return tuple(
+        _view(connection, run, bundle, records, id(bundle) in detailed) for bundle in bundles
+    )
 
 
 @dataclass(slots=True)
@@ -149,28 +152,30 @@ def items_of(records: Records) -> tuple[list[Item], dict[str, list[tuple[int, in
     """
     items: list[Item] = []
     raised: dict[str, list[tuple[int, int]]] = {}
-    for i, found in enumerate(records.findings):
-        one = item_of_finding(i, found.finding, records.attempts[i], found.time_unix_ns)
-        _note_raised(raised, records.alerts_for(found), len(items))
-        items.append(one)
+    for i, finding_view in enumerate(records.findings):
+        item = item_of_finding(
+            i, finding_view.finding, records.attempts[i], finding_view.time_unix_ns
+        )
+        _note_raised(raised, records.alerts_for(finding_view), len(items))
+        items.append(item)
     for i, view in enumerate(records.decisions):
         if view.decision.action == "continue":
             continue
         alerts = alerts_for_decision(view.decision, run_id=view.run_id)
         _note_raised(raised, alerts, len(items))
         items.append(item_of_decision(i, view.decision, view.time_unix_ns))
-    last = max((one.attempt for one in items), default=0)
+    last = max((item.attempt for item in items), default=0)
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
             step, when = max(alert.step, 0), alert.started_unix_ns
             items.append(Item("alert", i, last, step, step, step, when, alert.name, "run"))
-    for i, said in enumerate(records.events):
-        if said.code:
-            step, view_ = max(said.view.step, 0), said.view
+    for i, event in enumerate(records.events):
+        if event.code:
+            step, view_ = max(event.view.step, 0), event.view
             attempt = view_.attempt or last
-            domain = "run" if said.code == "RunFailed" else domain_of(said.code, said.code)
+            domain = "run" if event.code == "RunFailed" else domain_of(event.code, event.code)
             items.append(
-                Item("event", i, attempt, step, step, step, view_.time_unix_ns, said.code, domain)
+                Item("event", i, attempt, step, step, step, view_.time_unix_ns, event.code, domain)
             )
     return items, raised
 
@@ -190,9 +195,9 @@ def read_records(connection: Connection, run_id: str) -> Records:
     table = findings.c
     query = select(table.time_unix_ns, table.attempt, table.body).where(table.run_id == run_id)
     order = (table.time_unix_ns.desc(), table.step.desc(), table.seq.desc(), table.incarnation)
-    found = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
-    found = [row for row in found if row.body]
-    said, data = _read_events(connection, run_id)
+    finding_rows = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
+    finding_rows = [row for row in finding_rows if row.body]
+    noted_events, data = _read_events(connection, run_id)
     ledger = decisions_of(connection, run_id)[-MAX_RECORDS:]
     decided: dict[int, set[str]] = {}
     for view in ledger:
@@ -201,12 +206,12 @@ def read_records(connection: Connection, run_id: str) -> Records:
     return Records(
         findings=tuple(
             FindingView(run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body))
-            for row in found
+            for row in finding_rows
         ),
-        attempts=tuple(row.attempt for row in found),
+        attempts=tuple(row.attempt for row in finding_rows),
         decisions=ledger,
         alerts=alerts_of(connection, run_id=run_id),
-        events=tuple(said),
+        events=tuple(noted_events),
         data=tuple(
             StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)) for row in data
         ),
@@ -222,11 +227,11 @@ def _read_events(connection: Connection, run_id: str) -> tuple[list[Said], Seque
     def newest(*kinds: str) -> Sequence[Row[Any]]:
         query = select(events).where(table.run_id == run_id, table.kind.in_(kinds))
         order = (table.time_unix_ns.desc(), table.id.desc())
-        found = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
-        return [row for row in found if row.body]
+        rows = connection.execute(query.order_by(*order).limit(MAX_RECORDS)).all()[::-1]
+        return [row for row in rows if row.body]
 
-    said = [_said(row) for row in newest(*_OF_NOTE)]
-    return [one for one in said if one is not None], newest("BatchNoted")
+    noted_events = [_said(row) for row in newest(*_OF_NOTE)]
+    return [event for event in noted_events if event is not None], newest("BatchNoted")
 
 
 def _said(row: Row[Any]) -> Said | None:
@@ -248,22 +253,22 @@ def _said(row: Row[Any]) -> Said | None:
 
 
 def _bundle(
-    name: str, some: Sequence[Item], records: Records, ordinals: Mapping[int, int]
+    name: str, members: Sequence[Item], records: Records, ordinals: Mapping[int, int]
 ) -> Bundle:
     def of(kind: str) -> list[int]:
-        return [one.which for one in some if one.kind == kind]
+        return [item.which for item in members if item.kind == kind]
 
-    times = [one.time_unix_ns for one in some]
-    ranks = {one.rank for one in some if one.rank >= 0}
-    one = Bundle(
+    times = [item.time_unix_ns for item in members]
+    ranks = {item.rank for item in members if item.rank >= 0}
+    bundle = Bundle(
         name=name,
-        attempt=some[0].attempt,
-        ordinal=ordinals.get(some[0].attempt, some[0].attempt),
-        onset=some[0].onset,
-        last=max(item.last for item in some),
+        attempt=members[0].attempt,
+        ordinal=ordinals.get(members[0].attempt, members[0].attempt),
+        onset=members[0].onset,
+        last=max(item.last for item in members),
         started_unix_ns=min(times),
         ended_unix_ns=max(times),
-        cause=some[0].cause,
+        cause=members[0].cause,
         rank=ranks.pop() if len(ranks) == 1 else -1,
         findings=of("finding"),
         decisions=of("decision"),
@@ -271,34 +276,36 @@ def _bundle(
         events=of("event"),
         data=[],
     )
-    _attach(one, some, records)
-    return one
+    _attach(bundle, members, records)
+    return bundle
 
 
-def _attach(one: Bundle, some: Sequence[Item], records: Records) -> None:
+def _attach(bundle: Bundle, members: Sequence[Item], records: Records) -> None:
     """Add the events near to it, and the data of its steps."""
     spans: dict[int, tuple[int, int]] = {}
-    for item in some:
+    for item in members:
         low, high = spans.get(item.attempt, (item.onset, item.last))
         spans[item.attempt] = (min(low, item.onset), max(high, item.last))
         if item.new_attempt:
             spans.setdefault(item.new_attempt, (item.first, item.first))
-    for i, said in enumerate(records.events):
-        view = said.view
-        if said.code or i in one.events:
+    for i, event in enumerate(records.events):
+        view = event.view
+        if event.code or i in bundle.events:
             continue
         if view.step < 0 or not view.attempt:
-            early, late = one.started_unix_ns - _NEAR_NS, one.ended_unix_ns + _NEAR_NS
+            early, late = bundle.started_unix_ns - _NEAR_NS, bundle.ended_unix_ns + _NEAR_NS
             is_near = early <= view.time_unix_ns <= late
         else:
             low, high = spans.get(view.attempt, (1, 0))
             is_near = low - NEAR_STEPS <= view.step <= high + NEAR_STEPS and low <= high
         if is_near:
-            one.events.append(i)
-    steps = {(item.attempt, item.last) for item in some} | {(i.attempt, i.onset) for i in some}
+            bundle.events.append(i)
+    steps = {(item.attempt, item.last) for item in members} | {
+        (i.attempt, i.onset) for i in members
+    }
     for i, (data, step) in enumerate(zip(records.data, records.data_steps, strict=True)):
         if (data.attempt, step) in steps:
-            one.data.append(i)
+            bundle.data.append(i)
 
 
 def _attach_alerts(
@@ -307,13 +314,13 @@ def _attach_alerts(
     """Give each alert to the bundle with what raised it last: one is raised again and again."""
     num = len(records.findings)
     order = [i for i, view in enumerate(records.decisions) if view.decision.action != "continue"]
-    of_finding = {i: one for one in bundles for i in one.findings}
-    of_decision = {i: one for one in bundles for i in one.decisions}
+    of_finding = {i: bundle for bundle in bundles for i in bundle.findings}
+    of_decision = {i: bundle for bundle in bundles for i in bundle.decisions}
     for i, alert in enumerate(records.alerts):
         by = raised.get(alert.fingerprint)
         if not by:
             continue
-        _, index = min(by, key=lambda found: (abs(found[0] - alert.step), -found[1]))
+        _, index = min(by, key=lambda origin: (abs(origin[0] - alert.step), -origin[1]))
         bundle = of_finding[index] if index < num else of_decision[order[index - num]]
         bundle.alerts.append(i)
 
@@ -321,33 +328,33 @@ def _attach_alerts(
 # ------------------------------------------------------------------------------------- telling
 
 
-def severity_of(one: Bundle, records: Records) -> Severity:
+def severity_of(bundle: Bundle, records: Records) -> Severity:
     """Return how loud the gravest part of it is."""
-    found: list[Severity] = [records.alerts[i].severity for i in one.alerts]
-    for i in one.findings:
-        found += [a.severity for a in records.alerts_for(records.findings[i])]
-    for i in one.decisions:
+    severities: list[Severity] = [records.alerts[i].severity for i in bundle.alerts]
+    for i in bundle.findings:
+        severities += [a.severity for a in records.alerts_for(records.findings[i])]
+    for i in bundle.decisions:
         decision = records.decisions[i].decision
-        found += [a.severity for a in alerts_for_decision(decision, run_id="")]
-    found += ["notify" for i in one.events if records.events[i].code]
-    return max(found, key=SEVERITIES.index, default="log")
+        severities += [a.severity for a in alerts_for_decision(decision, run_id="")]
+    severities += ["notify" for i in bundle.events if records.events[i].code]
+    return max(severities, key=SEVERITIES.index, default="log")
 
 
-def _is_open(one: Bundle, records: Records, run: RunSummary) -> bool:
+def _is_open(bundle: Bundle, records: Records, run: RunSummary) -> bool:
     if run.state == "finished":
         return False
-    conditions = (records.alerts[i] for i in one.alerts)
+    conditions = (records.alerts[i] for i in bundle.alerts)
     if any(alert.state == "firing" for alert in conditions):
         return True
-    decisions = [records.decisions[i].decision for i in one.decisions]
+    decisions = [records.decisions[i].decision for i in bundle.decisions]
     if run.state in ("halted", "failed") and any(d.action == "halt" and d.acted for d in decisions):
         return True
-    if not one.findings and not one.decisions:
-        return run.state in ("lost", "failed") and not one.alerts
+    if not bundle.findings and not bundle.decisions:
+        return run.state in ("lost", "failed") and not bundle.alerts
     return not point_is_over(
-        raised_step=one.onset,
+        raised_step=bundle.onset,
         last_step=run.last_step,
-        last_unhealthy_step=one.last,
+        last_unhealthy_step=bundle.last,
         healthy_steps=HEALTHY_STEPS,
     )
 
@@ -355,50 +362,52 @@ def _is_open(one: Bundle, records: Records, run: RunSummary) -> bool:
 def _view(
     connection: Connection,
     run: RunSummary,
-    one: Bundle,
+    bundle: Bundle,
     records: Records,
     is_whole: bool,
 ) -> IncidentView:
-    found = tuple(records.findings[i] for i in one.findings)
-    decided = tuple(records.decisions[i] for i in one.decisions)
-    said = tuple(records.events[i].view for i in sorted(one.events))
-    data = tuple(records.data[i] for i in one.data)
-    is_open = _is_open(one, records, run)
-    evidence = gather(connection, run, one.attempt, one.onset, one.last, decided, is_whole=is_whole)
-    told = story.Told(
+    finding_views = tuple(records.findings[i] for i in bundle.findings)
+    decided = tuple(records.decisions[i] for i in bundle.decisions)
+    event_views = tuple(records.events[i].view for i in sorted(bundle.events))
+    data = tuple(records.data[i] for i in bundle.data)
+    is_open = _is_open(bundle, records, run)
+    evidence = gather(
+        connection, run, bundle.attempt, bundle.onset, bundle.last, decided, is_whole=is_whole
+    )
+    incident = story.Told(
         run=run,
-        attempt=one.attempt,
-        ordinal=one.ordinal,
-        onset=one.onset,
-        last=one.last,
-        started_unix_ns=one.started_unix_ns,
+        attempt=bundle.attempt,
+        ordinal=bundle.ordinal,
+        onset=bundle.onset,
+        last=bundle.last,
+        started_unix_ns=bundle.started_unix_ns,
         is_open=is_open,
-        cause=one.cause,
-        rank=one.rank,
-        findings=found,
+        cause=bundle.cause,
+        rank=bundle.rank,
+        findings=finding_views,
         decisions=decided,
-        alerts=tuple(records.alerts[i] for i in one.alerts),
-        events=said,
+        alerts=tuple(records.alerts[i] for i in bundle.alerts),
+        events=event_views,
         data=data,
         evidence=evidence,
     )
     return IncidentView(
-        incident_id=one.name,
+        incident_id=bundle.name,
         run_id=run.run_id,
-        title=story.title(told),
-        severity=severity_of(one, records),
+        title=story.title(incident),
+        severity=severity_of(bundle, records),
         is_open=is_open,
-        onset_step=one.onset,
-        last_step=one.last,
-        started_unix_ns=one.started_unix_ns,
-        ended_unix_ns=0 if is_open else one.ended_unix_ns,
-        story=story.tell(told),
+        onset_step=bundle.onset,
+        last_step=bundle.last,
+        started_unix_ns=bundle.started_unix_ns,
+        ended_unix_ns=0 if is_open else bundle.ended_unix_ns,
+        story=story.tell(incident),
         cost_steps=evidence.cost_steps,
         cost_seconds=evidence.cost_seconds or 0.0,
         decisions=decided[:MAX_LISTED],
-        findings=found[:MAX_LISTED],
-        alerts=tuple(told.alerts[:MAX_LISTED]),
-        events=said[:MAX_LISTED],
+        findings=finding_views[:MAX_LISTED],
+        alerts=tuple(incident.alerts[:MAX_LISTED]),
+        events=event_views[:MAX_LISTED],
         data=data[:MAX_LISTED],
     )
 

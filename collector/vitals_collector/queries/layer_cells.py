@@ -27,17 +27,17 @@ _MAX_NUMBER = 4_096
 
 def load(
     connection: Connection,
-    wanted: Selection,
+    selection: Selection,
     attempts: Sequence[AttemptRow],
     branch: Branch,
     points: int,
 ) -> Drawn:
     """Return the layers in the model's own order."""
-    named = layer_names(connection, wanted.run_id)
-    spans = _spans(connection, wanted, attempts, branch)
+    named = layer_names(connection, selection.run_id)
+    spans = _spans(connection, selection, attempts, branch)
     families = _families(named, spans)
     calm, others, shared = _sorted_out(_clusters(spans, families, _lines(spans, branch)))
-    source = _Source(connection, wanted, attempts, branch, named)
+    source = _Source(connection, selection, attempts, branch, named)
     filling = _Filling(source, calm, points)
     for rows in source.read(others):
         filling.wait(rows)
@@ -51,11 +51,11 @@ def load(
             filling.add(rows.take(~is_shared))
         else:
             filling.add(rows)
-    names, starts, found, rolled_back = filling.finish()
+    names, starts, extremes, rolled_back = filling.finish()
     is_there = [
-        i for i in source.rows.order() if (found.is_marked[i] | ~np.isnan(found.low[i])).any()
+        i for i in source.rows.order() if (extremes.is_marked[i] | ~np.isnan(extremes.low[i])).any()
     ]
-    return Drawn([names[i] for i in is_there], starts, found.take(is_there), rolled_back)
+    return Drawn([names[i] for i in is_there], starts, extremes.take(is_there), rolled_back)
 
 
 # ------------------------------------------------------------------------------ which overlap
@@ -72,13 +72,13 @@ class _Span(NamedTuple):
 
 
 def _spans(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], branch: Branch
+    connection: Connection, selection: Selection, attempts: Sequence[AttemptRow], branch: Branch
 ) -> list[_Span]:
     """Return the batches that may have rows of the branch, by step."""
-    low, high = wanted.from_step, wanted.to_step
+    low, high = selection.from_step, selection.to_step
     end_of = ends(attempts)
-    found = []
-    parts = find_parts(connection, wanted.run_id, "layers", from_step=low, to_step=high)
+    spans = []
+    parts = find_parts(connection, selection.run_id, "layers", from_step=low, to_step=high)
     for place, part in enumerate(parts):
         first = part.min_step if low is None else max(part.min_step, low)
         last = part.max_step if high is None else min(part.max_step, high)
@@ -88,8 +88,8 @@ def _spans(
         elif part.min_attempt == part.max_attempt and branch == "discarded" and first < end:
             first = int(min(end, last + 1))
         if first <= last:
-            found.append(_Span(first, last, place, part))
-    return sorted(found)
+            spans.append(_Span(first, last, place, part))
+    return sorted(spans)
 
 
 def _families(named: Mapping[tuple[str, int], str], spans: Sequence[_Span]) -> dict[str, int]:
@@ -162,12 +162,12 @@ def _clusters(
     newest: dict[tuple[int, int], tuple[list[_Span], int]] = {}
     for span in spans:
         family = family_of[span.part.incarnation], line_of[span.part.min_attempt]
-        some, end = newest.get(family, ([], span.low - 1))
+        cluster, end = newest.get(family, ([], span.low - 1))
         if span.low > end:
-            some = []
-            clusters.append(some)
-        some.append(span)
-        newest[family] = some, max(end, span.high)
+            cluster = []
+            clusters.append(cluster)
+        cluster.append(span)
+        newest[family] = cluster, max(end, span.high)
     return clusters
 
 
@@ -208,15 +208,15 @@ class _Numbering:
             numbers, which = np.unique(layer, return_inverse=True)
             of_numbers = [self._row(source, incarnation, number) for number in numbers.tolist()]
             return np.array(of_numbers, dtype=np.int64)[which]
-        known = self._known.get(incarnation)
-        if known is None:
-            known = self._known[incarnation] = np.full(_MAX_NUMBER, -1, dtype=np.int64)
-        found = known[layer]
-        if found.min() >= 0:
-            return found
-        for number in np.unique(layer[found < 0]).tolist():
-            known[number] = self._row(source, incarnation, number)
-        return known[layer]
+        row_of = self._known.get(incarnation)
+        if row_of is None:
+            row_of = self._known[incarnation] = np.full(_MAX_NUMBER, -1, dtype=np.int64)
+        rows = row_of[layer]
+        if rows.min() >= 0:
+            return rows
+        for number in np.unique(layer[rows < 0]).tolist():
+            row_of[number] = self._row(source, incarnation, number)
+        return row_of[layer]
 
     def order(self) -> list[int]:
         """Return the rows by source, then by the lowest number that the layer had."""
@@ -239,7 +239,7 @@ class _Source:
     def __init__(
         self,
         connection: Connection,
-        wanted: Selection,
+        selection: Selection,
         attempts: Sequence[AttemptRow],
         branch: Branch,
         named: Mapping[tuple[str, int], str],
@@ -248,7 +248,7 @@ class _Source:
         self.branch = branch
         self.end_of = ends(attempts)
         self._connection = connection
-        self._wanted = wanted
+        self._selection = selection
 
     def read(self, spans: Sequence[_Span], *, is_timed: bool = True) -> Iterator[_Rows]:
         """Yield the values of some batches at a time, in the order given; none is empty.
@@ -257,14 +257,16 @@ class _Source:
         time, at its last step its last one: that says which batch of a writer is the newer one.
         """
         keys = KEYS if is_timed else ("step", "attempt")
-        wanted, span_of = self._wanted, {span.part.id: span for span in spans}
-        columns = ["update_norm", "weight_norm"] if wanted.column == RATIO else [wanted.column]
+        selection, span_of = self._selection, {span.part.id: span for span in spans}
+        columns = (
+            ["update_norm", "weight_norm"] if selection.column == RATIO else [selection.column]
+        )
         for block in read_blocks(
             self._connection,
             [span.part for span in spans],
             [*keys, "layer", *columns],
-            from_step=wanted.from_step,
-            to_step=wanted.to_step,
+            from_step=selection.from_step,
+            to_step=selection.to_step,
         ):
             value, is_kept = value_of(block, columns)
             span = span_of[int(block.batch[0])]
@@ -336,8 +338,8 @@ class _Filling:
             self.add(rows)
         kept, left = self._grids or self._begin(self._steps)
         names = self._source.rows.names
-        found = kept.extremes(len(names)).with_discarded(left.extremes(len(names)))
-        return Drawn(names, kept.starts, found, self._rolled_back)
+        extremes = kept.extremes(len(names)).with_discarded(left.extremes(len(names)))
+        return Drawn(names, kept.starts, extremes, self._rolled_back)
 
     def _begin(self, starts: Ints) -> tuple[Grid, Grid]:
         self._grids = grids = Grid(starts), Grid(starts)
@@ -358,13 +360,13 @@ class _Filling:
 
     def _end(self, sign: int) -> int:
         """Return the first step that has a value, or with -1 the last one."""
-        found = [int((sign * rows.step).min()) for rows in (*self._waiting, *self._held)]
-        best = min(found)
+        edges = [int((sign * rows.step).min()) for rows in (*self._waiting, *self._held)]
+        best = min(edges)
         sides = [(span.low if sign > 0 else -span.high, span) for span in self._calm]
         sides.sort(key=lambda side: side[0])
         nearest = {span.part.id: side for side, span in sides}
-        some = [span for side, span in sides if side < best]
-        for rows in self._source.read(some, is_timed=False):
+        candidates = [span for side, span in sides if side < best]
+        for rows in self._source.read(candidates, is_timed=False):
             if nearest[rows.span.part.id] >= best:
                 break
             best = min(best, int((sign * rows.step).min()))
@@ -372,10 +374,10 @@ class _Filling:
 
     def _stitched(self) -> list[_Rows]:
         """Return what waited, of a layer's step (and attempt, but of a lineage) the newest row."""
-        some, self._waiting = sorted(self._waiting, key=lambda rows: rows.span.place), []
-        if not some:
+        waiting, self._waiting = sorted(self._waiting, key=lambda rows: rows.span.place), []
+        if not waiting:
             return []
-        rows = _join(some)
+        rows = _join(waiting)
         if _is_rising(rows.step, rows.row):
             return [rows]
         rows = rows.take(np.lexsort((rows.time_unix_ns, rows.attempt, rows.step, rows.row)))
@@ -386,15 +388,15 @@ class _Filling:
         return [rows.take(is_last)]
 
 
-def _join(some: Sequence[_Rows]) -> _Rows:
+def _join(pieces: Sequence[_Rows]) -> _Rows:
     return _Rows(
-        some[0].span,
-        np.concatenate([rows.row for rows in some]),
-        np.concatenate([rows.layer for rows in some]),
-        np.concatenate([rows.step for rows in some]),
-        np.concatenate([rows.attempt for rows in some]),
-        np.concatenate([rows.time_unix_ns for rows in some]),
-        np.concatenate([rows.value for rows in some]),
+        pieces[0].span,
+        np.concatenate([rows.row for rows in pieces]),
+        np.concatenate([rows.layer for rows in pieces]),
+        np.concatenate([rows.step for rows in pieces]),
+        np.concatenate([rows.attempt for rows in pieces]),
+        np.concatenate([rows.time_unix_ns for rows in pieces]),
+        np.concatenate([rows.value for rows in pieces]),
     )
 
 

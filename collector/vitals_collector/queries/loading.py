@@ -30,28 +30,28 @@ from vitals_collector.queries.series import AttemptRow, Points, by_time, join, s
 class Outlined(NamedTuple):
     """A curve of which an overview is wanted."""
 
-    wanted: Selection
+    selection: Selection
     branch: Branch
     num_points: int
 
 
-def load(connection: Connection, wanted: Selection) -> Points:
+def load(connection: Connection, selection: Selection) -> Points:
     """Return every measured point of the selection, as good as ordered by step or time."""
-    (parts,) = find(connection, [wanted])
-    ordered = [part for some in clusters_of(parts, wanted) for part in some]
-    return read_points(connection, [Reading(wanted, ordered)])[0]
+    (parts,) = find(connection, [selection])
+    ordered = [part for cluster in clusters_of(parts, selection) for part in cluster]
+    return read_points(connection, [Reading(selection, ordered)])[0]
 
 
 def load_curve(
-    connection: Connection, wanted: Selection, attempts: Sequence[AttemptRow], branch: Branch
+    connection: Connection, selection: Selection, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Points:
     """Return every point of the branch in its order: by step, or by time where there is none."""
-    return _arranged(load(connection, wanted), wanted, attempts, branch)
+    return _arranged(load(connection, selection), selection, attempts, branch)
 
 
 def load_outline(
     connection: Connection,
-    wanted: Selection,
+    selection: Selection,
     attempts: Sequence[AttemptRow],
     branch: Branch,
     num_points: int,
@@ -63,7 +63,7 @@ def load_outline(
     Returns:
         The points, and how many the whole curve has.
     """
-    outlined = [Outlined(wanted, branch, num_points)]
+    outlined = [Outlined(selection, branch, num_points)]
     return load_outlines(connection, outlined, attempts, Outlines())[0]
 
 
@@ -81,31 +81,31 @@ def load_outlines(
         attempts: the run's branches.
         outlines: what is remembered of batches.
     """
-    wanted = [one.wanted for one in outlined]
-    found = find(connection, wanted)
-    known = outlines.of(connection, wanted, found)
-    return _load(connection, outlined, attempts, list(zip(found, known, strict=True)))
+    selections = [request.selection for request in outlined]
+    part_lists = find(connection, selections)
+    batch_outlines = outlines.of(connection, selections, part_lists)
+    return _load(connection, outlined, attempts, list(zip(part_lists, batch_outlines, strict=True)))
 
 
 def load_outlines_by_source(
     connection: Connection,
-    wanted: Selection,
+    selection: Selection,
     attempts: Sequence[AttemptRow],
     branch: Branch,
     num_points: int,
 ) -> dict[str, Points]:
     """Return what ``load_outline`` would, of every source that has rows, in one search."""
-    (parts,) = find(connection, [wanted])
-    (known,) = Outlines().of(connection, [wanted], [parts])
+    (parts,) = find(connection, [selection])
+    (outlines,) = Outlines().of(connection, [selection], [parts])
     by_source: dict[str, list[Part]] = {}
-    for part in _with_column(parts, known):
+    for part in _with_column(parts, outlines):
         by_source.setdefault(part.source, []).append(part)
-    one = Outlined(wanted, branch, num_points)
-    found = [
-        (some, {part.id: known[part.id] for part in some if part.id in known})
-        for some in by_source.values()
+    request = Outlined(selection, branch, num_points)
+    stored = [
+        (source_parts, {part.id: outlines[part.id] for part in source_parts if part.id in outlines})
+        for source_parts in by_source.values()
     ]
-    loaded = _load(connection, [one] * len(found), attempts, found)
+    loaded = _load(connection, [request] * len(stored), attempts, stored)
     return {source: curve for source, (curve, _) in zip(by_source, loaded, strict=True)}
 
 
@@ -117,17 +117,19 @@ def _load(
     connection: Connection,
     outlined: Sequence[Outlined],
     attempts: Sequence[AttemptRow],
-    found: Sequence[_Found],
+    stored: Sequence[_Found],
 ) -> list[tuple[Points, int]]:
-    plans = _plans(outlined, attempts, found)
-    readings = [Reading(one.wanted, p.read) for one, p in zip(outlined, plans, strict=True)]
+    plans = _plans(outlined, attempts, stored)
+    readings = [
+        Reading(request.selection, p.read) for request, p in zip(outlined, plans, strict=True)
+    ]
     loaded = []
-    for one, plan, read in zip(outlined, plans, read_points(connection, readings), strict=True):
-        curve = _arranged(read, one.wanted, attempts, one.branch)
+    for request, plan, read in zip(outlined, plans, read_points(connection, readings), strict=True):
+        curve = _arranged(read, request.selection, attempts, request.branch)
         num_values = len(curve) + sum(outline.num_values for outline in plan.drawn)
         if plan.drawn:
             drawn = [outline.points for outline in plan.drawn if outline.points is not None]
-            curve = _arranged(join([*drawn, curve]), one.wanted, attempts, one.branch)
+            curve = _arranged(join([*drawn, curve]), request.selection, attempts, request.branch)
         loaded.append((curve, num_values))
     return loaded
 
@@ -144,45 +146,45 @@ _Placed = Sequence[tuple[Cluster, Sequence[Side]]]
 
 
 def _plans(
-    outlined: Sequence[Outlined], attempts: Sequence[AttemptRow], found: Sequence[_Found]
+    outlined: Sequence[Outlined], attempts: Sequence[AttemptRow], stored: Sequence[_Found]
 ) -> list[_Plan]:
     placed: dict[tuple[int, Branch, tuple[int, ...]], _Placed] = {}
     plans = []
-    for one, (parts, known) in zip(outlined, found, strict=True):
-        key = id(parts), one.branch, tuple(known)
+    for request, (parts, outlines) in zip(outlined, stored, strict=True):
+        key = id(parts), request.branch, tuple(outlines)
         if key not in placed:  # mostly all columns of a writer lie alike
-            side_of = sides(one.wanted, attempts, one.branch)
-            clusters = clusters_of(_with_column(parts, known), one.wanted)
-            placed[key] = [(some, [side_of(part) for part in some]) for some in clusters]
-        plans.append(_plan(placed[key], known, one.num_points))
+            side_of = sides(request.selection, attempts, request.branch)
+            clusters = clusters_of(_with_column(parts, outlines), request.selection)
+            placed[key] = [(cluster, [side_of(part) for part in cluster]) for cluster in clusters]
+        plans.append(_plan(placed[key], outlines, request.num_points))
     return plans
 
 
-def _plan(placed: _Placed, known: Mapping[int, Outline], num_points: int) -> _Plan:
+def _plan(placed: _Placed, outlines: Mapping[int, Outline], num_points: int) -> _Plan:
     drawn: list[Outline] = []
     read: list[Part] = []
     num_drawn = 0
-    for some, wanted in placed:
-        outline = known.get(some[0].id) if wanted == ["in"] else None
+    for cluster, part_sides in placed:
+        outline = outlines.get(cluster[0].id) if part_sides == ["in"] else None
         if outline is not None and outline.points is not None:
             drawn.append(outline)
             num_drawn += outline.num_drawn
         else:
-            read += [part for part, side in zip(some, wanted, strict=True) if side != "out"]
+            read += [part for part, side in zip(cluster, part_sides, strict=True) if side != "out"]
     if num_drawn + sum(part.num_rows for part in read) < num_points:
-        return _Plan((), [part for some, _ in placed for part in some])
+        return _Plan((), [part for cluster, _ in placed for part in cluster])
     return _Plan(drawn, read)
 
 
-def _with_column(parts: Sequence[Part], known: Mapping[int, Outline]) -> list[Part]:
+def _with_column(parts: Sequence[Part], outlines: Mapping[int, Outline]) -> list[Part]:
     """Return the batches but those that are compacted and of which no row has the column."""
-    return [part for part in parts if not part.is_columnar or part.id in known]
+    return [part for part in parts if not part.is_columnar or part.id in outlines]
 
 
 def _arranged(
-    points: Points, wanted: Selection, attempts: Sequence[AttemptRow], branch: Branch
+    points: Points, selection: Selection, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Points:
-    if wanted.stream in HOST_STREAMS:
+    if selection.stream in HOST_STREAMS:
         return by_time(points)
     return stitch(points, attempts, branch)
 

@@ -26,7 +26,7 @@ def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
     """Return the run's series with at least one value: ``stream.column`` or ``stream.NAME``."""
     table = measured_columns.c
     query = select(table.stream, table.name).where(table.run_id == run_id)
-    found = {
+    series_names = {
         f"{stream}.{name}"
         for stream, name in connection.execute(query)
         if stream != "events" and stream not in NAMED and name not in _KEYS
@@ -36,10 +36,12 @@ def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
     query = select(names.c.stream, names.c.name).where(names.c.run_id == run_id)
     for stream, name in connection.execute(query):
         if stream in NAMED:
-            found.add(f"{stream}.{name}")
+            series_names.add(f"{stream}.{name}")
         if stream == "layers":
-            found |= {f"layers.{name}:{column}" for column in _OF_LAYERS if column in measured}
-    return tuple(sorted(found))
+            series_names |= {
+                f"layers.{name}:{column}" for column in _OF_LAYERS if column in measured
+            }
+    return tuple(sorted(series_names))
 
 
 def unit_of(metric: str) -> str:
@@ -67,10 +69,10 @@ def select_rows(
     Raises:
         UsageError: no such metric or source; where a name is close to a known one, that is said.
     """
-    chosen, wanted = _select(connection, run_id, metric, source)
-    if wanted.stream not in HOST_STREAMS:
-        wanted = replace(wanted, from_step=steps[0], to_step=steps[1])
-    return chosen, wanted
+    chosen, selection = _select(connection, run_id, metric, source)
+    if selection.stream not in HOST_STREAMS:
+        selection = replace(selection, from_step=steps[0], to_step=steps[1])
+    return chosen, selection
 
 
 def _select(connection: Connection, run_id: str, metric: str, source: str) -> tuple[str, Selection]:
@@ -140,10 +142,14 @@ def _is_known(connection: Connection, run_id: str, stream: str, name: str) -> bo
 
 
 def _unknown(connection: Connection, run_id: str, metric: str) -> UsageError:
-    known = names_of(connection, run_id)
-    close = difflib.get_close_matches(metric, known, n=3)
+    series_names = names_of(connection, run_id)
+    close = difflib.get_close_matches(metric, series_names, n=3)
     if close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
-        hint = f"the run has {', '.join(known[:12])}" if known else "the run has no rows yet"
+        hint = (
+            f"the run has {', '.join(series_names[:12])}"
+            if series_names
+            else "the run has no rows yet"
+        )
     return UsageError(f"run {run_id} has no series {metric!r}", hint=hint, code=UNKNOWN)

@@ -60,7 +60,7 @@ class Moved(NamedTuple):
 def movers(connection: Connection, run_id: str, step: int) -> tuple[MoverView, ...]:
     """Return what moved most up to a step, on the branch where there was trouble at it."""
     attempt = attempt_of(connection, run_id, step)
-    return tuple(one.view for one in moved(connection, run_id, step, attempt))
+    return tuple(mover.view for mover in moved(connection, run_id, step, attempt))
 
 
 def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
@@ -72,9 +72,9 @@ def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
         query = select(func.max(table.c.attempt)).where(
             table.c.run_id == run_id, table.c.step == step
         )
-        found = connection.execute(query).scalar()
-        if found is not None:
-            return int(found)
+        attempt = connection.execute(query).scalar()
+        if attempt is not None:
+            return int(attempt)
     query = select(func.max(decisions.c.attempt)).where(
         decisions.c.run_id == run_id,
         decisions.c.action == "rollback",
@@ -90,29 +90,35 @@ def moved(connection: Connection, run_id: str, step: int, attempt: int | None) -
     branch = ancestry(attempt_rows(connection, run_id), attempt)
     there = _measured(connection, run_id)
     first = step - WINDOW_STEPS - BEFORE_STEPS + 1
-    found: list[Moved] = []
-    found += _of_layers(connection, run_id, (first, step), branch, there)
-    found += _of_ranks(connection, run_id, (first, step), branch, there)
-    found = [one for one in found if one.view.score >= MIN_SCORE]
-    return tuple(sorted(found, key=_order)[:MAX_MOVERS])
+    candidates: list[Moved] = []
+    candidates += _of_layers(connection, run_id, (first, step), branch, there)
+    candidates += _of_ranks(connection, run_id, (first, step), branch, there)
+    candidates = [mover for mover in candidates if mover.view.score >= MIN_SCORE]
+    return tuple(sorted(candidates, key=_order)[:MAX_MOVERS])
 
 
-def _order(one: Moved) -> tuple[float, int, bool, str, str]:
+def _order(mover: Moved) -> tuple[float, int, bool, str, str]:
     # The run's own number says what its layers and ranks say more exactly: they come first.
-    return -one.view.score, one.first_step, one.view.row == RUN, one.view.row, one.view.metric
+    return (
+        -mover.view.score,
+        mover.first_step,
+        mover.view.row == RUN,
+        mover.view.row,
+        mover.view.metric,
+    )
 
 
 def ancestry(attempts: Sequence[AttemptRow], attempt: int | None) -> list[AttemptRow]:
     """Return the attempt and those it came from; all, where none is asked for."""
-    known = {one.id: one for one in attempts}
-    if attempt is None or attempt not in known:
+    by_id = {row.id: row for row in attempts}
+    if attempt is None or attempt not in by_id:
         return list(attempts)
-    found: dict[int, AttemptRow] = {}
+    ancestors: dict[int, AttemptRow] = {}
     current: int | None = attempt
-    while current is not None and current in known and current not in found:
-        found[current] = known[current]
-        current = known[current].parent
-    return list(found.values())
+    while current is not None and current in by_id and current not in ancestors:
+        ancestors[current] = by_id[current]
+        current = by_id[current].parent
+    return list(ancestors.values())
 
 
 def _measured(connection: Connection, run_id: str) -> set[tuple[str, str]]:
@@ -128,11 +134,13 @@ def _of_layers(
     branch: Sequence[AttemptRow],
     there: set[tuple[str, str]],
 ) -> list[Moved]:
-    wanted = {name: _SOURCES_OF.get(name, (name,)) for name in _OF_LAYER}
-    wanted = {m: c for m, c in wanted.items() if all(("layers", one) in there for one in c)}
-    if not wanted:
+    columns_of = {name: _SOURCES_OF.get(name, (name,)) for name in _OF_LAYER}
+    columns_of = {
+        m: c for m, c in columns_of.items() if all(("layers", column) in there for column in c)
+    }
+    if not columns_of:
         return []
-    columns = sorted({one for some in wanted.values() for one in some})
+    columns = sorted({column for needed in columns_of.values() for column in needed})
     named = layer_names(connection, run_id)
     rows: list[tuple[Block, list[str]]] = []
     parts = find_parts(connection, run_id, "layers", from_step=steps[0], to_step=steps[1])
@@ -140,10 +148,12 @@ def _of_layers(
     for block in read_blocks(connection, parts, names, from_step=steps[0], to_step=steps[1]):
         numbers = block.whole("layer").tolist()
         rows.append((block, [named.get((block.incarnation, n), f"layer {n}") for n in numbers]))
-    order = {name: i for i, name in enumerate(dict.fromkeys(n for _, some in rows for n in some))}
-    key = np.array([order[name] for _, some in rows for name in some], dtype=np.int64)
+    order = {
+        name: i for i, name in enumerate(dict.fromkeys(n for _, labels in rows for n in labels))
+    }
+    key = np.array([order[name] for _, labels in rows for name in labels], dtype=np.int64)
     whole = join_blocks([block for block, _ in rows], names)
-    return _judged(whole, key, list(order), wanted, steps[1], branch)
+    return _judged(whole, key, list(order), columns_of, steps[1], branch)
 
 
 def _of_ranks(
@@ -153,29 +163,29 @@ def _of_ranks(
     branch: Sequence[AttemptRow],
     there: set[tuple[str, str]],
 ) -> list[Moved]:
-    found: list[Moved] = []
+    candidates: list[Moved] = []
     for metrics, where in ((_OF_RUN, (batches.c.source == "rank:0",)), (_OF_RANK, ())):
         names = [name for name in metrics if ("steps", name) in there]
         parts = find_parts(
             connection, run_id, "steps", *where, from_step=steps[0], to_step=steps[1]
         )
-        wanted = [*KEYS, *names]
-        blocks = read_blocks(connection, parts, wanted, from_step=steps[0], to_step=steps[1])
+        columns = [*KEYS, *names]
+        blocks = read_blocks(connection, parts, columns, from_step=steps[0], to_step=steps[1])
         rows = list(blocks) if names else []
         labels = [RUN if where else block.source for block in rows]
         order = {name: i for i, name in enumerate(dict.fromkeys(labels))}
         nums = [len(block) for block in rows]
         key = np.repeat(np.array([order[name] for name in labels], dtype=np.int64), nums)
-        whole = join_blocks(rows, wanted)
-        found += _judged(whole, key, list(order), {n: (n,) for n in names}, steps[1], branch)
-    return found
+        whole = join_blocks(rows, columns)
+        candidates += _judged(whole, key, list(order), {n: (n,) for n in names}, steps[1], branch)
+    return candidates
 
 
 def _judged(
     rows: Block,
     key: Ints,
     labels: Sequence[str],
-    wanted: Mapping[str, Sequence[str]],
+    columns_of: Mapping[str, Sequence[str]],
     step: int,
     branch: Sequence[AttemptRow],
 ) -> list[Moved]:
@@ -188,18 +198,18 @@ def _judged(
         rows.whole("time_unix_ns"),
         np.arange(len(rows), dtype=np.float64),
     )
-    is_of_branch = np.isin(points.attempt, [one.id for one in branch]) | (not branch)
-    found = []
+    is_of_branch = np.isin(points.attempt, [attempt.id for attempt in branch]) | (not branch)
+    candidates = []
     for number, label in enumerate(labels):
         mine = points.take(is_of_branch & (key == number))
         which = stitch(mine, branch, "lineage").value.astype(np.int64)
-        some = rows.take(which)
-        at = some.whole("step")
-        for metric, columns in wanted.items():
-            value, is_there = value_of(some, list(columns))
-            one = judge(label, metric, at[is_there], value[is_there], step)
-            found += [] if one is None else [one]
-    return found
+        own_rows = rows.take(which)
+        at = own_rows.whole("step")
+        for metric, columns in columns_of.items():
+            value, is_there = value_of(own_rows, list(columns))
+            mover = judge(label, metric, at[is_there], value[is_there], step)
+            candidates += [] if mover is None else [mover]
+    return candidates
 
 
 def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Moved | None:

@@ -63,29 +63,32 @@ class Outlines:
         self._kept: OrderedDict[_Key, Columns] = OrderedDict()
 
     def of(
-        self, connection: Connection, wanted: Sequence[Selection], found: Sequence[Sequence[Part]]
+        self,
+        connection: Connection,
+        selections: Sequence[Selection],
+        part_lists: Sequence[Sequence[Part]],
     ) -> list[dict[int, Outline]]:
         """Return each curve's outlines by batch; a batch that has not the column is left out.
 
         Args:
             connection: the moment of the store in which the batches were found.
-            wanted: the curves.
-            found: the batches of each (``parts.find``).
+            selections: the curves.
+            part_lists: the batches of each (``parts.find``).
         """
         names: dict[int, set[str]] = {}
-        for one, parts in zip(wanted, found, strict=True):
-            names.setdefault(id(parts), set()).add(one.column)
+        for selection, parts in zip(selections, part_lists, strict=True):
+            names.setdefault(id(parts), set()).add(selection.column)
         looked: dict[int, dict[int, Columns]] = {}
-        for one, parts in zip(wanted, found, strict=True):
+        for selection, parts in zip(selections, part_lists, strict=True):
             if id(parts) not in looked:
-                looked[id(parts)] = self._look(connection, one, parts, names[id(parts)])
+                looked[id(parts)] = self._look(connection, selection, parts, names[id(parts)])
         return [
             {
                 batch: outline
                 for batch, columns in looked[id(parts)].items()
-                if (outline := columns[one.column]) is not None
+                if (outline := columns[selection.column]) is not None
             }
-            for one, parts in zip(wanted, found, strict=True)
+            for selection, parts in zip(selections, part_lists, strict=True)
         ]
 
     def _look(
@@ -103,7 +106,7 @@ class Outlines:
     def _known(
         self, of: Selection, parts: Iterable[Part], names: set[str]
     ) -> tuple[dict[int, Columns], list[Part]]:
-        known: dict[int, Columns] = {}
+        columns_by_batch: dict[int, Columns] = {}
         missing = []
         with self._lock:
             for part in parts:
@@ -113,8 +116,8 @@ class Outlines:
                     missing.append(part)
                 else:
                     self._kept.move_to_end(key)
-                    known[part.id] = columns
-        return known, missing
+                    columns_by_batch[part.id] = columns
+        return columns_by_batch, missing
 
     def _keep(self, read: Iterable[tuple[_Key, Columns]]) -> None:
         with self._lock:
@@ -128,7 +131,9 @@ class Outlines:
 
 
 def _num_bytes(columns: Columns) -> int:
-    return sum(_ARRAY_BYTES if one is None else one.num_bytes for one in columns.values())
+    return sum(
+        _ARRAY_BYTES if outline is None else outline.num_bytes for outline in columns.values()
+    )
 
 
 class _Head(NamedTuple):
@@ -147,19 +152,21 @@ def _read(
     attempts = {part.id: part.min_attempt for part in parts}
     heads: dict[str, list[_Head]] = {name: [] for name in names}
     query = select(*HEAD).where(batch_columns.c.name.in_(sorted(names)))
-    for some in some_at_once(list(attempts)):
-        read = whole_heads(connection, query.where(batch_columns.c.batch_id.in_(some)))
+    for batch_ids in some_at_once(list(attempts)):
+        read = whole_heads(connection, query.where(batch_columns.c.batch_id.in_(batch_ids)))
         for batch, name, summary, marks in read:
             heads[name].append(_Head(batch, attempts[batch], summary, marks))
-    found: dict[int, dict[str, Outline | None]] = {p.id: dict.fromkeys(names) for p in parts}
+    columns_by_batch: dict[int, dict[str, Outline | None]] = {
+        p.id: dict.fromkeys(names) for p in parts
+    }
     for name, of_column in heads.items():
         for head in of_column:
-            found[head.batch][name] = _NOT_SUMMED
+            columns_by_batch[head.batch][name] = _NOT_SUMMED
         summed = [head for head in of_column if head.summary and head.marks]
         outlines = _outlines_of(summed, is_by_time=of.stream in HOST_STREAMS)
         for head, outline in zip(summed, outlines, strict=True):
-            found[head.batch][name] = outline
-    return found
+            columns_by_batch[head.batch][name] = outline
+    return columns_by_batch
 
 
 def _outlines_of(heads: Sequence[_Head], *, is_by_time: bool) -> list[Outline]:
@@ -178,13 +185,13 @@ def _outlines_of(heads: Sequence[_Head], *, is_by_time: bool) -> list[Outline]:
         points = points.take(np.append(is_last, True))
     ends = np.searchsorted(points.attempt, np.arange(len(heads) + 1)).tolist()
     num_values = np.add.reduceat(entries["num"].astype(np.int64), np.cumsum([0, *nums[:-1]]))
-    found = []
+    outlines = []
     for i, num in enumerate(num_values.tolist()):
         # Copied, so that what is forgotten frees its room whatever was read with it.
-        some = points.take(np.arange(ends[i], ends[i + 1]))
-        own = replace(some, attempt=np.full(len(some), attempts[i]))
-        found.append(Outline(own, 2 * nums[i], num))
-    return found
+        head_points = points.take(np.arange(ends[i], ends[i + 1]))
+        own = replace(head_points, attempt=np.full(len(head_points), attempts[i]))
+        outlines.append(Outline(own, 2 * nums[i], num))
+    return outlines
 
 
 def _extremes(entries: npt.NDArray[np.void], owner: Ints) -> Points:
@@ -201,10 +208,10 @@ def _extremes(entries: npt.NDArray[np.void], owner: Ints) -> Points:
 
 def _marks(heads: Sequence[_Head]) -> Points:
     """Return both ends of each, and its values that are not finite."""
-    found = np.frombuffer(b"".join(head.marks for head in heads), dtype=MARK)
+    marks = np.frombuffer(b"".join(head.marks for head in heads), dtype=MARK)
     nums = [len(head.marks) // MARK.itemsize for head in heads]
     owner = np.repeat(np.arange(len(heads)), nums)
-    return Points(found["step"], owner, found["time"], found["value"])
+    return Points(marks["step"], owner, marks["time"], marks["value"])
 
 
 __all__ = ["MOST_BYTES", "Outline", "Outlines"]

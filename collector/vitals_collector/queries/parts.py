@@ -72,57 +72,57 @@ def some_at_once(every: Sequence[T]) -> Iterator[Sequence[T]]:
         yield every[i : i + _AT_ONCE]
 
 
-def find(connection: Connection, wanted: Sequence[Selection]) -> list[Sequence[Part]]:
+def find(connection: Connection, selections: Sequence[Selection]) -> list[Sequence[Part]]:
     """Return the batches to look into for each; curves of the same rows share one list.
 
     A compacted batch may be among them that has not the column.
     """
     alike: dict[tuple[Any, ...], list[Selection]] = defaultdict(list)
-    for one in wanted:
-        alike[_rows_of(one)].append(one)
-    found = {key: _find_alike(connection, some) for key, some in alike.items()}
-    return [found[_rows_of(one)][one.source] for one in wanted]
+    for selection in selections:
+        alike[_rows_of(selection)].append(selection)
+    parts_of = {key: _find_alike(connection, group) for key, group in alike.items()}
+    return [parts_of[_rows_of(selection)][selection.source] for selection in selections]
 
 
-def _rows_of(wanted: Selection) -> tuple[Any, ...]:
-    steps = wanted.from_step, wanted.to_step
-    times = wanted.from_time_unix_ns, wanted.to_time_unix_ns
-    return wanted.run_id, wanted.stream, steps, times
+def _rows_of(selection: Selection) -> tuple[Any, ...]:
+    steps = selection.from_step, selection.to_step
+    times = selection.from_time_unix_ns, selection.to_time_unix_ns
+    return selection.run_id, selection.stream, steps, times
 
 
 def _find_alike(connection: Connection, alike: Sequence[Selection]) -> dict[str, list[Part]]:
     """Return the batches by source, of selections that differ in nothing else but the column."""
-    found: dict[str, list[Part]] = {one.source: [] for one in alike}
+    by_source: dict[str, list[Part]] = {selection.source: [] for selection in alike}
     fields = (is_columnar if n == "is_columnar" else batches.c[n] for n in Part._fields)
     query = _narrowed(select(*fields), alike[0])
-    if "" not in found:
-        query = query.where(batches.c.source.in_(sorted(found)))
+    if "" not in by_source:
+        query = query.where(batches.c.source.in_(sorted(by_source)))
     for row in connection.execute(query):
         part = Part._make(row)
         for source in (part.source, ""):
-            if source in found:
-                found[source].append(part)
-    return found
+            if source in by_source:
+                by_source[source].append(part)
+    return by_source
 
 
-def _narrowed(query: Select[Any], wanted: Selection) -> Select[Any]:
-    query = query.where(batches.c.run_id == wanted.run_id, batches.c.stream == wanted.stream)
-    if wanted.from_step is not None:
-        query = query.where(batches.c.max_step >= wanted.from_step)
-    if wanted.to_step is not None:
-        query = query.where(batches.c.min_step <= wanted.to_step)
-    if wanted.from_time_unix_ns is not None:
-        query = query.where(batches.c.max_time_unix_ns >= wanted.from_time_unix_ns)
-    if wanted.to_time_unix_ns is not None:
-        query = query.where(batches.c.min_time_unix_ns <= wanted.to_time_unix_ns)
+def _narrowed(query: Select[Any], selection: Selection) -> Select[Any]:
+    query = query.where(batches.c.run_id == selection.run_id, batches.c.stream == selection.stream)
+    if selection.from_step is not None:
+        query = query.where(batches.c.max_step >= selection.from_step)
+    if selection.to_step is not None:
+        query = query.where(batches.c.min_step <= selection.to_step)
+    if selection.from_time_unix_ns is not None:
+        query = query.where(batches.c.max_time_unix_ns >= selection.from_time_unix_ns)
+    if selection.to_time_unix_ns is not None:
+        query = query.where(batches.c.min_time_unix_ns <= selection.to_time_unix_ns)
     return query
 
 
-def clusters_of(parts: Iterable[Part], wanted: Selection) -> list[Cluster]:
+def clusters_of(parts: Iterable[Part], selection: Selection) -> list[Cluster]:
     """Return the batches in the order of their steps, or of their times; together what overlaps."""
     clusters: list[Cluster] = []
     end = 0
-    if wanted.stream in HOST_STREAMS:
+    if selection.stream in HOST_STREAMS:
         spans = [(p.min_time_unix_ns, p.max_time_unix_ns, p) for p in parts]
     else:
         spans = [(p.min_step, p.max_step, p) for p in parts]
@@ -133,28 +133,28 @@ def clusters_of(parts: Iterable[Part], wanted: Selection) -> list[Cluster]:
         else:
             clusters.append([part])
             end = last
-    for some in clusters:
-        some.sort(key=lambda part: (part.incarnation, part.first_seq))
+    for cluster in clusters:
+        cluster.sort(key=lambda part: (part.incarnation, part.first_seq))
     return clusters
 
 
 def sides(
-    wanted: Selection, attempts: Sequence[AttemptRow], branch: Branch
+    selection: Selection, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Callable[[Part], Side]:
     """Return what says which of a batch's rows are wanted."""
     end_of = ends(attempts)
     low, since = (
         -math.inf if begin is None else begin
-        for begin in (wanted.from_step, wanted.from_time_unix_ns)
+        for begin in (selection.from_step, selection.from_time_unix_ns)
     )
     high, until = (
-        math.inf if end is None else end for end in (wanted.to_step, wanted.to_time_unix_ns)
+        math.inf if end is None else end for end in (selection.to_step, selection.to_time_unix_ns)
     )
 
     def side_of(part: Part) -> Side:
         is_cut = part.min_step < low or part.max_step > high
         is_cut |= part.min_time_unix_ns < since or part.max_time_unix_ns > until
-        if wanted.stream in HOST_STREAMS:
+        if selection.stream in HOST_STREAMS:
             return "both" if is_cut else "in"
         end = end_of(part.min_attempt) if branch != "all" else math.inf
         is_split = part.min_attempt != part.max_attempt or part.min_step < end <= part.max_step

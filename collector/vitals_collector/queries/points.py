@@ -25,14 +25,14 @@ _Read = Callable[[str], _Column]
 class Reading(NamedTuple):
     """A curve, and the batches that are to be read for it."""
 
-    wanted: Selection
+    selection: Selection
     parts: Sequence[Part]
 
     @property
     def names(self) -> frozenset[str]:
         """The columns that are needed of them."""
-        key = (self.wanted.key_column,) if self.wanted.key_column else ()
-        return frozenset((*_ROWS, self.wanted.column, *key))
+        key = (self.selection.key_column,) if self.selection.key_column else ()
+        return frozenset((*_ROWS, self.selection.column, *key))
 
 
 def read_points(connection: Connection, readings: Sequence[Reading]) -> list[Points]:
@@ -41,15 +41,15 @@ def read_points(connection: Connection, readings: Sequence[Reading]) -> list[Poi
     for i, reading in enumerate(readings):
         for part in reading.parts:
             takers[part].append(i)
-    found: list[dict[int, Points]] = [{} for _ in readings]
+    by_batch: list[dict[int, Points]] = [{} for _ in readings]
     for batch, incarnation, which, column in _stretches(connection, readings, takers):
         for i in which:
-            points = _kept(column, readings[i].wanted, incarnation)
+            points = _kept(column, readings[i].selection, incarnation)
             if points is not None:
-                found[i][batch] = points
+                by_batch[i][batch] = points
     return [
         join([points[part.id] for part in reading.parts if part.id in points])
-        for reading, points in zip(readings, found, strict=True)
+        for reading, points in zip(readings, by_batch, strict=True)
     ]
 
 
@@ -70,11 +70,11 @@ def _stretches(
         names = frozenset[str]() if not part.is_columnar else _joined(readings, which)
         alike[names].append(part)
     for names, parts in alike.items():
-        for some in some_at_once(parts):
+        for portion in some_at_once(parts):
             if names:
-                yield from _of_columns(connection, some, takers, names)
+                yield from _of_columns(connection, portion, takers, names)
             else:
-                yield from _of_rows(connection, some, takers)
+                yield from _of_rows(connection, portion, takers)
 
 
 def _joined(readings: Sequence[Reading], which: Sequence[int]) -> frozenset[str]:
@@ -93,10 +93,10 @@ def _of_columns(
             continue  # damaged
         # What no row has reads as zero, and was not measured.
         nothing = np.zeros(part.num_rows, np.int64), np.zeros(part.num_rows, np.bool_)
-        found: dict[str, _Column] = dict.fromkeys(names, nothing)
+        columns: dict[str, _Column] = dict.fromkeys(names, nothing)
         for chunk, values, valid in decode_columns(chunks[part.id], part.num_rows):
-            found[chunk.name] = values, valid
-        yield _Stretch(part.id, part.incarnation, takers[part], found.__getitem__)
+            columns[chunk.name] = values, valid
+        yield _Stretch(part.id, part.incarnation, takers[part], columns.__getitem__)
 
 
 def _of_rows(
@@ -106,32 +106,34 @@ def _of_rows(
     order = (batches.c.incarnation, batches.c.first_seq)
     pages = read_pages(connection, batches.c.id.in_(list(which)), order_by=order)
     for _, alike in groupby(pages, key=lambda p: (p.incarnation, id(p.schema), which[p.id])):
-        some = list(alike)
-        rows, schema = np.concatenate([page.rows for page in some]), some[0].schema
+        writer_pages = list(alike)
+        rows, schema = np.concatenate([page.rows for page in writer_pages]), writer_pages[0].schema
         column: _Read = cache(partial(column_of, schema, rows))
-        yield _Stretch(some[0].id, some[0].incarnation, which[some[0].id], column)
+        yield _Stretch(
+            writer_pages[0].id, writer_pages[0].incarnation, which[writer_pages[0].id], column
+        )
 
 
-def _kept(column: _Read, wanted: Selection, incarnation: str) -> Points | None:
+def _kept(column: _Read, selection: Selection, incarnation: str) -> Points | None:
     """Return the measured values among some rows of one writer that the selection asks for."""
-    values, valid = column(wanted.column)
+    values, valid = column(selection.column)
     if values.dtype.kind not in "fi":
-        raise FormatError(f"{wanted.stream}.{wanted.column} is text, not a number")
+        raise FormatError(f"{selection.stream}.{selection.column} is text, not a number")
     steps, times = _whole(column, "step"), _whole(column, "time_unix_ns")
     masks = [] if valid is None else [valid]
-    if wanted.key_column:
-        key = wanted.key_of(incarnation)
+    if selection.key_column:
+        key = selection.key_of(incarnation)
         if key is None:
             return None
-        masks.append(_whole(column, wanted.key_column) == key)
-    if wanted.from_step is not None:
-        masks.append(steps >= wanted.from_step)
-    if wanted.to_step is not None:
-        masks.append(steps <= wanted.to_step)
-    if wanted.from_time_unix_ns is not None:
-        masks.append(times >= wanted.from_time_unix_ns)
-    if wanted.to_time_unix_ns is not None:
-        masks.append(times <= wanted.to_time_unix_ns)
+        masks.append(_whole(column, selection.key_column) == key)
+    if selection.from_step is not None:
+        masks.append(steps >= selection.from_step)
+    if selection.to_step is not None:
+        masks.append(steps <= selection.to_step)
+    if selection.from_time_unix_ns is not None:
+        masks.append(times >= selection.from_time_unix_ns)
+    if selection.to_time_unix_ns is not None:
+        masks.append(times <= selection.to_time_unix_ns)
     attempts = _whole(column, "attempt")
     points = Points(steps, attempts, times, values.astype(np.float64, copy=False))
     return points.take(np.logical_and.reduce(masks)) if masks else points

@@ -162,16 +162,16 @@ class Query:
             )
         with self._store.read() as connection:
             run_row(connection, run_id)
-            chosen = [_selected(connection, run_id, one) for one in requests]
+            chosen = [_selected(connection, run_id, request) for request in requests]
             outlined = [
-                Outlined(wanted, request.branch, request.points)
-                for (_, wanted), request in zip(chosen, requests, strict=True)
+                Outlined(selection, request.branch, request.points)
+                for (_, selection), request in zip(chosen, requests, strict=True)
             ]
             attempts = attempt_rows(connection, run_id)
-            found = load_outlines(connection, outlined, attempts, self._outlines)
+            curves = load_outlines(connection, outlined, attempts, self._outlines)
         return tuple(
             _series_reply(run_id, request, source, *curve)
-            for request, (source, _), curve in zip(requests, chosen, found, strict=True)
+            for request, (source, _), curve in zip(requests, chosen, curves, strict=True)
         )
 
     def curve(
@@ -192,9 +192,9 @@ class Query:
         with self._store.read() as connection:
             run_row(connection, run_id)
             steps = (from_step, to_step)
-            chosen, wanted = metrics.select_rows(connection, run_id, metric, source, steps)
-            found = load_curve(connection, wanted, attempt_rows(connection, run_id), branch)
-        return curve_reply(run_id, metric, chosen, branch, found)
+            chosen, selection = metrics.select_rows(connection, run_id, metric, source, steps)
+            points = load_curve(connection, selection, attempt_rows(connection, run_id), branch)
+        return curve_reply(run_id, metric, chosen, branch, points)
 
     def difference(
         self, base: str, other: str, metric: str, *, along: Along = "step", points: int = 1_000
@@ -310,15 +310,15 @@ class Query:
 
 def _selected(connection: Connection, run_id: str, asked: SeriesRequest) -> tuple[str, Selection]:
     steps = (asked.from_step, asked.to_step)
-    source, wanted = metrics.select_rows(connection, run_id, asked.metric, asked.source, steps)
+    source, selection = metrics.select_rows(connection, run_id, asked.metric, asked.source, steps)
     since, until = asked.from_time_unix_ns, asked.to_time_unix_ns
-    return source, replace(wanted, from_time_unix_ns=since, to_time_unix_ns=until)
+    return source, replace(selection, from_time_unix_ns=since, to_time_unix_ns=until)
 
 
 def _series_reply(
-    run_id: str, request: SeriesRequest, source: str, found: series.Points, num_total: int
+    run_id: str, request: SeriesRequest, source: str, points: series.Points, num_total: int
 ) -> SeriesReply:
-    drawn = series.downsample(found, request.points)
+    drawn = series.downsample(points, request.points)
     values: list[float | None] = drawn.value.tolist()
     for i in np.flatnonzero(~np.isfinite(drawn.value)).tolist():
         values[i] = None
@@ -333,8 +333,8 @@ def _series_reply(
         time_unix_ns=tuple(drawn.time_unix_ns.tolist()),
         attempt=tuple(drawn.attempt.tolist()),
         value=tuple(values),
-        nonfinite=series.nonfinite_marks(found, MAX_MARKS),
-        num_nonfinite=series.num_nonfinite(found),
+        nonfinite=series.nonfinite_marks(points, MAX_MARKS),
+        num_nonfinite=series.num_nonfinite(points),
     )
 
 

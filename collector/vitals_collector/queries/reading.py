@@ -147,22 +147,22 @@ def open_reader(
         with open_folder(folder) as opened:
             yield opened
         return
-    found = find_collector(collector, token_file)
-    if found is not None:
-        with CollectorClient(found.url, found.tokens.read) as client:
+    address = find_collector(collector, token_file)
+    if address is not None:
+        with CollectorClient(address.url, address.tokens.read) as client:
             yield Opened(client, lambda: None)
         return
     with open_folder(default_folder()) as opened:
         yield opened
 
 
-def find_run(reader: Reader, wanted: str) -> RunSummary:
+def find_run(reader: Reader, id_or_name: str) -> RunSummary:
     """Return the run of that id, beginning of an id, or name; "" is the newest run.
 
     Raises:
         UsageError: there is none, or the beginning of an id fits several.
     """
-    return choose_run(reader.runs(), wanted)
+    return choose_run(reader.runs(), id_or_name)
 
 
 @contextlib.contextmanager

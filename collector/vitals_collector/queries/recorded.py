@@ -119,12 +119,12 @@ def sources_of(connection: Connection, run_id: str) -> tuple[SourceView, ...]:
     rows = connection.execute(query.order_by(sources.c.source, sources.c.started_unix_ns))
     views = [_source_view(row._asdict(), by_incarnation.pop(row.incarnation, ())) for row in rows]
     unread = {"source": UNREAD, "node": "", "pid": 0, "started_unix_ns": 0, "last_seen_unix_ns": 0}
-    for incarnation, some in sorted(by_incarnation.items()):
-        views.append(_source_view(unread | {"incarnation": incarnation}, some))
+    for incarnation, stream_rows in sorted(by_incarnation.items()):
+        views.append(_source_view(unread | {"incarnation": incarnation}, stream_rows))
     return tuple(views)
 
 
-def _source_view(of: Mapping[str, Any], some: Sequence[Row[Any]]) -> SourceView:
+def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> SourceView:
     return SourceView(
         source=of["source"],
         incarnation=of["incarnation"],
@@ -132,9 +132,9 @@ def _source_view(of: Mapping[str, Any], some: Sequence[Row[Any]]) -> SourceView:
         pid=of["pid"],
         started_unix_ns=of["started_unix_ns"],
         last_seen_unix_ns=of["last_seen_unix_ns"],
-        num_rows=sum(stream.num_rows for stream in some),
-        num_lost_rows=sum(stream.num_lost for stream in some),
-        streams=tuple(sorted(stream.stream for stream in some)),
+        num_rows=sum(stream.num_rows for stream in stream_rows),
+        num_lost_rows=sum(stream.num_lost for stream in stream_rows),
+        streams=tuple(sorted(stream.stream for stream in stream_rows)),
     )
 
 
@@ -264,11 +264,11 @@ def step_rows(
     connection: Connection, run_id: str, step: int, stream: str = "steps"
 ) -> tuple[StepRow, ...]:
     """Return the sources' rows of a step; of one written again, the newest."""
-    found: dict[tuple[str, int], StepRow] = {}
+    newest: dict[tuple[str, int], StepRow] = {}
     for page, row in rows_at_step(connection, run_id, step, stream):
-        one = _step_row(page.schema, row, page.source, page.incarnation)
-        found[one.source, one.attempt] = one  # of one written again, the newest
-    return tuple(sorted(found.values(), key=_by_attempt_and_rank))
+        step_row = _step_row(page.schema, row, page.source, page.incarnation)
+        newest[step_row.source, step_row.attempt] = step_row  # of one written again, the newest
+    return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
 
 
 def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:

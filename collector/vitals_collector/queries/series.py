@@ -71,15 +71,15 @@ def lineage(attempts: Iterable[AttemptRow]) -> dict[int, float]:
     The present attempt is the newest that nothing forked from. An ancestor counts only below the
     lowest fork on the way to it: a fork behind the parent's own beginning leaves nothing of it.
     """
-    known = {attempt.id: attempt for attempt in attempts}
-    leaves = known.keys() - {attempt.parent for attempt in known.values()}
+    by_id = {attempt.id: attempt for attempt in attempts}
+    leaves = by_id.keys() - {attempt.parent for attempt in by_id.values()}
     bounds: dict[int, float] = {}
     bound = math.inf
-    current = known.get(max(leaves)) if leaves else None
+    current = by_id.get(max(leaves)) if leaves else None
     while current is not None and current.id not in bounds:
         bounds[current.id] = bound
         bound = min(bound, current.fork_step)
-        current = None if current.parent is None else known.get(current.parent)
+        current = None if current.parent is None else by_id.get(current.parent)
     return bounds
 
 
@@ -89,8 +89,8 @@ def ends(attempts: Iterable[AttemptRow]) -> Callable[[int], float]:
     An attempt that no event told of yet (rows can arrive before events) is part of it.
     """
     attempts = list(attempts)
-    known, bounds = {attempt.id for attempt in attempts}, lineage(attempts)
-    return lambda attempt: bounds.get(attempt, -math.inf) if attempt in known else math.inf
+    ids, bounds = {attempt.id for attempt in attempts}, lineage(attempts)
+    return lambda attempt: bounds.get(attempt, -math.inf) if attempt in ids else math.inf
 
 
 def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
@@ -112,16 +112,16 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
 def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> Mask:
     """Return which rows are of the lineage; all others were rolled back. ``end_of``: ``ends``."""
     is_kept = np.zeros(len(step), dtype=np.bool_)
-    for one in _distinct(attempt):
-        is_kept |= (attempt == one) & (step < end_of(one))
+    for attempt_id in _distinct(attempt):
+        is_kept |= (attempt == attempt_id) & (step < end_of(attempt_id))
     return is_kept
 
 
 def _distinct(values: Ints) -> list[int]:
     """Return which values there are; quick where the same ones lie side by side."""
     is_new = np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]
-    found: list[int] = np.unique(values[is_new]).tolist()
-    return found
+    distinct: list[int] = np.unique(values[is_new]).tolist()
+    return distinct
 
 
 def _is_rising(values: Ints) -> bool:

@@ -22,13 +22,13 @@ def with_hindsight(
     first = min(decision.step for decision in shadows) - 2 * BEFORE
     last = max(decision.step for decision in shadows) + max(AFTER.values())
     try:
-        _, wanted = metrics.select_rows(connection, run_id, "steps.loss", "")
+        _, selection = metrics.select_rows(connection, run_id, "steps.loss", "")
     except UsageError:
         return tuple(views)  # the run has no loss: nothing can be told
-    found = loading.load(connection, replace(wanted, from_step=first, to_step=last))
+    points = loading.load(connection, replace(selection, from_step=first, to_step=last))
     losses: dict[int, dict[int, float]] = {}
     for step, attempt, loss in zip(
-        found.step.tolist(), found.attempt.tolist(), found.value.tolist(), strict=True
+        points.step.tolist(), points.attempt.tolist(), points.value.tolist(), strict=True
     ):
         losses.setdefault(attempt, {})[step] = loss
     return tuple(

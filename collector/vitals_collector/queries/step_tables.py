@@ -52,7 +52,7 @@ class Found(NamedTuple):
 class Answer(NamedTuple):
     """The rows wanted, and what is not among them."""
 
-    found: Found
+    rows: Found
     num_total: int
     """Rows that met the conditions."""
     num_discarded: int
@@ -65,12 +65,17 @@ def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[st
         measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
     )
     there = set(connection.execute(measured).scalars()) - {*KEYS, "monotonic_ns"}
-    known = {m.column: m.scope for m in STEP_METRICS}
+    scope_of = {m.column: m.scope for m in STEP_METRICS}
     if table == "ranks":  # what is equal on all ranks is a column of the steps
-        there = {name for name in there if known.get(name) == "rank"}
-        known = {name: scope for name, scope in known.items() if scope == "rank"}
+        there = {name for name in there if scope_of.get(name) == "rank"}
+        scope_of = {name: scope for name, scope in scope_of.items() if scope == "rank"}
     first = (*_PLAIN, "rank") if table == "ranks" else _PLAIN
-    names = (*first, *(n for n in known if n in there), *sorted(there - known.keys()), *known)
+    names = (
+        *first,
+        *(n for n in scope_of if n in there),
+        *sorted(there - scope_of.keys()),
+        *scope_of,
+    )
     return dict.fromkeys(names, "number")
 
 
@@ -93,38 +98,38 @@ def find_steps(
     """
     attempts = attempt_rows(connection, request.run_id)
     bounds = _bounds(request, conditions)
-    found: list[Found] = []
+    kept: list[Found] = []
     num_total = num_discarded = 0
     for source, parts in _parts(connection, request, conditions, bounds).items():
         rows = _rows_of(connection, parts, conditions, bounds)
-        one, num_left = _met(rows, _rank(source), request.branch, attempts, conditions)
+        met, num_left = _met(rows, _rank(source), request.branch, attempts, conditions)
         del rows  # those of the next source take their place
-        num_total += len(one.step)
+        num_total += len(met.step)
         num_discarded += num_left
-        found = [_first(_joined([*found, one]), request)]
-    return Answer(_joined(found), num_total, num_discarded)
+        kept = [_first(_joined([*kept, met]), request)]
+    return Answer(_joined(kept), num_total, num_discarded)
 
 
 def read_steps(
-    connection: Connection, run_id: str, found: Found, names: Sequence[str]
+    connection: Connection, run_id: str, rows: Found, names: Sequence[str]
 ) -> dict[str, Cells]:
     """Return the named columns of the rows."""
-    columns = {"rank": Cells(found.rank), "step": Cells(found.step)}
+    columns = {"rank": Cells(rows.rank), "step": Cells(rows.step)}
     rest = [name for name in names if name not in columns]
-    ids = np.unique(found.batch)
-    wanted = np.sort(_key(found.batch, found.at))
+    ids = np.unique(rows.batch)
+    row_keys = np.sort(_key(rows.batch, rows.at))
     blocks: list[Block] = []
     for i in range(0, len(ids), 500):
         is_wanted = batches.c.id.in_(ids[i : i + 500].tolist())
         parts = find_parts(connection, run_id, "steps", is_wanted)
         for block in read_blocks(connection, parts, rest):
             key = _key(block.batch, block.at)  # blocks may be many and small: no look at all rows
-            first = np.searchsorted(wanted, key)
-            blocks.append(block.take(np.searchsorted(wanted, key, side="right") > first))
+            first = np.searchsorted(row_keys, key)
+            blocks.append(block.take(np.searchsorted(row_keys, key, side="right") > first))
     whole = join_blocks(blocks, rest)
     keys = _key(whole.batch, whole.at)
     order = np.argsort(keys)
-    at = order[np.searchsorted(keys[order], _key(found.batch, found.at))]
+    at = order[np.searchsorted(keys[order], _key(rows.batch, rows.at))]
     return columns | {name: whole.column(name).take(at) for name in rest}
 
 
@@ -161,17 +166,17 @@ def _parts(
         where = [batches.c.source == "rank:0"]
     elif ranks:
         where = [batches.c.source == f"rank:{ranks[0]}"]
-    found = find_parts(
+    parts = find_parts(
         connection, request.run_id, "steps", *where, from_step=bounds[0], to_step=bounds[1]
     )
-    num = sum(part.num_rows for part in found)
+    num = sum(part.num_rows for part in parts)
     if num > MAX_SCANNED_ROWS:
         raise UsageError(
             f"the question looks at {num} rows; {MAX_SCANNED_ROWS} is the most",
             hint="narrow it with from_step and to_step, or ask for one rank: rank = 3",
         )
     by_source: dict[str, list[Part]] = {}
-    for part in found:
+    for part in parts:
         by_source.setdefault(part.source, []).append(part)
     return {source: by_source[source] for source in sorted(by_source, key=_rank)}
 
@@ -217,8 +222,8 @@ def _met(
             cells = rows.column(condition.column).take(which)
         which = which[condition.met(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
-    found = Found(ranks, step[which], attempt[which], rows.batch[which], rows.at[which])
-    return found, num_left
+    met = Found(ranks, step[which], attempt[which], rows.batch[which], rows.at[which])
+    return met, num_left
 
 
 def _joined(parts: Sequence[Found]) -> Found:
@@ -228,11 +233,11 @@ def _joined(parts: Sequence[Found]) -> Found:
     return Found._make(np.concatenate(columns) for columns in zip(none, *parts, strict=True))
 
 
-def _first(found: Found, request: TableRequest) -> Found:
+def _first(rows: Found, request: TableRequest) -> Found:
     """Return the rows in the order wanted, as many as are."""
     sign = -1 if request.newest_first else 1
-    order = np.lexsort((found.rank, sign * found.attempt, sign * found.step))
-    return found.take(order[: request.limit])
+    order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))
+    return rows.take(order[: request.limit])
 
 
 __all__ = ["Answer", "Found", "columns_of_steps", "find_steps", "read_steps", "shown_columns"]

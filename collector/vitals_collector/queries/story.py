@@ -63,53 +63,59 @@ class Told:
     evidence: Evidence
 
 
-def title(told: Told) -> str:
+def title(incident: Told) -> str:
     """Return the incident in a line: what was done, about what, where."""
-    where = f" at step {told.onset}" + (f", rank {told.rank}" if told.rank >= 0 else "")
-    cause = told.cause.replace("_", " ")
+    where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
+    cause = incident.cause.replace("_", " ")
     for action in _GRAVEST:
-        same = [one.decision for one in told.decisions if one.decision.action == action]
-        done = [one for one in same if one.acted]
+        same = [view.decision for view in incident.decisions if view.decision.action == action]
+        done = [decision for decision in same if decision.acted]
         if done:
             num = f" {len(done)} steps" if action == "skip_step" and len(done) > 1 else ""
             num = f" {len(done)} times" if action == "rollback" and len(done) > 1 else num
             return printable(f"{_DONE[action]}{num}: {cause}{where}")
         if same and action in _WOULD:
             return printable(f"Observed: {cause}{where}; {_WOULD[action]}")
-    alone = told.alerts[0].name if told.alerts and not told.findings else ""
+    alone = incident.alerts[0].name if incident.alerts and not incident.findings else ""
     return printable(f"{alone or cause[:1].upper() + cause[1:]}{where}")
 
 
-def tell(told: Told) -> tuple[str, ...]:
+def tell(incident: Told) -> tuple[str, ...]:
     """Return the paragraphs: how it began, what moved first, what fed it, what was done, the cost.
 
     A paragraph is one line of plain text.
     """
-    parts = [_began(told)]
-    if told.evidence.is_gathered:
-        parts += [_numbers(told), _moved(told), _fed(told), _gpus(told)]
+    parts = [_began(incident)]
+    if incident.evidence.is_gathered:
+        parts += [_numbers(incident), _moved(incident), _fed(incident), _gpus(incident)]
     else:
         parts.append(
             "The numbers around it are not gathered for so many incidents at once; "
-            f"`vitals why RUN {told.onset}` tells them."
+            f"`vitals why RUN {incident.onset}` tells them."
         )
-    parts += [_state(told), _decided(told), _ended(told), _cost(told)]
+    parts += [_state(incident), _decided(incident), _ended(incident), _cost(incident)]
     return tuple(printable(" ".join(part.split())) for part in parts if part)
 
 
-def _began(told: Told) -> str:
-    when = _moment(told.started_unix_ns)
-    said = [f"It began at step {told.onset} of attempt {told.ordinal}; first told of {when}."]
-    said += [f"{one.finding.detector} found {_of_finding(one)}." for one in _few(told.findings)]
-    said += _others(told.findings, "finding")
-    if not told.findings:
-        said.append("No detector raised a finding about it that is stored.")
-    notes = [one for one in told.events if one.kind in ("Note", "RunEnded")]
-    said += [f"{one.source} said: {one.text.rstrip('.')}." for one in _few(notes)]
-    said += _others(notes, "note")
-    if not told.findings and not told.decisions:
-        said += [f"Alert {one.name}: {one.summary.rstrip('.')}." for one in _few(told.alerts)]
-    return " ".join(said)
+def _began(incident: Told) -> str:
+    when = _moment(incident.started_unix_ns)
+    sentences = [
+        f"It began at step {incident.onset} of attempt {incident.ordinal}; first told of {when}."
+    ]
+    sentences += [
+        f"{view.finding.detector} found {_of_finding(view)}." for view in _few(incident.findings)
+    ]
+    sentences += _others(incident.findings, "finding")
+    if not incident.findings:
+        sentences.append("No detector raised a finding about it that is stored.")
+    notes = [event for event in incident.events if event.kind in ("Note", "RunEnded")]
+    sentences += [f"{event.source} said: {event.text.rstrip('.')}." for event in _few(notes)]
+    sentences += _others(notes, "note")
+    if not incident.findings and not incident.decisions:
+        sentences += [
+            f"Alert {alert.name}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
+        ]
+    return " ".join(sentences)
 
 
 def _of_finding(view: FindingView) -> str:
@@ -118,70 +124,74 @@ def _of_finding(view: FindingView) -> str:
     return f"{finding.kind.replace('_', ' ')}{where} at step {finding.step}: {finding.reason}"
 
 
-def _numbers(told: Told) -> str:
-    view = told.evidence.view
+def _numbers(incident: Told) -> str:
+    view = incident.evidence.view
     if view is None or not view.rows:
-        return f"What was measured at step {told.onset} is not known: no row of it is stored."
+        return f"What was measured at step {incident.onset} is not known: no row of it is stored."
     if _head(view.rows) is None:
-        return f"The run's numbers at step {told.onset} are not known: no row of rank 0 is stored."
-    said = [f"At step {told.onset} {why.of_attempt(view, told.attempt)}"]
+        return (
+            f"The run's numbers at step {incident.onset} are not known: no row of rank 0 is stored."
+        )
+    sentences = [f"At step {incident.onset} {why.of_attempt(view, incident.attempt)}"]
     head = _head(view.rows)
     if head is not None and "learning_rate" not in head.values:
-        said.append("The learning rate is not known.")
+        sentences.append("The learning rate is not known.")
     elif head is not None and head.values.get("lr_factor") not in (None, 1, 1.0):
-        said.append(f"The ladder had put a factor of {head.values['lr_factor']:g} on the rate.")
-    return " ".join(said)
+        sentences.append(
+            f"The ladder had put a factor of {head.values['lr_factor']:g} on the rate."
+        )
+    return " ".join(sentences)
 
 
 def _head(rows: Iterable[StepRow]) -> StepRow | None:
     return next((row for row in rows if row.source == "rank:0"), None)
 
 
-def _moved(told: Told) -> str:
-    movers = told.evidence.movers
-    layers = [one for one in movers if not _is_of_source(one.view.row)]
-    ranks = [one for one in movers if one.view.row.startswith("rank:")]
-    of_run = [one for one in movers if one.view.row == RUN]
-    said = []
+def _moved(incident: Told) -> str:
+    movers = incident.evidence.movers
+    layers = [mover for mover in movers if not _is_of_source(mover.view.row)]
+    ranks = [mover for mover in movers if mover.view.row.startswith("rank:")]
+    of_run = [mover for mover in movers if mover.view.row == RUN]
+    sentences = []
     # A slow step is told below; it is no first sign of numbers that go wrong.
-    is_of_speed = domain_of(told.cause) == "speed"
-    asked = [one for one in movers if (one.view.metric in OF_SPEED) == is_of_speed]
+    is_of_speed = domain_of(incident.cause) == "speed"
+    asked = [mover for mover in movers if (mover.view.metric in OF_SPEED) == is_of_speed]
     if asked:
-        begun = min(one.first_step for one in asked)
+        begun = min(mover.first_step for mover in asked)
         first = sorted(
-            (one for one in asked if one.first_step == begun),
-            key=lambda one: (-one.view.score, one.view.row == RUN, one.view.row),
+            (mover for mover in asked if mover.first_step == begun),
+            key=lambda mover: (-mover.view.score, mover.view.row == RUN, mover.view.row),
         )
         if len(first) == 1:
-            said.append(f"What moved first was {_name(first[0].view)}: {_how(first[0])}.")
+            sentences.append(f"What moved first was {_name(first[0].view)}: {_how(first[0])}.")
         else:
-            said.append(
+            sentences.append(
                 f"What moved first, {len(first)} of them at step {begun}: {_list_of(first)}."
             )
     else:
-        said.append(
+        sentences.append(
             "None of the signals that could have shown it moved in the 50 steps before: which was "
             "first is not known."
         )
-    said += _of_kind(layers, "Of the layers", told.evidence.has_layers, "Which layer")
-    said += _of_kind(ranks, "Of the ranks", True, "Which rank")
+    sentences += _of_kind(layers, "Of the layers", incident.evidence.has_layers, "Which layer")
+    sentences += _of_kind(ranks, "Of the ranks", True, "Which rank")
     if of_run:
-        said.append(f"Of the whole run: {_list_of(of_run)}.")
-    return " ".join(said)
+        sentences.append(f"Of the whole run: {_list_of(of_run)}.")
+    return " ".join(sentences)
 
 
-def _of_kind(found: Sequence[Moved], head: str, is_stored: bool, asked: str) -> list[str]:
-    if found:
-        order = sorted(found, key=lambda one: (-one.view.score, one.first_step))
+def _of_kind(movers: Sequence[Moved], head: str, is_stored: bool, asked: str) -> list[str]:
+    if movers:
+        order = sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step))
         return [f"{head}: {_list_of(order)}."]
     if not is_stored:
         return [f"{asked} it was is not known: no numbers of layers are stored around it."]
     return [f"{asked} it was is not known: none left its course."]
 
 
-def _list_of(found: Sequence[Moved]) -> str:
-    shown = "; ".join(f"{_name(one.view)}, {_how(one)}" for one in found[:MAX_TOLD])
-    more = len(found) - MAX_TOLD
+def _list_of(movers: Sequence[Moved]) -> str:
+    shown = "; ".join(f"{_name(mover.view)}, {_how(mover)}" for mover in movers[:MAX_TOLD])
+    more = len(movers) - MAX_TOLD
     return shown + (f"; and {more} more" if more > 0 else "")
 
 
@@ -190,13 +200,13 @@ def _name(view: MoverView) -> str:
     return f"the {metric}" if view.row == RUN else f"{metric} of {view.row.replace(':', ' ')}"
 
 
-def _how(one: Moved) -> str:
-    view = one.view
+def _how(mover: Moved) -> str:
+    view = mover.view
     before = "unknown before" if view.before is None else f"{view.before:.4g} before"
     if view.score >= NONFINITE_SCORE:
         return f"not finite at step {view.peak_step} ({before})"
     peak = math.nan if view.peak is None else view.peak
-    begun = f", moving since step {one.first_step}" if one.first_step < view.peak_step else ""
+    begun = f", moving since step {mover.first_step}" if mover.first_step < view.peak_step else ""
     return f"{peak:.4g} at step {view.peak_step} ({before}, {view.score:.3g} scales{begun})"
 
 
@@ -204,12 +214,12 @@ def _is_of_source(row: str) -> bool:
     return row == RUN or row.startswith("rank:")
 
 
-def _fed(told: Told) -> str:
-    view = told.evidence.view
-    data = list(told.data) or list(view.data if view is not None else ())
+def _fed(incident: Told) -> str:
+    view = incident.evidence.view
+    data = list(incident.data) or list(view.data if view is not None else ())
     if data:
-        said = [why.fed(one, tells_attempt=False) for one in _few(data)]
-        return " ".join([*said, *_others(data, "batch of a rank")])
+        sentences = [why.fed(step_data, tells_attempt=False) for step_data in _few(data)]
+        return " ".join([*sentences, *_others(data, "batch of a rank")])
     batches = [
         f"{row.source.replace(':', ' ')} by batch {row.values['batch_index']} of epoch "
         f"{row.values.get('epoch') or 0}"
@@ -224,12 +234,12 @@ def _fed(told: Told) -> str:
     return "Which samples fed it is not known."
 
 
-def _gpus(told: Told) -> str:
-    if not told.evidence.has_gpus:
+def _gpus(incident: Told) -> str:
+    if not incident.evidence.has_gpus:
         return "What the GPUs did is not known: no samples of them are stored around it."
-    if not told.evidence.gpus:
+    if not incident.evidence.gpus:
         return "The GPUs did nothing that they had not done in the ten minutes before."
-    return f"The GPUs: {'; '.join(_of_gpu(view) for view in told.evidence.gpus)}."
+    return f"The GPUs: {'; '.join(_of_gpu(view) for view in incident.evidence.gpus)}."
 
 
 def _of_gpu(view: MoverView) -> str:
@@ -245,39 +255,41 @@ def _plain(value: float | None) -> str:
     return "not known" if value is None else f"{value:.6g}"
 
 
-def _state(told: Told) -> str:
+def _state(incident: Told) -> str:
     """Say what the probe and evaluations said of the state; nothing where nobody asked."""
-    readings = [event.text for event in told.events if event.kind == "StateRead"]
+    readings = [event.text for event in incident.events if event.kind == "StateRead"]
     words = [f"{text}." for text in _few(readings)]
     return " ".join([*words, *_others(readings, "question to the state")])
 
 
-def _decided(told: Told) -> str:
-    if not told.decisions:
+def _decided(incident: Told) -> str:
+    if not incident.decisions:
         return "Nothing was decided about it."
-    said = [why.decided(one) for one in _few(told.decisions)]
-    said += _others(told.decisions, "decision")
-    skipped = [one.text for one in told.events if one.kind == "DataWindowSkipped"]
-    said += [f"Data: {text}." for text in _few(skipped)]
-    return " ".join(said)
+    sentences = [why.decided(view) for view in _few(incident.decisions)]
+    sentences += _others(incident.decisions, "decision")
+    skipped = [event.text for event in incident.events if event.kind == "DataWindowSkipped"]
+    sentences += [f"Data: {text}." for text in _few(skipped)]
+    return " ".join(sentences)
 
 
-def _ended(told: Told) -> str:
-    last = f"its last trouble was at step {told.last}"
-    halted = any(one.decision.action == "halt" and one.decision.acted for one in told.decisions)
-    run = f"the run is {told.run.state}, at step {told.run.last_step}"
+def _ended(incident: Told) -> str:
+    last = f"its last trouble was at step {incident.last}"
+    halted = any(
+        view.decision.action == "halt" and view.decision.acted for view in incident.decisions
+    )
+    run = f"the run is {incident.run.state}, at step {incident.run.last_step}"
     if halted:
         return f"It ended with the run halted; {last}."
-    if told.is_open:
+    if incident.is_open:
         return f"It is open: {last}, and {run}."
-    if told.run.last_step > told.last:
-        healthy = told.run.last_step - told.last
+    if incident.run.last_step > incident.last:
+        healthy = incident.run.last_step - incident.last
         return f"It is over: {last}, and the run went {healthy} steps beyond it without it."
     return f"It is over: {last}, and {run}."
 
 
-def _cost(told: Told) -> str:
-    evidence = told.evidence
+def _cost(incident: Told) -> str:
+    evidence = incident.evidence
     if not evidence.cost_steps:
         return "It cost no step."
     steps = f"{evidence.cost_steps} step" + ("s" if evidence.cost_steps > 1 else "")

@@ -58,8 +58,8 @@ def ask(connection: Connection, request: TableRequest, when: Liveness) -> TableR
     which = _met(rows, columns, conditions)
     if request.newest_first:
         which = which[::-1]
-    wanted = [rows[i] for i in which[: request.limit]]
-    data = tuple(tuple(_jsonable(row[name]) for row in wanted) for name in shown)
+    shown_rows = [rows[i] for i in which[: request.limit]]
+    data = tuple(tuple(_jsonable(row[name]) for row in shown_rows) for name in shown)
     return TableReply(columns=tuple(shown), data=data, num_total=len(which))
 
 
@@ -103,7 +103,7 @@ def _steps(connection: Connection, request: TableRequest) -> TableReply:
     conditions = parse(request.where, columns)
     shown = _shown(request, columns, shown_columns(connection, request.run_id, columns))
     answer = find_steps(connection, request, conditions)
-    read = read_steps(connection, request.run_id, answer.found, shown)
+    read = read_steps(connection, request.run_id, answer.rows, shown)
     return TableReply(
         columns=tuple(shown),
         data=tuple(_listed(read[name]) for name in shown),
@@ -129,13 +129,13 @@ def _listed(cells: Cells) -> tuple[Any, ...]:
 
 def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
     """Return the columns that a record becomes, by the types of its fields."""
-    found: dict[str, Kind] = {}
+    columns: dict[str, Kind] = {}
     for name, of in typing.get_type_hints(kind).items():
         if name in but:
             continue
         kinds = set(typing.get_args(of) or (of,)) - {type(None)}
-        found[name] = "bool" if kinds == {bool} else "number" if kinds <= {int, float} else "text"
-    return found
+        columns[name] = "bool" if kinds == {bool} else "number" if kinds <= {int, float} else "text"
+    return columns
 
 
 def _row(record: msgspec.Struct, **own: object) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _jsonable(value: Any) -> str | float | int | bool | None:
         word: str | float | int | bool | None = jsonable(value)
         return word
     if isinstance(value, tuple):
-        return ", ".join(str(one) for one in value)
+        return ", ".join(str(element) for element in value)
     return msgspec.json.encode(jsonable(value), order="sorted").decode()
 
 

@@ -51,18 +51,17 @@ class Tail:
     def _rows(self) -> list[_Row]:
         values: dict[tuple[int, int], dict[str, object]] = {}
         for metric in _METRICS:
-            found = self._reader.series(
+            reply = self._reader.series(
                 self._run_id, metric, points=_MAX_STEPS, from_step=self._next_step
             )
-            marks = {(mark.step, mark.attempt): mark.kind for mark in found.nonfinite}
-            for step, attempt, value in zip(found.step, found.attempt, found.value, strict=True):
-                said = marks.get((step, attempt), "nan") if value is None else value
-                values.setdefault((step, attempt), {})[metric] = said
+            marks = {(mark.step, mark.attempt): mark.kind for mark in reply.nonfinite}
+            for step, attempt, value in zip(reply.step, reply.attempt, reply.value, strict=True):
+                reading = marks.get((step, attempt), "nan") if value is None else value
+                values.setdefault((step, attempt), {})[metric] = reading
         if values:
             self._next_step = max(values)[0] + 1
         return [
-            (*key, *(found.get(metric) for metric in _METRICS))
-            for key, found in sorted(values.items())
+            (*key, *(row.get(metric) for metric in _METRICS)) for key, row in sorted(values.items())
         ]
 
     def _write(self, rows: list[_Row], *, with_header: bool) -> None:

@@ -77,17 +77,21 @@ def explain(
     if not attempts:
         parts.append("No row of it is stored.")
     parts += _thinned(view)
-    parts += [_found(one) for one in view.findings]
+    parts += [_found(finding) for finding in view.findings]
     parts += [f"{reading.text}." for reading in view.readings]
-    parts += [decided(one) for one in view.decisions]
+    parts += [decided(decision) for decision in view.decisions]
     if attempts and not view.findings and not view.decisions:
         parts.append("No detector raised anything about it and nothing was decided.")
         parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
     parts += _followed(after)
-    for one in view.data:
-        which = f"time {times[one.attempt]}, " if len(times) > 1 and one.attempt in times else ""
-        parts.append(which + fed(one, tells_attempt=False))
+    for step_data in view.data:
+        which = (
+            f"time {times[step_data.attempt]}, "
+            if len(times) > 1 and step_data.attempt in times
+            else ""
+        )
+        parts.append(which + fed(step_data, tells_attempt=False))
     words = " ".join(part[:1].upper() + part[1:] for part in parts)
     return fill(printable(words), width=96, break_long_words=False)
 
@@ -99,7 +103,7 @@ def _votes(view: StepView, attempt: int) -> list[str]:
         if row.attempt != attempt or not row.source.startswith("rank:"):
             continue
         value = row.values.get("rank_loss")
-        is_lost = any(said.startswith("rank_loss=") for said in row.nonfinite)
+        is_lost = any(mark.startswith("rank_loss=") for mark in row.nonfinite)
         if value is not None or is_lost:
             rank = int(row.source.removeprefix("rank:"))
             losses[rank] = math.nan if value is None else float(value)
@@ -120,7 +124,9 @@ def _votes(view: StepView, attempt: int) -> list[str]:
 
 def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
     """Name the decision whose step lies next to this one."""
-    nearest = min((one.decision for one in ledger), key=lambda d: abs(d.step - step), default=None)
+    nearest = min(
+        (entry.decision for entry in ledger), key=lambda d: abs(d.step - step), default=None
+    )
     if nearest is None:
         return ["Nothing was ever decided in this run."]
     away = abs(nearest.step - step)
@@ -133,11 +139,13 @@ def _followed(after: SeriesReply | None) -> list[str]:
     """Say how the run went on, by the branch that counts."""
     if after is None or not after.num_total:
         return []
-    known = [value for value in after.value if value is not None]
+    finite = [value for value in after.value if value is not None]
     steps = "step" if after.num_total == 1 else f"{after.num_total} steps"
     words = f"In the {steps} that followed the loss was "
-    if known:
-        words += f"{min(known):.6g}" + (f" to {max(known):.6g}" if max(known) > min(known) else "")
+    if finite:
+        words += f"{min(finite):.6g}" + (
+            f" to {max(finite):.6g}" if max(finite) > min(finite) else ""
+        )
         lost = f", and not finite in {after.num_nonfinite}" if after.num_nonfinite else ""
         return [f"{words}{lost}."]
     return [f"{words}never finite."]
@@ -146,20 +154,20 @@ def _followed(after: SeriesReply | None) -> list[str]:
 def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
     """Add what the run directory keeps of every step; the first folder of that run is read."""
     paths = (Path(path) for path in run_dirs)
-    found = next((p for p in paths if p.name == view.run_id and p.is_dir()), None)
-    if found is None:
+    run_dir = next((p for p in paths if p.name == view.run_id and p.is_dir()), None)
+    if run_dir is None:
         return view
-    data = {(one.source, one.attempt): one for one in view.data}
-    for line in samples_of(found, view.step):
+    data = {(step_data.source, step_data.attempt): step_data for step_data in view.data}
+    for line in samples_of(run_dir, view.step):
         key = (f"rank:{line.rank}", line.attempt)
-        told = data.get(key)
+        noted = data.get(key)
         batch = BatchNoted(
             epoch=line.epoch,
             first_batch=line.first_batch,
             num_batches=line.num_batches,
             sample_ids=line.sample_ids,
             num_samples=len(line.sample_ids),
-            file="" if told is None else told.batch.file,
+            file="" if noted is None else noted.batch.file,
         )
         data[key] = StepData(source=key[0], attempt=key[1], batch=batch)
     return replace(view, data=tuple(data[key] for key in sorted(data)))
@@ -198,7 +206,7 @@ def _outcome(bits: int, *, is_skipped: bool) -> str:
 
 def _thinned(view: StepView) -> list[str]:
     """Say of which attempts most ranks' rows were thinned, and what is known of all of them."""
-    said = []
+    sentences = []
     for over in view.over_ranks:
         of_attempt = [row for row in view.rows if row.attempt == over.attempt]
         num_left = sum(row.source != "rank:0" for row in of_attempt)
@@ -208,33 +216,37 @@ def _thinned(view: StepView) -> list[str]:
         longest = over.values.get("step_duration_seconds:max")
         words = "" if longest is None else f"; on the slowest of them the step took {longest:.6g} s"
         left = f"of {num_ranks} ranks beside 0, {num_left} have rows of their own left"
-        said.append(f"Thinned: {left}{words}.")
-    return said
+        sentences.append(f"Thinned: {left}{words}.")
+    return sentences
 
 
 def _culprit(rows: Sequence[StepRow], rank: int) -> str:
     row = next((row for row in rows if row.source == f"rank:{rank}"), None)
     if row is None:
         return ""
-    said = f" (its own loss was {_number(row, 'rank_loss')}"
+    clause = f" (its own loss was {_number(row, 'rank_loss')}"
     if row.values.get("batch_index") is not None:
-        said += f", fed by batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
-    return said + ")"
+        clause += (
+            f", fed by batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
+        )
+    return clause + ")"
 
 
-def fed(one: StepData, tells_attempt: bool) -> str:
+def fed(step_data: StepData, tells_attempt: bool) -> str:
     """Return which samples fed a rank."""
-    batch = one.batch
-    said = one.source.replace(":", " ") + (f" in attempt {one.attempt}" if tells_attempt else "")
+    batch = step_data.batch
+    sentence = step_data.source.replace(":", " ") + (
+        f" in attempt {step_data.attempt}" if tells_attempt else ""
+    )
     num = "batch" if batch.num_batches == 1 else f"{batch.num_batches} batches from"
-    said += f" was fed by {num} {batch.first_batch} of epoch {batch.epoch}: {samples(batch)}"
-    return said + (f"; kept in {batch.file}." if batch.file else ".")
+    sentence += f" was fed by {num} {batch.first_batch} of epoch {batch.epoch}: {samples(batch)}"
+    return sentence + (f"; kept in {batch.file}." if batch.file else ".")
 
 
 def _number(row: StepRow, name: str) -> str:
-    for said in row.nonfinite:
-        if said.startswith(f"{name}="):
-            return said.partition("=")[2]
+    for mark in row.nonfinite:
+        if mark.startswith(f"{name}="):
+            return mark.partition("=")[2]
     value = row.values.get(name)
     return "not measured" if value is None else f"{value:.6g}"
 
@@ -243,15 +255,15 @@ def _limit(row: StepRow, name: str) -> str:
     return f" (limit {_number(row, name)})" if name in row.values else " (no limit yet)"
 
 
-def _found(one: FindingView) -> str:
-    finding = one.finding
-    told = " (told only)" if finding.level == "tell" else ""
-    return f"The detector {finding.detector} found {finding.kind}{told}: {finding.reason}."
+def _found(view: FindingView) -> str:
+    finding = view.finding
+    level_note = " (told only)" if finding.level == "tell" else ""
+    return f"The detector {finding.detector} found {finding.kind}{level_note}: {finding.reason}."
 
 
-def decided(one: DecisionView) -> str:
+def decided(view: DecisionView) -> str:
     """Return what was decided, by which rule, when and why."""
-    decision = one.decision
+    decision = view.decision
     acted = "" if decision.acted else " (observe mode: recorded, not done)"
     parts = [
         f"Decision {decision.ledger_seq}{acted}: {decision.action} by rule {_rule(decision.rule)}, "
@@ -266,8 +278,8 @@ def decided(one: DecisionView) -> str:
         parts.append(f"The learning rate was multiplied by {decision.lr_factor:g}.")
     if decision.acted and decision.cost_steps > 1:
         parts.append(f"It cost {decision.cost_steps} steps.")
-    if one.hindsight:
-        parts.append(_HINDSIGHT[one.hindsight])
+    if view.hindsight:
+        parts.append(_HINDSIGHT[view.hindsight])
     if decision.budget_left >= 0:
         parts.append(f"Budget left: {decision.budget_left}.")
     return " ".join(parts)
@@ -281,11 +293,11 @@ def _rule(rule: str) -> str:
 def _rolled_back(step: int, ledger: Sequence[DecisionView]) -> list[str]:
     """Name the rollbacks about other steps that took this one back."""
     return [
-        f"A rollback about step {one.decision.step} took this step back: training went on from "
-        f"step {one.decision.rollback_to_step}."
-        for one in ledger
-        if one.decision.action == "rollback"
-        and one.decision.acted
-        and one.decision.step != step
-        and one.decision.rollback_to_step <= step <= one.decision.decided_at_step
+        f"A rollback about step {entry.decision.step} took this step back: training went on from "
+        f"step {entry.decision.rollback_to_step}."
+        for entry in ledger
+        if entry.decision.action == "rollback"
+        and entry.decision.acted
+        and entry.decision.step != step
+        and entry.decision.rollback_to_step <= step <= entry.decision.decided_at_step
     ]

@@ -159,9 +159,9 @@ class Engine:
             for writer in sorted(dirty):
                 self._consume(writer)
             looked = self._look_at_runs(only_new=only_new)
-            told = self._watch(only_new=only_new)
-            dirty |= {(run_id, COLLECTOR) for run_id in told}
-            looks = self._looks.known(looked | told if only_new else None)
+            runs_with_findings = self._watch(only_new=only_new)
+            dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
+            looks = self._looks.known(looked | runs_with_findings if only_new else None)
             if looks:
                 self._inbox.update(self._run_now(look) for look in looks)
             # Last: steps that are stored already must not resolve what was not told yet.
@@ -299,14 +299,16 @@ class Engine:
                     .limit(_AT_ONCE)
                 )
                 rows = connection.execute(query).all()
-                found = [(row.time_unix_ns, _finding(row.body)) for row in rows if row.body]
+                timed_findings = [
+                    (row.time_unix_ns, _finding(row.body)) for row in rows if row.body
+                ]
                 decided = _decided_steps(connection, writer) if rows else {}
                 loss_kind = loss_kind_of(connection, run_id) if rows else ""
             if not rows:
                 return
             occurrences = [
                 Occurrence(run_id, time_unix_ns, alert)
-                for time_unix_ns, finding in found
+                for time_unix_ns, finding in timed_findings
                 if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
                 for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
                 if alert.point  # the others hold as long as the watchers say so
@@ -334,8 +336,8 @@ class Engine:
             for finding in self._watching.conditions(run.run_id):
                 conditions += alerts_for_finding(finding, run_id=run.run_id)
             for finding in self._watching.lasting(run.run_id):
-                found = alerts_for_finding(finding, run_id=run.run_id)
-                lasting.update(alert.fingerprint for alert in found)
+                alerts = alerts_for_finding(finding, run_id=run.run_id)
+                lasting.update(alert.fingerprint for alert in alerts)
         over_cap = self._store.counters.over_cap
         if over_cap is None:
             lasting.add(alert_for_cap(run.run_id).fingerprint)
@@ -356,10 +358,10 @@ class Engine:
         if self._dispatcher is None or (self._retold_ns is not None and now < self._retold_ns):
             return
         self._retold_ns = now + int(self._config.retell_seconds * 1e9)
-        new, told = self._inbox.untold()
+        new, posted = self._inbox.untold()
         for view in new:
             self._dispatcher.resume(view)
-        for view in told:
+        for view in posted:
             self._dispatcher.keep_posting(view)
 
 

@@ -158,21 +158,21 @@ class Followed:
         origin = block.origin
         for mine, is_root in ((origin.rank == 0, True), (origin.rank > 0, False)):
             if mine.any():
-                wanted = step_columns(block.schema, is_root=is_root)
-                some = type(origin)(*(values[mine] for values in origin))
-                rows: Rows = decode(block.schema, block.rows[mine], wanted, some)
+                columns = step_columns(block.schema, is_root=is_root)
+                own_origin = type(origin)(*(values[mine] for values in origin))
+                rows: Rows = decode(block.schema, block.rows[mine], columns, own_origin)
                 if rows.last() > self.steps.merged:
                     self.heard_ns = now_ns
                 self.steps.add(rows, now_ns)
 
     def _take_layers(self, block: Block, now_ns: int) -> None:
         origin, first = block.origin, 0
-        wanted = ["layer", *LAYER_COLUMNS]
+        columns = ["layer", *LAYER_COLUMNS]
         for stream, raw in block.by_stream():
-            some = type(origin)(*(values[first : first + len(raw)] for values in origin))
+            stream_origin = type(origin)(*(values[first : first + len(raw)] for values in origin))
             first += len(raw)
             names = self._fresh.names[stream.writer[0]]
-            rows = decode(block.schema, raw, wanted, some)
+            rows = decode(block.schema, raw, columns, stream_origin)
             self.steps.add_layers(LayerPart(names, rows), now_ns)
 
     def _take_hosts(self, block: Block) -> None:
@@ -204,29 +204,29 @@ class Followed:
         merged = self.steps.ready(now_ns, gate=gate)
         # Those of later steps stay where they are until these steps are here.
         rounds = deque(self.hosts.ready(self._host_gates()) if gate is None else ())
-        told: list[Told] = []
+        records: list[Told] = []
         for step in merged:
             self._save_until((step.attempt, step.step))
             while rounds and rounds[0].time_unix_ns <= step.time_unix_ns:
-                told += self._sampled(rounds.popleft())
-            told += self._stepped(step)
+                records += self._sampled(rounds.popleft())
+            records += self._stepped(step)
         if gate is None:
             self._save_until(self.steps.merged)
             for left in rounds:
-                told += self._sampled(left)
+                records += self._sampled(left)
         if is_running and self.is_drained:
-            told += self._idle(now_ns)
-        if merged or rounds or told:
-            self._keep_lasting(told)
-        self.has_changed = self.has_changed or bool(merged or told)
-        return told
+            records += self._idle(now_ns)
+        if merged or rounds or records:
+            self._keep_lasting(records)
+        self.has_changed = self.has_changed or bool(merged or records)
+        return records
 
-    def _keep_lasting(self, told: list[Told]) -> None:
+    def _keep_lasting(self, records: list[Told]) -> None:
         """Keep the newest finding of each cause for as long as its watcher says it goes on."""
-        kept = {(one.kind, one.cause): one for one in self.saved.lasting}
-        kept |= {(one.finding.kind, one.finding.cause): one.finding for one in told}
+        kept = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
+        kept |= {(record.finding.kind, record.finding.cause): record.finding for record in records}
         on = self.watchers.lasting() if kept else frozenset()
-        self.saved.lasting = [one for one in kept.values() if one.detector in on]
+        self.saved.lasting = [finding for finding in kept.values() if finding.detector in on]
 
     def num_unmerged(self) -> int:
         """Return how many rows of ranks steps were merged without, since it was last asked."""
@@ -240,20 +240,20 @@ class Followed:
         return gates
 
     def _stepped(self, step: MergedStep) -> list[Told]:
-        found = self.watchers.update(step)
+        findings = self.watchers.update(step)
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
         if self.saved.open:
             self._close("stalled")
-        return self._told(found, step.time_unix_ns) if found else []
+        return self._told(findings, step.time_unix_ns) if findings else []
 
-    def _sampled(self, found: Round) -> list[Told]:
+    def _sampled(self, host_round: Round) -> list[Told]:
         sample = NodeSample(
-            node=found.node,
-            time_unix_ns=found.time_unix_ns,
+            node=host_round.node,
+            time_unix_ns=host_round.time_unix_ns,
             step=self.saved.last[1],
-            gpus=found.gpus,
+            gpus=host_round.gpus,
         )
-        return self._told(self.watchers.update_node(sample), found.time_unix_ns)
+        return self._told(self.watchers.update_node(sample), host_round.time_unix_ns)
 
     def _idle(self, now_ns: int) -> list[Told]:
         """Ask how long nothing came: by this collector's clock, carried on from the run's own."""
@@ -269,12 +269,12 @@ class Followed:
             self._close("checkpoint_overdue")
             self.has_changed = True
 
-    def _told(self, found: tuple[Finding, ...], time_unix_ns: int) -> list[Told]:
-        for finding in found:
+    def _told(self, findings: tuple[Finding, ...], time_unix_ns: int) -> list[Told]:
+        for finding in findings:
             if finding.kind in ("stalled", "checkpoint_overdue"):
                 self._close(finding.kind)
                 self.saved.open = [*self.saved.open, finding]
-        return [Told(finding, self.saved.last[0], time_unix_ns) for finding in found]
+        return [Told(finding, self.saved.last[0], time_unix_ns) for finding in findings]
 
     def _close(self, kind: str) -> None:
         self.saved.open = [finding for finding in self.saved.open if finding.kind != kind]
@@ -335,13 +335,13 @@ def watch_again(connection: Connection, run_id: str, *, watch: WatchConfig | Non
     """
     steps = StepMerger(MergeConfig())
     followed = Followed(run_id, Saved(), WatchSet(watch), steps)
-    now_ns, told = 0, list[Told]()
+    now_ns, records = 0, list[Told]()
     while not followed.is_drained or not now_ns:
         followed.read(connection, _ROWS_AT_ONCE, now_ns)
-        told += followed.advance(now_ns, is_running=False)
+        records += followed.advance(now_ns, is_running=False)
         if followed.is_read:  # nobody is waited for any more
             now_ns += int(steps.config.patience_seconds * 1e9)
-    return Again(told, steps.num_missing)
+    return Again(records, steps.num_missing)
 
 
 __all__ = ["Again", "Followed", "Saved", "Told", "open_run", "watch_again"]

@@ -90,12 +90,12 @@ class _Blocks:
         if self._schema_of.setdefault(stream.number, which) != which:
             self._close()
             self._schema_of[stream.number] = which
-        found = self._open.get(which)
-        if found is None:
-            found = self._open[which] = _Open(schema)
-        found.streams.append(stream)
-        found.counts.append(num_rows)
-        found.raws.append(raw)
+        open_block = self._open.get(which)
+        if open_block is None:
+            open_block = self._open[which] = _Open(schema)
+        open_block.streams.append(stream)
+        open_block.counts.append(num_rows)
+        open_block.raws.append(raw)
 
     def all(self) -> list[Block]:
         self._close()
@@ -103,8 +103,13 @@ class _Blocks:
 
     def _close(self) -> None:
         self._closed += [
-            Block(one.streams, one.counts, one.schema, rows_of(one.schema, b"".join(one.raws)))
-            for one in self._open.values()
+            Block(
+                open_block.streams,
+                open_block.counts,
+                open_block.schema,
+                rows_of(open_block.schema, b"".join(open_block.raws)),
+            )
+            for open_block in self._open.values()
         ]
         self._open.clear()
         self._schema_of.clear()
@@ -150,17 +155,17 @@ class FreshRows:
 
     # --------------------------------------------------------------------------------- from memory
 
-    def take(self, some: Iterable[Batch], *, is_full: bool = False) -> list[Block]:
+    def take(self, committed: Iterable[Batch], *, is_full: bool = False) -> list[Block]:
         """Return the rows of batches that were just committed.
 
         Where rows before them were not given out, both are left to the store; where ``is_full``,
         all are.
         """
-        blocks, known = _Blocks(), self._streams
-        for batch in some:
+        blocks, stream_of = _Blocks(), self._streams
+        for batch in committed:
             header = batch.header
             kind, incarnation = header.stream_schema.stream, header.identity.incarnation
-            stream = known.get((incarnation, kind))
+            stream = stream_of.get((incarnation, kind))
             if stream is None:
                 if kind not in WATCHED:
                     continue
@@ -240,34 +245,34 @@ class FreshRows:
         blocks = _Blocks()
         while front := self._front(kinds):
             for kind in kinds:
-                some = [stream for stream in front if stream.writer[1] == kind]
-                self._read_kind(connection, kind, some, budget // len(front), blocks)
+                kind_streams = [stream for stream in front if stream.writer[1] == kind]
+                self._read_kind(connection, kind, kind_streams, budget // len(front), blocks)
             for stream in front:
                 if stream.read_seq >= stream.last_seq:
                     self._behind.pop(stream.writer, None)
-            if found := blocks.all():
-                return found
+            if blocks_read := blocks.all():
+                return blocks_read
         return []
 
     def _front(self, kinds: Sequence[str]) -> list[Stream]:
         """Return who is furthest behind, and who is hardly before them."""
-        found = self.behind(kinds)
-        if found and found[0].writer[1] in STEPS:
-            attempt, step = min(stream.position for stream in found)
+        behind = self.behind(kinds)
+        if behind and behind[0].writer[1] in STEPS:
+            attempt, step = min(stream.position for stream in behind)
             near = (attempt, step + _LEAST_WINDOW)
-            found = [stream for stream in found if stream.position < near]
-        return found[:_WRITERS_AT_ONCE]
+            behind = [stream for stream in behind if stream.position < near]
+        return behind[:_WRITERS_AT_ONCE]
 
     def _read_kind(
         self,
         connection: Connection,
         kind: str,
-        some: Sequence[Stream],
+        kind_streams: Sequence[Stream],
         window: int,
         blocks: _Blocks,
     ) -> None:
         """Read about ``window`` rows of each stream; those that are equally far at once."""
-        left = sorted(some, key=lambda stream: stream.read_seq)
+        left = sorted(kind_streams, key=lambda stream: stream.read_seq)
         while left:
             until = left[0].read_seq + max(_LEAST_WINDOW, window)
             alike = [stream for stream in left if stream.read_seq < until]
@@ -278,13 +283,13 @@ class FreshRows:
         self,
         connection: Connection,
         kind: str,
-        some: Sequence[Stream],
+        alike: Sequence[Stream],
         until: int,
         blocks: _Blocks,
     ) -> None:
         """Read rows of some streams of one kind, up to the number ``until``."""
-        of = {stream.writer[0]: stream for stream in some}
-        first = some[0].read_seq + 1
+        of = {stream.writer[0]: stream for stream in alike}
+        first = alike[0].read_seq + 1
         if first:  # a page may have begun before it
             query = select(func.min(_page_at(first))).where(*self._where(streams.c, kind, of))
             first = connection.execute(query).scalar() or 0
@@ -302,7 +307,7 @@ class FreshRows:
             stream.read_seq = page.first_seq + end - 1
             stream.position = max(stream.position, _position(kind, page.schema, rows))
             blocks.add(stream, page.schema, rows.tobytes(), end - begin)
-        for stream in some:
+        for stream in alike:
             stream.read_seq = max(stream.read_seq, min(until, stream.last_seq))
         left = [inc for inc, stream in empty.items() if stream.read_seq < stream.last_seq]
         if left:

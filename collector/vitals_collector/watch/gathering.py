@@ -172,12 +172,12 @@ class StepMerger:
         if not len(rows):
             return
         for attempt, step in zip(rows.attempt.tolist(), rows.step.tolist(), strict=True):
-            known = self._cadence
-            if known is None or attempt != known.attempt or step < known.last:
-                gap = known.gap if known is not None else 1
+            cadence = self._cadence
+            if cadence is None or attempt != cadence.attempt or step < cadence.last:
+                gap = cadence.gap if cadence is not None else 1
                 self._cadence = _Cadence(attempt, step, gap)
-            elif step > known.last:
-                self._cadence = _Cadence(attempt, step, step - known.last)
+            elif step > cadence.last:
+                self._cadence = _Cadence(attempt, step, step - cadence.last)
         self._awaits_layers = self._awaits_layers or rows.last() > self.merged
         self._note(rows)
         self._hold(_Held(now_ns, rows, part.names))
@@ -209,14 +209,14 @@ class StepMerger:
         taken, layers = self._taken(until)
         if not taken:
             return []  # layers only: of steps that no rank wrote
-        found = merge(taken, layers)
-        last = found.steps[-1]
+        merged = merge(taken, layers)
+        last = merged.steps[-1]
         self.merged = (last.attempt, last.step)
-        self.num_missing += found.num_missing
+        self.num_missing += merged.num_missing
         self._positions.overtake(self._num_ranks, self.merged)
         if self._cadence is not None and self._cadence.promise < self.merged:
             self._awaits_layers = False
-        return found.steps
+        return merged.steps
 
     def _taken(self, until: Key) -> tuple[list[Rows], list[LayerPart]]:
         """Hold the rows up to a key no more, and return them."""
@@ -226,12 +226,12 @@ class StepMerger:
         for held in self._held:
             mine = held.rows.until(until)
             if mine.any():
-                some = held.rows.take(mine)
+                due_rows = held.rows.take(mine)
                 if held.names is None:
-                    self.num_held -= len(some)
-                    taken.append(some)
+                    self.num_held -= len(due_rows)
+                    taken.append(due_rows)
                 else:
-                    layers.append(LayerPart(held.names, some))
+                    layers.append(LayerPart(held.names, due_rows))
             if not mine.all():
                 held.rows = held.rows.take(~mine)
                 kept.append(held)
@@ -277,11 +277,11 @@ class StepMerger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must outlive a restart, as JSON types; the rows held are read again."""
-        known = self._cadence
+        cadence = self._cadence
         return {
             "merged": list(self.merged),
             "absent": sorted(self.absent),
-            "cadence": None if known is None else [known.attempt, known.last, known.gap],
+            "cadence": None if cadence is None else [cadence.attempt, cadence.last, cadence.gap],
             "awaits_layers": self._awaits_layers,
             "num_missing": self.num_missing,
             "num_late": self.num_late,
@@ -295,8 +295,8 @@ class StepMerger:
         self._positions = _Positions()
         self._positions.reach(max(absent, default=-1) + 1)
         self._positions.absent[absent] = True
-        known = state["cadence"]
-        self._cadence = None if known is None else _Cadence(*known)
+        cadence = state["cadence"]
+        self._cadence = None if cadence is None else _Cadence(*cadence)
         self._awaits_layers = bool(state["awaits_layers"])
         self.num_missing, self.num_late = int(state["num_missing"]), int(state["num_late"])
 

@@ -80,38 +80,40 @@ class Looks:
         """Ask after runs and return which; ``only_new``: after those of which that cannot wait."""
         with self._lock:
             touched = self._touched
-            wanted = {run_id for run_id, at_once in touched.items() if at_once or not only_new}
-            self._touched = {run_id: now for run_id, now in touched.items() if run_id not in wanted}
+            due_runs = {run_id for run_id, at_once in touched.items() if at_once or not only_new}
+            self._touched = {
+                run_id: now for run_id, now in touched.items() if run_id not in due_runs
+            }
         try:
             if not only_new:
                 every = set(connection.execute(select(runs.c.run_id)).scalars())
                 for gone in self._known.keys() - every:
                     del self._known[gone]
                     self._decided.pop(gone, None)
-                wanted = (wanted | self.running | (every - self._known.keys())) & every
-            order = sorted(wanted)
+                due_runs = (due_runs | self.running | (every - self._known.keys())) & every
+            order = sorted(due_runs)
             for first in range(0, len(order), _RUNS_AT_ONCE):
                 self._look_at(connection, order[first : first + _RUNS_AT_ONCE], touched, when)
         except BaseException:
-            self.touch(wanted, at_once=True)
+            self.touch(due_runs, at_once=True)
             raise
-        return wanted
+        return due_runs
 
     def _look_at(
         self,
         connection: Connection,
-        some: Sequence[str],
+        run_ids: Sequence[str],
         touched: dict[str, bool],
         when: Liveness,
     ) -> None:
         running = self.running
-        for run_id in some:
+        for run_id in run_ids:
             if touched.get(run_id) or run_id not in running:
                 self._decided[run_id] = _decided(connection, run_id)
         of_run: dict[str, list[Row[Any]]] = defaultdict(list)
-        for row in connection.execute(select(*_COLUMNS).where(sources.c.run_id.in_(some))):
+        for row in connection.execute(select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))):
             of_run[row.run_id].append(row)
-        for run_id in some:
+        for run_id in run_ids:
             self._known[run_id] = _look_of(
                 connection, run_id, of_run[run_id], self._decided[run_id], when
             )
@@ -177,9 +179,9 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
             .order_by(sources.c.ended_unix_ns)
             .limit(1)
         )
-        said = connection.execute(query).first()
-        if said is not None:
-            return f"{said.source.replace(':', ' ')}: {said.ended_reason}"
+        failure = connection.execute(query).first()
+        if failure is not None:
+            return f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
     gone = (
         select(events.c.summary)
         .where(

@@ -90,7 +90,7 @@ def origin_of(num: int, *, rank: int = 0, world_size: int = 1, writer: int = 0) 
 
 
 def decode(
-    schema: Schema, rows: npt.NDArray[np.void], wanted: Iterable[str], origin: Origin
+    schema: Schema, rows: npt.NDArray[np.void], names: Iterable[str], origin: Origin
 ) -> Rows:
     """Return the rows' numbers; text and unknown columns are left out."""
 
@@ -98,7 +98,7 @@ def decode(
         return column_of(schema, rows, name)[0].astype(np.int64)
 
     columns = {}
-    for name in wanted:
+    for name in names:
         if name in schema.index:
             values, valid = column_of(schema, rows, name)
             if values.dtype.kind in "fi":
@@ -175,9 +175,9 @@ def _merge_block(
         places, ranks = np.searchsorted(steps, rows.step), rows.origin.rank
         np.maximum.at(times, places, rows.time_unix_ns)
         present[places, ranks] = True
-        for name, (found, ok) in rows.columns.items():
+        for name, (measured, ok) in rows.columns.items():
             if name in values:
-                values[name][places, ranks] = found
+                values[name][places, ranks] = measured
                 valid[name][places, ranks] = ok
         root = rows.take(ranks == 0)
         at = places[ranks == 0]
@@ -206,13 +206,13 @@ def _run_rows(rows: Rows) -> Iterator[dict[str, Value]]:
     """Yield what rank 0 measured for all, of each row; what is missing is absent."""
     own = {name: column for name, column in rows.columns.items() if name not in RANK_COLUMNS}
     whole = [name for name, (_, ok) in own.items() if ok.all()]
-    some = [
+    gapped = [
         (n, v.tolist(), ok.tolist()) for n, (v, ok) in own.items() if n not in whole and ok.any()
     ]
     lists = zip(*(own[name][0].tolist() for name in whole), strict=True) if whole else None
     for i in range(len(rows)):
         row = dict(zip(whole, next(lists), strict=True)) if lists is not None else {}
-        for name, values, ok in some:
+        for name, values, ok in gapped:
             if ok[i]:
                 row[name] = values[i]
         yield row
@@ -228,7 +228,7 @@ def _with_gaps(values: npt.NDArray[np.float64], valid: Mask) -> list[list[float 
 
 
 def _layers_by_step(parts: Sequence[LayerPart]) -> dict[Key, dict[str, dict[str, float]]]:
-    found: dict[Key, dict[str, dict[str, float]]] = {}
+    by_step: dict[Key, dict[str, dict[str, float]]] = {}
     for names, rows in parts:
         if "layer" not in rows.columns:
             continue
@@ -241,8 +241,8 @@ def _layers_by_step(parts: Sequence[LayerPart]) -> dict[Key, dict[str, dict[str,
         keys = zip(rows.attempt.tolist(), rows.step.tolist(), strict=True)
         for i, (key, layer) in enumerate(zip(keys, ids, strict=True)):
             measured = {name: float(values[i]) for name, values, ok in columns if ok[i]}
-            found.setdefault(key, {})[names.get(layer, f"layer {layer}")] = measured
-    return found
+            by_step.setdefault(key, {})[names.get(layer, f"layer {layer}")] = measured
+    return by_step
 
 
 __all__ = [

@@ -97,7 +97,7 @@ class NodeMerger:
             gate = gates.get(node)
             while len(kept.hosts) > 1 and (gate is None or kept.hosts[1].row.monotonic_ns <= gate):
                 rounds.append(_next_round(node, kept))
-        return sorted(rounds, key=lambda found: found.time_unix_ns)
+        return sorted(rounds, key=lambda host_round: host_round.time_unix_ns)
 
     def take_dropped(self) -> int:
         """Return how many rows of GPUs were dropped since it was last asked."""

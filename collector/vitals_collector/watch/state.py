@@ -44,17 +44,17 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
     """
     newest = _newest(sources)
     head = newest.get("rank:0")
-    ranks = [one for one in newest.values() if _is_rank_of(one, head)]
-    agents = [one for name, one in newest.items() if not name.startswith("rank:")]
-    ended = {one.ended_state for one in ranks} & set(_FINAL)
+    ranks = [source for source in newest.values() if _is_rank_of(source, head)]
+    agents = [source for name, source in newest.items() if not name.startswith("rank:")]
+    ended = {source.ended_state for source in ranks} & set(_FINAL)
     if head is not None and head.ended_state:
-        said: RunState = next((state for state in _FINAL if state in ended), "finished")
+        final_state: RunState = next((state for state in _FINAL if state in ended), "finished")
         # A launcher that loses one rank interrupts the others: theirs is not the story.
-        return "failed" if said == "interrupted" and _lost_one_first(ranks) else said
-    if when.is_reading_in and not any(one.last_received_unix_ns for one in newest.values()):
+        return "failed" if final_state == "interrupted" and _lost_one_first(ranks) else final_state
+    if when.is_reading_in and not any(source.last_received_unix_ns for source in newest.values()):
         return "running"
-    is_gone = bool(ranks) and all(one.alive == 0 or one.ended_state for one in ranks)
-    if is_gone or all(_is_silent(one, when) for one in (*ranks, *agents)):
+    is_gone = bool(ranks) and all(source.alive == 0 or source.ended_state for source in ranks)
+    if is_gone or all(_is_silent(source, when) for source in (*ranks, *agents)):
         # Where rank 0 was killed before it could speak, another rank may have said why.
         return "failed" if "failed" in ended else "lost"
     return "running"
@@ -65,8 +65,10 @@ def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
 
     One that outlives the launcher's grace is killed after it: that is no fault.
     """
-    goodbyes = [one.last_seen_unix_ns for one in ranks if one.ended_state]
-    gone = [one.last_seen_unix_ns for one in ranks if one.alive == 0 and not one.ended_state]
+    goodbyes = [source.last_seen_unix_ns for source in ranks if source.ended_state]
+    gone = [
+        source.last_seen_unix_ns for source in ranks if source.alive == 0 and not source.ended_state
+    ]
     return bool(goodbyes) and bool(gone) and min(gone) < min(goodbyes)
 
 
@@ -97,25 +99,25 @@ def health(
 
 def _newest(sources: Iterable[SourceState]) -> dict[str, SourceState]:
     newest: dict[str, SourceState] = {}
-    for one in sorted(sources, key=lambda one: one.started_unix_ns):
-        newest[one.source] = one
+    for source in sorted(sources, key=lambda source: source.started_unix_ns):
+        newest[source.source] = source
     return newest
 
 
-def _is_rank_of(one: SourceState, head: SourceState | None) -> bool:
+def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
     """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
-    kind, _, number = one.source.partition(":")
+    kind, _, number = source.source.partition(":")
     if kind != "rank":
         return False
     return head is None or head.world_size < 1 or int(number) < head.world_size
 
 
-def _is_silent(one: SourceState, when: Liveness) -> bool:
+def _is_silent(source: SourceState, when: Liveness) -> bool:
     # The sender's clock may be wrong and a spool may be late: what this collector's own clock said
     # at the last arrival counts, where rows arrive at all and are not read from a folder.
-    heard = one.last_seen_unix_ns
-    if one.last_received_unix_ns:
-        heard = max(one.last_received_unix_ns, when.up_since_unix_ns)
+    heard = source.last_seen_unix_ns
+    if source.last_received_unix_ns:
+        heard = max(source.last_received_unix_ns, when.up_since_unix_ns)
     return when.now_unix_ns - heard > when.lost_after_seconds * 1e9
 
 

@@ -120,7 +120,7 @@ class Watching:
         """
         queue = self._queue(running, only_new=only_new)
         budget = self._config.rows_at_once
-        told: set[str] = set()
+        runs_with_findings: set[str] = set()
         has_more = False
         for run_id in queue:
             is_running = run_id in running
@@ -131,13 +131,13 @@ class Watching:
                 self.note(run_id)
                 has_more = True
                 continue
-            num, found = self._watch(run_id, max(0, budget), now_ns, is_running)
+            num, has_findings = self._watch(run_id, max(0, budget), now_ns, is_running)
             budget -= num
-            if found:
-                told.add(run_id)
+            if has_findings:
+                runs_with_findings.add(run_id)
             followed = self._open.get(run_id)
             has_more = has_more or (followed is not None and not followed.is_read)
-        return Look(frozenset(told), has_more)
+        return Look(frozenset(runs_with_findings), has_more)
 
     def conditions(self, run_id: str) -> tuple[Finding, ...]:
         """Return what was told of a followed run and still holds."""
@@ -159,7 +159,11 @@ class Watching:
                 self.note(run_id)
             self._is_first = False
         queue = [*self._live.waiting()]
-        queue += [one.run_id for one in self._open.values() if not (only_new and one.is_read)]
+        queue += [
+            followed.run_id
+            for followed in self._open.values()
+            if not (only_new and followed.is_read)
+        ]
         if not only_new:
             queue += [*self._pauses, *sorted(running)]
         return list(dict.fromkeys(queue))
@@ -180,14 +184,14 @@ class Watching:
                 with self._store.read(settled=is_settled) as connection:
                     num += followed.read(connection, budget, now_ns, has_more=taken.has_more)
             before = followed.steps.absent
-            told = followed.advance(now_ns, is_running=is_running)
+            records = followed.advance(now_ns, is_running=is_running)
             self.num_unmerged += followed.num_unmerged()
             self.num_dropped_samples += followed.hosts.take_dropped()
             if gone := followed.steps.absent - before:
                 _LOG.warning("ranks_not_waited_for run=%s ranks=%s", run_id, sorted(gone)[:16])
             is_over = followed.is_drained and not is_running
-            if told or self._is_due(followed, now_ns, is_over=is_over):
-                self._keep(followed, told, now_ns)
+            if records or self._is_due(followed, now_ns, is_over=is_over):
+                self._keep(followed, records, now_ns)
         except StorageError:
             self._forget(run_id)  # memory is ahead of the store: begin again from there
             self.note(run_id)
@@ -205,7 +209,7 @@ class Watching:
             self._set_aside(run_id, is_aside=False)
         if is_over:
             self._forget(run_id)
-        return num, bool(told)
+        return num, bool(records)
 
     def _opened(self, run_id: str) -> Followed:
         with self._store.read(settled=False) as connection:
@@ -239,11 +243,11 @@ class Watching:
             return False
         return is_over or now_ns >= self._save_ns.get(followed.run_id, now_ns)
 
-    def _keep(self, followed: Followed, told: list[Told], now_ns: int) -> None:
+    def _keep(self, followed: Followed, records: list[Told], now_ns: int) -> None:
         """Store findings and memory in one transaction."""
         first = followed.saved.next_seq
-        rows = [_row(followed.run_id, first + i, one) for i, one in enumerate(told)]
-        values = {"body": followed.state(len(told))}
+        rows = [_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
+        values = {"body": followed.state(len(records))}
         name = state_name(followed.run_id)
         with self._store.write() as connection:
             if rows:
@@ -257,15 +261,15 @@ class Watching:
         self._save_ns[followed.run_id] = now_ns + int(max(pause, self._config.save_seconds) * 1e9)
 
 
-def _row(run_id: str, seq: int, told: Told) -> dict[str, object]:
-    finding = told.finding
+def _row(run_id: str, seq: int, record: Told) -> dict[str, object]:
+    finding = record.finding
     return {
         "run_id": run_id,
         "incarnation": COLLECTOR,
         "seq": seq,
-        "time_unix_ns": told.time_unix_ns,
+        "time_unix_ns": record.time_unix_ns,
         "step": finding.step,
-        "attempt": told.attempt,
+        "attempt": record.attempt,
         "rank": finding.rank,
         "kind": clean(finding.kind),
         "level": finding.level,
