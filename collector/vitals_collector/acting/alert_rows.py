@@ -58,11 +58,11 @@ def load(connection: Connection, fingerprint: str) -> Entry | None:
 
 def load_open(connection: Connection) -> dict[str, dict[str, Entry]]:
     """Return what is pending or firing, by run and fingerprint."""
-    found: dict[str, dict[str, Entry]] = defaultdict(dict)
+    open_entries: dict[str, dict[str, Entry]] = defaultdict(dict)
     query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
     for row in connection.execute(query):
-        found[row.run_id][row.fingerprint] = entry_of(row)
-    return found
+        open_entries[row.run_id][row.fingerprint] = entry_of(row)
+    return open_entries
 
 
 def save(connection: Connection, entry: Entry) -> None:
@@ -103,10 +103,10 @@ def silences_now(connection: Connection, now: int) -> dict[str, Row[Any]]:
 
 def silenced(view: AlertView, quiet: dict[str, Row[Any]]) -> AlertView:
     """Return the view with the silence that is in force on it."""
-    found = quiet.get(view.fingerprint)
-    if found is None:
+    silence = quiet.get(view.fingerprint)
+    if silence is None:
         return view
-    return replace(view, silenced_until_unix_ns=found.ends_unix_ns, silence_reason=found.reason)
+    return replace(view, silenced_until_unix_ns=silence.ends_unix_ns, silence_reason=silence.reason)
 
 
 def add_silence(connection: Connection, fingerprint: str, request: AckRequest, now: int) -> None:

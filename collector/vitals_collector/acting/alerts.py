@@ -104,16 +104,16 @@ class Inbox:
     def take(self, occurrences: Sequence[Occurrence], *, cursor: tuple[str, int]) -> None:
         """Raise point alerts; remember in the same transaction how far events were consumed."""
         now = self._clock.time_ns()
-        told: dict[str, AlertView] = {}
+        newly_firing: dict[str, AlertView] = {}
         with self._store.write() as connection:
             for occurrence in occurrences:
                 entry = load(connection, occurrence.alert.fingerprint)
                 raised = _raised(entry, occurrence, now)
                 save(connection, raised)
                 if entry is None or entry.view.state != "firing":
-                    told[raised.view.fingerprint] = raised.view
+                    newly_firing[raised.view.fingerprint] = raised.view
             remember(connection, *cursor, now_unix_ns=now)
-        self._tell_all(told.values())
+        self._tell_all(newly_firing.values())
 
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""
@@ -136,11 +136,11 @@ class Inbox:
         self._tell_all(changes.values())
 
     def _changes(
-        self, run: RunNow, known: dict[str, Entry], now: int
+        self, run: RunNow, open_entries: dict[str, Entry], now: int
     ) -> list[tuple[Entry | None, Entry]]:
         holding = {alert.fingerprint: alert for alert in run.conditions}
         changes: list[tuple[Entry | None, Entry]] = []
-        for entry in known.values():
+        for entry in open_entries.values():
             if entry.view.fingerprint in run.lasting:
                 continue
             if entry.life.point and self._is_over(entry, run):
@@ -148,7 +148,7 @@ class Inbox:
             elif not entry.life.point and entry.view.fingerprint not in holding:
                 changes.append((entry, self._advanced(entry, None, run, now)))
         for fingerprint, alert in holding.items():
-            before = known.get(fingerprint)
+            before = open_entries.get(fingerprint)
             after = self._advanced(before, alert, run, now)
             if before is None or before.view.state != after.view.state:
                 changes.append((before, after))
@@ -253,12 +253,12 @@ class Inbox:
         new = [e.view for e in loud if e.life.settled != e.view.state]
         return new, [e.view for e in loud if e.view.state == "firing" and e.view not in new]
 
-    def settle(self, told: AlertView) -> None:
+    def settle(self, view: AlertView) -> None:
         """Note that every notifier has had this state."""
         with self._store.write() as connection:
-            entry = load(connection, told.fingerprint)
-            if entry is not None and entry.view.state == told.state:
-                settled = replace(entry.life, settled=told.state)
+            entry = load(connection, view.fingerprint)
+            if entry is not None and entry.view.state == view.state:
+                settled = replace(entry.life, settled=view.state)
                 save(connection, Entry(entry.view, settled))
 
     def fired(self) -> dict[tuple[str, str], int]:

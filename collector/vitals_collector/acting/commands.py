@@ -213,8 +213,8 @@ def counts(store: Store) -> dict[str, int]:
 
 
 def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
-    known = connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first()
-    if known is None:
+    run_row = connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first()
+    if run_row is None:
         raise unknown_run(run_id)
     waiting = connection.execute(
         select(func.count()).where(
@@ -259,12 +259,12 @@ def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -
     states: dict[str, set[str]] = {}
     for name, state in announced:
         states.setdefault(name, set()).add(state)
-    found = states.get(checkpoint_id, set())
-    if "healthy" in found:
+    announced_states = states.get(checkpoint_id, set())
+    if "healthy" in announced_states:
         return
     healthy = sorted(name for name, of in states.items() if "healthy" in of)[-5:]
     hint = f"healthy are {', '.join(healthy)}" if healthy else "none is healthy at present"
-    if not found:
+    if not announced_states:
         # Never echoed as a path: only ids that the run itself announced exist here.
         raise UsageError(
             f"checkpoint_id is {checkpoint_id[:80]!r}; the run announced none of that name",
@@ -272,8 +272,8 @@ def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -
             code=UNKNOWN,
         )
     raise UsageError(
-        f"checkpoint {checkpoint_id} is {' and '.join(sorted(found))}; only a healthy one can be "
-        "gone back to",
+        f"checkpoint {checkpoint_id} is {' and '.join(sorted(announced_states))}; "
+        "only a healthy one can be gone back to",
         hint=hint,
         code=CONFLICT,
     )

@@ -91,8 +91,10 @@ class Dispatcher:
         """See to it that a settled, firing alert is posted again where that is wanted."""
         with self._lock:
             for notifier in self.notifiers:
-                wanted = notifier.reposts and alert.fingerprint not in self._waiting[notifier.name]
-                if wanted and alert.severity != "log":
+                can_repost = (
+                    notifier.reposts and alert.fingerprint not in self._waiting[notifier.name]
+                )
+                if can_repost and alert.severity != "log":
                     item = _Waiting(alert, self._clock.monotonic_ns(), settled=True)
                     self._put(notifier.name, item)
         self._wake.set()

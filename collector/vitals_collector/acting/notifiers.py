@@ -187,15 +187,15 @@ class _PinnedTransport(httpx.HTTPTransport):
         host = request.url.host
         port = request.url.port or (443 if request.url.scheme == "https" else 80)
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            address_infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise httpx.ConnectError(f"{host}: {error}", request=request) from error
-        for entry in found:
+        for entry in address_infos:
             _refuse_address(str(entry[4][0]))
         # The Host header is already set from the name; certificates are checked against it too.
         request.extensions = {**request.extensions, "sni_hostname": host}
         refused: httpx.ConnectError | None = None
-        for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+        for address in dict.fromkeys(str(entry[4][0]) for entry in address_infos):
             request.url = request.url.copy_with(host=address)
             try:
                 return super().handle_request(request)

@@ -259,8 +259,10 @@ def _answer_errors(app: FastAPI) -> None:
 
     async def wrong_request(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        said = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
-        return problem(UsageError(said))
+        explanation = "; ".join(
+            f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()
+        )
+        return problem(UsageError(explanation))
 
     async def no_route(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

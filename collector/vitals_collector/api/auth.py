@@ -330,11 +330,13 @@ def _check_content_type(scope: Scope, headers: Headers) -> None:
     if scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    wanted = "application/octet-stream" if scope["path"] == INGEST_PATH else "application/json"
+    required_type = (
+        "application/octet-stream" if scope["path"] == INGEST_PATH else "application/json"
+    )
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    if kind != wanted and (kind or has_body):
+    if kind != required_type and (kind or has_body):
         raise Refused(
-            415, UsageError(f"Content-Type is {kind or 'missing'!r}; this takes {wanted}")
+            415, UsageError(f"Content-Type is {kind or 'missing'!r}; this takes {required_type}")
         )
 
 
@@ -344,11 +346,11 @@ def announced_bytes(scope: Scope, limit: int) -> int:
     Raises:
         Refused: larger than ``limit``.
     """
-    said = {name: value for name, value in scope["headers"] if name in _ABOUT_LENGTH}
-    length = said.get(b"content-length", b"0")
+    length_headers = {name: value for name, value in scope["headers"] if name in _ABOUT_LENGTH}
+    length = length_headers.get(b"content-length", b"0")
     if not length.isdigit() or int(length) > limit:
         raise _too_large(limit)
-    return limit if b"transfer-encoding" in said else int(length)
+    return limit if b"transfer-encoding" in length_headers else int(length)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

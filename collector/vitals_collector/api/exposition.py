@@ -85,9 +85,11 @@ class StoreCollector(Collector):
         families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
         families["collector_dropped_samples_total"] = {(): float(watching.num_dropped_samples)}
         families["collector_rows_left_to_store_total"] = {(): float(watching.num_left_to_store)}
-        fired, told = self._acting.inbox.fired(), self._acting.dispatcher.outcomes()
+        fired, notifications = self._acting.inbox.fired(), self._acting.dispatcher.outcomes()
         families["collector_alerts_total"] = {key: float(num) for key, num in fired.items()}
-        families["collector_notifications_total"] = {key: float(num) for key, num in told.items()}
+        families["collector_notifications_total"] = {
+            key: float(num) for key, num in notifications.items()
+        }
         for name, samples in families.items():
             yield _family(spec(name), samples)
 
@@ -170,8 +172,8 @@ def _last_row(connection: Connection, run_id: str) -> dict[str, Value]:
         .order_by(sources.c.started_unix_ns.desc(), batches.c.first_seq.desc())
         .limit(1)
     )
-    found = connection.execute(newest).scalar()
-    for page in read_pages(connection, batches.c.id == found, pick=_last_of):
+    newest_id = connection.execute(newest).scalar()
+    for page in read_pages(connection, batches.c.id == newest_id, pick=_last_of):
         return page.schema.unpack(bytes(page.rows[-1]))
     return {}
 

@@ -53,7 +53,7 @@ def _add_maps(router: APIRouter, query: Query) -> None:
         to_step: _Bound = None,
     ) -> Response:
         """Return a heat map of one metric, ranks, GPUs, nodes or layers by steps."""
-        found = query.cells(
+        cells = query.cells(
             run_id,
             metric,
             points=points,
@@ -62,7 +62,7 @@ def _add_maps(router: APIRouter, query: Query) -> None:
             from_step=from_step,
             to_step=to_step,
         )
-        return reply(found)
+        return reply(cells)
 
     @router.get("/runs/{run_id}/movers", responses=answers(tuple[MoverView, ...]))
     def list_movers(run_id: str, step: _Step) -> Response:

@@ -66,7 +66,7 @@ def _add_series(router: APIRouter, query: Query) -> None:
         to_step: _FromStep = None,
     ) -> Response:
         """Return one curve, downsampled so that no extreme and no non-finite value is lost."""
-        found = query.series(
+        series = query.series(
             run_id,
             metric,
             source=source,
@@ -75,7 +75,7 @@ def _add_series(router: APIRouter, query: Query) -> None:
             from_step=from_step,
             to_step=to_step,
         )
-        return reply(found)
+        return reply(series)
 
     @router.post(
         "/{run_id}/series",
@@ -111,10 +111,10 @@ def _add_curves(router: APIRouter, query: Query) -> None:
         to_step: _FromStep = None,
     ) -> Response:
         """Return every point of one curve, for programs."""
-        found = query.curve(
+        curve = query.curve(
             run_id, metric, source=source, branch=branch, from_step=from_step, to_step=to_step
         )
-        return reply(found)
+        return reply(curve)
 
 
 def _add_lists(router: APIRouter, query: Query) -> None:

@@ -165,8 +165,8 @@ class Reception:
 
     def _check_plain(self, scope: Scope) -> None:
         """Refuse what is compressed: its length would not say how much memory it takes."""
-        said = [value for name, value in scope["headers"] if name == b"content-encoding"]
-        coding = b", ".join(said).decode("latin-1").strip().lower()
+        codings = [value for name, value in scope["headers"] if name == b"content-encoding"]
+        coding = b", ".join(codings).decode("latin-1").strip().lower()
         if coding not in ("", "identity"):
             text = f"Content-Encoding is {coding[:32]!r}; batches are taken as they are"
             error = UsageError(text, hint="send the body without compression")
@@ -174,9 +174,9 @@ class Reception:
             raise Refused(415, error)
 
 
-def _tell(told: Sequence[tuple[Waiting, Outcome]]) -> None:
+def _tell(outcomes: Sequence[tuple[Waiting, Outcome]]) -> None:
     """Hand the outcomes of a group to the event loop, all by one call."""
-    turns = [(one.turn, outcome) for one, outcome in told]
+    turns = [(waiting.turn, outcome) for waiting, outcome in outcomes]
     turns[0][0].get_loop().call_soon_threadsafe(_resolve, turns)
 
 

@@ -206,7 +206,7 @@ class _Server(uvicorn.Server):
 
 def _address_of(data: Path) -> str:
     try:
-        found = msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
+        collector_file = msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
     except (OSError, msgspec.DecodeError):
         return ""
-    return f": {found.url}, process {found.pid}"
+    return f": {collector_file.url}, process {collector_file.pid}"

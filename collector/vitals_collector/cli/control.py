@@ -98,8 +98,8 @@ def command(
         folder = _default_folder(collector)
     if action is Action.LIST:
         with _control(collector, token_file, needs="read") as client:
-            found = client.commands(find_run(client, run).run_id)
-        _write_commands(found, form)
+            command_views = client.commands(find_run(client, run).run_id)
+        _write_commands(command_views, form)
         return
     request = CommandRequest(
         action=action.value,  # type: ignore[arg-type]
@@ -205,12 +205,12 @@ def list_alerts(
         raise UsageError(f"--state is {state!r}; it must be pending, firing or resolved")
     folder = folder or _default_folder(collector)
     if folder is not None:
-        found = _alerts_of(folder, run, state)
+        alert_views = _alerts_of(folder, run, state)
     else:
         with _control(collector, token_file, needs="read") as client:
             run_id = find_run(client, run).run_id if run else ""
-            found = client.alerts(run_id=run_id, state=state)
-    _write_alerts(found, form)
+            alert_views = client.alerts(run_id=run_id, state=state)
+    _write_alerts(alert_views, form)
 
 
 def _alerts_of(folder: Path, run: str, state: str) -> tuple[AlertView, ...]:
@@ -278,15 +278,15 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
 
 def _default_folder(collector: str) -> Path | None:
     """Return the folder to read where no collector was named and none of this user's is known."""
-    known = collector or discover_collector(os.environ) is not None
-    return None if known else folder_here()
+    has_collector = collector or discover_collector(os.environ) is not None
+    return None if has_collector else folder_here()
 
 
 @contextlib.contextmanager
 def _control(collector: str, token_file: Path | None, *, needs: str) -> Iterator[CollectorClient]:
     """Give a client with the token that the call needs; it never comes from the command line."""
-    url, found = known_collector(collector)
-    url = url or (found.url if found else "")
+    url, address = known_collector(collector)
+    url = url or (address.url if address else "")
     if not url:
         raise UsageError(
             "no collector is known here",
@@ -296,8 +296,8 @@ def _control(collector: str, token_file: Path | None, *, needs: str) -> Iterator
     tokens = Tokens()
     if token_file is not None or os.environ.get("VITALS_TOKEN_FILE"):
         tokens = read_tokens(token_file or os.environ["VITALS_TOKEN_FILE"])
-    elif found is not None and found.url == url:
-        tokens = found.tokens
+    elif address is not None and address.url == url:
+        tokens = address.tokens
     token = tokens.control if needs == "control" else tokens.read or tokens.control
     with CollectorClient(url, token) as client:
         yield client

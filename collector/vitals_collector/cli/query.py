@@ -67,8 +67,8 @@ def query(
     force: Force = False,
 ) -> None:
     """Filter what is stored and write it as a table. All conditions must hold."""
-    known = get_args(TableName)
-    if table not in known:
+    table_names = get_args(TableName)
+    if table not in table_names:
         raise UsageError(
             f"the table is {table!r}; it must be one of {_NAMES}",
             hint="the table comes before the run: vitals query steps my-run",
@@ -87,25 +87,25 @@ def query(
     with open_reader(folder, collector=collector, token_file=token_file) as opened:
         if run or table in _OF_ONE_RUN:
             request = replace(request, run_id=find_run(opened.reader, run).run_id)
-        found = opened.reader.table(request)
-    shown = dict(zip(found.columns, found.data, strict=True))
+        reply = opened.reader.table(request)
+    shown = dict(zip(reply.columns, reply.data, strict=True))
     write_columns(shown, form, output, force=force)
-    for line in _said(found, table):
+    for line in _said(reply, table):
         sys.stderr.write(f"{line}\n")
 
 
-def _said(found: TableReply, table: str) -> Iterator[str]:
+def _said(reply: TableReply, table: str) -> Iterator[str]:
     """Yield what the rows alone do not tell: which are not among them, and which look alike."""
-    num = len(found.data[0]) if found.data else 0
-    if num < found.num_total:
-        yield f"{num} of {found.num_total} rows; --limit {found.num_total} has all"
-    if found.num_discarded:
+    num = len(reply.data[0]) if reply.data else 0
+    if num < reply.num_total:
+        yield f"{num} of {reply.num_total} rows; --limit {reply.num_total} has all"
+    if reply.num_discarded:
         yield (
-            f"rows of rolled-back steps that were not looked at: {found.num_discarded}; "
+            f"rows of rolled-back steps that were not looked at: {reply.num_discarded}; "
             "--branch all looks at them too"
         )
     keys = ("step", "rank") if table == "ranks" else ("step",)
-    columns = dict(zip(found.columns, found.data, strict=True))
+    columns = dict(zip(reply.columns, reply.data, strict=True))
     is_told_apart = (
         table not in _OF_ONE_RUN or "attempt" in columns or not {*keys} <= columns.keys()
     )

@@ -145,7 +145,7 @@ def replay(
         raise UsageError("--format is csv; a replay is written as table or json")
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot is {plot}; the picture is SVG, so the name must end in .svg")
-    wanted = Wanted(
+    column_options = Wanted(
         step=step,
         loss=loss,
         grad_norm=grad_norm,
@@ -163,7 +163,7 @@ def replay(
             clips=not no_clip,
             expected=tuple(expect or ()),
         )
-        _replay_history(read_history(Path(run), wanted), assumed, plot, form)
+        _replay_history(read_history(Path(run), column_options), assumed, plot, form)
         return
     given = {
         "--mode": mode,
@@ -172,7 +172,7 @@ def replay(
         "--expect": expect,
     }
     named = [option for option, value in given.items() if value is not None]
-    _refuse_for_runs([*named, *wanted.named()])
+    _refuse_for_runs([*named, *column_options.named()])
     if is_path:
         folder, run = Path(run), ""
     _replay_run(run, folder, data, config, plot, form)
@@ -238,10 +238,10 @@ def _replay_run(
         summary = find_run(Query(store, clock=SystemClock()), run)
         done = judge_again(store, summary.run_id, config=settings)
     name = printable(summary.name or summary.run_id)
-    said = done.judged()
+    judged_steps = done.judged()
     if plot is not None:
-        _draw(said, len(said), plot, name)
-    _write(said, done.document(), form)
+        _draw(judged_steps, len(judged_steps), plot, name)
+    _write(judged_steps, done.document(), form)
     differences = done.differences()
     for words in (*differences, *done.missing()):
         _say(words)
@@ -286,7 +286,7 @@ def _replay_history(history: "History", assumed: _Assumed, plot: Path | None, fo
     ):
         _say(printable(words))
     drawing = None if plot is None else Drawing(len(history.steps), Path(history.source).name)
-    said = []
+    judged_steps = []
     for judged in judge_history(
         history.steps,
         config=assumed.config,
@@ -296,13 +296,13 @@ def _replay_history(history: "History", assumed: _Assumed, plot: Path | None, fo
     ):
         made = judged.judgement
         if made.findings or made.readings or made.decision is not None:
-            said.append(judged)
+            judged_steps.append(judged)
         if drawing is not None:
             drawing.add(judged)
     if plot is not None and drawing is not None:
         _save(drawing.svg(), plot)
-    _write(said, document(said), form)
-    _say(_counted(said))
+    _write(judged_steps, document(judged_steps), form)
+    _say(_counted(judged_steps))
 
 
 def _about(history: "History") -> str:
@@ -365,40 +365,42 @@ def _overflows(num: int) -> list[str]:
     ]
 
 
-def _counted(said: "Sequence[JudgedStep]") -> str:
-    findings = Counter(f.level for judged in said for f in judged.judgement.findings)
+def _counted(judged_steps: "Sequence[JudgedStep]") -> str:
+    findings = Counter(f.level for judged in judged_steps for f in judged.judgement.findings)
     made = Counter(
-        judged.judgement.decision.action for judged in said if judged.judgement.decision is not None
+        judged.judgement.decision.action
+        for judged in judged_steps
+        if judged.judgement.decision is not None
     )
     actions = ", ".join(f"{times} {action}" for action, times in made.items())
     return (
         f"{findings['act']} findings to act on, {findings['tell']} to tell; "
-        f"{made.total()} decisions{': ' if actions else ''}{actions}{_asked(said)}"
+        f"{made.total()} decisions{': ' if actions else ''}{actions}{_asked(judged_steps)}"
     )
 
 
-def _asked(said: "Sequence[JudgedStep]") -> str:
-    num = sum(len(judged.judgement.readings) for judged in said)
+def _asked(judged_steps: "Sequence[JudgedStep]") -> str:
+    num = sum(len(judged.judgement.readings) for judged in judged_steps)
     return f"; the probe would be asked {num} times" if num else ""
 
 
 # ------------------------------------------------------------------------------------- writing
 
 
-def _write(said: "Sequence[JudgedStep]", body: dict[str, Any], form: Format) -> None:
+def _write(judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: Format) -> None:
     if form is Format.JSON:
         write_json(body)
         return
-    rows = _lines(said)
+    rows = _lines(judged_steps)
     if rows:
         write_rows(("row", "step", "what", "probe", "reason"), rows, form)
 
 
-def _lines(said: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
+def _lines(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
     """Return the table's lines: what is said again and again is one line with its count."""
     open_at: dict[str, list[Any]] = {}
     lines: list[list[Any]] = []
-    for judged in said:
+    for judged in judged_steps:
         made = judged.judgement.decision
         entries = [(f"finding {f.kind}", f.step, "", f.reason) for f in judged.judgement.findings]
         entries += [
@@ -436,11 +438,11 @@ def _need(made: "Decision") -> str:
     return "could rule it out" if could_be_ruled_out(made) else "not needed"
 
 
-def _draw(said: "Iterable[JudgedStep]", num: int, plot: Path, title: str) -> None:
+def _draw(judged_steps: "Iterable[JudgedStep]", num: int, plot: Path, title: str) -> None:
     from vitals_collector.replays.drawing import Drawing
 
     drawing = Drawing(num, title)
-    for judged in said:
+    for judged in judged_steps:
         drawing.add(judged)
     _save(drawing.svg(), plot)
 

@@ -57,23 +57,23 @@ def show(
         )
     with open_run(run, folder, collector, token_file) as (opened, summary):
         if metric:
-            found = opened.reader.series(summary.run_id, metric, source=source, points=points)
-            write_columns(_columns(found, form), form, output, force=force, body=found)
+            series = opened.reader.series(summary.run_id, metric, source=source, points=points)
+            write_columns(_columns(series, form), form, output, force=force, body=series)
             return
         with written_to(output, force=force) as to:
             write_run(opened.reader, summary.run_id, form, to)
 
 
-def _columns(found: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
-    marks = {(mark.step, mark.attempt): mark.kind for mark in found.nonfinite}
-    points = zip(found.step, found.attempt, found.value, strict=True)
+def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
+    marks = {(mark.step, mark.attempt): mark.kind for mark in series.nonfinite}
+    points = zip(series.step, series.attempt, series.value, strict=True)
     values = [marks.get((s, a), "nan") if value is None else value for s, a, value in points]
     times: dict[str, Sequence[object]] = (
-        {"time_unix_ns": found.time_unix_ns}
+        {"time_unix_ns": series.time_unix_ns}
         if form is TableFormat.PARQUET
-        else {"time": [moment(time) for time in found.time_unix_ns]}
+        else {"time": [moment(time) for time in series.time_unix_ns]}
     )
-    return {"step": found.step, "attempt": found.attempt} | times | {found.metric: values}
+    return {"step": series.step, "attempt": series.attempt} | times | {series.metric: values}
 
 
 def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> None:
@@ -81,9 +81,9 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
     detail = reader.run(run_id)
     ledger = reader.decisions(run_id)
     saved = reader.checkpoints(run_id)
-    said = reader.events(run_id)
+    events = reader.events(run_id)
     if form is TableFormat.JSON:
-        body = {"run": detail, "decisions": ledger, "checkpoints": saved, "events": said}
+        body = {"run": detail, "decisions": ledger, "checkpoints": saved, "events": events}
         write_json(body, to=to)
         return
     facts = [*_facts(detail), *_shadow(ledger)]
@@ -96,14 +96,17 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
             ("attempt", "from step", "to step", "reason"),
             [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts],
         ),
-        (("step", "decision", "rule", "rank", "done", "reason"), [_decided(one) for one in ledger]),
+        (
+            ("step", "decision", "rule", "rank", "done", "reason"),
+            [_decided(view) for view in ledger],
+        ),
         (
             ("checkpoint", "step", "state", "where", "bytes"),
             [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved],
         ),
         (
             ("time", "source", "step", "what was said"),
-            [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in said[-MAX_EVENTS:]],
+            [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in events[-MAX_EVENTS:]],
         ),
     ):
         to.write("\n")
@@ -111,9 +114,9 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
 
 
 def _decided(view: DecisionView) -> tuple[object, ...]:
-    one = view.decision
-    done = "yes" if one.acted else view.hindsight or "no"
-    return one.step, one.action, one.rule, one.rank, done, one.reason
+    decision = view.decision
+    done = "yes" if decision.acted else view.hindsight or "no"
+    return decision.step, decision.action, decision.rule, decision.rank, done, decision.reason
 
 
 def _pictures(
@@ -163,10 +166,17 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
     cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
     kept = ", kept whatever its age" if volume.is_pinned else ""
     lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{kept}")]
-    for one in volume.thinned:
-        until = f"to step {one.to_step}" if one.to_step >= 0 else f"to {moment(one.to_unix_ns)}"
-        words = f"{one.num_rows} rows {until} for their {one.reason}; left are {one.rule}"
-        lines.append((f"thinned {one.stream}", words))
+    for thinning in volume.thinned:
+        until = (
+            f"to step {thinning.to_step}"
+            if thinning.to_step >= 0
+            else f"to {moment(thinning.to_unix_ns)}"
+        )
+        words = (
+            f"{thinning.num_rows} rows {until} for their {thinning.reason}; "
+            f"left are {thinning.rule}"
+        )
+        lines.append((f"thinned {thinning.stream}", words))
     return lines
 
 

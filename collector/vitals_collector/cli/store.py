@@ -84,8 +84,11 @@ def size(
             volume.num_bytes,
             "above" if 0 < volume.max_bytes < volume.num_bytes else "",
             "yes" if volume.is_pinned else "",
-            sum(one.num_rows for one in volume.thinned),
-            max((one.to_step for one in volume.thinned if one.stream == "steps"), default=None),
+            sum(thinning.num_rows for thinning in volume.thinned),
+            max(
+                (thinning.to_step for thinning in volume.thinned if thinning.stream == "steps"),
+                default=None,
+            ),
         )
         for run_id, volume in volumes.items()
     ]
@@ -104,15 +107,17 @@ def check(data: Data = None, database: Database = "", form: Form = Format.TABLE)
     from vitals_collector.keeping.checkup import check as check_all
 
     with _store(data, database) as store:
-        found = check_all(store)
+        checkup = check_all(store)
     header = tuple(name.replace("_", " ") for name in Damaged._fields)
     if form is Format.JSON:
-        write_json(found._asdict() | {"damaged": [one._asdict() for one in found.damaged]})
+        write_json(
+            checkup._asdict() | {"damaged": [damage._asdict() for damage in checkup.damaged]}
+        )
     else:
-        write_rows(header, found.damaged, form)
-    unsummed = f", {found.num_unsummed} have no checksum" if found.num_unsummed else ""
-    _say(f"{found.num_batches} batches read, {len(found.damaged)} are damaged{unsummed}")
-    if found.damaged:
+        write_rows(header, checkup.damaged, form)
+    unsummed = f", {checkup.num_unsummed} have no checksum" if checkup.num_unsummed else ""
+    _say(f"{checkup.num_batches} batches read, {len(checkup.damaged)} are damaged{unsummed}")
+    if checkup.damaged:
         raise typer.Exit(1)
 
 
@@ -268,24 +273,24 @@ def _names(store: "Store") -> dict[str, str]:
     from vitals_collector.storage.schema import runs
 
     with store.read() as connection:
-        found = connection.execute(select(runs.c.run_id, runs.c.name)).all()
-    return {row.run_id: row.name for row in found}
+        rows = connection.execute(select(runs.c.run_id, runs.c.name)).all()
+    return {row.run_id: row.name for row in rows}
 
 
-def _find(store: "Store", wanted: str) -> str:
+def _find(store: "Store", id_or_name: str) -> str:
     """Return the one run of that id, beginning of an id, or name."""
     from vitals_collector.storage.store import UNKNOWN
 
     names = _names(store)
-    by_id = [run_id for run_id in names if run_id.startswith(wanted.upper())]
-    found = by_id or [run_id for run_id, name in names.items() if name == wanted]
-    if len(found) != 1 or not wanted:
+    by_id = [run_id for run_id in names if run_id.startswith(id_or_name.upper())]
+    matches = by_id or [run_id for run_id, name in names.items() if name == id_or_name]
+    if len(matches) != 1 or not id_or_name:
         raise UsageError(
-            f"{wanted!r} fits {len(found)} runs; it must be one",
+            f"{id_or_name!r} fits {len(matches)} runs; it must be one",
             hint="`vitals runs` lists ids and names",
             code=UNKNOWN,
         )
-    return found[0]
+    return matches[0]
 
 
 def _user() -> str:

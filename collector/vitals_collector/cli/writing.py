@@ -132,11 +132,11 @@ def _parquet(columns: Mapping[str, Sequence[object]]) -> bytes:
 
 def _typed(values: Sequence[object]) -> list[object]:
     """Return the values as one type: numbers where all are, else texts where types are mixed."""
-    known = [value for value in values if value is not None]
-    numbers = [v for v in known if isinstance(v, int | float) and not isinstance(v, bool)]
-    texts = [v for v in known if isinstance(v, str)]
-    if len(numbers) + len(texts) == len(known) and all(text in _NONFINITE for text in texts):
+    non_null = [value for value in values if value is not None]
+    numbers = [v for v in non_null if isinstance(v, int | float) and not isinstance(v, bool)]
+    texts = [v for v in non_null if isinstance(v, str)]
+    if len(numbers) + len(texts) == len(non_null) and all(text in _NONFINITE for text in texts):
         return [_NONFINITE[v] if isinstance(v, str) else v for v in values]
-    if len({type(value) for value in known}) > 1:
+    if len({type(value) for value in non_null}) > 1:
         return [None if value is None else str(value) for value in values]
     return list(values)

@@ -94,16 +94,16 @@ def _copy(source: Path, target: Path) -> str:
         reading.backup(writing, pages=_PAGES_AT_ONCE)
         # A file by itself, without a WAL beside it; the store switches it on again.
         writing.execute("PRAGMA journal_mode=DELETE").close()
-        found = writing.execute("SELECT version_num FROM alembic_version").fetchone()
-    return str(found[0]) if found else ""
+        version_row = writing.execute("SELECT version_num FROM alembic_version").fetchone()
+    return str(version_row[0]) if version_row else ""
 
 
 def _check(file: Path) -> None:
     with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
-        said = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
-    if said != ["ok"]:
+        report_lines = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
+    if report_lines != ["ok"]:
         raise StorageError(
-            f"the copy is damaged: {'; '.join(said)}",
+            f"the copy is damaged: {'; '.join(report_lines)}",
             hint="the disk or the store itself may be broken; check both",
         )
 
@@ -134,10 +134,10 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _failed(file: Path, said: str) -> StorageError:
-    is_full = "full" in said.lower() or "no space" in said.lower()
+def _failed(file: Path, error_text: str) -> StorageError:
+    is_full = "full" in error_text.lower() or "no space" in error_text.lower()
     return StorageError(
-        f"the backup to {file} failed: {said}",
+        f"the backup to {file} failed: {error_text}",
         hint="free space there, or give another place" if is_full else "check both places",
         code=FULL if is_full else "V300",
     )

@@ -71,7 +71,7 @@ def check(store: Store) -> Checkup:
 
 def _records(store: Store) -> list[Damaged]:
     """Return the events, findings, decisions and attributes of runs that are damaged."""
-    found: list[Damaged] = []
+    damaged: list[Damaged] = []
     for table in _RECORDS:
         body = type_coerce(table.c.info if table is runs else table.c.body, LargeBinary)
         step = literal(-1) if table is runs else table.c.step
@@ -79,8 +79,8 @@ def _records(store: Store) -> list[Damaged]:
             query = select(table.c.run_id, step, body).execution_options(yield_per=1_000)
             for run_id, at, raw in connection.execute(query):
                 if raw and not is_record_whole(raw):
-                    found.append(Damaged(run_id, "", table.name, at, at, 1, "record"))
-    return found
+                    damaged.append(Damaged(run_id, "", table.name, at, at, 1, "record"))
+    return damaged
 
 
 def _all(store: Store) -> Iterator[tuple[Row[tuple[object, ...]], str, bool]]:
@@ -107,16 +107,16 @@ def _all(store: Store) -> Iterator[tuple[Row[tuple[object, ...]], str, bool]]:
 
 
 def _columns(connection: Connection, ids: list[int]) -> dict[int, list[Row[tuple[object, ...]]]]:
-    found: dict[int, list[Row[tuple[object, ...]]]] = {}
+    rows_by_batch: dict[int, list[Row[tuple[object, ...]]]] = {}
     query = select(batch_columns).where(batch_columns.c.batch_id.in_(ids))
     for row in connection.execute(query.order_by(batch_columns.c.name)):
-        found.setdefault(row.batch_id, []).append(row)
-    return found
+        rows_by_batch.setdefault(row.batch_id, []).append(row)
+    return rows_by_batch
 
 
 def _broken_schemas(connection: Connection, digests: set[str]) -> set[str]:
-    found = connection.execute(select(row_schemas).where(row_schemas.c.digest.in_(digests)))
-    return {row.digest for row in found if not is_schema_whole(row.digest, row.body)}
+    schema_rows = connection.execute(select(row_schemas).where(row_schemas.c.digest.in_(digests)))
+    return {row.digest for row in schema_rows if not is_schema_whole(row.digest, row.body)}
 
 
 def _crc_of_rows(row: Row[tuple[object, ...]]) -> list[int | None]:

@@ -59,15 +59,15 @@ def forget(
     with store.write() as connection:
         gone = _begun(connection, run_id)
         if gone is None:
-            found = overview.summaries(connection, when, run_id)
-            if not found:
+            summaries = overview.summaries(connection, when, run_id)
+            if not summaries:
                 raise unknown_run(run_id)
-            if found[0].state == "running":
+            if summaries[0].state == "running":
                 raise UsageError(
                     f"run {run_id} is running; only a run that ended is removed",
                     hint="halt it first (`vitals command`), or wait until it is lost",
                 )
-            gone = Forgotten(run_id, found[0].name, run_bytes(connection, run_id))
+            gone = Forgotten(run_id, summaries[0].name, run_bytes(connection, run_id))
             _remove(connection, gone, by, reason, when.now_unix_ns)
     counters = store.counters
     with counters.lock:

@@ -67,12 +67,12 @@ def measure(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]:
     """Return what every run takes now, by id."""
     with store.read() as connection:
         rows = connection.execute(select(runs).order_by(runs.c.run_id.desc())).all()
-        found = {}
+        volumes = {}
         for row in rows:
             volume = volume_of(connection, row, settings)
             now = run_bytes(connection, row.run_id)
-            found[row.run_id] = msgspec.structs.replace(volume, num_bytes=now)
-    return found
+            volumes[row.run_id] = msgspec.structs.replace(volume, num_bytes=now)
+    return volumes
 
 
 def store_size(store: Store) -> StoreSize:

@@ -65,14 +65,14 @@ def look(connection: Connection, run_id: str) -> RunAt:
         .limit(1)
     ).first()
     steps, times = _incidents(connection, run_id)
-    found = select(findings.c.step).where(findings.c.run_id == run_id).distinct()
+    finding_steps = select(findings.c.step).where(findings.c.run_id == run_id).distinct()
     return RunAt(
         run_id,
         None if head is None or head.last_step < 0 else Present(*head),
         watched_to(connection, run_id),
         run_id in runs_aside(connection),
         sorted(steps),
-        sorted(steps | set(connection.execute(found).scalars())),
+        sorted(steps | set(connection.execute(finding_steps).scalars())),
         sorted(times),
         len(_ranks(connection, run_id)),
     )
@@ -153,20 +153,20 @@ def in_window(
         .correlate(batches)
         .scalar_subquery()
     )
-    found: list[Batch] = []
-    for some in in_parts(_ranks(connection, run.run_id)):
+    window_batches: list[Batch] = []
+    for rank_sources in in_parts(_ranks(connection, run.run_id)):
         query = _batch_query(settings).where(
             table.run_id == run.run_id,
             table.stream == "steps",
-            table.source.in_(some),
+            table.source.in_(rank_sources),
             table.min_step >= first,
             table.min_step < first + size,
             table.max_attempt >= attempt,
             table.min_attempt <= attempt,
             table.first_seq > func.coalesce(mark, -1),
         )
-        found += [Batch._make(row) for row in connection.execute(query)]
-    return found
+        window_batches += [Batch._make(row) for row in connection.execute(query)]
+    return window_batches
 
 
 def _batch_query(settings: VolumeSettings) -> Select[Any]:
@@ -211,7 +211,7 @@ def run_bytes(connection: Connection, run_id: str) -> int:
 
 def bytes_of(connection: Connection, ids: Sequence[int]) -> int:
     """Return the bytes of some batches."""
-    return sum(_sum(connection, batches.c.id.in_(some)) for some in in_parts(ids))
+    return sum(_sum(connection, batches.c.id.in_(part_ids)) for part_ids in in_parts(ids))
 
 
 def _sum(connection: Connection, where: Any) -> int:
@@ -221,7 +221,7 @@ def _sum(connection: Connection, where: Any) -> int:
     columnar = select(func.sum(lengths)).join(batches, batches.c.id == table.batch_id)
     raw = select(func.sum(func.length(batches.c.row_bytes)))
     total = [connection.execute(query.where(where)).scalar() or 0 for query in (columnar, raw)]
-    return sum(int(one) for one in total)
+    return sum(int(num_bytes) for num_bytes in total)
 
 
 __all__ = [

@@ -112,8 +112,8 @@ def thin_window(
     source_of: dict[int, str] = {}
     ids = [batch.id for batch in window.batches]
     with store.read() as connection:
-        for some in in_parts(ids):
-            for page in read_pages(connection, batches.c.id.in_(some)):
+        for part_ids in in_parts(ids):
+            for page in read_pages(connection, batches.c.id.in_(part_ids)):
                 over.add(page.source, page.schema, page.rows)
                 source_of[page.id] = page.source
     kept = set(source_of.values()) if window.is_whole else set(over.worst(settings.num_worst_ranks))
@@ -130,22 +130,22 @@ def thin_window(
         )
         _add_numbers(connection, run.run_id, window, over)
         _mark(connection, run.run_id, "steps", window.batches)
-        for some in in_parts([batch.id for batch in gone]):
+        for part_ids in in_parts([batch.id for batch in gone]):
             connection.execute(
-                update(batches).where(batches.c.id.in_(some)).values(stream=REMOVED + "steps")
+                update(batches).where(batches.c.id.in_(part_ids)).values(stream=REMOVED + "steps")
             )
         _note(connection, run.run_id, removed, why)
     return removed
 
 
-def _are_there(connection: Connection, wanted: Sequence[Batch]) -> bool:
-    read = {batch.id: (batch.last_seq, batch.num_rows) for batch in wanted}
-    found: dict[int, tuple[int, int]] = {}
+def _are_there(connection: Connection, planned_batches: Sequence[Batch]) -> bool:
+    read = {batch.id: (batch.last_seq, batch.num_rows) for batch in planned_batches}
+    stored: dict[int, tuple[int, int]] = {}
     query = select(batches.c.id, batches.c.first_seq, batches.c.num_rows)
-    for some in in_parts(list(read)):
-        for row in connection.execute(query.where(batches.c.id.in_(some)).with_for_update()):
-            found[row.id] = (row.first_seq + row.num_rows - 1, row.num_rows)
-    return read == found
+    for part_ids in in_parts(list(read)):
+        for row in connection.execute(query.where(batches.c.id.in_(part_ids)).with_for_update()):
+            stored[row.id] = (row.first_seq + row.num_rows - 1, row.num_rows)
+    return read == stored
 
 
 def _add_numbers(connection: Connection, run_id: str, window: Window, over: OverRanks) -> None:
@@ -162,12 +162,12 @@ def _add_numbers(connection: Connection, run_id: str, window: Window, over: Over
             table.max_attempt >= window.attempt,
         )
     )
-    found = over.rows(window.attempt)
+    schema_and_rows = over.rows(window.attempt)
     if pages:
         connection.execute(delete(batches).where(table.id.in_([page.id for page in pages])))
-        found = _joined(pages, found)
+        schema_and_rows = _joined(pages, schema_and_rows)
     last = connection.execute(select(func.max(table.first_seq + table.num_rows)).where(*mine))
-    put_numbers(connection, run_id, *found, first_seq=last.scalar() or 0)
+    put_numbers(connection, run_id, *schema_and_rows, first_seq=last.scalar() or 0)
 
 
 def _joined(
@@ -199,20 +199,20 @@ def put_numbers(
     connection: Connection,
     run_id: str,
     schema: Schema,
-    found: Sequence[dict[str, float | int]],
+    number_rows: Sequence[dict[str, float | int]],
     *,
     first_seq: int,
 ) -> None:
     """Store rows of numbers over all ranks, and the names of their columns."""
     packed = (
         schema.pack(first_seq + i, [row.get(column.name) for column in schema.columns])
-        for i, row in enumerate(found)
+        for i, row in enumerate(number_rows)
     )
     rows = rows_of(schema, b"".join(packed))
     body = msgspec.msgpack.encode(schema)
     digest = hashlib.sha256(body).hexdigest()
-    known = insert(connection, row_schemas).values(digest=digest, body=body)
-    connection.execute(known.on_conflict_do_nothing())
+    schema_insert = insert(connection, row_schemas).values(digest=digest, body=body)
+    connection.execute(schema_insert.on_conflict_do_nothing())
     about = {
         "run_id": run_id,
         "incarnation": RANKS,

@@ -129,14 +129,14 @@ def plan_thinning(
     open_: list[Batch] = []
     key: tuple[int, int] | None = None
     for batch in chain(batches, (None,)):
-        found = None if batch is None else (batch.attempt, batch.first_step // size)
-        if found != key and open_ and key is not None:
+        next_key = None if batch is None else (batch.attempt, batch.first_step // size)
+        if next_key != key and open_ and key is not None:
             window = _window(key, open_, near, settings)
-            is_old = all(one.newest_unix_ns < before_unix_ns for one in open_)
+            is_old = all(open_batch.newest_unix_ns < before_unix_ns for open_batch in open_)
             if is_old and _is_past(window, present, settings):
                 yield window
             open_ = []
-        key = found
+        key = next_key
         if batch is not None:
             open_.append(batch)
 
@@ -216,9 +216,9 @@ class OverRanks:
             values, valid = column_of(schema, rows, column.name)
             if column.name in _KEYS or values.dtype.kind not in "fi" or not valid.any():
                 continue
-            known = self._columns.setdefault(column.name, _Column(self._num))
+            totals = self._columns.setdefault(column.name, _Column(self._num))
             numbers = values[valid].astype(np.float64)
-            known.add(at[valid], numbers)
+            totals.add(at[valid], numbers)
             self._note(source, column.name, at[valid], numbers)
 
     def _note(self, source: str, name: str, at: Ints, numbers: Floats) -> None:
@@ -238,11 +238,11 @@ class OverRanks:
         First those with a NaN or an infinity, the earliest before the others. Then, by turns, the
         rank with the longest step and the one whose loss was furthest from the ranks' median.
         """
-        broken = sorted(self._nonfinite, key=lambda one: (self._nonfinite[one], one))
-        slow = sorted(self._longest, key=lambda one: (-self._longest[one], one))
+        broken = sorted(self._nonfinite, key=lambda source: (self._nonfinite[source], source))
+        slow = sorted(self._longest, key=lambda source: (-self._longest[source], source))
         furthest = self._furthest()
-        far = sorted(furthest, key=lambda one: (-furthest[one], one))
-        turns = (one for pair in zip_longest(slow, far) for one in pair if one is not None)
+        far = sorted(furthest, key=lambda source: (-furthest[source], source))
+        turns = (source for pair in zip_longest(slow, far) for source in pair if source is not None)
         return list(dict.fromkeys([*broken, *turns]))[:num]
 
     def _furthest(self) -> dict[str, float]:
@@ -257,13 +257,13 @@ class OverRanks:
         every = every[:, is_known]
         distances = np.abs(every - np.nanmedian(every, axis=0))
         largest = np.where(np.isnan(distances), -1.0, distances).max(axis=1)
-        found = zip(self._losses, largest.tolist(), strict=True)
-        return {source: distance for source, distance in found if distance >= 0}
+        source_distances = zip(self._losses, largest.tolist(), strict=True)
+        return {source: distance for source, distance in source_distances if distance >= 0}
 
     def rows(self, attempt: int) -> tuple[Schema, list[dict[str, float | int]]]:
         """Return the columns and one row of numbers for each step that a rank wrote."""
         schema = ranks_schema(self._columns)
-        found = []
+        number_rows = []
         for at in np.flatnonzero(self._ranks).tolist():
             row: dict[str, float | int] = {
                 "step": self._first + at,
@@ -274,8 +274,8 @@ class OverRanks:
             }
             for name, column in self._columns.items():
                 row |= {f"{name}:{what}": value for what, value in column.at(at).items()}
-            found.append(row)
-        return schema, found
+            number_rows.append(row)
+        return schema, number_rows
 
 
 class _Column:
@@ -291,10 +291,12 @@ class _Column:
     def add(self, at: Ints, numbers: Floats) -> None:
         """Take one rank's numbers in; a step that it wrote twice counts twice."""
         again = np.flatnonzero(np.diff(at) <= 0) + 1
-        for at_once, some in zip(np.split(at, again), np.split(numbers, again), strict=True):
-            is_finite = np.isfinite(some)
+        for at_once, numbers_once in zip(
+            np.split(at, again), np.split(numbers, again), strict=True
+        ):
+            is_finite = np.isfinite(numbers_once)
             self._nonfinite[at_once[~is_finite]] += 1
-            places, finite = at_once[is_finite], some[is_finite]
+            places, finite = at_once[is_finite], numbers_once[is_finite]
             self._low[places] = np.minimum(self._low[places], finite)
             self._high[places] = np.maximum(self._high[places], finite)
             self._num[places] += 1
@@ -324,22 +326,24 @@ def ranks_schema(columns: Iterable[str]) -> Schema:
 
 
 def merge_rows(
-    one: Mapping[str, float | int], other: Mapping[str, float | int]
+    numbers: Mapping[str, float | int], other: Mapping[str, float | int]
 ) -> dict[str, float | int]:
     """Return the numbers of a step over the ranks of both: some ranks' rows came late."""
-    merged: dict[str, float | int] = {**one, **other}
-    merged["time_unix_ns"] = max(one["time_unix_ns"], other["time_unix_ns"])
-    merged[NUM_RANKS] = one[NUM_RANKS] + other[NUM_RANKS]
-    both = {name.rpartition(":")[0] for name in one.keys() & other.keys() if ":" in name}
+    merged: dict[str, float | int] = {**numbers, **other}
+    merged["time_unix_ns"] = max(numbers["time_unix_ns"], other["time_unix_ns"])
+    merged[NUM_RANKS] = numbers[NUM_RANKS] + other[NUM_RANKS]
+    both = {name.rpartition(":")[0] for name in numbers.keys() & other.keys() if ":" in name}
     for name in both:
-        nums = [row.get(f"{name}:num", 0) for row in (one, other)]
+        nums = [row.get(f"{name}:num", 0) for row in (numbers, other)]
         merged[f"{name}:num"] = sum(nums)
-        merged[f"{name}:nonfinite"] = sum(row.get(f"{name}:nonfinite", 0) for row in (one, other))
+        merged[f"{name}:nonfinite"] = sum(
+            row.get(f"{name}:nonfinite", 0) for row in (numbers, other)
+        )
         if all(nums):
-            merged[f"{name}:min"] = min(row[f"{name}:min"] for row in (one, other))
-            merged[f"{name}:max"] = max(row[f"{name}:max"] for row in (one, other))
+            merged[f"{name}:min"] = min(row[f"{name}:min"] for row in (numbers, other))
+            merged[f"{name}:max"] = max(row[f"{name}:max"] for row in (numbers, other))
             total = math.fsum(
-                row[f"{name}:mean"] * num for row, num in zip((one, other), nums, strict=True)
+                row[f"{name}:mean"] * num for row, num in zip((numbers, other), nums, strict=True)
             )
             merged[f"{name}:mean"] = total / sum(nums)
     return merged
@@ -358,9 +362,9 @@ def thin_layers(schema: Schema, rows: Rows, near: Sequence[int], settings: Volum
     attempts = _whole(schema, rows, "attempt")
     bucket, before = None, None
     for i, (attempt, step) in enumerate(zip(attempts.tolist(), steps.tolist(), strict=True)):
-        found = (attempt, step // settings.layer_steps)
-        if found != bucket:
-            bucket, before = found, step
+        row_bucket = (attempt, step // settings.layer_steps)
+        if row_bucket != bucket:
+            bucket, before = row_bucket, step
         kept[i] |= step == before
     return rows[kept]
 
@@ -383,8 +387,8 @@ def thin_hosts(schema: Schema, rows: Rows, near: Sequence[int], settings: Volume
             starts = range(0, len(part), settings.host_samples)
             groups = [rows[part[start : start + settings.host_samples]] for start in starts]
             kept += [_ends(schema, group) for group in groups]
-    found = np.concatenate(kept)
-    return found[np.argsort(found["seq"], kind="stable")]
+    kept_rows = np.concatenate(kept)
+    return kept_rows[np.argsort(kept_rows["seq"], kind="stable")]
 
 
 def _ends(schema: Schema, rows: Rows) -> Rows:
@@ -408,11 +412,11 @@ def _ends(schema: Schema, rows: Rows) -> Rows:
 def _is_near(values: Ints, near: Collection[int] | Sequence[int], margin: int) -> Mask:
     if not len(near):
         return np.zeros(len(values), dtype=bool)
-    known = np.asarray(near, dtype=np.int64)
-    after = np.searchsorted(known, values - margin)
-    nearest = known[np.minimum(after, len(known) - 1)]
-    found: Mask = (after < len(known)) & (nearest <= values + margin)
-    return found
+    near_values = np.asarray(near, dtype=np.int64)
+    after = np.searchsorted(near_values, values - margin)
+    nearest = near_values[np.minimum(after, len(near_values) - 1)]
+    is_within: Mask = (after < len(near_values)) & (nearest <= values + margin)
+    return is_within
 
 
 def _whole(schema: Schema, rows: Rows, name: str) -> Ints:

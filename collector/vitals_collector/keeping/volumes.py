@@ -105,15 +105,19 @@ class Volumes:
             func.coalesce(func.max(sources.c.last_seen_unix_ns), 0),
         ).outerjoin(sources, sources.c.run_id == runs.c.run_id)
         with self._store.read() as connection:
-            found = connection.execute(query.group_by(runs.c.run_id).order_by(runs.c.run_id)).all()
-        known = {run_id: int(newest) for run_id, newest in found}
-        for gone in self._seen.keys() - known.keys():
+            newest_rows = connection.execute(
+                query.group_by(runs.c.run_id).order_by(runs.c.run_id)
+            ).all()
+        newest_by_run = {run_id: int(newest) for run_id, newest in newest_rows}
+        for gone in self._seen.keys() - newest_by_run.keys():
             del self._seen[gone]
-        self.over_cap = {run: said for run, said in self.over_cap.items() if run in known}
+        self.over_cap = {
+            run: cap_text for run, cap_text in self.over_cap.items() if run in newest_by_run
+        }
         wait_ns = int(_LOOK_SECONDS * 1e9)
         return {
             run_id: newest
-            for run_id, newest in known.items()
+            for run_id, newest in newest_by_run.items()
             if (seen := self._seen.get(run_id)) is None
             or seen.newest_unix_ns != newest
             or now_unix_ns - seen.looked_unix_ns >= wait_ns
@@ -226,21 +230,24 @@ class _Pass:
         if run.present is None or run.num_ranks <= settings.num_worst_ranks:
             return False
         with self._store.read() as connection:
-            found = next_batches(connection, run, "steps", settings)
-        due = [batch for batch in found if self._is_due(batch, "steps")]
+            candidates = next_batches(connection, run, "steps", settings)
+        due = [batch for batch in candidates if self._is_due(batch, "steps")]
         if self._cut([batch for batch in due if not batch.is_pure]):
             return True
         tried: set[tuple[int, int]] = set()
-        for batch in sorted(due, key=lambda one: (one.attempt, one.first_step)):
+        for batch in sorted(due, key=lambda batch: (batch.attempt, batch.first_step)):
             key = (batch.attempt, batch.first_step // settings.window_steps)
             if key in tried:
                 continue
             tried.add(key)
             with self._store.read() as connection:
                 every = in_window(connection, run, batch, settings)
-            if not all(run.is_done(one.writer, "steps", one.last_seq) for one in every):
+            if not all(
+                run.is_done(window_batch.writer, "steps", window_batch.last_seq)
+                for window_batch in every
+            ):
                 continue
-            if mixed := [one for one in every if not one.is_pure]:
+            if mixed := [window_batch for window_batch in every if not window_batch.is_pure]:
                 if self._cut(mixed):
                     return True
                 continue  # a part of the window is too young
@@ -251,7 +258,7 @@ class _Pass:
     def _planned(self, batches: list[Batch]) -> list[Window]:
         assert self._run.present is not None, "asked before"
         planned = plan_thinning(
-            sorted(batches, key=lambda one: (one.attempt, one.first_step)),
+            sorted(batches, key=lambda batch: (batch.attempt, batch.first_step)),
             present=self._run.present,
             before_unix_ns=self._before_unix_ns,
             near=self._run.near,
@@ -261,7 +268,7 @@ class _Pass:
 
     def _cut(self, mixed: list[Batch]) -> bool:
         before = self._before_unix_ns
-        done = [cut_batch(self._store, self._run, one, before, self._settings) for one in mixed]
+        done = [cut_batch(self._store, self._run, batch, before, self._settings) for batch in mixed]
         return any(done)
 
     def _thin_window(self, window: Window) -> bool:
@@ -277,9 +284,9 @@ class _Pass:
     def _thin_writers(self, stream: str) -> bool:
         """Thin the next batch of each writer of layers or of a host's samples."""
         with self._store.read() as connection:
-            found = next_batches(connection, self._run, stream, self._settings)
+            candidates = next_batches(connection, self._run, stream, self._settings)
         any_done = False
-        for batch in sorted(found, key=lambda one: one.newest_unix_ns):
+        for batch in sorted(candidates, key=lambda batch: batch.newest_unix_ns):
             if self._is_enough():
                 break
             if not self._is_due(batch, stream) or not self._is_past(batch, stream):

@@ -121,48 +121,54 @@ class Arrivals:
             stored = self._store_at_once(checked, received_unix_ns)
             return answers_of(bodies, stored)
         marks = self._marks_of_those_that_wait(checked)
-        found: dict[int, Stored] = {}
+        stored_by_place: dict[int, Stored] = {}
         at_once = [i for i, mark in enumerate(marks) if mark is None]
         if at_once:
             stored = self._store_at_once([checked[i] for i in at_once], received_unix_ns)
-            found |= zip(at_once, stored, strict=True)
+            stored_by_place |= zip(at_once, stored, strict=True)
         later = [
-            (i, (raws[i], one, mark))
-            for i, (one, mark) in enumerate(zip(checked, marks, strict=True))
-            if mark is not None and isinstance(one, Batch)
+            (i, (raws[i], batch, mark))
+            for i, (batch, mark) in enumerate(zip(checked, marks, strict=True))
+            if mark is not None and isinstance(batch, Batch)
         ]
         if later:
-            places, some = zip(*later, strict=True)
-            found |= zip(places, self._keep(some, received_unix_ns), strict=True)
-        return answers_of(bodies, [found[i] for i in range(len(raws))])
+            places, marked_batches = zip(*later, strict=True)
+            stored_by_place |= zip(
+                places, self._keep(marked_batches, received_unix_ns), strict=True
+            )
+        return answers_of(bodies, [stored_by_place[i] for i in range(len(raws))])
 
     def _marks_of_those_that_wait(self, checked: Sequence[Checked]) -> list[Mark | None]:
         """Return the mark of each batch that may wait; of one stream either all may or none."""
         marks: list[Mark | None] = []
         at_once: set[StreamKey] = set()
-        for one in checked:
-            known = self._known.get(key_of(one)) if isinstance(one, Batch) else None
-            if known is None or not isinstance(one, Batch):
+        for batch_or_error in checked:
+            header_and_mark = (
+                self._known.get(key_of(batch_or_error))
+                if isinstance(batch_or_error, Batch)
+                else None
+            )
+            if header_and_mark is None or not isinstance(batch_or_error, Batch):
                 marks.append(None)
-            elif _is_alike(known[0], one.header):
-                marks.append(known[1])
+            elif _is_alike(header_and_mark[0], batch_or_error.header):
+                marks.append(header_and_mark[1])
             else:
                 marks.append(None)
-                at_once.add(known[1].key)
+                at_once.add(header_and_mark[1].key)
         if not at_once:
             return marks
         return [None if mark is None or mark.key in at_once else mark for mark in marks]
 
     def _store_at_once(self, checked: Sequence[Checked], received_unix_ns: int) -> list[Stored]:
         """Store what may not wait, after what waits: its streams' marks must be where they are."""
-        streams = [one for one in checked if isinstance(one, Batch) and not _is_event(one)]
+        streams = [batch for batch in checked if isinstance(batch, Batch) and not _is_event(batch)]
         with self.hold() if streams else nullcontext():
             with self._store.write() as connection:
                 stored = store_batches(connection, checked, received_unix_ns)
-            for one, done in zip(checked, stored, strict=True):
+            for batch_or_error, done in zip(checked, stored, strict=True):
                 is_kept = done.error is None and not done.num_forgotten
-                if isinstance(one, Batch) and is_kept and not _is_event(one):
-                    self._remember(one.header, done)
+                if isinstance(batch_or_error, Batch) and is_kept and not _is_event(batch_or_error):
+                    self._remember(batch_or_error.header, done)
         announce(self._store, stored)
         return stored
 
@@ -175,13 +181,17 @@ class Arrivals:
         self._known[key] = header, Mark(key, identity.source, last, promised_seq=promised)
 
     def _keep(
-        self, some: Sequence[tuple[bytes, Batch, Mark]], received_unix_ns: int
+        self, marked_batches: Sequence[tuple[bytes, Batch, Mark]], received_unix_ns: int
     ) -> list[Stored]:
         """Write down what is new, as it came; from then on it is in memory and on disk."""
         with self._taking:
             try:
-                stored = [cut_off_known(batch, mark) for _, batch, mark in some]
-                new = [raw for (raw, _, _), one in zip(some, stored, strict=True) if one.batch]
+                stored = [cut_off_known(batch, mark) for _, batch, mark in marked_batches]
+                new = [
+                    raw
+                    for (raw, _, _), outcome in zip(marked_batches, stored, strict=True)
+                    if outcome.batch
+                ]
                 if new:
                     body = b"".join(new)
                     with self._store.write() as connection:
@@ -192,9 +202,9 @@ class Arrivals:
             except BaseException:
                 self._known.clear()  # the marks were moved: they are read again
                 raise
-            for (_, _, mark), one in zip(some, stored, strict=True):
-                if one.batch is not None:
-                    self._waiting.setdefault(mark.key, []).append(one.batch)
+            for (_, _, mark), outcome in zip(marked_batches, stored, strict=True):
+                if outcome.batch is not None:
+                    self._waiting.setdefault(mark.key, []).append(outcome.batch)
         announce(self._store, stored)
         return stored
 
@@ -205,9 +215,11 @@ class Arrivals:
         """
         with self._taking:
             for batch in new:
-                known = self._known.get(key_of(batch))
-                if known is not None:
-                    known[1].last_seq = max(known[1].last_seq, batch.header.last_seq)
+                header_and_mark = self._known.get(key_of(batch))
+                if header_and_mark is not None:
+                    header_and_mark[1].last_seq = max(
+                        header_and_mark[1].last_seq, batch.header.last_seq
+                    )
 
     def _forget(self, keys: Iterable[StreamKey]) -> None:
         """Ask for these marks again: what was promised of their streams lies beside them now."""
@@ -303,10 +315,10 @@ def _batches_of(body: bytes) -> list[Checked]:
         return [error]
 
 
-def join_batches(some: Sequence[Batch]) -> Iterator[Batch]:
+def join_batches(batches: Sequence[Batch]) -> Iterator[Batch]:
     """Yield one stream's batches, those that follow on one another as one."""
-    first, parts, num_rows, num_bytes = some[0].header, list[bytes](), 0, 0
-    for batch in some:
+    first, parts, num_rows, num_bytes = batches[0].header, list[bytes](), 0, 0
+    for batch in batches:
         header = batch.header
         is_next = (
             header.first_seq == first.first_seq + num_rows
@@ -340,22 +352,24 @@ def _place(
     """
     gone: list[Batch] = []
     num_forgotten = 0
-    batches = [batch for some in waiting.values() for batch in join_batches(some)]
+    batches = [
+        batch for stream_batches in waiting.values() for batch in join_batches(stream_batches)
+    ]
     for first in range(0, len(batches), _AT_ONCE):
         if first:
             time.sleep(_PAUSE_SECONDS)
         is_last = first + _AT_ONCE >= len(batches)
-        some = batches[first : first + _AT_ONCE]
+        joined = batches[first : first + _AT_ONCE]
         with store.write() as connection:
-            stored = _store_or_part(connection, some, waiting, received_unix_ns)
+            stored = _store_or_part(connection, joined, waiting, received_unix_ns)
             if is_last:
                 _take_away(connection, ids)
-        for batch, one in stored:
-            if one.error is not None:
-                _tell_refused(store, one.error)
-            if one.error is not None or one.num_forgotten:
+        for batch, outcome in stored:
+            if outcome.error is not None:
+                _tell_refused(store, outcome.error)
+            if outcome.error is not None or outcome.num_forgotten:
                 gone.append(batch)
-                num_forgotten += one.num_forgotten
+                num_forgotten += outcome.num_forgotten
     if not batches:
         with store.write() as connection:
             _take_away(connection, ids)
@@ -373,10 +387,10 @@ def _store_or_part(
     """Store what was joined; where that is refused, as it came: one refused batch stays alone."""
     with connection.begin_nested() as attempt:
         stored = store_batches(connection, joined, received_unix_ns)
-        if all(one.error is None for one in stored):
+        if all(outcome.error is None for outcome in stored):
             return list(zip(joined, stored, strict=True))
         attempt.rollback()
-    parts = [one for key in dict.fromkeys(map(key_of, joined)) for one in waiting[key]]
+    parts = [batch for key in dict.fromkeys(map(key_of, joined)) for batch in waiting[key]]
     return list(zip(parts, store_batches(connection, parts, received_unix_ns), strict=True))
 
 

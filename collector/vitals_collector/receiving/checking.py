@@ -85,34 +85,34 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
             checked.append(batch)
         except FormatError as error:
             checked.append(error)
-    good = [one for one in checked if isinstance(one, Batch)]
-    places = [i for i, one in enumerate(checked) if isinstance(one, Batch)]
+    good = [batch for batch in checked if isinstance(batch, Batch)]
+    places = [i for i, batch_or_error in enumerate(checked) if isinstance(batch_or_error, Batch)]
     for schema, which in _by_schema(good):
-        some = [good[i] for i in which]
-        for i, wrong in _errors_in(schema, some):
+        schema_batches = [good[i] for i in which]
+        for i, wrong in _errors_in(schema, schema_batches):
             checked[places[which[i]]] = wrong
     return checked
 
 
 def summarize(batches: Sequence[Batch]) -> tuple[list[Summary], dict[str, Schema]]:
     """Return what is to be said of each batch's rows, and the schemas by their digests."""
-    found: list[Summary | None] = [None] * len(batches)
+    ordered_summaries: list[Summary | None] = [None] * len(batches)
     schemas: dict[str, Schema] = {}
     for schema, which in _by_schema(batches):
         digest = hashlib.sha256(msgspec.msgpack.encode(schema)).hexdigest()
         schemas[digest] = schema
         summaries = _summaries(schema, digest, [batches[i] for i in which])
         for i, summary in zip(which, summaries, strict=True):
-            found[i] = summary
-    return [one for one in found if one is not None], schemas
+            ordered_summaries[i] = summary
+    return [summary for summary in ordered_summaries if summary is not None], schemas
 
 
 def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
     """Yield every schema with the positions of its batches."""
-    found: dict[int, list[int]] = {}
+    places_by_schema: dict[int, list[int]] = {}
     for i, batch in enumerate(batches):
-        found.setdefault(id(batch.header.stream_schema), []).append(i)
-    for which in found.values():
+        places_by_schema.setdefault(id(batch.header.stream_schema), []).append(i)
+    for which in places_by_schema.values():
         yield batches[which[0]].header.stream_schema, which
 
 
@@ -127,7 +127,9 @@ def _summaries(schema: Schema, digest: str, batches: Sequence[Batch]) -> list[Su
     limits = zip(*columns, strict=True)
     is_steps = schema.stream == "steps"
     last = _last_of(schema, rows[starts + counts - 1]) if is_steps else repeat(None, len(batches))
-    return [Summary(digest, *said) for said in zip(_as_numbers(words), limits, last, strict=True)]
+    return [
+        Summary(digest, *fields) for fields in zip(_as_numbers(words), limits, last, strict=True)
+    ]
 
 
 def _last_of(
@@ -153,8 +155,8 @@ def _joined(
     schema: Schema, batches: Sequence[Batch]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return all rows, and where each batch's begin and how many they are."""
-    rows = np.frombuffer(b"".join([one.rows for one in batches]), schema.dtype)
-    counts = np.array([one.header.num_rows for one in batches], np.int64)
+    rows = np.frombuffer(b"".join([batch.rows for batch in batches]), schema.dtype)
+    counts = np.array([batch.header.num_rows for batch in batches], np.int64)
     return rows, np.cumsum(counts) - counts, counts
 
 
@@ -168,8 +170,8 @@ def _as_numbers(words: npt.NDArray[np.uint64]) -> list[int]:
 def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, FormatError]]:
     """Yield the position and error of each batch whose rows are not what its header says."""
     is_events = schema.stream == "events"
-    wanted = EVENT_SCHEMA.columns if is_events else ROW_COLUMNS
-    missing = [column.name for column in wanted if column not in schema.columns]
+    required_columns = EVENT_SCHEMA.columns if is_events else ROW_COLUMNS
+    missing = [column.name for column in required_columns if column not in schema.columns]
     if missing:
         text = f"rows of {schema.stream} lack the columns {', '.join(missing)}"
     else:
@@ -178,7 +180,7 @@ def _errors_in(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple[int, 
         yield from ((i, FormatError(text)) for i in range(len(batches)))
         return
     rows, starts, counts = _joined(schema, batches)
-    firsts = np.array([one.header.first_seq for one in batches], np.int64)
+    firsts = np.array([batch.header.first_seq for batch in batches], np.int64)
     expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
     is_wrong = rows["seq"] != expected
     if is_wrong.any():
@@ -200,9 +202,12 @@ def _misfit_of(schema: Schema) -> str:
             text = f"has a name of {len(name)} characters; at most {_MAX_NAME} are stored"
             return f"column {name[:16]}... of {schema.stream} {text}"
         # Of ``learning_rate.1`` the catalog says what it says of ``learning_rate``.
-        known = kinds.get(name.partition(".")[0], kind)
-        if kind != known and (kind, known) != ("i8", "f8"):  # a whole number is a number
-            return f"column {name!r} of {schema.stream} is {kind}; by the catalog it is {known}"
+        catalog_kind = kinds.get(name.partition(".")[0], kind)
+        # A whole number is a number.
+        if kind != catalog_kind and (kind, catalog_kind) != ("i8", "f8"):
+            return (
+                f"column {name!r} of {schema.stream} is {kind}; by the catalog it is {catalog_kind}"
+            )
     return ""
 
 

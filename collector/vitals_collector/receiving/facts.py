@@ -55,35 +55,39 @@ MAX_SAMPLES = 64
 """Ids of samples that a line for people names."""
 
 
-def apply(connection: Connection, told: Sequence[tuple[Identity, Sequence[EventRow]]]) -> None:
+def apply(
+    connection: Connection, events_by_writer: Sequence[tuple[Identity, Sequence[EventRow]]]
+) -> None:
     """Store each writer's events, and in their order what they mean."""
-    rows = [_event_row(identity, row) for identity, some in told for row in some]
+    rows = [
+        _event_row(identity, row) for identity, event_rows in events_by_writer for row in event_rows
+    ]
     if rows:
         connection.execute(events.insert(), rows)
-    for identity, some in told:
-        for row in some:
+    for identity, event_rows in events_by_writer:
+        for row in event_rows:
             meaning = _MEANINGS.get(type(row.event))
             if meaning is not None:
                 meaning(connection, identity, row, row.event)
 
 
 def note_processes(
-    connection: Connection, told: Iterable[tuple[str, Schema, npt.NDArray[np.void]]]
+    connection: Connection, process_rows: Iterable[tuple[str, Schema, npt.NDArray[np.void]]]
 ) -> None:
     """Keep what agents last said of each rank's process: whether it exists."""
     last: dict[tuple[str, int, int], int] = {}
-    for run_id, schema, rows in told:
+    for run_id, schema, rows in process_rows:
         ranks, has_rank = column_of(schema, rows, "rank")
         pids, _ = column_of(schema, rows, "pid")
         alive, has_alive = column_of(schema, rows, "alive")
         for i in np.flatnonzero(has_rank & has_alive):
             last[run_id, int(ranks[i]), int(pids[i])] = int(alive[i] != 0)
-    said = [
+    alive_updates = [
         {"of_run": run_id, "of_source": f"rank:{rank}", "of_pid": pid, "is_alive": is_alive}
         for (run_id, rank, pid), is_alive in last.items()
     ]
-    if said:
-        connection.execute(_ALIVE, said)
+    if alive_updates:
+        connection.execute(_ALIVE, alive_updates)
 
 
 def loss_kind_of(connection: Connection, run_id: str) -> str:
@@ -136,7 +140,7 @@ def samples(batch: BatchNoted) -> str:
     """Return which samples those were, in words; the first of them, if they are many."""
     if not batch.sample_ids:
         return "samples not known"
-    shown = ", ".join(str(one) for one in batch.sample_ids[:MAX_SAMPLES])
+    shown = ", ".join(str(sample_id) for sample_id in batch.sample_ids[:MAX_SAMPLES])
     num = max(batch.num_samples, len(batch.sample_ids))
     return f"samples {shown}" + (f" and {num - MAX_SAMPLES} more" if num > MAX_SAMPLES else "")
 

@@ -104,15 +104,15 @@ class FolderIngest:
             self._count_damage(f"{where} are damaged and passed over")
 
         # Left to the end, so that a file that grows faster than we read cannot keep us here.
-        found = read_batches(spool, position, now=now, damaged=damaged)
+        positioned_batches = read_batches(spool, position, now=now, damaged=damaged)
         num_new = 0
-        while not stop.is_set() and (some := _next_of(found)):
-            stored, is_blocked = self._store_some(spool, some)
+        while not stop.is_set() and (group := _next_of(positioned_batches)):
+            stored, is_blocked = self._store_some(spool, group)
             announce(self._store, stored)
-            num_new += sum(one.reply.num_new for one in stored)
+            num_new += sum(outcome.reply.num_new for outcome in stored)
             if is_blocked:
                 return num_new
-            position = some[-1][0]
+            position = group[-1][0]
         if promised is not None and not stop.is_set():
             version, state = promised
             if state is not None:
@@ -128,11 +128,18 @@ class FolderIngest:
                 self._store.counters.num_damaged += 1
 
     def _store_some(
-        self, spool: Path, some: Sequence[tuple[Position, bytes]]
+        self, spool: Path, group: Sequence[tuple[Position, bytes]]
     ) -> tuple[list[Stored], bool]:
         """Store batches and the position after them; stop before one of a newer version."""
-        checked = check_batches([raw for _, raw in some])
-        newer = next((i for i, one in enumerate(checked) if isinstance(one, NewerVersionError)), -1)
+        checked = check_batches([raw for _, raw in group])
+        newer = next(
+            (
+                i
+                for i, batch_or_error in enumerate(checked)
+                if isinstance(batch_or_error, NewerVersionError)
+            ),
+            -1,
+        )
         if newer >= 0:
             self._say_once(f"{spool}: {checked[newer]}")
             checked = checked[:newer]
@@ -141,11 +148,11 @@ class FolderIngest:
         with self._store.hold():
             with self._store.write() as connection:
                 stored = store_batches(connection, checked)
-                _remember(connection, spool, some[len(checked) - 1][0])
-            self._store.note_stored([one.batch for one in stored if one.batch])
-        for one in stored:
-            if one.error is not None:
-                self._say_once(f"{spool}: a batch is passed over: {one.error}")
+                _remember(connection, spool, group[len(checked) - 1][0])
+            self._store.note_stored([outcome.batch for outcome in stored if outcome.batch])
+        for outcome in stored:
+            if outcome.error is not None:
+                self._say_once(f"{spool}: a batch is passed over: {outcome.error}")
         return stored, newer >= 0
 
     def _position(self, spool: Path) -> Position:
@@ -170,16 +177,16 @@ class FolderIngest:
         return True
 
 
-def _next_of(found: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:
+def _next_of(positioned_batches: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:
     """Return the batches of one transaction, bounded by number and size; none at the end."""
-    some: list[tuple[Position, bytes]] = []
+    group: list[tuple[Position, bytes]] = []
     num_bytes = 0
-    for one in found:
-        some.append(one)
-        num_bytes += len(one[1])
-        if len(some) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
+    for positioned_batch in positioned_batches:
+        group.append(positioned_batch)
+        num_bytes += len(positioned_batch[1])
+        if len(group) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
             break
-    return some
+    return group
 
 
 def _is_run(folder: Path) -> bool:

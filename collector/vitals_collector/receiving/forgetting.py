@@ -14,8 +14,8 @@ def forgotten_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int
     if not ids:
         return {}
     query = select(forgotten.c.run_id, forgotten.c.forgotten_unix_ns)
-    found = connection.execute(query.where(forgotten.c.run_id.in_(ids)))
-    return {row.run_id: row.forgotten_unix_ns for row in found}
+    removals = connection.execute(query.where(forgotten.c.run_id.in_(ids)))
+    return {row.run_id: row.forgotten_unix_ns for row in removals}
 
 
 def is_being_removed() -> ColumnElement[bool]:

@@ -102,10 +102,13 @@ def store_batches(
     connection: Connection, checked: Sequence[Checked], received_unix_ns: int = 0
 ) -> list[Stored]:
     """Store what is fit for it inside the caller's transaction, who commits, then announces."""
-    good = [one for one in checked if isinstance(one, Batch)]
+    good = [batch for batch in checked if isinstance(batch, Batch)]
     take_turns(connection, good)
     stored = iter(_store_or_halve(connection, good, received_unix_ns) if good else ())
-    return [_refused(one) if isinstance(one, FormatError) else next(stored) for one in checked]
+    return [
+        _refused(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
+        for batch_or_error in checked
+    ]
 
 
 def announce(store: Store, stored: Iterable[Stored]) -> None:
@@ -117,16 +120,16 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
     counters = store.counters
     new: list[tuple[Batch, Sequence[EventRow]]] = []
     with counters.lock:
-        for one in stored:
-            counters.num_rows += one.reply.num_new
-            counters.num_duplicate += one.reply.num_duplicate
-            counters.num_lost += one.num_lost
-            counters.num_forgotten += one.num_forgotten
-            if one.error is not None:
-                code = one.error.code
+        for outcome in stored:
+            counters.num_rows += outcome.reply.num_new
+            counters.num_duplicate += outcome.reply.num_duplicate
+            counters.num_lost += outcome.num_lost
+            counters.num_forgotten += outcome.num_forgotten
+            if outcome.error is not None:
+                code = outcome.error.code
                 counters.rejected[code] = counters.rejected.get(code, 0) + 1
-            if one.batch is not None:
-                new.append((one.batch, one.events))
+            if outcome.batch is not None:
+                new.append((outcome.batch, outcome.events))
     for hook in store.after_ingest if new else ():
         try:
             hook(new)
@@ -137,15 +140,15 @@ def announce(store: Store, stored: Iterable[Stored]) -> None:
 
 def answers_of(bodies: Sequence[Sequence[bytes]], stored: Iterable[Stored]) -> list[Answer]:
     """Return what is said to each body, from what all their batches came to, in order."""
-    one = iter(stored)
-    return [_answer_of([next(one) for _ in body]) for body in bodies]
+    outcomes = iter(stored)
+    return [_answer_of([next(outcomes) for _ in body]) for body in bodies]
 
 
 def _answer_of(stored: Sequence[Stored]) -> Answer:
     first = stored[0].error
-    if first is not None and all(one.error is not None for one in stored):
+    if first is not None and all(outcome.error is not None for outcome in stored):
         return first
-    return tuple(one.reply for one in stored)
+    return tuple(outcome.reply for outcome in stored)
 
 
 def _refused(error: FormatError) -> Stored:
@@ -207,15 +210,19 @@ def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: i
         except FormatError as error:
             stored.append(_refused(error))
             continue
-        one = cut_off_known(batch, mark)
-        stored.append(one)
-        if one.batch is not None:
-            fresh.append((one.batch, mark))
+        outcome = cut_off_known(batch, mark)
+        stored.append(outcome)
+        if outcome.batch is not None:
+            fresh.append((outcome.batch, mark))
     if fresh:
         place_batches(connection, fresh, received_unix_ns)
         facts.apply(
             connection,
-            [(one.batch.header.identity, one.events) for one in stored if one.batch and one.events],
+            [
+                (outcome.batch.header.identity, outcome.events)
+                for outcome in stored
+                if outcome.batch and outcome.events
+            ],
         )
     return stored
 

@@ -103,7 +103,7 @@ class Intake:
         """Start the thread."""
         self._thread.start()
 
-    def put(self, one: Waiting) -> None:
+    def put(self, waiting: Waiting) -> None:
         """Queue a body; its outcome comes through ``tell``. Never blocks.
 
         Raises:
@@ -112,7 +112,7 @@ class Intake:
         with self._changed:
             if self._is_closed:
                 raise StorageError("the collector is shutting down", code=BUSY)
-            is_full = self._num_bytes + one.num_bytes > self._limits.max_bytes
+            is_full = self._num_bytes + waiting.num_bytes > self._limits.max_bytes
             if self._num_bytes and (is_full or len(self._waiting) >= self._limits.max_bodies):
                 self._store.counters.defer()
                 raise StorageError(
@@ -120,8 +120,8 @@ class Intake:
                     hint="try again later; agents keep their spools and do so by themselves",
                     code=BUSY,
                 )
-            self._num_bytes += one.num_bytes
-            self._waiting.append(one)
+            self._num_bytes += waiting.num_bytes
+            self._waiting.append(waiting)
             if len(self._waiting) == 1:
                 self._changed.notify()
 
@@ -143,7 +143,7 @@ class Intake:
             # longer than this one took. A single client waits for nobody.
             self._gather_seconds = min(took, _MAX_GATHER_SECONDS) if len(group) > 1 else 0.0
             with self._changed:
-                self._num_bytes -= sum(one.num_bytes for one in group)
+                self._num_bytes -= sum(waiting.num_bytes for waiting in group)
             try:
                 self._tell(list(zip(group, outcomes, strict=True)))
             except Exception:  # noqa: BLE001 - nobody may end this thread but close
@@ -161,9 +161,9 @@ class Intake:
             group: list[Waiting] = []
             num_bytes = num_batches = 0
             while self._waiting:
-                one = self._waiting[0]
-                num_bytes += one.num_bytes
-                num_batches += len(one.raws)
+                waiting = self._waiting[0]
+                num_bytes += waiting.num_bytes
+                num_batches += len(waiting.raws)
                 is_large = num_bytes > self._limits.group_bytes
                 if group and (is_large or num_batches > self._limits.group_batches):
                     break
@@ -172,7 +172,7 @@ class Intake:
 
     def _store_group(self, group: Sequence[Waiting]) -> Sequence[Outcome]:
         try:
-            bodies, now = [one.raws for one in group], self._clock.time_ns()
+            bodies, now = [waiting.raws for waiting in group], self._clock.time_ns()
             if self._arrivals is not None:
                 return self._arrivals.ingest_bodies(bodies, now)
             return ingest_bodies(self._store, bodies, now)

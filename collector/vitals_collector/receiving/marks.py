@@ -52,9 +52,11 @@ def read_marks(connection: Connection, batches: Sequence[Batch]) -> dict[StreamK
         identity = batch.header.identity
         incarnations.setdefault(identity.run_id, set()).add(identity.incarnation)
     marks: dict[StreamKey, Mark] = {}
-    for run_id, some in incarnations.items():
-        found = connection.execute(_MARKS, {"of_run": run_id, "of_writers": sorted(some)})
-        for incarnation, stream, last_seq, promised, digest, measured, source in found:
+    for run_id, run_incarnations in incarnations.items():
+        mark_rows = connection.execute(
+            _MARKS, {"of_run": run_id, "of_writers": sorted(run_incarnations)}
+        )
+        for incarnation, stream, last_seq, promised, digest, measured, source in mark_rows:
             bits = int(measured, 16) if measured else 0
             key = run_id, incarnation, stream
             marks[key] = Mark(key, source, last_seq, digest, bits, promised_seq=promised)

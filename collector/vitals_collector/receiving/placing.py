@@ -21,11 +21,11 @@ def place_batches(
     connection: Connection, fresh: Sequence[tuple[Batch, Mark]], received_unix_ns: int
 ) -> None:
     """Store the rows as they came, move their streams' marks, and say what the sources do."""
-    some = [batch for batch, _ in fresh]
+    fresh_batches = [batch for batch, _ in fresh]
     marks = [mark for _, mark in fresh]
-    summaries, schemas = summarize(some)
+    summaries, schemas = summarize(fresh_batches)
     _note_columns(connection, marks, summaries, schemas)
-    placed = [_row_of(*both) for both in zip(some, summaries, strict=True)]
+    placed = [_row_of(*both) for both in zip(fresh_batches, summaries, strict=True)]
     _PLACE.execute(connection, placed)
     moved = {id(mark): mark for mark in marks}
     _MOVE.execute(connection, [_moved(mark) for mark in moved.values()])
@@ -34,7 +34,7 @@ def place_batches(
         connection,
         (
             (header.identity.run_id, header.stream_schema, rows_of(header.stream_schema, rows))
-            for header, rows in ((batch.header, batch.rows) for batch in some)
+            for header, rows in ((batch.header, batch.rows) for batch in fresh_batches)
             if header.stream == "process"
         ),
     )
@@ -48,7 +48,7 @@ def _note_columns(
 ) -> None:
     """Write down the schemas and the measured columns that are new in their streams."""
     used: set[str] = set()
-    found: dict[tuple[str, str], int] = {}
+    measured_bits: dict[tuple[str, str], int] = {}
     for mark, summary in zip(marks, summaries, strict=True):
         digest = summary.schema_digest
         if mark.schema_digest != digest:
@@ -57,18 +57,18 @@ def _note_columns(
         if summary.measured & ~mark.measured:
             mark.measured |= summary.measured
             about = mark.key[0], digest
-            found[about] = found.get(about, 0) | summary.measured
+            measured_bits[about] = measured_bits.get(about, 0) | summary.measured
     bodies = {digest: msgspec.msgpack.encode(schemas[digest]) for digest in sorted(used)}
     if bodies:
-        known = [{"digest": digest, "body": body} for digest, body in bodies.items()]
-        connection.execute(insert(connection, row_schemas).on_conflict_do_nothing(), known)
+        schema_rows = [{"digest": digest, "body": body} for digest, body in bodies.items()]
+        connection.execute(insert(connection, row_schemas).on_conflict_do_nothing(), schema_rows)
     names = [
         {
             "run_id": run_id,
             "stream": schemas[digest].stream,
             "name": clean(column.name),
         }
-        for (run_id, digest), bits in found.items()
+        for (run_id, digest), bits in measured_bits.items()
         for i, column in enumerate(schemas[digest].columns)
         if bits >> i & 1
     ]

@@ -48,8 +48,8 @@ class Promises:
         """
         path = spool / STATE_FILE
         try:
-            found = path.stat()
-            version = (found.st_mtime_ns, found.st_size, found.st_ino)
+            file_stat = path.stat()
+            version = (file_stat.st_mtime_ns, file_stat.st_size, file_stat.st_ino)
             return None if self._kept.get(spool) == version else (version, read_state(path))
         except FileNotFoundError:
             return None
@@ -137,12 +137,12 @@ def _lost(connection: Connection, promised: dict[StreamKey, int]) -> dict[Stream
         return {}
     own = streams.c
     fields = (own.run_id, own.incarnation, own.stream, own.last_seq, own.promised_seq)
-    found = connection.execute(select(*fields).where(own.run_id.in_(run_ids)))
-    known = {(run, start, stream): max(seqs) for run, start, stream, *seqs in found}
-    if not known:
+    stream_rows = connection.execute(select(*fields).where(own.run_id.in_(run_ids)))
+    highest_seqs = {(run, start, stream): max(seqs) for run, start, stream, *seqs in stream_rows}
+    if not highest_seqs:
         removed = select(forgotten.c.run_id).where(forgotten.c.run_id.in_(run_ids))
         return None if connection.execute(removed).first() is None else {}
-    lost = {key: seq - known.get(key, -1) for key, seq in promised.items()}
+    lost = {key: seq - highest_seqs.get(key, -1) for key, seq in promised.items()}
     return {key: num for key, num in lost.items() if num > 0}
 
 

@@ -68,14 +68,14 @@ class Curve:
 def curves(
     reader: Reader,
     run_id: str,
-    known: Sequence[str],
+    metrics: Sequence[str],
     from_step: int | None = None,
     to_step: int | None = None,
 ) -> tuple[Curve, ...]:
-    """Return loss and gradient norm, as far as the run has them among its ``known`` series."""
+    """Return loss and gradient norm, as far as the run has them among its ``metrics``."""
 
     def ask(metric: str, branch: Branch = "lineage") -> SeriesReply | None:
-        if metric not in known:
+        if metric not in metrics:
             return None
         try:
             return reader.series(
@@ -84,7 +84,7 @@ def curves(
         except UsageError:  # measured, but on no rank whose rows are left
             return None
 
-    found = []
+    measured_curves = []
     for metric, name in METRICS.items():
         series = ask(metric)
         if series is None:
@@ -92,19 +92,19 @@ def curves(
         left = ask(metric, "discarded")
         curve = Curve(name=name, series=series, limit=ask(f"{metric}_limit"), discarded=left)
         if not curve.is_empty:
-            found.append(curve)
-    return tuple(found)
+            measured_curves.append(curve)
+    return tuple(measured_curves)
 
 
 def marks(ledger: Sequence[DecisionView]) -> tuple[Mark, ...]:
     """Return a mark for each decision of the ledger, at the step it is about."""
     return tuple(
         Mark(
-            step=one.decision.step,
-            kind=one.decision.action if one.decision.acted else "observed",
-            words=f"step {one.decision.step}: {one.decision.action}: {one.decision.reason}",
+            step=view.decision.step,
+            kind=view.decision.action if view.decision.acted else "observed",
+            words=f"step {view.decision.step}: {view.decision.action}: {view.decision.reason}",
         )
-        for one in ledger
+        for view in ledger
     )
 
 
@@ -118,11 +118,11 @@ def columns(
     series: SeriesReply, span: tuple[int, int], num: int, attempt: int | None = None
 ) -> dict[int, Column]:
     """Return the columns with a value in them; no value and no NaN is left out of them."""
-    found: dict[int, Column] = {}
+    columns_by_place: dict[int, Column] = {}
     for step, branch, value in zip(series.step, series.attempt, series.value, strict=True):
         if value is not None and attempt in (None, branch) and span[0] <= step <= span[1]:
-            found.setdefault(place(step, span, num), Column()).add(value)
+            columns_by_place.setdefault(place(step, span, num), Column()).add(value)
     for mark in series.nonfinite:
         if attempt in (None, mark.attempt) and span[0] <= mark.step <= span[1]:
-            found.setdefault(place(mark.step, span, num), Column()).num_nonfinite += 1
-    return found
+            columns_by_place.setdefault(place(mark.step, span, num), Column()).num_nonfinite += 1
+    return columns_by_place

@@ -134,9 +134,9 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
     """
     with store.read() as connection:
         starts = _incarnations(connection, run_id)
-        pages = [_read_incarnation(connection, run_id, one) for one in starts]
-        records = [list(_records(connection, run_id, one)) for one in starts]
-        lost = sum(_num_lost(connection, run_id, one) for one in starts)
+        pages = [_read_incarnation(connection, run_id, start) for start in starts]
+        records = [list(_records(connection, run_id, start)) for start in starts]
+        lost = sum(_num_lost(connection, run_id, start) for start in starts)
         num_thinned, thinned_to_step = _thinned(connection, run_id)
     if not any(records):
         raise UsageError(
@@ -420,8 +420,8 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
         )
         .order_by(events.c.seq)
     )
-    found = connection.execute(query)
-    return [_Entry(step, at, _decode_event(body)) for step, at, body in found if body]
+    event_rows = connection.execute(query)
+    return [_Entry(step, at, _decode_event(body)) for step, at, body in event_rows if body]
 
 
 def _records(connection: Connection, run_id: str, incarnation: str) -> Iterator[StepRecord]:
@@ -448,10 +448,10 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
     ranks = _Ranks(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
     if (is_bad and culprit < 0) or bits & RANK_FAILED:
-        found = _own_rows(connection, run_id, step, attempt)
+        own_ranks = _own_rows(connection, run_id, step, attempt)
         ranks = _Ranks(
-            nonfinite=ranks.nonfinite or (found.nonfinite if is_bad else ()),
-            failed=found.failed if bits & RANK_FAILED else (),
+            nonfinite=ranks.nonfinite or (own_ranks.nonfinite if is_bad else ()),
+            failed=own_ranks.failed if bits & RANK_FAILED else (),
         )
     factor = _float(row, "lr_factor")
     return StepRecord(

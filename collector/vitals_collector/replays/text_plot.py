@@ -32,13 +32,15 @@ def draw(
     num = max(10, width - LABEL - 2)
     across, down = (2, 4) if has_braille else (1, 2)
     span = curve.span
-    found = columns(curve.series, span, num * across)
+    lineage = columns(curve.series, span, num * across)
     left = curve.left_behind(num * across)
-    everything = [column for one in (found, *left) for column in one.values()]
+    everything = [column for branch in (lineage, *left) for column in branch.values()]
     scale = Scale(everything)
-    dots = _dots(found, scale, HEIGHT * down)
+    dots = _dots(lineage, scale, HEIGHT * down)
     behind = {
-        (row // down, at // across) for one in left for row, at in _dots(one, scale, HEIGHT * down)
+        (row // down, at // across)
+        for branch in left
+        for row, at in _dots(branch, scale, HEIGHT * down)
     }
     lines = [_title(curve, scale)]
     shown = scale.ticks() if any(column.has_value for column in everything) else ()
@@ -50,7 +52,7 @@ def draw(
         )
         lines.append(f"{ticks.get(row, ''):>{LABEL}} |{''.join(cells)}".rstrip())
     lines.append(f"{'step':>{LABEL}} +{_axis(span, num)}")
-    pairs = [pair for one in (found, *left) for pair in one.items()]
+    pairs = [pair for branch in (lineage, *left) for pair in branch.items()]
     lost = {at // across for at, c in pairs if c.num_nonfinite}
     lines += _below(lost, marks, span, num, across)
     return lines
@@ -59,13 +61,13 @@ def draw(
 def legend(marks: Iterable[Mark]) -> str:
     """Return what the letters below the axes say, and how often."""
     counts = Counter(mark.kind for mark in marks)
-    said = [f"{NONFINITE} not finite", f"{LEFT} left behind by a rollback"]
-    said += [
+    entries = [f"{NONFINITE} not finite", f"{LEFT} left behind by a rollback"]
+    entries += [
         f"{letter} {words} ({counts[kind]})"
         for kind, (letter, words) in KINDS.items()
         if counts[kind]
     ]
-    return f"{'':>{LABEL}}  {'   '.join(said)}"
+    return f"{'':>{LABEL}}  {'   '.join(entries)}"
 
 
 def _title(curve: Curve, scale: Scale) -> str:
@@ -78,12 +80,12 @@ def _title(curve: Curve, scale: Scale) -> str:
     return f"{'':>{LABEL}}  {words}"
 
 
-def _dots(found: dict[int, Column], scale: Scale, height: int) -> set[tuple[int, int]]:
+def _dots(branch: dict[int, Column], scale: Scale, height: int) -> set[tuple[int, int]]:
     """Return (row, column) of every dot: a bar from least to greatest, and lines between bars."""
     dots: set[tuple[int, int]] = set()
     before: tuple[int, int, int] | None = None
-    for at in sorted(found):
-        column = found[at]
+    for at in sorted(branch):
+        column = branch[at]
         if column.has_value:
             high, low = (
                 round((height - 1) * (1 - scale.part(v))) for v in (column.high, column.low)
@@ -107,7 +109,7 @@ def _joined(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tuple[int, 
     row = start
     for at in range(x + 1, to + 1):
         then = start + round((end - start) * (at - x) / (to - x))
-        dots |= {(one, at) for one in range(min(row, then), max(row, then) + 1)}
+        dots |= {(dot_row, at) for dot_row in range(min(row, then), max(row, then) + 1)}
         row = then
     return dots
 

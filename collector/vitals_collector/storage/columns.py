@@ -154,18 +154,18 @@ def summarize(values: Values, steps: Ints, times: Ints) -> bytes:
     numbers[: len(values)] = values
     by_entry = numbers.reshape(num, SUMMED_ROWS)
     is_finite = np.isfinite(by_entry)
-    found = np.zeros(num, dtype=SUMMARY)
-    found["num"] = SUMMED_ROWS
-    found["num"][-1:] = len(values) - (num - 1) * SUMMED_ROWS
-    found["num_nonfinite"] = found["num"] - is_finite.sum(axis=1)
+    entries = np.zeros(num, dtype=SUMMARY)
+    entries["num"] = SUMMED_ROWS
+    entries["num"][-1:] = len(values) - (num - 1) * SUMMED_ROWS
+    entries["num_nonfinite"] = entries["num"] - is_finite.sum(axis=1)
     starts = np.arange(num) * SUMMED_ROWS
     lows = starts + np.where(is_finite, by_entry, np.inf).argmin(axis=1)
     highs = starts + np.where(is_finite, by_entry, -np.inf).argmax(axis=1)
     for which, at in (("low", lows), ("high", highs)):
-        found[which] = numbers[at]
-        found[f"{which}_step"] = steps[at]
-        found[f"{which}_time"] = times[at]
-    return found.tobytes()
+        entries[which] = numbers[at]
+        entries[f"{which}_step"] = steps[at]
+        entries[f"{which}_time"] = times[at]
+    return entries.tobytes()
 
 
 def mark(values: Values, steps: Ints, times: Ints) -> bytes:
@@ -176,9 +176,9 @@ def mark(values: Values, steps: Ints, times: Ints) -> bytes:
     which = np.flatnonzero(is_marked)
     if len(which) > _MAX_MARKS:
         return b""
-    found = np.empty(len(which), dtype=MARK)
-    found["step"], found["time"], found["value"] = steps[which], times[which], numbers[which]
-    return found.tobytes()
+    marks = np.empty(len(which), dtype=MARK)
+    marks["step"], marks["time"], marks["value"] = steps[which], times[which], numbers[which]
+    return marks.tobytes()
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -207,8 +207,8 @@ def decode_values(chunk: ColumnChunk, num: int) -> Values:
         if chunk.kind == "i8":
             return np.full(num, chunk.base, dtype=np.int64)
         dtype = chunk.kind if chunk.kind.startswith("S") else "<f8"
-        one: Values = np.frombuffer(body, dtype=dtype)
-        same: Values = np.repeat(one, num)
+        constant: Values = np.frombuffer(body, dtype=dtype)
+        same: Values = np.repeat(constant, num)
         return same
     if encoding == "progression":
         rising: Ints = np.arange(num, dtype=np.int64) * np.frombuffer(body, dtype="<i8")

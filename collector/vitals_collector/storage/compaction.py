@@ -109,27 +109,27 @@ def _may_join(a: Piece, b: Piece) -> bool:
 
 def _plan_stretch(stretch: list[Piece], is_closed: bool, full_rows: int) -> list[list[Piece]]:
     groups: list[list[Piece]] = []
-    some: list[Piece] = []
+    group: list[Piece] = []
     num_rows = 0
     for piece in stretch:
         if piece.is_columnar and 2 * piece.num_rows >= full_rows:
-            groups += _rest(some, is_closed=True)
-            some, num_rows = [], 0
+            groups += _rest(group, is_closed=True)
+            group, num_rows = [], 0
             continue
-        some.append(piece)
+        group.append(piece)
         num_rows += piece.num_rows
         if num_rows >= full_rows:
-            groups.append(some)
-            some, num_rows = [], 0
-    return groups + _rest(some, is_closed=is_closed)
+            groups.append(group)
+            group, num_rows = [], 0
+    return groups + _rest(group, is_closed=is_closed)
 
 
-def _rest(some: list[Piece], *, is_closed: bool) -> list[list[Piece]]:
-    raw = [piece for piece in some if not piece.is_columnar]
+def _rest(group: list[Piece], *, is_closed: bool) -> list[list[Piece]]:
+    raw = [piece for piece in group if not piece.is_columnar]
     if is_closed:
-        is_worth_it = _num_rows(raw) >= MIN_ROWS or len(some) - len(raw) > 1
-        return [some] if is_worth_it else []
-    return [raw] if _num_rows(raw) >= FIRST_ROWS and raw == some[-len(raw) :] else []
+        is_worth_it = _num_rows(raw) >= MIN_ROWS or len(group) - len(raw) > 1
+        return [group] if is_worth_it else []
+    return [raw] if _num_rows(raw) >= FIRST_ROWS and raw == group[-len(raw) :] else []
 
 
 def _num_rows(pieces: Iterable[Piece]) -> int:
@@ -161,8 +161,8 @@ def writers(store: Store, *, run_id: str | None = None) -> dict[Key, int]:
     if run_id is not None:
         query = query.where(table.run_id == run_id)
     with store.read(settled=False) as connection:
-        found = connection.execute(query.group_by(*keys)).all()
-    return {(run, incarnation, stream): int(num) for run, incarnation, stream, num in found}
+        writer_totals = connection.execute(query.group_by(*keys)).all()
+    return {(run, incarnation, stream): int(num) for run, incarnation, stream, num in writer_totals}
 
 
 def compact_writer(store: Store, key: Key, done: Compacted, *, is_over: bool) -> None:
@@ -202,8 +202,8 @@ def rewrite(connection: Connection, pages: Sequence[Page], rows: npt.NDArray[np.
     """
     read = {page.id: (page.first_seq, page.num_rows) for page in pages}
     query = select(batches.c.id, batches.c.first_seq, batches.c.num_rows)
-    found = connection.execute(query.where(batches.c.id.in_(read)).with_for_update())
-    if read != {row.id: (row.first_seq, row.num_rows) for row in found}:
+    stored_rows = connection.execute(query.where(batches.c.id.in_(read)).with_for_update())
+    if read != {row.id: (row.first_seq, row.num_rows) for row in stored_rows}:
         return False
     first, schema = pages[0], pages[0].schema
     gone = [page.id for page in pages[1:]] if len(rows) else list(read)
@@ -235,8 +235,8 @@ def _pieces(connection: Connection, key: Key) -> list[Piece]:
     )
     last = connection.execute(mark).scalar()
     is_thinned = table.first_seq <= (-1 if last is None else last)
-    known = {"is_columnar": is_columnar, "is_thinned": is_thinned}
-    fields = (known[name] if name in known else table[name] for name in Piece._fields)
+    expressions = {"is_columnar": is_columnar, "is_thinned": is_thinned}
+    fields = (expressions[name] if name in expressions else table[name] for name in Piece._fields)
     query = (
         select(*fields)
         .where(table.run_id == run_id, table.incarnation == incarnation, table.stream == stream)

@@ -249,29 +249,29 @@ def _nobody_asks(_: object) -> None:
 
 def storage_error(error: DBAPIError, where: str) -> StorageError:
     """Return the error a person can act on for what the database said."""
-    said = str(error.orig).strip() or type(error.orig).__name__
-    low = said.lower()
+    message = str(error.orig).strip() or type(error.orig).__name__
+    low = message.lower()
     if "disk is full" in low or "no space left" in low or "disk quota" in low:
         return StorageError(
-            f"{where} has no room left: {said}",
+            f"{where} has no room left: {message}",
             hint="free space there; agents keep their spools and send again by themselves",
             code=FULL,
         )
     if "locked" in low or "lock timeout" in low:
         return StorageError(
-            f"{where} is locked by another process: {said}",
+            f"{where} is locked by another process: {message}",
             hint="is a second collector, a backup or a database shell open on it?",
             code=LOCKED,
         )
     if "malformed" in low or "not a database" in low:
         return StorageError(
-            f"{where} is damaged: {said.splitlines()[0]}",
+            f"{where} is damaged: {message.splitlines()[0]}",
             hint="put the copy that `vitals store backup` made as vitals.db into a new folder and "
             "give it with --data; without a copy a new folder begins anew. What agents have sent "
             "lies in the run directories: --folder reads it in",
         )
     return StorageError(
-        f"{where} cannot be used: {said.splitlines()[0]}",
+        f"{where} cannot be used: {message.splitlines()[0]}",
         hint="check that it is there, that you may write it, and that its server runs",
     )
 

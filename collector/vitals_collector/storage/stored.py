@@ -71,16 +71,18 @@ def read_pages(
         schemas: known schemas by digest; what is new is added.
         pick: only these rows of each page; a page without any is left out.
     """
-    known: MutableMapping[str, Schema] = {} if schemas is None else schemas
+    schemas_by_digest: MutableMapping[str, Schema] = {} if schemas is None else schemas
     order = [order_by] if isinstance(order_by, ColumnElement) else order_by
     query = select(batches).where(*where).order_by(*order).limit(limit)
     # Closed at once where the caller looks at no more pages: a server keeps a cursor for it.
-    with connection.execute(query.execution_options(yield_per=64)) as found:
-        for row in found:
-            schema = known.get(row.schema_digest) or read_schema(connection, row.schema_digest)
+    with connection.execute(query.execution_options(yield_per=64)) as batch_rows:
+        for row in batch_rows:
+            schema = schemas_by_digest.get(row.schema_digest) or read_schema(
+                connection, row.schema_digest
+            )
             if schema is None:
                 continue
-            known[row.schema_digest] = schema
+            schemas_by_digest[row.schema_digest] = schema
             rows = _rows(connection, row, schema, pick)
             if rows is not None and (pick is None or len(rows)):
                 yield Page(
@@ -127,12 +129,14 @@ def rows_at_step(
     of_steps = (table.run_id == run_id, table.stream == stream)
     at_step = (table.min_step <= step, table.max_step >= step)
     pages = read_pages(connection, *of_steps, *at_step, pick=lambda s: np.flatnonzero(s == step))
-    found = [
+    timed_rows = [
         (int(when), page.incarnation, page, bytes(row))
         for page in pages
         for when, row in zip(whole(page.schema, page.rows, "time_unix_ns"), page.rows, strict=True)
     ]
-    return [(page, row) for _, _, page, row in sorted(found, key=lambda one: one[:2])]
+    return [
+        (page, row) for _, _, page, row in sorted(timed_rows, key=lambda timed_row: timed_row[:2])
+    ]
 
 
 def read_columns(
@@ -153,17 +157,17 @@ def read_columns(
     )
     if names is not None:
         query = query.where(batch_columns.c.name.in_(names))
-    found: dict[int, list[ColumnChunk]] = {batch_id: [] for batch_id in ids}
+    chunks_by_batch: dict[int, list[ColumnChunk]] = {batch_id: [] for batch_id in ids}
     for batch_id, crc, *fields in connection.execute(query):
         chunk = ColumnChunk(*fields)
         if crc is not None and crc != body_crc(chunk):
             tell_damage(connection, f"column {chunk.name!r} of batch {batch_id}")
             if is_for_rows or chunk.kind != "f8":
-                found.pop(batch_id, None)
+                chunks_by_batch.pop(batch_id, None)
             chunk = without_values(chunk)
-        if batch_id in found:
-            found[batch_id].append(chunk)
-    return found
+        if batch_id in chunks_by_batch:
+            chunks_by_batch[batch_id].append(chunk)
+    return chunks_by_batch
 
 
 def whole_heads(

@@ -83,8 +83,10 @@ class Wanted:
     def may_be(self, name: str) -> bool:
         """Say whether a column of that name may be one of those; of others no value is kept."""
         given = tuple(getattr(self, role) for role in KNOWN)
-        found = plain(name)
-        return found in _USUAL or any(found == plain(one) for one in given if one is not None)
+        plain_name = plain(name)
+        return plain_name in _USUAL or any(
+            plain_name == plain(given_name) for given_name in given if given_name is not None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,25 +104,25 @@ class History:
     """What a reader should know: one sentence each."""
 
 
-def choose(names: Sequence[str], wanted: Wanted, source: str) -> dict[Role, str]:
+def choose(names: Sequence[str], column_options: Wanted, source: str) -> dict[Role, str]:
     """Return which column is which.
 
     Raises:
         UsageError: there is no step, neither a loss nor a gradient norm, or a name fits several.
     """
-    found: dict[Role, str] = {}
-    for role, known in KNOWN.items():
-        given = getattr(wanted, role)
+    chosen_columns: dict[Role, str] = {}
+    for role, usual_names in KNOWN.items():
+        given = getattr(column_options, role)
         name = _given(names, role, given, source) if given is not None else None
-        name = name or _usual(names, role, known, source)
+        name = name or _usual(names, role, usual_names, source)
         if name is not None:
-            found[role] = name
-    if "step" not in found:
+            chosen_columns[role] = name
+    if "step" not in chosen_columns:
         raise _not_found("step", KNOWN["step"], names, source)
-    if "loss" not in found and "grad_norm" not in found:
+    if "loss" not in chosen_columns and "grad_norm" not in chosen_columns:
         both = KNOWN["loss"][:4] + KNOWN["grad_norm"][:3]
         raise _not_found("loss", both, names, source, what="loss or gradient norm")
-    return found
+    return chosen_columns
 
 
 def _given(names: Sequence[str], role: Role, given: str, source: str) -> str:
@@ -137,11 +139,11 @@ def _given(names: Sequence[str], role: Role, given: str, source: str) -> str:
     )
 
 
-def _usual(names: Sequence[str], role: Role, known: Sequence[str], source: str) -> str | None:
+def _usual(names: Sequence[str], role: Role, usual_names: Sequence[str], source: str) -> str | None:
     by_plain: dict[str, list[str]] = {}
     for name in names:
         by_plain.setdefault(plain(name), []).append(name)
-    for usual in known:
+    for usual in usual_names:
         matches = by_plain.get(usual, [])
         if len(matches) > 1:
             raise _ambiguous(role, matches, source)
@@ -219,12 +221,12 @@ def step_number(value: object) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         step = value
     else:
-        found = number(value)
-        if found is None or math.isnan(found):
+        cell_number = number(value)
+        if cell_number is None or math.isnan(cell_number):
             return None
-        if not math.isfinite(found) or found != int(found):
+        if not math.isfinite(cell_number) or cell_number != int(cell_number):
             raise ValueError(f"{value!r} is no whole number")
-        step = int(found)
+        step = int(cell_number)
     if abs(step) > LARGEST_STEP:
         raise ValueError("it is beyond every step")
     return step

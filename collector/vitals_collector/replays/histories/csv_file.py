@@ -11,7 +11,7 @@ from vitals_collector.replays.histories.files import open_text, reading
 SEPARATORS = ",\t;|"
 
 
-def read_csv(path: Path, wanted: Wanted) -> History:
+def read_csv(path: Path, column_options: Wanted) -> History:
     """Return the history; its rows are those below the head, blank lines not counted.
 
     Raises:
@@ -25,17 +25,17 @@ def read_csv(path: Path, wanted: Wanted) -> History:
             raise FormatError(f"{path} is empty; a CSV file begins with the names of its columns")
         separator = max(SEPARATORS, key=first.count)
         try:
-            return _read(path, [first], lines, separator, wanted)
+            return _read(path, [first], lines, separator, column_options)
         except csv.Error as error:
             raise FormatError(f"{path} is not CSV: {error}") from error
 
 
 def _read(
-    path: Path, first: list[str], lines: Iterator[str], separator: str, wanted: Wanted
+    path: Path, first: list[str], lines: Iterator[str], separator: str, column_options: Wanted
 ) -> History:
     head = next(csv.reader(first, delimiter=separator))
     names = [name.strip() for name in head]
-    columns = choose(names, wanted, str(path))
+    columns = choose(names, column_options, str(path))
     places = [names.index(columns[role]) if role in columns else -1 for role in KNOWN]
     rows = Rows(str(path), "row")
     row = -1

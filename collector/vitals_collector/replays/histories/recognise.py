@@ -34,7 +34,7 @@ def holds_runs(folder: Path) -> bool:
     return True
 
 
-def read_history(path: Path, wanted: Wanted) -> History:
+def read_history(path: Path, column_options: Wanted) -> History:
     """Return the log at the path: a file, or the only log in a folder.
 
     Raises:
@@ -42,7 +42,7 @@ def read_history(path: Path, wanted: Wanted) -> History:
         FormatError: the file is damaged, or none of those that are known.
     """
     read = _in_folder(path) if path.is_dir() else _of_file(path)
-    history = read(wanted)
+    history = read(column_options)
     if not history.steps:
         raise UsageError(
             f"{path}: no record has a step and a loss or a gradient norm; there is nothing to judge"
@@ -87,18 +87,18 @@ def _in_folder(folder: Path) -> Found:
     """Find the log that lies nearest; two of them at one depth are one too many."""
     level = [folder]
     for _ in range(_DEPTH + 1):
-        found = [log for one in level for log in _logs(one)]
-        if len(found) > 1:
-            found = _newest_checkpoint(found)
-        if len(found) == 1:
-            return found[0][1]
-        if found:
-            names = ", ".join(str(path) for path, _ in found[:4])
-            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        logs = [log for directory in level for log in _logs(directory)]
+        if len(logs) > 1:
+            logs = _newest_checkpoint(logs)
+        if len(logs) == 1:
+            return logs[0][1]
+        if logs:
+            names = ", ".join(str(path) for path, _ in logs[:4])
+            more = f" and {len(logs) - 4} more" if len(logs) > 4 else ""
             raise UsageError(
-                f"{folder} holds {len(found)} logs: {names}{more}", hint="name one of them"
+                f"{folder} holds {len(logs)} logs: {names}{more}", hint="name one of them"
             )
-        level = [child for one in level for child in _folders(one)]
+        level = [child for directory in level for child in _folders(directory)]
     raise UsageError(
         f"{folder} holds no log; looked for run directories of Vitals, {TRAINER_STATE}, "
         "*tfevents*, *.wandb",
@@ -119,12 +119,12 @@ def _logs(folder: Path) -> Iterator[tuple[Path, Found]]:
         yield folder, partial(read_tensorboard, folder, events)
 
 
-def _newest_checkpoint(found: list[tuple[Path, Found]]) -> list[tuple[Path, Found]]:
+def _newest_checkpoint(logs: list[tuple[Path, Found]]) -> list[tuple[Path, Found]]:
     """Return the last of Trainer's checkpoints alone, where all that was found are its own."""
-    steps = [_checkpoint_step(path) for path, _ in found]
+    steps = [_checkpoint_step(path) for path, _ in logs]
     if any(step is None for step in steps):
-        return found
-    return [max(found, key=lambda log: _checkpoint_step(log[0]) or 0)]
+        return logs
+    return [max(logs, key=lambda log: _checkpoint_step(log[0]) or 0)]
 
 
 def _checkpoint_step(path: Path) -> int | None:

@@ -19,7 +19,7 @@ Value = tuple[str, int, float]
 """Tag, step, value."""
 
 
-def read_tensorboard(path: Path, files: Sequence[Path], wanted: Wanted) -> History:
+def read_tensorboard(path: Path, files: Sequence[Path], column_options: Wanted) -> History:
     """Return the history; its rows are the steps that were written, in the files' order.
 
     Raises:
@@ -27,9 +27,9 @@ def read_tensorboard(path: Path, files: Sequence[Path], wanted: Wanted) -> Histo
         FormatError: an event is damaged.
         UsageError: no tag is a loss or a gradient norm, a name fits several, or a step was named.
     """
-    if wanted.step not in (None, "step"):
+    if column_options.step not in (None, "step"):
         raise UsageError(
-            f"--step is {wanted.step!r}; each of TensorBoard's events carries its own step",
+            f"--step is {column_options.step!r}; each of TensorBoard's events carries its own step",
             hint="leave --step out",
         )
     notes: list[str] = []
@@ -39,10 +39,10 @@ def read_tensorboard(path: Path, files: Sequence[Path], wanted: Wanted) -> Histo
     for file in sorted(files):
         for value in _values(file, notes):
             if value[0] not in tags:
-                tags[value[0]] = wanted.may_be(value[0])
+                tags[value[0]] = column_options.may_be(value[0])
             if tags[value[0]]:
                 values.append(value)
-    columns = choose(["step", *(tag for tag in tags if tag != "step")], wanted, str(path))
+    columns = choose(["step", *(tag for tag in tags if tag != "step")], column_options, str(path))
     columns["step"] = "step"  # of each event
     rows = Rows(str(path), "row")
     for row, cells in enumerate(_joined(values, set(columns.values()) - {"step"})):

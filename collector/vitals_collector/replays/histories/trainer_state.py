@@ -9,7 +9,7 @@ from vitals_collector.replays.histories.columns import History, Rows, Wanted, ch
 from vitals_collector.replays.histories.files import open_text, reading
 
 
-def read_trainer_state(path: Path, wanted: Wanted) -> History:
+def read_trainer_state(path: Path, column_options: Wanted) -> History:
     """Return the history; its rows are the entries of ``log_history``.
 
     Raises:
@@ -30,7 +30,7 @@ def read_trainer_state(path: Path, wanted: Wanted) -> History:
             hint="of JSON files, `vitals replay` reads the trainer_state.json of a checkpoint",
         )
     names = list(dict.fromkeys(name for entry in log for name in entry))
-    columns = choose(names, wanted, str(path))
+    columns = choose(names, column_options, str(path))
     rows = Rows(str(path), "entry")
     for row, entry in enumerate(log):
         take(rows, row, entry, columns)

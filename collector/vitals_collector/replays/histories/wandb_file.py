@@ -39,7 +39,7 @@ _OWN_STEP = "_step"
 Cells = dict[str, object]
 
 
-def read_wandb(path: Path, wanted: Wanted) -> History:
+def read_wandb(path: Path, column_options: Wanted) -> History:
     """Return the history; its rows are the calls of ``wandb.log``, as wandb joined them.
 
     Raises:
@@ -58,11 +58,11 @@ def read_wandb(path: Path, wanted: Wanted) -> History:
     for record in _records(raw, notes):
         for cells in _history(record):
             names.update(dict.fromkeys(cells))
-            calls.append({name: cells[name] for name in cells if wanted.may_be(name)})
+            calls.append({name: cells[name] for name in cells if column_options.may_be(name)})
     better = [name for name in names if name != _OWN_STEP]
     has_better = any(plain(name) in KNOWN["step"] for name in better)
-    own_is_meant = wanted.step == _OWN_STEP or not has_better
-    columns = choose([*names] if own_is_meant else better, wanted, str(path))
+    own_is_meant = column_options.step == _OWN_STEP or not has_better
+    columns = choose([*names] if own_is_meant else better, column_options, str(path))
     rows = Rows(str(path), "call")
     for row, cells in enumerate(calls):
         take(rows, row, cells, columns)

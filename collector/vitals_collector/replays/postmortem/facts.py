@@ -88,7 +88,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
     asked = _Asked()
     detail = reader.run(run_id)
     everything = reader.incidents(run_id)
-    told = _told(everything, incident_id)
+    detailed_incidents = _told(everything, incident_id)
     return Facts(
         detail=detail,
         made_unix_ns=now_unix_ns,
@@ -98,7 +98,9 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
         events=reader.events(run_id),
         annotations=reader.annotations(run_id),
         all_incidents=everything,
-        incidents=tuple(_around(reader, detail, one, asked) for one in told),
+        incidents=tuple(
+            _around(reader, detail, incident, asked) for incident in detailed_incidents
+        ),
         missing=tuple(asked.missing),
     )
 
@@ -106,16 +108,19 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
 def _told(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
     """Return the incidents to be told whole, by time."""
     if incident_id:
-        found = [one for one in incidents if one.incident_id == incident_id]
-        if not found:
-            known = ", ".join(one.incident_id for one in incidents[:5])
+        matches = [incident for incident in incidents if incident.incident_id == incident_id]
+        if not matches:
+            newest_ids = ", ".join(incident.incident_id for incident in incidents[:5])
             raise UsageError(
                 f"there is no incident {incident_id!r} of this run",
-                hint=f"its newest are {known}" if known else "the run never had one",
+                hint=f"its newest are {newest_ids}" if newest_ids else "the run never had one",
             )
-        return found
-    gravest = sorted(incidents, key=lambda one: _GRAVITY.index(one.severity))
-    return sorted(gravest[:MAX_INCIDENTS], key=lambda one: (one.started_unix_ns, one.onset_step))
+        return matches
+    gravest = sorted(incidents, key=lambda incident: _GRAVITY.index(incident.severity))
+    return sorted(
+        gravest[:MAX_INCIDENTS],
+        key=lambda incident: (incident.started_unix_ns, incident.onset_step),
+    )
 
 
 def _around(
@@ -123,7 +128,7 @@ def _around(
 ) -> IncidentFacts:
     run_id = detail.summary.run_id
     first, last = max(0, incident.onset_step - AROUND), incident.last_step + AROUND
-    found = [
+    replies = [
         asked.or_none(
             name,
             lambda metric=metric: reader.cells(  # type: ignore[misc]
@@ -137,13 +142,13 @@ def _around(
     return IncidentFacts(
         incident=incident,
         curves=curves(reader, run_id, detail.metrics, first, last),
-        heat_maps=tuple(one for one in found if one is not None and one.rows),
+        heat_maps=tuple(reply for reply in replies if reply is not None and reply.rows),
         movers=moved or (),
     )
 
 
-def _is_known(metric: str, known: Sequence[str]) -> bool:
+def _is_known(metric: str, metrics: Sequence[str]) -> bool:
     """Say whether the run has it; a layer's numbers are known by the layers' names."""
-    return metric in known or (
-        metric.startswith("layers.") and any(name.startswith("layers.") for name in known)
+    return metric in metrics or (
+        metric.startswith("layers.") and any(name.startswith("layers.") for name in metrics)
     )

@@ -62,8 +62,11 @@ def _heat_map(block: HeatMap) -> str:
     rows = []
     for number, (name, values) in enumerate(zip(reply.rows, reply.value, strict=True)):
         cells = zip(values, reply.step, strict=True)
-        known = [(value, step) for value, step in cells if value is not None]
-        least, most = min(known, default=(None, None)), max(known, default=(None, None))
+        measured_points = [(value, step) for value, step in cells if value is not None]
+        least, most = (
+            min(measured_points, default=(None, None)),
+            max(measured_points, default=(None, None)),
+        )
         rows.append((name, least[0], most[0], most[1], "yes" if number in lost else "no"))
     header = (block.title, "least", "greatest", "about step", "not finite values")
     left = reply.num_rows - len(reply.rows)

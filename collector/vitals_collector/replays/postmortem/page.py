@@ -25,7 +25,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def write(blocks: Sequence[Block]) -> str:
     """Return the report as HTML."""
-    title = next((one.text for one in blocks if isinstance(one, Heading)), "Post-mortem")
+    title = next(
+        (heading.text for heading in blocks if isinstance(heading, Heading)), "Post-mortem"
+    )
     body: list[Node] = []
     has_plot = False
     for block in blocks:

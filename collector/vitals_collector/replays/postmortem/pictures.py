@@ -27,17 +27,17 @@ _LETTERS = 24
 def draw_curve(curve: Curve, marks: Sequence[Mark], spans: Sequence[tuple[int, int]] = ()) -> Node:
     """Return the picture of a curve; ``spans`` are steps that are shaded."""
     span = curve.span
-    found, left, scale = _drawn(curve)
+    lineage, left, scale = _drawn(curve)
     inside = [
         *_shaded(spans, span),
         node("rect", class_="frame", width=WIDTH, height=HEIGHT),
-        *_ticks([found, *left], scale),
+        *_ticks([lineage, *left], scale),
         *_steps(span),
         *_decided(marks, span),  # below the curves: a spike is on top of the line that marks it
         _limit(curve.limit, span, scale),
-        *(node("path", class_="left", d=_path(one, scale)) for one in left),
-        node("path", class_="line", d=_path(found, scale)),
-        *_nonfinite([found, *left]),
+        *(node("path", class_="left", d=_path(branch, scale)) for branch in left),
+        node("path", class_="line", d=_path(lineage, scale)),
+        *_nonfinite([lineage, *left]),
     ]
     picture = node("g", *inside, transform=f"translate({_LEFT},{_TOP})")
     size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
@@ -56,8 +56,12 @@ def caption(curve: Curve) -> str:
 
 def _drawn(curve: Curve) -> tuple[dict[int, Column], list[dict[int, Column]], Scale]:
     """Return the columns of the lineage, those of each branch left behind, and their scale."""
-    found, left = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
-    return found, left, Scale([column for one in (found, *left) for column in one.values()])
+    lineage, left = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
+    return (
+        lineage,
+        left,
+        Scale([column for branch in (lineage, *left) for column in branch.values()]),
+    )
 
 
 def draw_cells(reply: CellsReply, onset_step: int) -> Node:
@@ -109,11 +113,11 @@ def _y(scale: Scale, value: float) -> float:
     return round((1.0 - scale.part(value)) * (HEIGHT - 20) + 10, 1)
 
 
-def _path(found: dict[int, Column], scale: Scale) -> str:
+def _path(branch: dict[int, Column], scale: Scale) -> str:
     """Return the line through the columns' ends; it is broken where a value is not finite."""
     parts, is_broken = [], True
-    for at in sorted(found):
-        column = found[at]
+    for at in sorted(branch):
+        column = branch[at]
         if column.has_value:
             ends = dict.fromkeys((_y(scale, column.low), _y(scale, column.high)))
             points = [f"{at},{y}" for y in ends]
@@ -140,7 +144,7 @@ def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: Scale) -> No
 
 
 def _ticks(branches: Sequence[dict[int, Column]], scale: Scale) -> list[Node]:
-    if not any(column.has_value for one in branches for column in one.values()):
+    if not any(column.has_value for branch in branches for column in branch.values()):
         return []
     return [
         node("text", f"{value:.4g}", x=-6, y=_y(scale, value) + 4, text_anchor="end")
@@ -178,8 +182,8 @@ def _shaded(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[Nod
 
 def _nonfinite(branches: Sequence[dict[int, Column]]) -> list[Node]:
     lost = Counter[int]()
-    for one in branches:
-        lost.update({at: c.num_nonfinite for at, c in one.items() if c.num_nonfinite})
+    for branch in branches:
+        lost.update({at: c.num_nonfinite for at, c in branch.items() if c.num_nonfinite})
     return [
         node(
             "path",

@@ -24,15 +24,17 @@ def tell(facts: Facts) -> list[Block]:
     """Return the report."""
     summary = facts.detail.summary
     made = marks(facts.ledger)
-    spans = [(one.onset_step, one.last_step) for one in facts.all_incidents]
-    ordinals = {one.id: one.ordinal for one in facts.detail.attempts}
+    spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
+    ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
     return [
         Heading(1, f"Post-mortem of {_short(summary.name or summary.run_id)}"),
         Words(_in_short(facts)),
         Table(("what", "value"), _about(facts)),
         *(Plot(curve, made, spans) for curve in facts.curves),
         *_incidents(facts),
-        *chain.from_iterable(_incident(one, made, ordinals) for one in facts.incidents),
+        *chain.from_iterable(
+            _incident(incident_facts, made, ordinals) for incident_facts in facts.incidents
+        ),
         *_decisions(facts),
         *_timeline(facts),
         *_checkpoints(facts),
@@ -51,7 +53,7 @@ def _in_short(facts: Facts) -> str:
     words = f"The run {ended} at step {summary.last_step}, its health is {summary.health}. "
     if not num:
         return words + "It never had an incident."
-    open_now = sum(one.is_open for one in facts.all_incidents)
+    open_now = sum(incident.is_open for incident in facts.all_incidents)
     steps, seconds = _cost(facts.all_incidents)
     words += f"It had {_num(num, 'incident')}"
     if num == 1:
@@ -62,7 +64,10 @@ def _in_short(facts: Facts) -> str:
 
 
 def _cost(incidents: Sequence[IncidentView]) -> tuple[int, float]:
-    return sum(one.cost_steps for one in incidents), sum(one.cost_seconds for one in incidents)
+    return (
+        sum(incident.cost_steps for incident in incidents),
+        sum(incident.cost_seconds for incident in incidents),
+    )
 
 
 def _about(facts: Facts) -> list[Row]:
@@ -83,11 +88,11 @@ def _about(facts: Facts) -> list[Row]:
         ("loss, gradient norm", _pair(summary.loss, summary.grad_norm)),
         ("skips, rollbacks", f"{summary.num_skips}, {summary.num_rollbacks}"),
         ("attempts", len(facts.detail.attempts)),
-        ("rows lost on the way", sum(one.num_lost_rows for one in facts.detail.sources)),
+        ("rows lost on the way", sum(source.num_lost_rows for source in facts.detail.sources)),
         ("git commit", info.git_commit),
         ("torch", info.torch_version),
         ("folder", info.run_dir),
-        ("observed decisions", tally(one.hindsight or None for one in facts.ledger)),
+        ("observed decisions", tally(view.hindsight or None for view in facts.ledger)),
     ]
     return [row for row in rows if row[1] != ""]
 
@@ -105,15 +110,15 @@ def _incidents(facts: Facts) -> Iterator[Block]:
         ("incident", "what", "severity", "steps", "began", "state", "in vain"),
         [
             (
-                one.incident_id,
-                one.title,
-                one.severity,
-                _steps(one),
-                moment(one.started_unix_ns),
-                "open" if one.is_open else "over",
-                _num(one.cost_steps, "step"),
+                incident.incident_id,
+                incident.title,
+                incident.severity,
+                _steps(incident),
+                moment(incident.started_unix_ns),
+                "open" if incident.is_open else "over",
+                _num(incident.cost_steps, "step"),
             )
-            for one in shown
+            for incident in shown
         ],
     )
     yield from _left_out(len(facts.all_incidents) - len(shown), "older incidents")
@@ -121,9 +126,9 @@ def _incidents(facts: Facts) -> Iterator[Block]:
         yield Words(f"Told whole below: {len(facts.incidents)}; --incident ID tells another.")
 
 
-def _steps(one: IncidentView) -> str:
-    alone = one.onset_step == one.last_step
-    return str(one.onset_step) if alone else f"{one.onset_step} to {one.last_step}"
+def _steps(incident: IncidentView) -> str:
+    alone = incident.onset_step == incident.last_step
+    return str(incident.onset_step) if alone else f"{incident.onset_step} to {incident.last_step}"
 
 
 def _num(num: int, what: str) -> str:
@@ -135,31 +140,31 @@ def _left_out(num: int, what: str) -> list[Block]:
 
 
 def _incident(
-    told: IncidentFacts, made: Sequence[Mark], ordinals: Mapping[int, int]
+    incident_facts: IncidentFacts, made: Sequence[Mark], ordinals: Mapping[int, int]
 ) -> Iterator[Block]:
-    one = told.incident
-    yield Heading(2, one.title or f"Incident {one.incident_id}")
-    state = "not over" if one.is_open else "over"
-    yield Words(f"Incident {one.incident_id}, of severity {one.severity}, {state}.")
-    for paragraph in one.story:
+    incident = incident_facts.incident
+    yield Heading(2, incident.title or f"Incident {incident.incident_id}")
+    state = "not over" if incident.is_open else "over"
+    yield Words(f"Incident {incident.incident_id}, of severity {incident.severity}, {state}.")
+    for paragraph in incident.story:
         yield Words(paragraph)
-    span = (one.onset_step, one.last_step)
-    for curve in told.curves:
+    span = (incident.onset_step, incident.last_step)
+    for curve in incident_facts.curves:
         yield Plot(curve, made, (span,))
-    for reply in told.heat_maps:
-        yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, one.onset_step)
-    if told.movers:
+    for reply in incident_facts.heat_maps:
+        yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, incident.onset_step)
+    if incident_facts.movers:
         yield Heading(3, "What moved first")
         header = ("layer or rank", "metric", "before", "peak", "at step", "scales away")
         yield Table(
             header,
             [
                 (m.row, m.metric, m.before, _peak(m.peak), m.peak_step, _score(m))
-                for m in told.movers[:_MOVERS]
+                for m in incident_facts.movers[:_MOVERS]
             ],
         )
-    yield from _found(one)
-    yield from _of_time(one, ordinals)
+    yield from _found(incident)
+    yield from _of_time(incident, ordinals)
 
 
 def _peak(peak: float | None) -> object:
@@ -170,20 +175,23 @@ def _score(mover: MoverView) -> float | None:
     return None if mover.peak is None else round(mover.score, 1)
 
 
-def _found(one: IncidentView) -> Iterator[Block]:
-    if one.decisions:
+def _found(incident: IncidentView) -> Iterator[Block]:
+    if incident.decisions:
         yield Heading(3, "Decisions and their evidence")
-        yield Table(_DECIDED, [_decided(view) for view in one.decisions[:MAX_LINES]])
-        yield from _left_out(len(one.decisions) - MAX_LINES, "decisions")
-    if one.findings:
+        yield Table(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])
+        yield from _left_out(len(incident.decisions) - MAX_LINES, "decisions")
+    if incident.findings:
         yield Heading(3, "Findings")
-        found = [view.finding for view in one.findings[:MAX_LINES]]
+        findings = [view.finding for view in incident.findings[:MAX_LINES]]
         yield Table(
             ("step", "level", "found", "rank", "value", "limit", "reason"),
-            [(f.step, f.level, f.kind, _rank(f.rank), f.value, f.limit, f.reason) for f in found],
+            [
+                (f.step, f.level, f.kind, _rank(f.rank), f.value, f.limit, f.reason)
+                for f in findings
+            ],
         )
-        yield from _left_out(len(one.findings) - MAX_LINES, "findings")
-    if one.alerts:
+        yield from _left_out(len(incident.findings) - MAX_LINES, "findings")
+    if incident.alerts:
         yield Heading(3, "Alerts")
         yield Table(
             ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
@@ -192,21 +200,24 @@ def _found(one: IncidentView) -> Iterator[Block]:
                     a.name, a.severity, a.state, a.step, moment(a.started_unix_ns),
                     moment(a.ended_unix_ns or 0), a.acknowledged_by, a.summary,
                 )
-                for a in one.alerts[:MAX_LINES]
+                for a in incident.alerts[:MAX_LINES]
             ],
         )  # fmt: skip
-        yield from _left_out(len(one.alerts) - MAX_LINES, "alerts")
+        yield from _left_out(len(incident.alerts) - MAX_LINES, "alerts")
 
 
-def _of_time(one: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
-    if one.events:
+def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
+    if incident.events:
         yield Heading(3, "Events")
         yield Table(
             ("time", "source", "step", "what was said"),
-            [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in one.events[:MAX_LINES]],
+            [
+                (moment(e.time_unix_ns), e.source, e.step, e.text)
+                for e in incident.events[:MAX_LINES]
+            ],
         )
-        yield from _left_out(len(one.events) - MAX_LINES, "events")
-    if one.data:
+        yield from _left_out(len(incident.events) - MAX_LINES, "events")
+    if incident.data:
         yield Heading(3, "What fed the bad steps")
         yield Table(
             ("source", "attempt", "epoch", "batch", "samples", "file"),
@@ -219,25 +230,34 @@ def _of_time(one: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
                     samples(d.batch),
                     d.batch.file,
                 )
-                for d in one.data[:MAX_LINES]
+                for d in incident.data[:MAX_LINES]
             ],
         )
-        yield from _left_out(len(one.data) - MAX_LINES, "batches")
+        yield from _left_out(len(incident.data) - MAX_LINES, "batches")
 
 
 _DECIDED = ("step", "decision", "because of", "rank", "done", "reason", "evidence", "budget left")
 
 
 def _decided(view: DecisionView) -> Row:
-    one = view.decision
-    done = "yes" if one.acted else f"observed, {_HINDSIGHT.get(view.hindsight, 'not done')}"
-    evidence = [f"{name} {value:.6g}" for name, value in one.evidence.items()]
-    if one.rollback_to_step >= 0:
-        evidence.append(f"back to step {one.rollback_to_step} by {one.checkpoint_id}")
-    budget = one.budget_left if one.budget_left >= 0 else None
-    rank = _rank(one.rank)
-    because = rule_words(one.rule)
-    return one.step, one.action, because, rank, done, one.reason, ", ".join(evidence), budget
+    decision = view.decision
+    done = "yes" if decision.acted else f"observed, {_HINDSIGHT.get(view.hindsight, 'not done')}"
+    evidence = [f"{name} {value:.6g}" for name, value in decision.evidence.items()]
+    if decision.rollback_to_step >= 0:
+        evidence.append(f"back to step {decision.rollback_to_step} by {decision.checkpoint_id}")
+    budget = decision.budget_left if decision.budget_left >= 0 else None
+    rank = _rank(decision.rank)
+    because = rule_words(decision.rule)
+    return (
+        decision.step,
+        decision.action,
+        because,
+        rank,
+        done,
+        decision.reason,
+        ", ".join(evidence),
+        budget,
+    )
 
 
 _HINDSIGHT = {
@@ -269,7 +289,7 @@ def _timeline(facts: Facts) -> Iterator[Block]:
         (d.time_unix_ns, "decision", d.decision.step, f"{d.decision.action}: {d.decision.reason}")
         for d in facts.ledger
     ]
-    alerts = {a.fingerprint: a for one in facts.all_incidents for a in one.alerts}
+    alerts = {a.fingerprint: a for incident in facts.all_incidents for a in incident.alerts}
     for alert in alerts.values():
         rows.append((alert.started_unix_ns, "alert", alert.step, f"{alert.name} is firing"))
         if alert.ended_unix_ns:

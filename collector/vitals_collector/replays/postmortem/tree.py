@@ -15,11 +15,11 @@ def node(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
         if value is not None
     }
     made = ElementTree.Element(tag, named)
-    for one in inside:
-        if isinstance(one, str):
-            _add_text(made, printable(one))
-        elif one is not None:
-            made.append(one)
+    for child in inside:
+        if isinstance(child, str):
+            _add_text(made, printable(child))
+        elif child is not None:
+            made.append(child)
     return made
 
 

@@ -30,10 +30,12 @@ def upgrade() -> None:
             .where(*(column == sa.bindparam(f"of_{column.name}") for column in own))
             .values({body: sa.bindparam("sealed", type_=sa.LargeBinary)})
         )
-        found = connection.execute(sa.select(*own).where(sa.func.length(table.c[body]) > 0)).all()
-        for i in range(0, len(found), _AT_ONCE):
+        stored_keys = connection.execute(
+            sa.select(*own).where(sa.func.length(table.c[body]) > 0)
+        ).all()
+        for i in range(0, len(stored_keys), _AT_ONCE):
             rows = []
-            for key in found[i : i + _AT_ONCE]:
+            for key in stored_keys[i : i + _AT_ONCE]:
                 of = dict(zip(keys, key, strict=True))
                 query = sa.select(table.c[body]).where(*(table.c[k] == v for k, v in of.items()))
                 raw = bytes(connection.execute(query).scalar_one())
