@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from trainvitals.detect.registry import KINDS, alert_of
 from trainvitals.errors import ConfigError
 from trainvitals.records import ActionName, Decision, Finding
 from trainvitals.views import RunState, Severity
@@ -302,46 +303,9 @@ ALERTS: tuple[AlertSpec, ...] = (
 
 _BY_NAME = {spec.name: spec for spec in ALERTS}
 
-_OF_FINDINGS: dict[str, str] = {
-    "spike": "SpikeSeen",
-    "divergence": "LossDiverged",
-    "plateau": "LossPlateau",
-    "collapse": "LossCollapsed",
-    "lost_progress": "ProgressLost",
-    "state_damaged": "StateDamaged",
-    "nonfinite_streak": "NonFiniteStreak",
-    "withholding_spent": "WithholdingSpent",
-    "lr_jump": "LearningRateAnomaly",
-    "grad_explosion": "GradientExplosion",
-    "learning_rate": "LearningRateAnomaly",
-    "loss_scale": "LossScaleCollapsed",
-    "loss_scale:overflow_rate": "LossScaleOverflows",
-    "throughput": "ThroughputFell",
-    "data_bound": "DataBound",
-    "straggler": "StragglerRank",
-    "memory_creep": "MemoryCreep",
-    "stalled": "TrainingStalled",
-    "checkpoint_overdue": "CheckpointOverdue",
-    "gpu_xid": "GpuErrors",
-    "gpu_xid:xid_fatal": "GpuFault",
-    "gpu_ecc": "GpuErrors",
-    "gpu_ecc:ecc_uncorrected": "GpuFault",
-    "gpu_lost": "GpuLost",
-    "gpu_throttle": "GpuThrottled",
-    "gpu_throttle:gpu_power_cap": "GpuPowerCapped",
-    "rank_loss": "RankLossApart",
-    "layer_gradient": "LayerOutlier",
-    "update_ratio": "LayerOutlier",
-    "activation": "ActivationsGrew",
-}
-"""The alert of a kind of finding, or of a kind and a cause. Kinds that are not here are told by the
-decision they lead to: a skip, a rollback, a level that was accepted."""
-
-ALERTED_KINDS = frozenset(key.partition(":")[0] for key in _OF_FINDINGS)
-"""Kinds of findings that raise an alert by themselves."""
-
-_OF_THE_LEVEL = frozenset({"divergence", "plateau", "collapse", "lost_progress"})
-"""Kinds that judge where the loss lies: only logged where its level means little."""
+ALERTED_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.alert)
+"""Kinds of findings that raise an alert by themselves. Others are told by the decision they lead
+to: a skip, a rollback, a level that was accepted."""
 
 _ENDED_BY: dict[str, frozenset[ActionName]] = {"state_damaged": frozenset({"rollback", "halt"})}
 """Kinds that only some actions answer: an update that was skipped does not mend a model."""
@@ -411,11 +375,11 @@ def alerts_for_finding(
         loss_kind: what the run's loss is; of "rl" and "adversarial" the level is only logged.
     """
     cause = finding.cause or finding.kind
-    name = _OF_FINDINGS.get(f"{finding.kind}:{cause}") or _OF_FINDINGS.get(finding.kind)
-    if name is None:
+    name = alert_of(finding.kind, cause)
+    if not name:
         return ()
     alert = _raise(name, run_id, finding.reason, finding.step, cause)
-    if loss_kind != "minimize" and finding.kind in _OF_THE_LEVEL:
+    if loss_kind != "minimize" and KINDS[finding.kind].is_of_the_level:
         alert = msgspec.structs.replace(alert, severity="log")
     return (alert,)
 

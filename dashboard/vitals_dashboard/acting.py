@@ -4,6 +4,7 @@ from typing import Literal
 
 import streamlit as st
 
+from trainvitals.detect.registry import KINDS
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
 from trainvitals.views import (
@@ -41,20 +42,7 @@ ICONS: dict[Action, str] = {
 }
 FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
 """Rules of decisions on finite numbers; who knows better may call those healthy."""
-ACCEPTABLE_KINDS = frozenset(
-    {
-        "spike",
-        "level_shift",
-        "divergence",
-        "plateau",
-        "grad_explosion",
-        "collapse",
-        "lost_progress",
-        "withholding_spent",
-        "state_damaged",
-        "lr_jump",
-    }
-)
+ACCEPTABLE_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.may_be_accepted)
 """Findings that are told of finite numbers."""
 
 

@@ -1,7 +1,7 @@
 """What docs/DETECTORS.md says of each detector that the code itself does not."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -10,6 +10,7 @@ from docs.drawn import loop, nodes, steps, waits
 from docs.drawn.svg import Panel
 from trainvitals.detect import burst, level, nonfinite, progress, spike
 from trainvitals.detect import watch as watchers
+from trainvitals.detect.registry import DETECTORS
 from trainvitals.detect.watch import layers, memory, node, overdue, rate, scale, speed, spread
 from trainvitals.detect.watch import waits as waiting
 
@@ -23,8 +24,6 @@ class Entry:
     title: str
     owner: Any
     """The class or function whose docstring says what it finds, and how."""
-    kinds: dict[str, str]
-    """Kinds of its findings, and their levels."""
     needs: str
     """What it must see; else it abstains."""
     examples: Callable[[], list[Panel]]
@@ -39,13 +38,21 @@ class Entry:
     optimizer itself spikes."""
     bad: str = ""
     """What it is not good for, and what to do there."""
-    section: str = ""
-    """Its section of docs/SETTINGS.md."""
     config: type | None = None
     """Its settings, where they have no section."""
     notes: tuple[str, ...] = field(default=())
     """Names of constants of ``source`` whose text below them belongs here."""
     source: ModuleType | None = None
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """Kinds of its findings, and their levels."""
+        return DETECTORS[self.name].kinds
+
+    @property
+    def section(self) -> str:
+        """Its section of docs/SETTINGS.md."""
+        return DETECTORS[self.name].section
 
 
 def _rest_of(owner: Any) -> str:
@@ -58,7 +65,6 @@ IN_LOOP = (
         name="nonfinite",
         title="Non-finite numbers",
         owner=nonfinite.NonFiniteDetector,
-        kinds={"nonfinite": "act", "nonfinite_params": "act", "rank_failed": "tell"},
         needs="Nothing but the step itself: it speaks from the first one on. `rank_failed` is told "
         "where a rank could not measure, which is unknown and not bad.",
         good="Every kind of training, RL, GANs, curricula and large rates as well: it compares "
@@ -74,7 +80,6 @@ IN_LOOP = (
         owner=spike.SpikeDetector,
         finds="Finds steps whose loss is above what the steps before allow for, one by one or "
         "several together.",
-        kinds={"spike": "tell", "level_shift": "tell"},
         needs="`loss` of `warm_up` applied steps. Several steps are added up only where every loss "
         "is positive, and where the loss is minimized.",
         good="Outliers from 3x on at 15 % noise, 1.5x for 5 steps or more, and in a calm run less: "
@@ -89,7 +94,6 @@ IN_LOOP = (
         examples=loop.loss_spike,
         module=spike,
         more=_rest_of(spike.SpikeDetector._refresh),
-        section="loss",
         config=spike.SpikeConfig,
     ),
     Entry(
@@ -98,14 +102,12 @@ IN_LOOP = (
         owner=None,
         finds="Finds steps whose gradient norm is above the limit of the steps before, by the rule "
         "of a loss and with a wider limit.",
-        kinds={"spike": "tell", "level_shift": "tell"},
         needs="`grad_norm` of `warm_up` applied steps.",
         good="Explosions, in any kind of training: 40 times the usual norm and more. In RL and for "
         "GANs, whose loss says little, and under a large rate, whose spikes lie below it.",
         bad="Anything smaller: clean runs show 15 times for one step, 35 times at worst. The first "
         "steps of a curriculum's next part, where `expect` did not announce it.",
         examples=loop.grad_norm_spike,
-        section="grad_norm",
         config=spike.GradNormConfig,
         notes=("GRAD_NORM_DEFAULTS",),
         source=spike,
@@ -114,7 +116,6 @@ IN_LOOP = (
         name="grad_norm_burst",
         title="Gradient-norm burst",
         owner=burst.BurstDetector,
-        kinds={"grad_explosion": "tell"},
         needs="`grad_norm` of `warm_up` steps, above zero; `loss`, where there is one, excuses a "
         "norm that grows while the run learns.",
         good="What announces a spike, two steps and more before the loss moves; lost optimizer "
@@ -124,14 +125,12 @@ IN_LOOP = (
         "told once.",
         examples=loop.grad_norm_burst,
         module=burst,
-        section="burst",
         config=burst.BurstConfig,
     ),
     Entry(
         name="loss_level",
         title="Level of the loss: divergence, failed recovery",
         owner=level.LevelDetector,
-        kinds={"divergence": "tell", "plateau": "tell"},
         needs="`loss` of `window` steps, and noise: of a loss that never changes nothing is said. "
         "Only where the loss is minimized.",
         good="A walk away of six deviations of the noise and 5 %, and in calm runs a step up of "
@@ -142,14 +141,12 @@ IN_LOOP = (
         "a level, and is told.",
         examples=loop.loss_level,
         module=level,
-        section="level",
         config=level.LevelConfig,
     ),
     Entry(
         name="loss_drift",
         title="Drift of the loss within its noise",
         owner=level.DriftDetector,
-        kinds={"divergence": "tell"},
         needs="`loss` of 512 steps, above zero. Only where the loss is minimized.",
         good="10 % for good at 15 % noise; 2 % in 100 steps, within some 400 while the noise is "
         "5 %, later where it is more.",
@@ -158,14 +155,12 @@ IN_LOOP = (
         " whose loss wanders, until `loss_kind` is said, and a curriculum that was not "
         "announced. It has nothing to say of optimizer spikes.",
         examples=loop.loss_drift,
-        section="drift",
         config=level.DriftConfig,
     ),
     Entry(
         name="loss_progress",
         title="Lost progress, a loss that never learns, a collapse",
         owner=progress.ProgressDetector,
-        kinds={"lost_progress": "tell", "plateau": "tell", "collapse": "tell"},
         needs="`loss`; `learning_rate`, where there is one, says when the warm-up is over. Only "
         "where the loss is minimized.",
         good="A run that is back where it began (90 % of its gain, for 100 steps), that never left "
@@ -177,7 +172,6 @@ IN_LOOP = (
         "is no such progress: say `loss_kind`.",
         examples=loop.loss_progress,
         module=progress,
-        section="progress",
         config=progress.ProgressConfig,
     ),
 )
@@ -187,7 +181,6 @@ OF_STEPS = (
         name="learning_rate",
         title="Learning rate",
         owner=watchers.LearningRateWatcher,
-        kinds={"learning_rate": "tell"},
         needs="`learning_rate` of rank 0. Jumps: a warm-up that is over. A forgotten schedule: an "
         "attempt before this one.",
         examples=steps.learning_rate,
@@ -197,7 +190,6 @@ OF_STEPS = (
         name="loss_scale",
         title="Loss scale and overflows",
         owner=watchers.LossScaleWatcher,
-        kinds={"loss_scale": "tell"},
         needs="`loss_scale`, and a scaler that has settled.",
         examples=steps.loss_scale,
         config=scale.LossScaleConfig,
@@ -206,7 +198,6 @@ OF_STEPS = (
         name="layer_gradient",
         title="Gradients of a layer",
         owner=watchers.LayerGradientWatcher,
-        kinds={"layer_gradient": "tell"},
         needs="`grad_norm` of at least four layers, `warm_up` rows of each.",
         examples=steps.layer_gradient,
         module=layers,
@@ -217,7 +208,6 @@ OF_STEPS = (
         name="update_ratio",
         title="Updates beside weights",
         owner=watchers.UpdateRatioWatcher,
-        kinds={"update_ratio": "tell"},
         needs="`update_norm` and `weight_norm` of at least four layers; judged by the same rule "
         "and settings as their gradients, less `least_share`.",
         examples=steps.update_ratio,
@@ -226,7 +216,6 @@ OF_STEPS = (
         name="activation",
         title="Activations",
         owner=watchers.ActivationWatcher,
-        kinds={"activation": "tell"},
         needs="`activation_rms` or `activation_max` of a layer, `warm_up` rows of it.",
         examples=steps.activation,
         config=layers.ActivationConfig,
@@ -235,7 +224,6 @@ OF_STEPS = (
         name="throughput",
         title="Throughput",
         owner=watchers.ThroughputWatcher,
-        kinds={"throughput": "tell"},
         needs="`tokens_per_second`, or `step_duration_seconds` of the ranks; five measurements of "
         "`block` steps. A change of the number of ranks begins anew.",
         examples=waits.throughput,
@@ -246,7 +234,6 @@ OF_STEPS = (
         name="data_bound",
         title="Waiting for data",
         owner=watchers.DataBoundWatcher,
-        kinds={"data_bound": "tell"},
         needs="`data_wait_seconds` and `step_duration_seconds` of the ranks.",
         examples=waits.data_bound,
         config=waiting.DataBoundConfig,
@@ -255,7 +242,6 @@ OF_STEPS = (
         name="straggler",
         title="Straggling rank",
         owner=watchers.StragglerWatcher,
-        kinds={"straggler": "tell"},
         needs="`step_duration_seconds`, and of two ranks or more one of `communication_seconds`, "
         "`forward_backward_seconds`, `data_wait_seconds`.",
         examples=waits.straggler,
@@ -265,7 +251,6 @@ OF_STEPS = (
         name="memory_creep",
         title="Memory creep",
         owner=watchers.MemoryCreepWatcher,
-        kinds={"memory_creep": "tell"},
         needs="`memory_allocated_bytes` of every rank, and the device's size from an agent's "
         "`memory_total_bytes`.",
         examples=waits.memory_creep,
@@ -275,7 +260,6 @@ OF_STEPS = (
         name="rank_loss",
         title="Loss of one rank",
         owner=watchers.RankLossWatcher,
-        kinds={"rank_loss": "tell"},
         needs="`rank_loss` of three ranks or more.",
         examples=steps.rank_loss,
         config=spread.RankLossConfig,
@@ -285,7 +269,6 @@ OF_STEPS = (
         title="Stalled step",
         owner=overdue.stalled,
         finds="Finds a step that does not come.",
-        kinds={"stalled": "tell"},
         needs="A usual duration: four ordinary steps. The time is handed in by who asks.",
         examples=waits.stalled,
         config=overdue.StallConfig,
@@ -295,7 +278,6 @@ OF_STEPS = (
         title="Overdue checkpoint",
         owner=overdue.checkpoint_overdue,
         finds="Finds a checkpoint that does not come.",
-        kinds={"checkpoint_overdue": "tell"},
         needs="Two checkpoints, whose distance is the interval.",
         examples=waits.checkpoint_overdue,
         config=overdue.CheckpointConfig,
@@ -307,7 +289,6 @@ OF_NODES = (
         name="gpu_throttle",
         title="Slowed clocks of a GPU",
         owner=watchers.GpuThrottleWatcher,
-        kinds={"gpu_throttle": "tell"},
         needs="`throttle_reasons` of the GPU; for a power cap `sm_clock_hertz` too.",
         examples=nodes.gpu_throttle,
         module=node,
@@ -317,7 +298,6 @@ OF_NODES = (
         name="gpu_error",
         title="Memory errors and Xids of a GPU",
         owner=watchers.GpuErrorWatcher,
-        kinds={"gpu_ecc": "tell", "gpu_xid": "tell"},
         needs="`ecc_uncorrected_errors`, `ecc_corrected_errors`, `last_xid`: each by itself, "
         "compared with the sample before.",
         examples=nodes.gpu_error,
@@ -329,7 +309,6 @@ OF_NODES = (
         name="gpu_lost",
         title="Lost GPU",
         owner=watchers.GpuLostWatcher,
-        kinds={"gpu_lost": "tell"},
         needs="A sample in which the GPU answered.",
         examples=nodes.gpu_lost,
         config=node.GpuLostConfig,

@@ -9,6 +9,7 @@ from tests.dashboard import samples
 from tests.dashboard.conftest import texts
 from tests.dashboard.look_back import INCIDENT, incident, proposed, with_look_back
 from tests.dashboard.stub import Stub
+from trainvitals.detect.registry import KINDS
 
 Open = Callable[..., AppTest]
 
@@ -82,6 +83,21 @@ def test_stragglers_are_named_with_their_node(stub: Stub, open_page: Open) -> No
     assert 8 == len(sources)
     app.segmented_control(key="ranks_metric").set_value("temperature")
     assert "No agent has reported this" in shown(app.run())
+
+
+def test_each_kind_of_finding_about_a_machine_is_on_the_page_of_ranks_and_no_other(
+    stub: Stub, open_page: Open
+) -> None:
+    sample = with_look_back(samples.sample_run())
+    (view, *_) = sample.findings
+    sample.findings = tuple(
+        msgspec.structs.replace(view, finding=msgspec.structs.replace(view.finding, kind=kind))
+        for kind in KINDS
+    )
+    stub.add(sample)
+    table = open_page("ranks").dataframe[0].value
+    about_machines = {name for name, kind in KINDS.items() if kind.subject == "machine"}
+    assert {"stalled", "checkpoint_overdue", "gpu_xid"} < about_machines == set(table["Kind"])
 
 
 # ------------------------------------------------------------------------------------- decisions

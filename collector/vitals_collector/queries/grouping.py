@@ -10,30 +10,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from trainvitals.detect.registry import DOMAINS
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Severity
 
 NEAR_STEPS = 50
 """Things so many steps apart may belong together."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
-
-_DOMAINS = {
-    "throughput": "speed",
-    "data_bound": "speed",
-    "data_bound_rank": "speed",
-    "straggler": "speed",
-    "straggler_data": "speed",
-    "stalled": "speed",
-    "gpu_throttle": "speed",
-    "gpu_power_cap": "speed",
-    "gpu_xid": "gpu",
-    "gpu_ecc": "gpu",
-    "gpu_lost": "gpu",
-    "gpu_hung": "gpu",
-    "memory_creep": "memory",
-    "checkpoint_overdue": "storage",
-}
-"""By kind of finding or code; what is not here is of the numbers themselves."""
 
 
 class Item(NamedTuple):
@@ -57,7 +40,7 @@ class Item(NamedTuple):
 
 def domain_of(name: str, default: str = "numbers") -> str:
     """Return the domain of a kind of finding, a cause or a code."""
-    return _DOMAINS.get(name, default)
+    return DOMAINS.get(name, default)
 
 
 def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: int) -> Item:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
+from trainvitals.detect.registry import kinds_about
 from trainvitals.views import RunDetail, RunSummary
 from vitals_dashboard import frame, heat, maps, stragglers, tables, words
 from vitals_dashboard.maps import Choice
@@ -25,20 +26,7 @@ CHOICES = (
 )
 LAST_STEPS = 200
 """Over which stragglers are named: a column a step, so that no peak stands for a rank's pace."""
-TOLD = frozenset(
-    {
-        "straggler",
-        "rank_loss",
-        "rank_failed",
-        "memory_creep",
-        "data_bound",
-        "gpu_throttle",
-        "gpu_error",
-        "gpu_lost",
-        "overdue",
-    }
-)
-"""Detectors that speak of ranks and machines."""
+ABOUT_MACHINES = kinds_about("machine")
 
 
 def render() -> None:
@@ -102,9 +90,7 @@ def _stragglers(
 
 def _findings(source: Source, run: RunSummary) -> None:
     found = [
-        view
-        for view in source.client.findings(run.run_id)
-        if TOLD & {view.finding.detector, view.finding.kind}
+        view for view in source.client.findings(run.run_id) if view.finding.kind in ABOUT_MACHINES
     ]
     st.markdown(f"**Told about ranks and machines** ({len(found):,})")
     frame.table(

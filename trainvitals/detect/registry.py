@@ -1,0 +1,242 @@
+"""Every detector and every kind of finding, once: what it is about, and which alert it raises.
+
+Alerts, the grouping of incidents, the Ranks page, what an operator may accept, and
+docs/DETECTORS.md are made from these rows. A new detector is a row here, its code, its settings and
+its entry of docs/drawn; nothing else has to know its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from trainvitals.records import Level
+
+Domain = Literal["numbers", "speed", "gpu", "memory", "storage"]
+"""What trouble is about: findings of one domain that are near each other are one incident."""
+Subject = Literal["training", "layer", "machine"]
+"""Whom a finding names: ``machine`` is a rank, a GPU, a node or its disks."""
+Where = Literal["rank", "collector", "agent"]
+"""Where it runs: in every rank, over the merged steps, or over the samples of nodes."""
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of finding."""
+
+    name: str
+    alert: str = ""
+    """The alert it raises by itself; none where the decision that it leads to tells of it."""
+    alerts: Mapping[str, str] = {}
+    """Alerts of single causes, where these differ."""
+    causes: tuple[str, ...] = ()
+    """Further causes that stand for this kind in decisions and in the grouping of incidents."""
+    domain: Domain = "numbers"
+    subject: Subject = "training"
+    is_of_the_level: bool = False
+    """Whether it judges where the loss lies: only logged where that means little."""
+    may_be_accepted: bool = False
+    """Whether it is about finite numbers, which somebody who knows better may call healthy."""
+
+    @property
+    def all_causes(self) -> tuple[str, ...]:
+        """Its name, and the causes that stand for it."""
+        return (self.name, *self.alerts, *self.causes)
+
+
+class DetectorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A detector, or what of the policy tells findings of its own."""
+
+    name: str
+    """As its findings name it, in ``detector``."""
+    where: Where
+    kinds: Mapping[str, Level]
+    section: str = ""
+    """Its section of the settings."""
+
+
+def _numbers(name: str, alert: str = "", *, level: bool = False) -> Kind:
+    return Kind(name=name, alert=alert, is_of_the_level=level, may_be_accepted=True)
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(name="nonfinite"),
+        Kind(name="nonfinite_params"),
+        Kind(name="nonfinite_streak", alert="NonFiniteStreak"),
+        Kind(name="rank_failed", subject="machine"),
+        _numbers("spike", "SpikeSeen"),
+        _numbers("level_shift"),
+        _numbers("grad_explosion", "GradientExplosion"),
+        _numbers("divergence", "LossDiverged", level=True),
+        _numbers("plateau", "LossPlateau", level=True),
+        _numbers("collapse", "LossCollapsed", level=True),
+        _numbers("lost_progress", "ProgressLost", level=True),
+        _numbers("withholding_spent", "WithholdingSpent"),
+        _numbers("state_damaged", "StateDamaged"),
+        _numbers("lr_jump", "LearningRateAnomaly"),
+        Kind(name="learning_rate", alert="LearningRateAnomaly"),
+        Kind(
+            name="loss_scale",
+            alert="LossScaleCollapsed",
+            alerts={"overflow_rate": "LossScaleOverflows"},
+        ),
+        Kind(name="layer_gradient", alert="LayerOutlier", subject="layer"),
+        Kind(name="update_ratio", alert="LayerOutlier", subject="layer"),
+        Kind(name="activation", alert="ActivationsGrew", subject="layer"),
+        Kind(name="throughput", alert="ThroughputFell", domain="speed"),
+        Kind(
+            name="data_bound",
+            alert="DataBound",
+            causes=("data_bound_rank",),
+            domain="speed",
+            subject="machine",
+        ),
+        Kind(
+            name="straggler",
+            alert="StragglerRank",
+            causes=("straggler_data",),
+            domain="speed",
+            subject="machine",
+        ),
+        Kind(name="stalled", alert="TrainingStalled", domain="speed", subject="machine"),
+        Kind(name="memory_creep", alert="MemoryCreep", domain="memory", subject="machine"),
+        Kind(name="rank_loss", alert="RankLossApart", subject="machine"),
+        Kind(
+            name="checkpoint_overdue",
+            alert="CheckpointOverdue",
+            domain="storage",
+            subject="machine",
+        ),
+        Kind(
+            name="gpu_throttle",
+            alert="GpuThrottled",
+            alerts={"gpu_power_cap": "GpuPowerCapped"},
+            domain="speed",
+            subject="machine",
+        ),
+        Kind(
+            name="gpu_xid",
+            alert="GpuErrors",
+            alerts={"xid_fatal": "GpuFault"},
+            domain="gpu",
+            subject="machine",
+        ),
+        Kind(
+            name="gpu_ecc",
+            alert="GpuErrors",
+            alerts={"ecc_uncorrected": "GpuFault"},
+            domain="gpu",
+            subject="machine",
+        ),
+        Kind(
+            name="gpu_lost",
+            alert="GpuLost",
+            causes=("gpu_hung",),
+            domain="gpu",
+            subject="machine",
+        ),
+    )
+}
+
+DETECTORS: Mapping[str, DetectorSpec] = {
+    spec.name: spec
+    for spec in (
+        # In every rank, in the order in which they are fed.
+        DetectorSpec(
+            name="nonfinite",
+            where="rank",
+            kinds={
+                "nonfinite": "act",
+                "nonfinite_params": "act",
+                "nonfinite_streak": "tell",
+                "rank_failed": "tell",
+            },
+        ),
+        DetectorSpec(
+            name="loss_spike",
+            where="rank",
+            kinds={"spike": "tell", "level_shift": "tell"},
+            section="loss",
+        ),
+        DetectorSpec(
+            name="grad_norm_spike",
+            where="rank",
+            kinds={"spike": "tell", "level_shift": "tell"},
+            section="grad_norm",
+        ),
+        DetectorSpec(
+            name="grad_norm_burst",
+            where="rank",
+            kinds={"grad_explosion": "tell"},
+            section="burst",
+        ),
+        DetectorSpec(
+            name="loss_level",
+            where="rank",
+            kinds={"divergence": "tell", "plateau": "tell"},
+            section="level",
+        ),
+        DetectorSpec(
+            name="loss_drift", where="rank", kinds={"divergence": "tell"}, section="drift"
+        ),
+        DetectorSpec(
+            name="loss_progress",
+            where="rank",
+            kinds={"lost_progress": "tell", "plateau": "tell", "collapse": "tell"},
+            section="progress",
+        ),
+        # What the policy asks and decides by.
+        DetectorSpec(
+            name="outlier",
+            where="rank",
+            kinds={"spike": "act", "withholding_spent": "tell"},
+            section="outlier",
+        ),
+        DetectorSpec(name="probe", where="rank", kinds={"state_damaged": "act"}, section="ladder"),
+        DetectorSpec(
+            name="evaluation", where="rank", kinds={"state_damaged": "act"}, section="ladder"
+        ),
+        # Over the merged steps of all ranks; of the rate each rank tells by itself.
+        DetectorSpec(
+            name="learning_rate",
+            where="collector",
+            kinds={"learning_rate": "tell", "lr_jump": "tell"},
+        ),
+        DetectorSpec(name="loss_scale", where="collector", kinds={"loss_scale": "tell"}),
+        DetectorSpec(name="layer_gradient", where="collector", kinds={"layer_gradient": "tell"}),
+        DetectorSpec(name="update_ratio", where="collector", kinds={"update_ratio": "tell"}),
+        DetectorSpec(name="activation", where="collector", kinds={"activation": "tell"}),
+        DetectorSpec(name="throughput", where="collector", kinds={"throughput": "tell"}),
+        DetectorSpec(name="data_bound", where="collector", kinds={"data_bound": "tell"}),
+        DetectorSpec(name="straggler", where="collector", kinds={"straggler": "tell"}),
+        DetectorSpec(name="memory_creep", where="collector", kinds={"memory_creep": "tell"}),
+        DetectorSpec(name="rank_loss", where="collector", kinds={"rank_loss": "tell"}),
+        DetectorSpec(name="stalled", where="collector", kinds={"stalled": "tell"}),
+        DetectorSpec(
+            name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "tell"}
+        ),
+        # Over the samples of a node's GPUs.
+        DetectorSpec(name="gpu_throttle", where="agent", kinds={"gpu_throttle": "tell"}),
+        DetectorSpec(name="gpu_error", where="agent", kinds={"gpu_ecc": "tell", "gpu_xid": "tell"}),
+        DetectorSpec(name="gpu_lost", where="agent", kinds={"gpu_lost": "tell"}),
+    )
+}
+
+DOMAINS: Mapping[str, Domain] = {
+    cause: kind.domain for kind in KINDS.values() for cause in kind.all_causes
+}
+"""By kind of finding, or a cause that stands for it."""
+
+
+def kinds_about(subject: Subject) -> frozenset[str]:
+    """Return the kinds of findings that name such a thing."""
+    return frozenset(kind.name for kind in KINDS.values() if kind.subject == subject)
+
+
+def alert_of(kind: str, cause: str) -> str:
+    """Return the name of the alert that such a finding raises by itself; empty: none."""
+    row = KINDS.get(kind)
+    return "" if row is None else row.alerts.get(cause, row.alert)
