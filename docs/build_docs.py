@@ -88,12 +88,12 @@ def _series(metric: MetricSpec) -> str:
 
 def error_classes() -> list[type[VitalsError]]:
     """Return every error of the tree, by code."""
-    found = [
+    classes = [
         item
         for item in vars(errors).values()
         if isinstance(item, type) and issubclass(item, VitalsError)
     ]
-    return sorted(found, key=lambda error: error.code)
+    return sorted(classes, key=lambda error: error.code)
 
 
 def errors_page() -> str:

@@ -160,8 +160,8 @@ def _trained() -> Iterator[str]:
         yield f"| updates withheld, {words} a clip | {cells} |"
     for training in TRAININGS:
         picture = f"{FOLDER}/{TRAINED}_{training.name}.svg"
-        said = f"**{training.title}.** {training.about}"
-        yield from ("", said, "", f"![{training.title}]({picture})")
+        caption = f"**{training.title}.** {training.about}"
+        yield from ("", caption, "", f"![{training.title}]({picture})")
 
 
 def _told(training: Training, detector: str) -> str:
@@ -170,7 +170,7 @@ def _told(training: Training, detector: str) -> str:
         [finding for finding in heard(training, declared=declared) if finding.detector == detector]
         for declared in (False, True)
     ]
-    numbers = _both(training, *(len(found) for found in heard_of))
+    numbers = _both(training, *(len(findings) for findings in heard_of))
     return f"{numbers}; found" if is_found(training, detector) else numbers
 
 
@@ -215,35 +215,35 @@ def _settings(entry: Entry) -> Iterator[str]:
 def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield name, default and meaning of every setting; those of a part with its name in front."""
     texts, defaults = meanings(config), config()
-    for one in dataclasses.fields(config):
-        value = getattr(defaults, one.name)
+    for field in dataclasses.fields(config):
+        value = getattr(defaults, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _fields(type(value), f"{one.name}.")
+            yield from _fields(type(value), f"{field.name}.")
         else:
-            yield prefix + one.name, value, texts[one.name]
+            yield prefix + field.name, value, texts[field.name]
 
 
 def meanings(settings: type) -> dict[str, str]:
     """Return the text below each field, of the class or of the one that it refines."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for owner in reversed(settings.__mro__[:-1]):
         (tree,) = ast.parse(inspect.getsource(owner)).body
         assert isinstance(tree, ast.ClassDef), "a class's source is a class"
-        found |= _texts(tree.body)
-    return found
+        texts |= _texts(tree.body)
+    return texts
 
 
 def _texts(body: Iterable[ast.stmt]) -> dict[str, str]:
     """Return the text below each name that is assigned to."""
-    found = {}
+    texts = {}
     for named, text in pairwise(body):
         if not isinstance(text, ast.Expr) or not isinstance(text.value, ast.Constant):
             continue
         if isinstance(named, ast.AnnAssign):
-            found[ast.unparse(named.target)] = _plain(str(text.value.value))
+            texts[ast.unparse(named.target)] = _plain(str(text.value.value))
         elif isinstance(named, ast.Assign):
-            found |= {ast.unparse(t): _plain(str(text.value.value)) for t in named.targets}
-    return found
+            texts |= {ast.unparse(t): _plain(str(text.value.value)) for t in named.targets}
+    return texts
 
 
 def _note(entry: Entry, name: str) -> str:

@@ -71,9 +71,9 @@ def ready(lines: Iterator[str]) -> str:
     """Pass the demo's output on; return the dashboard's address once the demo is through, or ""."""
     for line in lines:
         sys.stderr.write(line)
-        found = re.search(r"dashboard: (http://\S+)\s+\(Ctrl-C", line)
-        if found:
-            return found[1]
+        match = re.search(r"dashboard: (http://\S+)\s+\(Ctrl-C", line)
+        if match:
+            return match[1]
     return ""
 
 

@@ -23,13 +23,13 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
         value = call()
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
-    told = ranks.gather((value, _to_tell(failure, ranks.rank)))
+    outcomes = ranks.gather((value, _to_tell(failure, ranks.rank)))
     if failure is not None:
         raise failure
-    for _, elsewhere in told:
+    for _, elsewhere in outcomes:
         if elsewhere is not None:
             raise elsewhere
-    return [value for value, _ in told]  # type: ignore[misc]
+    return [value for value, _ in outcomes]  # type: ignore[misc]
 
 
 def _to_tell(error: Exception | None, rank: int) -> VitalsError | None:

@@ -291,7 +291,7 @@ class Attached(Loop):
             return
         now, measured = _gradients(self._device.optimizers[index]), self._measured[index]
         pairs = zip(now, measured, strict=True)
-        if any(found() is not None and found() is not was() for found, was in pairs):
+        if any(current() is not None and current() is not was() for current, was in pairs):
             raise UsageError(
                 f"optimizer {index} got its gradients after optimizer.step() of another one: they "
                 "were not measured with the step",

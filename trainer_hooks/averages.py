@@ -34,7 +34,9 @@ class Averages:
             for optimizer in optimizers
         }
         self._updates = [
-            _GuardedUpdate(one) for one in state.values() if isinstance(one, AveragedModel)
+            _GuardedUpdate(averaged)
+            for averaged in state.values()
+            if isinstance(averaged, AveragedModel)
         ]
         for ema in self._emas:
             ema.watch()
@@ -100,7 +102,7 @@ def refuse_averages(
 
 def emas_in(state: Mapping[str, Any]) -> list[EMA]:
     """Return each of them once, under however many names it was registered."""
-    return [*{id(one): one for one in state.values() if isinstance(one, EMA)}.values()]
+    return [*{id(ema): ema for ema in state.values() if isinstance(ema, EMA)}.values()]
 
 
 def _held_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:

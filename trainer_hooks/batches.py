@@ -126,8 +126,8 @@ class Batches:
         self._beginning = state
         self._keeps_beginning = goes_back
         self.windows: list[Window] = []
-        known = [] if state is None else [Window(*kept) for kept in state["windows"]]
-        for window in (*known, *windows):
+        saved_windows = [] if state is None else [Window(*kept) for kept in state["windows"]]
+        for window in (*saved_windows, *windows):
             self.pass_over(window)
         self.handed_out: deque[Batch] = deque(maxlen=_MOST_WAITING)
         """What was handed out and not taken by a step yet."""
@@ -339,12 +339,12 @@ class Batches:
             yield self._num_seen - 1, None, batch
 
     def _drawn(self, made: Iterator[Any], draws: Draws) -> Iterator[_Found]:
-        known = comes_in_order(self._loader)  # type: ignore[arg-type]
+        in_order = comes_in_order(self._loader)  # type: ignore[arg-type]
         try:
             for batch in made:
                 drawn = draws.given.popleft()
                 self._sampler_state = drawn.sampler_state
-                yield drawn.number, drawn.indices if known else None, batch
+                yield drawn.number, drawn.indices if in_order else None, batch
         finally:
             self._num_seen = draws.num_drawn
             draws.close()

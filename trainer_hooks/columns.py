@@ -80,17 +80,17 @@ class RootColumns:
         if record.grad_norm is not None and not record.failed_ranks and not record.overflow:
             noise.add(small_square=local_square, big_square=record.grad_norm**2)
         ratio = noise.ratio()
-        known = ratio is not None and tokens is not None
+        is_known = ratio is not None and tokens is not None
         return {
             "noise_scale_ratio": ratio,
-            "critical_batch_tokens": ratio * tokens if known else None,  # type: ignore[operator]
+            "critical_batch_tokens": ratio * tokens if is_known else None,  # type: ignore[operator]
         }
 
 
 def _spread(losses: list[float | None]) -> float | None:
     """Return the largest less the smallest loss; of one rank, or with one that is NaN, none."""
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return max(known) - min(known) if len(known) == len(losses) > 1 else None
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return max(finite) - min(finite) if len(finite) == len(losses) > 1 else None
 
 
 def _updates(samples: Samples) -> dict[str, Value]:

@@ -76,13 +76,13 @@ def _is_plain(pair: Pair) -> bool:
 
 
 def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:
-    found = numbers_of(pair.into) if pair.checked else None
-    if found is None:
+    target = numbers_of(pair.into) if pair.checked else None
+    if target is None:
         arrays, first = [bytes_of(pair.into), bytes_of(pair.source)], None
     else:
         source = numbers_of(pair.source)
         assert source is not None, "the two are of one type"
-        arrays, first = [found[0].reshape(-1), source[0].reshape(-1)], found[1]
+        arrays, first = [target[0].reshape(-1), source[0].reshape(-1)], target[1]
     into, origin = arrays
     step = max(1, _PIECE_BYTES // into.itemsize)
     for i in range(0, into.size, step):

@@ -99,55 +99,55 @@ class DataLedger:
             return None
         return batch.indices
 
-    def _write(self, one: _Step) -> None:
-        if all(ids is None for ids in one.ids):
+    def _write(self, entry: _Step) -> None:
+        if all(ids is None for ids in entry.ids):
             return
-        first = one.batches[0].position
+        first = entry.batches[0].position
         self._writer.put(
             StepSamples(
-                step=one.step,
-                attempt=one.attempt,
+                step=entry.step,
+                attempt=entry.attempt,
                 epoch=first.epoch,
                 first_batch=first.batch,
-                num_batches=len(one.batches),
-                sample_ids=tuple(plain_id(i) for ids in one.ids for i in ids or ()),
+                num_batches=len(entry.batches),
+                sample_ids=tuple(plain_id(i) for ids in entry.ids for i in ids or ()),
             )
         )
 
     def judged(self, step: int, bad: bool) -> None:
         """Tell what fed the step if it was bad; its batches need not be held any longer."""
         with self._faults.fail_open("data.ledger"):
-            one = self._steps.get(step)
-            if one is None:
+            entry = self._steps.get(step)
+            if entry is None:
                 return
-            kept, one.kept = one.kept, []
+            kept, entry.kept = entry.kept, []
             if bad:
-                self._tell(one, kept)
+                self._tell(entry, kept)
 
-    def _tell(self, one: _Step, kept: list[Any]) -> None:
-        first, file = one.batches[0].position, ""
-        known = [ids for ids in one.ids if ids is not None]
-        told = _as_many_as_fit(plain_id(i) for ids in known for i in ids)
+    def _tell(self, entry: _Step, kept: list[Any]) -> None:
+        first, file = entry.batches[0].position, ""
+        reported = [ids for ids in entry.ids if ids is not None]
+        sample_ids = _as_many_as_fit(plain_id(i) for ids in reported for i in ids)
         if kept:
-            name = f"batches/step-{one.step:08d}-{one.attempt}-rank-{self._rank}.pt"
+            name = f"batches/step-{entry.step:08d}-{entry.attempt}-rank-{self._rank}.pt"
             content = {
-                "step": one.step,
-                "attempt": one.attempt,
+                "step": entry.step,
+                "attempt": entry.attempt,
                 "epoch": first.epoch,
                 "first_batch": first.batch,
-                "sample_ids": list(told),
+                "sample_ids": list(sample_ids),
                 "batches": kept,
             }
             file = name if self._writer.put(BadBatch(name, content)) else ""
         event = BatchNoted(
             epoch=first.epoch,
             first_batch=first.batch,
-            num_batches=len(one.batches),
-            sample_ids=told,
-            num_samples=sum(map(len, known)) if len(known) == len(one.ids) else -1,
+            num_batches=len(entry.batches),
+            sample_ids=sample_ids,
+            num_samples=sum(map(len, reported)) if len(reported) == len(entry.ids) else -1,
             file=file,
         )
-        self._emitter.event(event, step=one.step, attempt=one.attempt)
+        self._emitter.event(event, step=entry.step, attempt=entry.attempt)
 
     def close(self) -> None:
         """Wait, for a bounded time, for what is being written."""
@@ -179,9 +179,9 @@ def _as_many_as_fit(ids: Iterable[int | str]) -> tuple[int | str, ...]:
     """Return the first ids that one event has room for."""
     fitting: list[int | str] = []
     room = MAX_ID_BYTES
-    for one in islice(ids, MAX_IDS):
-        room -= 2 + len(one.encode()) if isinstance(one, str) else 5
+    for sample_id in islice(ids, MAX_IDS):
+        room -= 2 + len(sample_id.encode()) if isinstance(sample_id, str) else 5
         if room < 0:
             break
-        fitting.append(one)
+        fitting.append(sample_id)
     return tuple(fitting)

@@ -88,8 +88,8 @@ def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)
-    found = (getattr(holder, "generator", None) for holder in holders)
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    generators = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 class Drawn(NamedTuple):

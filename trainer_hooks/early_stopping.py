@@ -273,9 +273,9 @@ class Evaluations(Unevaluated):
             self._take_in(words[0][0], holders, step, attempt)
             store.wait(None)
         self._given = None
-        found: list[tuple[str, BestMark] | None] = []
-        Agreement(self._ranks).on_root(lambda: found.append(store.folder.best()))
-        best = self._ranks.broadcast(found[0] if found else None)
+        marks: list[tuple[str, BestMark] | None] = []
+        Agreement(self._ranks).on_root(lambda: marks.append(store.folder.best()))
+        best = self._ranks.broadcast(marks[0] if marks else None)
         metric = self._settings.metric
         if best is None or best[1].metric != metric:
             raise UsageError(

@@ -168,8 +168,8 @@ class EMA(nn.Module):
         for (device, _), pairs in groups.items():
             if device not in self._rates:
                 self._rates[device] = rate.to(device), skip.to(device)
-            for some in in_chunks(pairs):
-                fused_update(some, *self._rates[device])
+            for chunk in in_chunks(pairs):
+                fused_update(chunk, *self._rates[device])
 
     def _settle(self) -> None:
         """Finish an update whose weights are on their way; waits for that step alone."""
@@ -224,15 +224,20 @@ class EMA(nn.Module):
         self._settle()
         reshard(model)
         target, source = unwrap(model)[0], unwrap(self._of[0])[0]
-        found = _tensors_of(target)
-        wanted = _tensors_of(source) | self._averages
-        problem = _misfit(wanted, found)
+        target_tensors = _tensors_of(target)
+        source_tensors = _tensors_of(source) | self._averages
+        problem = _misfit(source_tensors, target_tensors)
         if problem:
             raise UsageError(
                 f"the averages do not fit this model: {problem}",
                 hint="give a model of the same architecture, sharded in the same way",
             )
-        _copy([(local_tensor(wanted[name]), local_tensor(t)) for name, t in found.items()])
+        _copy(
+            [
+                (local_tensor(source_tensors[name]), local_tensor(t))
+                for name, t in target_tensors.items()
+            ]
+        )
         reshard(model)
 
     # ----------------------------------------------------------------------------- its state
@@ -360,13 +365,13 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {clean_name(name): tensor.detach() for name, tensor in named}
 
 
-def _misfit(wanted: Mapping[str, Tensor], found: Mapping[str, Any]) -> str:
+def _misfit(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
     """Return in words where two sets of tensors differ in names or shapes; empty: nowhere."""
-    odd = sorted(wanted.keys() ^ found.keys())[:4]
+    odd = sorted(expected.keys() ^ actual.keys())[:4]
     if odd:
         return f"{', '.join(odd)} {'is' if len(odd) == 1 else 'are'} in one of them alone"
-    for name, tensor in wanted.items():
-        other = found[name]
+    for name, tensor in expected.items():
+        other = actual[name]
         if not isinstance(other, Tensor):
             return f"{name} is a {type(other).__name__}"
         if (tensor.shape, local_tensor(tensor).shape) != (other.shape, local_tensor(other).shape):
@@ -389,8 +394,8 @@ def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> Non
     if every < 1:
         raise UsageError(f"every is {every!r}; it must be a number of steps of at least 1")
     if dtype is not None and dtype not in _DTYPES:
-        known = ", ".join(str(one) for one in _DTYPES)
-        raise UsageError(f"dtype is {dtype}; it must be one of {known}, or None")
+        names = ", ".join(str(allowed) for allowed in _DTYPES)
+        raise UsageError(f"dtype is {dtype}; it must be one of {names}, or None")
 
 
 def _refuse_weights(weights: Mapping[str, Tensor]) -> None:

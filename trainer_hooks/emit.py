@@ -67,9 +67,9 @@ class _StepRow:
         self._is_root = is_root
         rates = ["learning_rate", *(f"learning_rate.{i}" for i in range(1, num_groups))]
         root = (*_FROM_RECORD, "lr_factor", "grad_norm_clipped", *rates) if is_root else ()
-        known = (*_FROM_HOST, *root)
-        self._others = [c.name for c in schema.columns if c.name not in known]
-        position = {name: i for i, name in enumerate((*known, *self._others))}
+        fixed = (*_FROM_HOST, *root)
+        self._others = [c.name for c in schema.columns if c.name not in fixed]
+        position = {name: i for i, name in enumerate((*fixed, *self._others))}
         order = (position[c.name] for c in schema.columns)
         self._in_order: Callable[..., tuple[Value, ...]] = itemgetter(*order)
 
@@ -222,9 +222,11 @@ class Emitter:
                 self._make_put_off_call()
 
     @_writes
-    def layers(self, host: HostStep, reduced: Reduced, samples: Samples, *, found: bool) -> None:
+    def layers(
+        self, host: HostStep, reduced: Reduced, samples: Samples, *, has_finding: bool
+    ) -> None:
         """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled."""
-        if found:
+        if has_finding:
             self._layers_until = host.step + LAYERS_AFTER_FINDING
         due = not host.step % LAYERS_EVERY or host.step <= self._layers_until
         if not self._is_root or not (due or samples.by_layer):

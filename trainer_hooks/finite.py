@@ -77,10 +77,10 @@ def is_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    found = numbers_of(tensor)
-    if found is None:
+    view = numbers_of(tensor)
+    if view is None:
         return bool(torch.isfinite(tensor.float()).all())
-    numbers, first = found
+    numbers, first = view
     if not numbers.flags.c_contiguous:
         numbers = np.ascontiguousarray(numbers)
     flat, step = numbers.reshape(-1), max(1, _BLOCK_BYTES // numbers.itemsize)

@@ -139,15 +139,15 @@ class BufferShadow:
         A buffer moved if its place holds another tensor, or that tensor another memory.
         """
         each_now = [buffers.get(name) for buffers, name in self._places]
-        found = [b if b is not None and is_dense(b) else None for b in each_now]
-        seen = [(b, 0 if b is None else b.data_ptr()) for b in found]
+        dense = [b if b is not None and is_dense(b) else None for b in each_now]
+        seen = [(b, 0 if b is None else b.data_ptr()) for b in dense]
         if len(seen) != len(self._seen) or any(
-            one[0] is not other[0] or one[1] != other[1]
-            for one, other in zip(seen, self._seen, strict=True)
+            now[0] is not before[0] or now[1] != before[1]
+            for now, before in zip(seen, self._seen, strict=True)
         ):
-            each = {i: true_elements(b) for i, b in enumerate(found) if b is not None and b.numel()}
+            each = {i: true_elements(b) for i, b in enumerate(dense) if b is not None and b.numel()}
             self._seen, self._live = seen, each
-            self._constant = {i: b for i, b in each.items() if _tells_writes(found[i], b)}
+            self._constant = {i: b for i, b in each.items() if _tells_writes(dense[i], b)}
         return self._live
 
     @torch.no_grad()
@@ -194,8 +194,8 @@ def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
     return not (numbers or elements.is_inference() or hasattr(buffer, "to_local"))
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
 
 class OptimizerGuard:
@@ -370,7 +370,7 @@ def overflow_flag(
         return None
     unscale(scaler, optimizers)
     states = [scaler._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
-    found = [f.to(device) for state in states for f in state["found_inf_per_device"].values()]
-    if not found:
+    flags = [f.to(device) for state in states for f in state["found_inf_per_device"].values()]
+    if not flags:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return (torch.stack([f.reshape(()) for f in found]).sum() > 0).to(torch.float64)
+    return (torch.stack([f.reshape(()) for f in flags]).sum() > 0).to(torch.float64)

@@ -251,8 +251,8 @@ class Healer:
 
     def _saved(self, step: int, attempt: int) -> None:
         """Put a checkpoint that is complete now among those to go back to."""
-        known = any((ref.step, ref.attempt) == (step, attempt) for ref in self._on_disk)
-        if attempt and not known and self._plan.plan.holds(step, attempt):
+        is_listed = any((ref.step, ref.attempt) == (step, attempt) for ref in self._on_disk)
+        if attempt and not is_listed and self._plan.plan.holds(step, attempt):
             from trainer_hooks.checkpoints.manifest import checkpoint_id
 
             name = checkpoint_id(step, attempt)

@@ -19,14 +19,14 @@ _PLAIN = (int, float, bool, str, type(None))
 
 def comm_hooks(model: nn.Module) -> list[tuple[Callable[..., Any], Any]]:
     """Return every communication hook on the model's DDP and FSDP1 wrappers, with its state."""
-    found: list[tuple[Callable[..., Any], Any]] = []
+    hooks: list[tuple[Callable[..., Any], Any]] = []
     for module in model.modules():
-        found += getattr(module, "_comm_hooks", ())
+        hooks += getattr(module, "_comm_hooks", ())
         hook = getattr(module, "_comm_hook", None)
         if hook is not None:
-            found.append((hook, getattr(module, "_comm_hook_state", None)))
+            hooks.append((hook, getattr(module, "_comm_hook_state", None)))
     ours = "trainer_hooks."  # a hook that measures; it stays on a module for good
-    return [(h, s) for h, s in found if not getattr(h, "__module__", "").startswith(ours)]
+    return [(h, s) for h, s in hooks if not getattr(h, "__module__", "").startswith(ours)]
 
 
 def hook_states(model: nn.Module) -> list[Any]:
@@ -41,8 +41,8 @@ def has_memory(state: object) -> bool:
 
 def registered(model: nn.Module, state: Mapping[str, Any]) -> dict[str, HookMemory]:
     """Return, by name, the memory of each hook whose state was registered."""
-    known = {id(one) for one in hook_states(model)}
-    return {name: HookMemory(value) for name, value in state.items() if id(value) in known}
+    ids = {id(hook_state) for hook_state in hook_states(model)}
+    return {name: HookMemory(value) for name, value in state.items() if id(value) in ids}
 
 
 def unregistered(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -50,9 +50,9 @@ def unregistered(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     registered = {id(value) for value in state.values()}
     unseen = {id(s): s for s in hook_states(model) if id(s) not in registered and has_memory(s)}
     return [
-        f"a communication hook keeps tensors in its {type(one).__name__}, which a skip does not "
-        "put back: one NaN stays there; register it: watch(..., state={'hook': that_state})"
-        for one in unseen.values()
+        f"a communication hook keeps tensors in its {type(hook_state).__name__}, which a skip does "
+        "not put back: one NaN stays there; register it: watch(..., state={'hook': that_state})"
+        for hook_state in unseen.values()
     ]
 
 
@@ -103,14 +103,14 @@ class HookMemory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the memory, the counters and numpy's generator."""
-        found: dict[str, Any] = {}
+        copies: dict[str, Any] = {}
         for name, value in _attributes(self._state).items():
             if isinstance(value, _PLAIN) or _tensors_in(value) is not None:
-                found[name] = copy.deepcopy(value)
+                copies[name] = copy.deepcopy(value)
             elif type(value).__name__ == "RandomState":
                 kind, keys, *rest = value.get_state()
-                found[name] = {_GENERATOR: (kind, keys.tolist(), *rest)}
-        return found
+                copies[name] = {_GENERATOR: (kind, keys.tolist(), *rest)}
+        return copies
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the memory back, within the process that filled it.
@@ -130,8 +130,8 @@ class HookMemory:
 def _attributes(state: object) -> dict[str, Any]:
     """Return an object's attributes, those in ``__slots__`` included."""
     slots = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
-    found = {name: getattr(state, name) for name in slots if hasattr(state, name)}
-    return found | getattr(state, "__dict__", {})
+    attributes = {name: getattr(state, name) for name in slots if hasattr(state, name)}
+    return attributes | getattr(state, "__dict__", {})
 
 
 def _tensors_in(value: object) -> dict[object, Tensor] | None:
@@ -140,13 +140,13 @@ def _tensors_in(value: object) -> dict[object, Tensor] | None:
         return {None: value}
     if isinstance(value, list | tuple) and value:
         value = dict(enumerate(value))
-    if isinstance(value, dict) and all(isinstance(one, Tensor) for one in value.values()):
+    if isinstance(value, dict) and all(isinstance(part, Tensor) for part in value.values()):
         return value
     return None
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
 
 def _fresh(name: str, live: Tensor) -> Tensor:

@@ -289,7 +289,7 @@ class Host:
                     extra["tokens_seen"] = self.tokens_seen
                     extra["tokens_trained"] = self.tokens_trained
         self.emitter.step(host, record, extra)
-        self.emitter.layers(host, reduced, samples, found=bool(judgement.findings))
+        self.emitter.layers(host, reduced, samples, has_finding=bool(judgement.findings))
         self._tell_changes(host)
         if self.is_root:
             for finding in judgement.findings:

@@ -12,8 +12,8 @@ def host_memory_left(root: Path = _ROOT) -> int | None:
     process's group and at all above it: in a container or a Slurm job the limit is seldom on the
     lowest level.
     """
-    known = [left for left in (_available(root), *_cgroups(root)) if left is not None]
-    return max(0, min(known)) if known else None
+    limits = [left for left in (_available(root), *_cgroups(root)) if left is not None]
+    return max(0, min(limits)) if limits else None
 
 
 def _available(root: Path) -> int | None:
@@ -24,7 +24,7 @@ def _available(root: Path) -> int | None:
 
 
 def _cgroups(root: Path) -> list[int | None]:
-    found = []
+    limits = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -37,8 +37,8 @@ def _cgroups(root: Path) -> list[int | None]:
             continue
         group = top / path.lstrip("/")
         levels = [group, *(p for p in group.parents if p.is_relative_to(top))]
-        found += [_left_in(level, *names) for level in levels]
-    return found
+        limits += [_left_in(level, *names) for level in levels]
+    return limits
 
 
 def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:

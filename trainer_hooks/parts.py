@@ -345,8 +345,8 @@ class StepParts:
         if loss_scale is None:
             device = self._device.norms.device
             return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
-        found = loss_scale.detach().to(self._device.norms.device, torch.float64)
-        return found.reshape(1)
+        scale = loss_scale.detach().to(self._device.norms.device, torch.float64)
+        return scale.reshape(1)
 
     def _host_step(
         self,

@@ -67,10 +67,10 @@ def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
 
 def _largest(losses: list[float | None]) -> tuple[float | None, int]:
     """Return the largest loss and its rank; a NaN counts as larger than everything."""
-    known = [(x, r) for r, x in enumerate(losses) if x is not None]
-    if not known:
+    pairs = [(x, r) for r, x in enumerate(losses) if x is not None]
+    if not pairs:
         return None, -1
-    return max(known, key=lambda pair: (math.isnan(pair[0]), pair[0], -pair[1]))
+    return max(pairs, key=lambda pair: (math.isnan(pair[0]), pair[0], -pair[1]))
 
 
 def step_record(

@@ -44,7 +44,9 @@ def refuse_unguardable(
             hint="give each object a name: state={'ema': average}",
         )
     for name, value in state.items():
-        if not isinstance(value, Stateful) and not any(value is one for one in hook_states(model)):
+        if not isinstance(value, Stateful) and not any(
+            value is hook_state for hook_state in hook_states(model)
+        ):
             raise UsageError(
                 f"state[{name!r}] is a {type(value).__name__}, which has no state_dict() and "
                 "load_state_dict()",
@@ -156,14 +158,14 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
 
 def _names(code: CodeType) -> set[str]:
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*(_names(one) for one in inner))
+    return set(code.co_names).union(*(_names(nested) for nested in inner))
 
 
 def _is_or_holds_optimizer(value: object) -> bool:
     if isinstance(value, Mapping):
-        return any(isinstance(one, Optimizer) for one in value.values())
+        return any(isinstance(part, Optimizer) for part in value.values())
     if isinstance(value, list | tuple):
-        return any(isinstance(one, Optimizer) for one in value)
+        return any(isinstance(part, Optimizer) for part in value)
     # DDP's own way of fusing one with its buckets holds it in such a state.
     return isinstance(value, Optimizer) or type(value).__name__ == "_OptimizerHookState"
 
@@ -174,7 +176,7 @@ def _is_or_holds_optimizer(value: object) -> bool:
 def joinables(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
     """Return what can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
     everything = (*model.modules(), *optimizers)
-    return tuple(one for one in everything if hasattr(one, "_join_config"))
+    return tuple(candidate for candidate in everything if hasattr(candidate, "_join_config"))
 
 
 def refuse_max_norm(max_norm: object) -> None:
@@ -201,7 +203,7 @@ def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
             f"monitor.step() was given {loss!r} as the loss; it takes no closure",
             hint="run forward and backward first: loss.backward(); monitor.step(loss)",
         )
-    if any(one._join_config.enable for one in joinables):
+    if any(joinable._join_config.enable for joinable in joinables):
         raise UsageError(
             "the loop runs within Join (DDP.join), where ranks may run out of data one by one: the "
             "others would wait for their part of the verdict for ever",

@@ -81,7 +81,7 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
         UsageError: there are none, or two optimizers hold the same parameter.
     """
     names = {id(p): clean_name(n) for n, p in unwrap(model)[0].named_parameters()}
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     seen: set[int] = set()
     for o, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
@@ -94,12 +94,12 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
                 seen.add(id(param))
                 place = f"optimizer{o}.group{g}.{i}"
                 name = names.get(id(param), place)
-                found[place if name in found else name] = param
-    if not found:
+                by_name[place if name in by_name else name] = param
+    if not by_name:
         raise UsageError(
             "the optimizers hold no parameters", hint="pass the optimizers that train the model"
         )
-    return found
+    return by_name
 
 
 def flat_pieces(model: nn.Module) -> dict[int, Piece]:
@@ -177,6 +177,6 @@ def align_gradients(sharded: Iterable[Tensor]) -> None:
     """
     for param in sharded:
         grad: Any = param.grad
-        wanted: Any = param.placements  # type: ignore[attr-defined]
-        if getattr(grad, "placements", wanted) != wanted:
-            param.grad = grad.redistribute(placements=wanted)
+        placements: Any = param.placements  # type: ignore[attr-defined]
+        if getattr(grad, "placements", placements) != placements:
+            param.grad = grad.redistribute(placements=placements)

@@ -394,9 +394,9 @@ class SnapshotRing:
         """
         entry = next((e for e in self._entries if e.id == checkpoint_id), None)
         if entry is None or entry.state == "candidate":
-            known = ", ".join(e.id for e in self._entries if e.state != "candidate") or "none"
+            ids = ", ".join(e.id for e in self._entries if e.state != "candidate") or "none"
             raise CheckpointError(
-                f"snapshot {checkpoint_id!r} is not in memory", hint=f"in memory are: {known}"
+                f"snapshot {checkpoint_id!r} is not in memory", hint=f"in memory are: {ids}"
             )
         saved = entry.tensors()
         self.before_update()

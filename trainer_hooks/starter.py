@@ -50,8 +50,8 @@ class Starter:
 
     def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
         assert place.folder is not None, "without journals there is nothing to ship"
-        told = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
-        self._environ = {**environ, **told}
+        variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
+        self._environ = {**environ, **variables}
         self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(place.run_dir.agent_dir(place.node) / "agent.log", flags, 0o600)
@@ -185,10 +185,10 @@ class NodeAgent:
 def _ended(pid: int) -> tuple[bool, int | None]:
     """Return whether our child is gone, and its exit code where it is known."""
     try:
-        found, status = os.waitpid(pid, os.WNOHANG)
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:  # SIGCHLD is ignored, or somebody waits for any child
         return True, None
-    return found != 0, os.waitstatus_to_exitcode(status) if found else None
+    return ended_pid != 0, os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
 def _how(exit_code: int | None) -> str:

@@ -78,7 +78,7 @@ class TrainingState:
         self._wrapped = model
         self._model, self._is_ddp = unwrap(model)
         # A wrapper may show the state of the optimizer in it as its own.
-        inner = [one for o in optimizers for one in _held_by(o) if one.state is not o.state]
+        inner = [part for o in optimizers for part in _held_by(o) if part.state is not o.state]
         self._optimizers = [*optimizers, *inner]
         self._schedulers = list(schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -98,14 +98,14 @@ class TrainingState:
         """
         place = partial(held_in, rank=rank, world_size=world_size)
         alike = self._alike_on_all_ranks(world_size)
-        found = place(self._model, "model.", self._params, alike=alike)
+        places = place(self._model, "model.", self._params, alike=alike)
         for name, stateful in self._extra.items():
             if isinstance(stateful, nn.Module):
                 prefix, tensors = f"extra.{name}.", dict(_tensors_of(stateful))
-                found |= place(stateful, prefix, tensors, alike=())
+                places |= place(stateful, prefix, tensors, alike=())
                 if isinstance(stateful, EMA | AveragedModel):
-                    found |= _held_as_weights(prefix, tensors, found)
-        return found
+                    places |= _held_as_weights(prefix, tensors, places)
+        return places
 
     @property
     def split_optimizers(self) -> frozenset[int]:
@@ -113,8 +113,8 @@ class TrainingState:
 
         Wrappers do, such as ZeroRedundancyOptimizer, and what they hold.
         """
-        inner = {id(one): o for o in self._optimizers for one in _held_by(o)}
-        own = {key for key, o in inner.items() if any(id(one) == key for one in self._optimizers)}
+        inner = {id(part): o for o in self._optimizers for part in _held_by(o)}
+        own = {key for key, o in inner.items() if any(id(part) == key for part in self._optimizers)}
         around = {id(inner[key]) for key in own}
         return frozenset(i for i, o in enumerate(self._optimizers) if id(o) in own | around)
 
@@ -191,9 +191,9 @@ class TrainingState:
     def bytes_when_warm(self) -> int:
         """Return the size of all tensors, with moments that do not exist yet estimated."""
         live = self.tensors()
-        known = sum(t.numel() * t.element_size() for t in live.values())
+        present = sum(t.numel() * t.element_size() for t in live.values())
         absent = sum(moments.expected_bytes(o) for o in self._optimizers if not o.state)
-        return known + absent
+        return present + absent
 
     # -------------------------------------------------------------------------------- health
 
@@ -296,23 +296,23 @@ class TrainingState:
                     yield f"optim.{i}.{param_name}.{name}", i, state, name
 
     def _moment_scalars(self, i: int) -> dict[str, dict[str, Any]]:
-        found = {}
+        scalars = {}
         for param_name, param in self._named_params(i):
             state = self._optimizers[i].state.get(param, {})
             rest = {k: v for k, v in state.items() if not _is_tensor(v) and v is not None}
             if rest:
-                found[param_name] = rest
-        return found
+                scalars[param_name] = rest
+        return scalars
 
     def _load_moment_scalars(self, i: int, saved: dict[str, dict[str, Any]]) -> None:
         state = self._optimizers[i].state
         for param_name, param in self._named_params(i):
-            wanted = saved.get(param_name, {})
+            scalars = saved.get(param_name, {})
             for name, value in state.get(param, {}).items():
-                if name not in wanted and isinstance(value, int | float):
-                    wanted[name] = type(value)(0)  # a step counter which did not exist yet
-            if wanted:
-                state[param].update(wanted)
+                if name not in scalars and isinstance(value, int | float):
+                    scalars[name] = type(value)(0)  # a step counter which did not exist yet
+            if scalars:
+                state[param].update(scalars)
 
     def _create_moment(self, key: str, spec: Spec) -> None:
         i, rest = key.removeprefix("optim.").split(".", 1)
@@ -354,7 +354,9 @@ class TrainingState:
         self, saved: Mapping[str, Spec], live: Mapping[str, Tensor], host: HostState
     ) -> None:
         lazy = ("optim.", "scaler.")
-        known = {name for i in range(len(self._optimizers)) for name, _ in self._named_params(i)}
+        param_names = {
+            name for i in range(len(self._optimizers)) for name, _ in self._named_params(i)
+        }
         for key in [*saved, *live]:
             if key in saved and key in live and saved[key] != Spec.of(live[key]):
                 _refuse(f"{key} was saved as {saved[key]}; it is {Spec.of(live[key])} now")
@@ -363,7 +365,7 @@ class TrainingState:
             if key not in live and not key.startswith(lazy):
                 _refuse(f"{key} is in the checkpoint and nowhere in this training")
             owner = key.split(".", 2)[2].rsplit(".", 1)[0] if key.startswith("optim.") else ""
-            if owner and owner not in known:
+            if owner and owner not in param_names:
                 _refuse(f"{key} belongs to a parameter that no optimizer has now")
         groups = [len(o.param_groups) for o in self._optimizers]
         if [len(g) for g in host["groups"]] != groups:
@@ -379,15 +381,15 @@ def _held_as_weights(
     prefix: str, averages: Mapping[str, Tensor], held: Mapping[str, Held]
 ) -> dict[str, Held]:
     """Return the places of averages, which are cut and the same on the ranks as their weights."""
-    found = {}
+    places = {}
     for key, average in averages.items():
         name = clean_name(key)
         while f"model.{name}" not in held and name.startswith("module."):
             name = name.removeprefix("module.")
         weight = held.get(f"model.{name}")
         if weight is not None and weight.shape == tuple(_local(key, average).shape):
-            found[prefix + key] = weight.renamed("model.", prefix)
-    return found
+            places[prefix + key] = weight.renamed("model.", prefix)
+    return places
 
 
 def _refuse(text: str) -> None:
@@ -399,7 +401,7 @@ def _refuse(text: str) -> None:
 def _held_by(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that a wrapper holds, such as ZeroRedundancyOptimizer's part of one."""
     many = (v if isinstance(v, list | tuple) else (v,) for v in vars(optimizer).values())
-    return [one for values in many for one in values if isinstance(one, Optimizer)]
+    return [value for values in many for value in values if isinstance(value, Optimizer)]
 
 
 def _is_tensor(value: object) -> bool:

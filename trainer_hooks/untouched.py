@@ -207,8 +207,8 @@ def _groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
-    one = getattr(state, "_fsdp_param_group", None)
-    return [] if one is None else [one]
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
 
 
 def _order(group: Any) -> Any:

@@ -316,15 +316,15 @@ def _say_hello(host: Host, place: Place, info: RunInfo, attempt: AttemptStarted)
         pid=os.getpid(),
         node=place.node,
     )
-    said: list[Event] = [started]
+    events: list[Event] = [started]
     if ranks.rank == 0:
         with host.faults.fail_open("run.json"):
             place.run_dir.write_info(info)
-        said += [RunStarted(info=info), attempt]
+        events += [RunStarted(info=info), attempt]
         if info.readback_lag == 0:
             text = "an optimizer takes the verdict on the host: each step waits for it"
-            said.append(Note(code="host_path", text=text))
-    for event in said:
+            events.append(Note(code="host_path", text=text))
+    for event in events:
         host.emitter.event(event, step=step, attempt=place.attempt)
 
 

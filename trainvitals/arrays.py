@@ -124,7 +124,7 @@ class Table(Mapping[str, npt.NDArray[Any]]):
 def drawn(reply: SeriesReply) -> Series:
     """Return the points of an answer that was downsampled; what is not finite is itself again."""
     value = np.array(reply.value, dtype=np.float64)  # None is NaN
-    step, attempt = (np.array(some, dtype=np.int64) for some in (reply.step, reply.attempt))
+    step, attempt = (np.array(column, dtype=np.int64) for column in (reply.step, reply.attempt))
     time = np.array(reply.time_unix_ns, dtype=np.int64)
     kinds = {(mark.step, mark.attempt): mark.kind for mark in reply.nonfinite}
     for i in np.flatnonzero(np.isnan(value)).tolist():

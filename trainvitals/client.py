@@ -69,12 +69,12 @@ class Client:
         self._control: CollectorClient | None = None
         is_url = isinstance(url, str) and url.startswith(("http://", "https://"))
         folder = Path(url) if url and not is_url else None
-        found = find_collector(str(url or "")) if folder is None else None
-        if found is not None:
-            own = found.tokens
-            self.where = found.url
-            self._reader = self._connect(found.url, token or own.read)
-            self._control = self._connect(found.url, token or own.control or own.read)
+        collector = find_collector(str(url or "")) if folder is None else None
+        if collector is not None:
+            own = collector.tokens
+            self.where = collector.url
+            self._reader = self._connect(collector.url, token or own.read)
+            self._control = self._connect(collector.url, token or own.control or own.read)
             self._refresh: Any = None
             return
         folder = folder or default_folder()
@@ -94,21 +94,27 @@ class Client:
         health: str = "",
     ) -> list[Run]:
         """Return the runs with all of these attributes, the newest first; "" is any."""
-        wanted = {"name": name, "project": project, "user": user, "state": state, "health": health}
+        attributes = {
+            "name": name,
+            "project": project,
+            "user": user,
+            "state": state,
+            "health": health,
+        }
         return [
             Run(self, summary)
             for summary in self._reader.runs()
-            if all(getattr(summary, key) == value for key, value in wanted.items() if value)
+            if all(getattr(summary, key) == value for key, value in attributes.items() if value)
             and (not tag or tag in summary.tags)
         ]
 
-    def run(self, wanted: str = "") -> Run:
+    def run(self, id_or_name: str = "") -> Run:
         """Return the run of that id, beginning of an id, or name; "" is the newest run.
 
         Raises:
             UsageError: there is none, or the beginning of an id fits several.
         """
-        return Run(self, choose_run(self._reader.runs(), wanted))
+        return Run(self, choose_run(self._reader.runs(), id_or_name))
 
     def table(
         self,
@@ -199,8 +205,8 @@ class Run:
         return self.summary.name
 
     def __repr__(self) -> str:
-        said = self.summary
-        return f"<Run {said.name!r} {said.run_id}: {said.state}, step {said.last_step}>"
+        summary = self.summary
+        return f"<Run {summary.name!r} {summary.run_id}: {summary.state}, step {summary.last_step}>"
 
     def detail(self) -> RunDetail:
         """Return everything that is not a curve: attempts, sources, settings, size."""

@@ -111,8 +111,8 @@ def _from_arguments(
     for name, value in arguments.items():
         section, _, key = name.partition(".")
         if section not in sections:
-            known = ", ".join(sorted(sections))
-            raise ConfigError(f"argument {name!r}: there is no section {section!r}; known: {known}")
+            names = ", ".join(sorted(sections))
+            raise ConfigError(f"argument {name!r}: there is no section {section!r}; known: {names}")
         if value is not None:
             option = "--" + key.replace("_", "-")
             given[section][key] = _Given(value=value, source=f"argument {option}")
@@ -160,8 +160,8 @@ def _try_convert(kind: object, item: _Given) -> tuple[bool, object]:
     value = item.value
     if typing.get_origin(kind) is typing.Literal:
         choices = typing.get_args(kind)
-        found = [c for c in choices if c == value or (item.is_text and str(c) == value)]
-        return bool(found), found[0] if found else None
+        matching = [c for c in choices if c == value or (item.is_text and str(c) == value)]
+        return bool(matching), matching[0] if matching else None
     if typing.get_origin(kind) is tuple:
         return _try_tuple(typing.get_args(kind)[0], item)
     if kind is type(None):
@@ -184,8 +184,8 @@ def _try_tuple(kind: object, item: _Given) -> tuple[bool, object]:
         words = list(item.value)
     else:
         return False, None
-    found = [_try_convert(kind, dataclasses.replace(item, value=word)) for word in words]
-    return all(ok for ok, _ in found), tuple(value for _, value in found)
+    converted = [_try_convert(kind, dataclasses.replace(item, value=word)) for word in words]
+    return all(ok for ok, _ in converted), tuple(value for _, value in converted)
 
 
 def _from_text(kind: object, text: str) -> tuple[bool, object]:
@@ -232,8 +232,8 @@ def _refuse_near_miss(section: str, sections: Mapping[str, type], source: str) -
         raise ConfigError(f"[{section}] ({source}): there is no such section", hint=suggestion)
 
 
-def _suggest(word: str, known: Mapping[str, object], *, cutoff: float = 0.5) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+def _suggest(word: str, candidates: Mapping[str, object], *, cutoff: float = 0.5) -> str:
+    near = difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
@@ -241,9 +241,9 @@ def _line_of(text: str, section: str, key: str) -> int:
     """The line of a section's head or key, by sight; the head's where the key is not found."""
     here, head = "", 0
     for number, line in enumerate(text.splitlines(), start=1):
-        found = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)
-        if found:
-            here = found[1].strip("\"'")
+        match = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)
+        if match:
+            here = match[1].strip("\"'")
             head = number if here == section else head
         if key and here == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
             return number

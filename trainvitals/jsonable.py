@@ -45,16 +45,18 @@ def jsonable(body: Any) -> Any:
     if isinstance(body, list | tuple) and body and not isinstance(body[0], _PLAIN):
         if isinstance(body[0], msgspec.Struct) and not _with_numbers(type(body[0])):
             return body
-        return [jsonable(one) for one in body]
+        return [jsonable(element) for element in body]
     return body
 
 
 @cache
 def _with_numbers(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Return the fields of a view in which there may be a number that is not whole."""
-    found = inspect.type_info(kind)
-    assert isinstance(found, inspect.StructType)
-    return tuple(one.name for one in found.fields if _may_hold_one(one.type, frozenset({kind})))
+    struct_type = inspect.type_info(kind)
+    assert isinstance(struct_type, inspect.StructType)
+    return tuple(
+        field.name for field in struct_type.fields if _may_hold_one(field.type, frozenset({kind}))
+    )
 
 
 def _may_hold_one(kind: inspect.Type, outer: frozenset[type]) -> bool:
@@ -63,13 +65,13 @@ def _may_hold_one(kind: inspect.Type, outer: frozenset[type]) -> bool:
             return True
         case inspect.StructType(cls=cls, fields=fields):
             inner = outer | {cls}
-            return cls not in outer and any(_may_hold_one(one.type, inner) for one in fields)
+            return cls not in outer and any(_may_hold_one(field.type, inner) for field in fields)
         case inspect.UnionType(types=kinds) | inspect.TupleType(item_types=kinds):
-            return any(_may_hold_one(one, outer) for one in kinds)
-        case inspect.DictType(value_type=one):
-            return _may_hold_one(one, outer)
-        case inspect.ListType(item_type=one) | inspect.VarTupleType(item_type=one):
-            return _may_hold_one(one, outer)
+            return any(_may_hold_one(member, outer) for member in kinds)
+        case inspect.DictType(value_type=element):
+            return _may_hold_one(element, outer)
+        case inspect.ListType(item_type=element) | inspect.VarTupleType(item_type=element):
+            return _may_hold_one(element, outer)
         case _:
             return False
 

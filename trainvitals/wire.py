@@ -161,17 +161,17 @@ def split_batches(raw: bytes) -> list[bytes]:
     Raises:
         FormatError: there is none, there are more than MAX_BATCHES, or one is cut off.
     """
-    found: list[bytes] = []
+    batches: list[bytes] = []
     start = 0
-    while start < len(raw) or not found:
+    while start < len(raw) or not batches:
         size = batch_size(raw, start)
         if start + size > len(raw):
             raise FormatError(f"batch claims {size} bytes and has {len(raw) - start}")
-        if len(found) == MAX_BATCHES:
+        if len(batches) == MAX_BATCHES:
             raise FormatError(f"more than {MAX_BATCHES} batches at once")
-        found.append(raw[start : start + size])
+        batches.append(raw[start : start + size])
         start += size
-    return found
+    return batches
 
 
 def decode_batch(raw: bytes) -> Batch:

@@ -131,7 +131,7 @@ class CourierThread:
 
     def _run(self) -> None:
         while True:
-            told = self._told_to_end.wait(self._interval)
+            is_ending = self._told_to_end.wait(self._interval)
             self._courier.turn(time.monotonic())
-            if told:
+            if is_ending:
                 return

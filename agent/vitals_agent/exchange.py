@@ -69,8 +69,10 @@ class AgentClient(CollectorClient):
             ) from error
         if 200 <= response.status < 300:
             return body
-        known = httpx.Response(response.status, headers=dict(response.getheaders()), content=body)
-        raise refusal(self.url, path, known)
+        httpx_response = httpx.Response(
+            response.status, headers=dict(response.getheaders()), content=body
+        )
+        raise refusal(self.url, path, httpx_response)
 
     def _exchange(
         self, method: str, target: str, content: bytes, headers: dict[str, str]

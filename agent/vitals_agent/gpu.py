@@ -186,18 +186,18 @@ class GpuSampler:
         """Take up the MIG instances that are there now; those that are gone answer no more."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:
-            found = []
+            instances = []
             for handle in self._instances_of(devices[parent].handle):
                 try:
                     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
                 except nvml.NVMLError:
                     continue  # taken apart between the two calls
-                found.append(uuid)
+                instances.append(uuid)
                 devices.setdefault(uuid, _Device(handle, parent=parent))
-            if found:
+            if instances:
                 text = (
-                    f"GPU {parent} is divided by MIG into {len(found)} instance(s): of these only "
-                    "the memory is known, of the GPU all but its utilisation"
+                    f"GPU {parent} is divided by MIG into {len(instances)} instance(s): of these "
+                    "only the memory is known, of the GPU all but its utilisation"
                 )
                 note = Note(code="gpu_mig", text=text)
                 self.notes = (*(n for n in self.notes if not _about(n, parent)), note)

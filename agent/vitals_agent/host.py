@@ -94,7 +94,7 @@ class HostSampler:
 
     def _pressures(self) -> dict[str, Value]:
         """Return the seconds so far in which tasks waited, of each resource."""
-        found: dict[str, Value] = {}
+        pressures: dict[str, Value] = {}
         for path in self._pressure_files:
             try:
                 lines = path.read_text().splitlines()
@@ -105,5 +105,5 @@ class HostSampler:
                 _, is_there, total = numbers.rpartition("total=")
                 column = f"pressure_{path.name}_{_PRESSURES.get(kind)}_seconds"
                 if is_there and column in COLUMNS:  # "full" of a whole node's cpu means nothing
-                    found[column] = int(total) / 1e6
-        return found
+                    pressures[column] = int(total) / 1e6
+        return pressures

@@ -133,35 +133,39 @@ def finder(collector: str, token_file: Path | None, environ: Mapping[str, str]) 
 
 def _in_folder(data: Path, token_file: Path | None) -> CollectorAddress | None:
     try:
-        found = msgspec.json.decode((data / "collector.json").read_bytes(), type=_CollectorFile)
+        collector_file = msgspec.json.decode(
+            (data / "collector.json").read_bytes(), type=_CollectorFile
+        )
     except (OSError, msgspec.DecodeError):
         return None
-    if not _is_here(found):
+    if not _is_here(collector_file):
         return None
     tokens = token_file or data / "tokens.json"
-    return CollectorAddress(url=found.url, tokens=_tokens(tokens if tokens.exists() else None))
+    return CollectorAddress(
+        url=collector_file.url, tokens=_tokens(tokens if tokens.exists() else None)
+    )
 
 
 def _tokens(path: Path | None) -> Tokens:
     return read_tokens(path) if path is not None else Tokens()
 
 
-def _is_here(found: _CollectorFile) -> bool:
+def _is_here(collector_file: _CollectorFile) -> bool:
     """Return whether the address can be that collector's: a home is shared by many machines.
 
     Another user's program may listen at that port of this machine's loopback, or at that of a
     collector which is dead; and it would be sent our token.
     """
     try:
-        is_loopback = ipaddress.ip_address(urlsplit(found.url).hostname or "").is_loopback
+        is_loopback = ipaddress.ip_address(urlsplit(collector_file.url).hostname or "").is_loopback
     except ValueError:
-        is_loopback = urlsplit(found.url).hostname == "localhost"
+        is_loopback = urlsplit(collector_file.url).hostname == "localhost"
     if not is_loopback:
         return True
-    if found.node not in ("", socket.gethostname()):
+    if collector_file.node not in ("", socket.gethostname()):
         return False
     try:
-        os.kill(found.pid, 0)
+        os.kill(collector_file.pid, 0)
     except (OSError, OverflowError):
         return False
-    return found.pid > 0
+    return collector_file.pid > 0

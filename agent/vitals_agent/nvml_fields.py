@@ -140,21 +140,21 @@ def _pcie_transmit(nvml: Any, handle: Any) -> Mapping[str, Value]:
 
 
 def _fields(nvml: Any, handle: Any) -> Mapping[str, Value]:
-    known = [field for field in FIELDS if hasattr(nvml, field.name)]
+    fields = [field for field in FIELDS if hasattr(nvml, field.name)]
     asked = [
         getattr(nvml, f.name) if f.scope is None else (getattr(nvml, f.name), f.scope)
-        for f in known
+        for f in fields
     ]
-    found: dict[str, Value] = {}
-    for field, answer in zip(known, nvml.nvmlDeviceGetFieldValues(handle, asked), strict=True):
+    values: dict[str, Value] = {}
+    for field, answer in zip(fields, nvml.nvmlDeviceGetFieldValues(handle, asked), strict=True):
         value = _value(answer)
         if value is None:
             continue
         if field.factor is not None:
-            found[field.column] = float(value) * field.factor
+            values[field.column] = float(value) * field.factor
         else:
-            found[field.column] = min(int(value), _MAX_I8)
-    return found
+            values[field.column] = min(int(value), _MAX_I8)
+    return values
 
 
 def _value(answer: Any) -> float | int | None:

@@ -51,7 +51,7 @@ class OpenJournals:
 
 def _read(path: Path) -> dict[str, OpenJournal]:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=list[OpenJournal])
+        journals = msgspec.json.decode(path.read_bytes(), type=list[OpenJournal])
     except (OSError, msgspec.DecodeError):
         return {}
-    return {each.folder: each for each in found}
+    return {each.folder: each for each in journals}

@@ -82,20 +82,20 @@ class Relay:
         self._desks.pop(run_id, None)
 
     def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:
-        found = [(command, True) for command in run.run_dir.take_commands()]
+        commands = [(command, True) for command in run.run_dir.take_commands()]
         if self._client is not None and reachable and self._backoff.due(now):
             try:
                 for view in self._client.pending_commands(run.run_id):
                     if view.command.number in desk.delivered:
                         self._client.mark_delivered(run.run_id, view.command.number)
                     else:
-                        found.append((view.command, False))
+                        commands.append((view.command, False))
                 self._backoff.succeeded()
             except VitalsError as error:
                 asked = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
                 self._backoff.failed(now, retry_after=asked)
                 self._faults.record("relay", error)
-        desk.waiting.extend(sorted(found, key=lambda item: item[0].number))
+        desk.waiting.extend(sorted(commands, key=lambda item: item[0].number))
 
     def _deliver(
         self, run: ServedRun, desk: _Desk, command: Command, *, must_be_signed: bool

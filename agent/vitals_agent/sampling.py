@@ -127,12 +127,12 @@ class Sampling:
             self.hung = ""
             for run in active:
                 run.node_source.say(Note(code="gpu_back", text="the GPU driver answers again"))
-            for said in self._said.values():
-                said -= {text for text in said if text.startswith(_HUNG)}
+            for texts in self._said.values():
+                texts -= {text for text in texts if text.startswith(_HUNG)}
 
     def _say_once(self, run: ServedRun, note: Note) -> None:
-        said = self._said.setdefault(run.run_id, set())
-        if note.text not in said:
+        texts = self._said.setdefault(run.run_id, set())
+        if note.text not in texts:
             run.node_source.say(note)
-            said.add(note.text)
+            texts.add(note.text)
             log.info("%s run=%s", note.text, run.run_id)

@@ -213,9 +213,9 @@ class Shipper:
             if not progress.is_done(each, spool):
                 oldest.setdefault(each.key, each)
         for key, waiting in oldest.items():
-            found = next(spool.read(waiting.start), None)
-            if found is not None and found[0] == waiting.end:  # else a full spool dropped it
-                reply = self._client.ingest_all([found[1]])[0]
+            batch = next(spool.read(waiting.start), None)
+            if batch is not None and batch[0] == waiting.end:  # else a full spool dropped it
+                reply = self._client.ingest_all([batch[1]])[0]
                 progress.durable[key] = max(reply.durable_seq, progress.durable.get(key, -1))
 
     def _ack(self, progress: _Progress, spool: Ships, now: float) -> None:

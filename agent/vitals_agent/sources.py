@@ -47,7 +47,7 @@ class OwnSource:
         """Write one row per mapping, taken then or now; a column that is not in it is missing."""
         taken = taken or Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
         stamp: dict[str, Value] = {"step": -1, "attempt": 0, **taken._asdict()}
-        rows = [{**stamp, **one} for one in values]
+        rows = [{**stamp, **measured} for measured in values]
         self._write(schema, [[row.get(c.name) for c in schema.columns] for row in rows])
 
     def say(self, event: Event, *, step: int = -1, attempt: int = 0) -> None:

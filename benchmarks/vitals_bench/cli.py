@@ -282,10 +282,10 @@ def _run(
     from vitals_bench import page as pages
 
     about = pages.facts()
-    found, failed = _measure(names, quick=quick, options=options or {})
-    _print(found, about, output)
+    by_bench, failed = _measure(names, quick=quick, options=options or {})
+    _print(by_bench, about, output)
     if page is not None:
-        _write(page, found, about)
+        _write(page, by_bench, about)
     if failed:
         raise typer.Exit(1)
 
@@ -294,15 +294,15 @@ def _measure(
     names: tuple[str, ...], *, quick: bool, options: Options
 ) -> tuple[dict[str, list[Row | Grid]], bool]:
     """Return what each bench yielded, and whether a part of one could not run."""
-    found: dict[str, list[Row | Grid]] = {}
+    by_bench: dict[str, list[Row | Grid]] = {}
     failed = False
     for name in names:
-        found[name] = []
+        by_bench[name] = []
         for part, measure in _benches()[name].items():
             typer.echo(f"measuring {name}: {part}", err=True)
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # peers talk; stdout is for rows
-                    found[name] += measure(quick=quick, **options.get(name, {}))
+                    by_bench[name] += measure(quick=quick, **options.get(name, {}))
             except VitalsError:
                 raise  # a mistake in what was asked for, and its way out
             except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
@@ -310,11 +310,11 @@ def _measure(
                 typer.echo(
                     f"{name}: {part} could not run: {type(error).__name__}: {error}", err=True
                 )
-    return found, failed
+    return by_bench, failed
 
 
 def _print(
-    found: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str], output: Format
+    by_bench: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str], output: Format
 ) -> None:
     from rich.console import Console
 
@@ -322,33 +322,37 @@ def _print(
     from vitals_bench.rows import Grid, Row
 
     if output is Format.JSON:
-        typer.echo(json.dumps([one.plain() for all_ in found.values() for one in all_], indent=2))
+        typer.echo(
+            json.dumps([entry.plain() for all_ in by_bench.values() for entry in all_], indent=2)
+        )
         return
     console = Console(width=None if sys.stdout.isatty() else 200)
-    for name, yielded in found.items():
-        rows = [one for one in yielded if isinstance(one, Row)]
+    for name, yielded in by_bench.items():
+        rows = [entry for entry in yielded if isinstance(entry, Row)]
         console.print(pages.table(f"vitals bench {name}", rows))
-        for one in yielded:
-            if isinstance(one, Grid):
-                console.print(pages.grid_table(one))
+        for entry in yielded:
+            if isinstance(entry, Grid):
+                console.print(pages.grid_table(entry))
     console.print("\n".join(f"{what}: {text}" for what, text in about.items()))
 
 
-def _write(page: Path, found: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str]) -> None:
+def _write(
+    page: Path, by_bench: Mapping[str, Sequence[Row | Grid]], about: Mapping[str, str]
+) -> None:
     """Write the whole page, or one bench's part of a page that has others too."""
     from vitals_bench import page as pages
 
     try:
-        if len(found) == 1 and page.exists():
-            ((name, yielded),) = found.items()
+        if len(by_bench) == 1 and page.exists():
+            ((name, yielded),) = by_bench.items()
             measured = f"Measured {about['date']}, {about['load before']}."
             part = pages.section(name, yielded, measured=measured)
             page.write_text(pages.replaced(page.read_text(), name, part))
         else:
-            text = pages.markdown(about, found)
+            text = pages.markdown(about, by_bench)
             for name in APART:
                 part = pages.section_of(page.read_text(), name) if page.exists() else ""
-                text += f"\n{part}" if part and name not in found else ""
+                text += f"\n{part}" if part and name not in by_bench else ""
             page.write_text(text)
     except OSError as error:
         raise StorageError(

@@ -54,6 +54,6 @@ def halves(times: Sequence[float]) -> float:
     return spread(statistics.median(times[::2]), statistics.median(times[1::2]))
 
 
-def spread(one: float, other: float) -> float:
+def spread(first: float, second: float) -> float:
     """Return how far two measurements of the same thing lie apart, as a share."""
-    return abs(one / other - 1.0)
+    return abs(first / second - 1.0)

@@ -103,19 +103,19 @@ def markdown(about: Mapping[str, str], benches: Mapping[str, Sequence[Row | Grid
     """Return the page."""
     lines = ["# Benchmarks", "", NOTICE, "", HOW, "", "| | |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in about.items()]
-    sections = [section(name, found) for name, found in benches.items()]
+    sections = [section(name, yielded) for name, yielded in benches.items()]
     return "\n".join(["\n".join(lines) + "\n", *sections])
 
 
-def section(name: str, found: Sequence[Row | Grid], *, measured: str = "") -> str:
+def section(name: str, yielded: Sequence[Row | Grid], *, measured: str = "") -> str:
     """Return a bench's part of the page; ``measured`` says when, where it has its own date."""
-    rows = [row for row in found if isinstance(row, Row)]
+    rows = [row for row in yielded if isinstance(row, Row)]
     missed = [f"{row.name} ({row.peer})" for row in rows if row.met is False]
     lines = [f"{HEADING}{name}", ""]
     lines += [measured, ""] if measured else []
     lines += [f"Missed: {'; '.join(missed)}." if missed else "No goal was missed.", ""]
     lines += _table(COLUMNS, [cells(row) for row in rows])
-    for grid in found:
+    for grid in yielded:
         if isinstance(grid, Grid):
             lines += ["", f"**{grid.title}**", "", *_table(grid.columns, grid.cells())]
             lines += ["", grid.note] if grid.note else []

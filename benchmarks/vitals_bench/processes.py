@@ -88,18 +88,18 @@ class Started:
 def cpu_seconds_of(process: psutil.Process) -> float:
     """Return the CPU time of a process and of its children, ended ones included."""
     used = 0.0
-    for one in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = one.cpu_times()
+            times = member.cpu_times()
             used += times.user + times.system + times.children_user + times.children_system
     return used
 
 
 def free_port() -> int:
     """Return a port of loopback that was free just now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def program(name: str) -> str:

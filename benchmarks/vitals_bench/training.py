@@ -121,9 +121,13 @@ def own_place(*, agent: bool = False) -> Iterator[Path]:
     memory = shared if os.access(shared, os.W_OK) else None
     options: Any = {"prefix": "vitals-bench-", "ignore_cleanup_errors": True}
     with TemporaryDirectory(**options) as runs, TemporaryDirectory(dir=memory, **options) as shm:
-        wanted = {"VITALS_DIR": runs, "VITALS_SHM": shm, "VITALS_AGENT": None if agent else "off"}
-        before = {name: os.environ.get(name) for name in wanted}
-        _set(wanted)
+        variables = {
+            "VITALS_DIR": runs,
+            "VITALS_SHM": shm,
+            "VITALS_AGENT": None if agent else "off",
+        }
+        before = {name: os.environ.get(name) for name in variables}
+        _set(variables)
         try:
             yield Path(runs)
         finally:

@@ -92,8 +92,8 @@ def veto_text(view: DecisionView, by: str, reason: str) -> str:
 def word_of(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
     """Return what a person said of a decision; "" where nobody did."""
     head = f"{_head(view)}: "
-    said = [note.text for note in notes if note.text.startswith(head)]
-    return words.plain(said[-1].removeprefix(head), 200) if said else ""
+    texts = [note.text for note in notes if note.text.startswith(head)]
+    return words.plain(texts[-1].removeprefix(head), 200) if texts else ""
 
 
 def _head(view: DecisionView) -> str:
@@ -152,9 +152,9 @@ def _send(control: CollectorClient, run: RunSummary, request: CommandRequest) ->
         sent = control.send_command(run.run_id, request)
     except VitalsError as error:
         return f"Not sent: {error.text}. {error.hint}"
-    said = f"Sent. Command {sent.command.number} is {sent.status}."
-    st.toast(said)
-    return said
+    message = f"Sent. Command {sent.command.number} is {sent.status}."
+    st.toast(message)
+    return message
 
 
 def dismiss(source: Source, run: RunSummary, view: DecisionView, *, key: str) -> None:
@@ -168,15 +168,15 @@ def dismiss(source: Source, run: RunSummary, view: DecisionView, *, key: str) ->
         st.caption("Kept as a note at its step, drawn on the curves. Nothing is sent to the run.")
         by = st.text_input("Who", value=frame.person(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=MAX_REASON, key=f"reason_{key}")
-        said = None
+        message = None
         if st.form_submit_button("Dismiss", type="primary"):
             if not (by.strip() and reason.strip()):
-                said = "Give a name and a reason: others will ask."
+                message = "Give a name and a reason: others will ask."
             else:
                 text = veto_text(view, by.strip(), reason.strip())
-                said = note(source.control, run, view.decision.step, text, by.strip())
-                said = said or "Dismissed, and noted."
-        frame.answer(key, said)
+                message = note(source.control, run, view.decision.step, text, by.strip())
+                message = message or "Dismissed, and noted."
+        frame.answer(key, message)
 
 
 def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: str) -> str:

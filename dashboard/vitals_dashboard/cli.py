@@ -93,8 +93,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM, and SIGHUP of a closed terminal, stop the programs as Ctrl-C does."""
-    told = (signal.SIGTERM, signal.SIGHUP)
-    before = [(number, signal.signal(number, _interrupt)) for number in told]
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [(number, signal.signal(number, _interrupt)) for number in signals]
     try:
         yield
     finally:

@@ -39,8 +39,8 @@ def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]
     """Return what was set differently: attributes, the config's keys, the judge's settings."""
     settings = [_settings(detail) for detail in details]
     rows = []
-    for key in dict.fromkeys(key for one in settings for key in one):
-        values = [_said(one[key]) if key in one else "" for one in settings]
+    for key in dict.fromkeys(key for of_run in settings for key in of_run):
+        values = [_said(of_run[key]) if key in of_run else "" for of_run in settings]
         if len(set(values)) > 1:
             rows.append({"Setting": words.plain(key, 80), **dict(zip(names, values, strict=True))})
     return rows
@@ -48,20 +48,20 @@ def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]
 
 def _settings(detail: RunDetail) -> dict[str, Any]:
     info = msgspec.to_builtins(detail.info)
-    found = {key.replace("_", " "): v for key, v in info.items() if key not in _NOT_SET}
-    found |= _flat(detail.info.config, "config")
-    found |= _flat(detail.info.judge, "judge")
-    return found
+    settings = {key.replace("_", " "): v for key, v in info.items() if key not in _NOT_SET}
+    settings |= _flat(detail.info.config, "config")
+    settings |= _flat(detail.info.judge, "judge")
+    return settings
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}.{key}")
+            flat |= _flat(value, f"{prefix}.{key}")
         else:
-            found[f"{prefix}.{key}"] = value
-    return found
+            flat[f"{prefix}.{key}"] = value
+    return flat
 
 
 def _said(value: Any) -> str:
@@ -82,14 +82,16 @@ def value_rows(
     add("state", [d.summary.state for d in details])
     add("last step", [f"{d.summary.last_step:,}" for d in details])
     shown = list(dict.fromkeys((metric, *_SHOWN)))
-    requests = [SeriesRequest(metric=one, points=POINTS) for one in shown]
-    found = [series_of(source, d, requests) for d in details]
-    for one, replies in zip(shown, zip(*found, strict=True), strict=True):
+    requests = [SeriesRequest(metric=shown_metric, points=POINTS) for shown_metric in shown]
+    series = [series_of(source, d, requests) for d in details]
+    for shown_metric, replies in zip(shown, zip(*series, strict=True), strict=True):
         last = [last_value(reply) for reply in replies]
         if any(value is not None for value in last):
-            add(f"{words.plain(one, 60)}, last", [words.number(value, 5) for value in last])
+            add(
+                f"{words.plain(shown_metric, 60)}, last", [words.number(value, 5) for value in last]
+            )
     for word, most in (("lowest", min), ("highest", max)):
-        values = [most(_finite(of_run[0]), default=last_value(of_run[0])) for of_run in found]
+        values = [most(_finite(of_run[0]), default=last_value(of_run[0])) for of_run in series]
         add(f"{words.plain(metric, 60)}, {word}", [words.number(value) for value in values])
     add("skips", [f"{d.summary.num_skips:,}" for d in details])
     add("rollbacks", [f"{d.summary.num_rollbacks:,}" for d in details])

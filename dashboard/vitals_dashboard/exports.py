@@ -35,12 +35,12 @@ def parquet_bytes(reply: TableReply) -> bytes:
 
 def typed(values: tuple[Value, ...]) -> list[Value]:
     """Return a column as one type: numbers where all are, texts where there are several kinds."""
-    known = [value for value in values if value is not None]
-    numbers = [v for v in known if isinstance(v, int | float) and not isinstance(v, bool)]
-    texts = [v for v in known if isinstance(v, str)]
-    if numbers and len(numbers) + len(texts) == len(known) and set(texts) <= set(_NONFINITE):
+    present = [value for value in values if value is not None]
+    numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
+    texts = [v for v in present if isinstance(v, str)]
+    if numbers and len(numbers) + len(texts) == len(present) and set(texts) <= set(_NONFINITE):
         return [_number(v) for v in values]
-    if len({type(value) for value in known}) > 1:
+    if len({type(value) for value in present}) > 1:
         return [None if value is None else str(value) for value in values]
     return list(values)
 

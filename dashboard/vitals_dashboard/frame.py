@@ -167,7 +167,7 @@ def run_head(run: RunSummary) -> None:
 
 def step_range() -> tuple[int | None, int | None]:
     """Draw the first and last step to be shown, both in the address; None is the run's own."""
-    found = [
+    entered = [
         st.number_input(
             label,
             min_value=0,
@@ -183,7 +183,7 @@ def step_range() -> tuple[int | None, int | None]:
             ("To step", "to", "last"),
         )
     ]
-    first, last = (None if value is None else int(value) for value in found)
+    first, last = (None if value is None else int(value) for value in entered)
     if first is not None and last is not None and last < first:
         first, last = last, first
     return first, last
@@ -240,14 +240,14 @@ def _columns(row: tables.Row) -> dict[str, Any]:
     return {name: kind for name, kind in kinds.items() if name in row}
 
 
-def answer(key: str, said: str | None) -> None:
-    """Draw what came of a form: ``said`` now, else what was said last.
+def answer(key: str, message: str | None) -> None:
+    """Draw what came of a form: ``message`` now, else what was said last.
 
     It is kept because the page is drawn anew every few seconds, maybe before anyone has read it.
     """
     kept = f"answer_{key}"
-    if said is not None:
-        st.session_state[kept] = said
+    if message is not None:
+        st.session_state[kept] = message
     if text := st.session_state.get(kept):
         st.text(words.plain(text, 400))
 

@@ -58,8 +58,8 @@ def cells_of(reply: CellsReply) -> Floats:
 def middle(cells: Floats, axis: int) -> Floats:
     """Return the median along an axis; NaN where nothing was measured."""
     none = np.isnan(cells).all(axis=axis, keepdims=True)
-    found = np.nanmedian(np.where(none, 0.0, cells), axis=axis, keepdims=True)
-    result: Floats = np.where(none, np.nan, found)
+    medians = np.nanmedian(np.where(none, 0.0, cells), axis=axis, keepdims=True)
+    result: Floats = np.where(none, np.nan, medians)
     return result
 
 
@@ -77,20 +77,20 @@ def shades(cells: Floats, shade: Shade) -> Floats:
 
 
 def _all_positive(cells: Floats) -> bool:
-    known = cells[np.isfinite(cells)]
-    return bool(known.size) and bool((known > TINY).all())
+    finite = cells[np.isfinite(cells)]
+    return bool(finite.size) and bool((finite > TINY).all())
 
 
 def _is_wide(cells: Floats) -> bool:
-    known = cells[np.isfinite(cells)]
-    return _all_positive(cells) and bool(np.log10(known.max()) - np.log10(known.min()) > WIDE)
+    finite = cells[np.isfinite(cells)]
+    return _all_positive(cells) and bool(np.log10(finite.max()) - np.log10(finite.min()) > WIDE)
 
 
 def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
     """Return the colour scale with words at its ends; outliers do not squeeze the rest."""
-    found = shades(cells, shade)
-    known = found[np.isfinite(found)]
-    low, high = (0.0, 1.0) if not known.size else np.percentile(known, (0.5, 99.5)).tolist()
+    shaded = shades(cells, shade)
+    finite = shaded[np.isfinite(shaded)]
+    low, high = (0.0, 1.0) if not finite.size else np.percentile(finite, (0.5, 99.5)).tolist()
     if shade == "size":
         colours: Sequence[str] = SEQUENTIAL
         if not _is_wide(cells):
@@ -207,13 +207,13 @@ def _long(
 ) -> pd.DataFrame:
     """Return a row for each measured cell; it travels as Arrow, its names once each."""
     rows, columns = np.nonzero(np.isfinite(cells))
-    found = np.clip(shades(cells, shade), scale["min"], scale["max"])[rows, columns]
+    shaded = np.clip(shades(cells, shade), scale["min"], scale["max"])[rows, columns]
     values = cells[rows, columns]
     return pd.DataFrame(
         {
             "step": pd.Categorical.from_codes(columns, categories=list(steps)),
             "row": pd.Categorical.from_codes(rows, categories=list(called)),
-            "shade": np.nan_to_num(found),
+            "shade": np.nan_to_num(shaded),
             "value": np.array([words.number(v) for v in values.tolist()], dtype=object),
         }
     )
@@ -244,15 +244,17 @@ def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
     """
     left = set(reply.nonfinite_rolled_back)
     kept = [cell for cell in reply.nonfinite if cell not in left]
-    found = [_cross("not finite", 11, "NaN or infinite", kept, order)]
+    crosses = [_cross("not finite", 11, "NaN or infinite", kept, order)]
     if left:
-        said = "NaN or infinite, only in steps that were rolled back"
-        found.append(_cross("not finite, rolled back", 7, said, reply.nonfinite_rolled_back, order))
-    return found
+        tooltip = "NaN or infinite, only in steps that were rolled back"
+        crosses.append(
+            _cross("not finite, rolled back", 7, tooltip, reply.nonfinite_rolled_back, order)
+        )
+    return crosses
 
 
 def _cross(
-    name: str, size: int, said: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
+    name: str, size: int, tooltip: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
 ) -> Spec:
     place = {row: at for at, row in enumerate(order)}
     seen = [[column, place[row]] for row, column in cells if row in place]
@@ -263,20 +265,20 @@ def _cross(
         "symbolSize": size,
         "z": 4,
         "itemStyle": {"color": NON_FINITE_COLOUR, "borderColor": "#FFFFFF", "borderWidth": 1},
-        "tooltip": {"formatter": said},
+        "tooltip": {"formatter": tooltip},
         "data": seen[:MAX_CROSSES],
     }
 
 
 def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palette) -> Spec:
     """Return a line at the column of each decision, headed by the sign of its action."""
-    found: dict[tuple[int, str], Spec] = {}
+    marks: dict[tuple[int, str], Spec] = {}
     for view in decisions:
         action = ACTIONS.get(view.decision.action)
         column = column_of(view.decision.step, steps)
         if action is None or column is None:
             continue
-        found[column, action.word] = {
+        marks[column, action.word] = {
             "xAxis": column,
             "lineStyle": {"type": "dashed", "color": look.quiet, "width": 1.2},
             "label": {
@@ -290,7 +292,7 @@ def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palett
         "silent": True,
         "symbol": "none",
         "animation": False,
-        "data": list(found.values())[:MAX_MARKS],
+        "data": list(marks.values())[:MAX_MARKS],
     }
 
 

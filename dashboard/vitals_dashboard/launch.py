@@ -270,18 +270,18 @@ def folder_collector(
     """Run a collector that reads the folder, until the block ends."""
     # The collector holds the lock too: should this process be killed, the next one takes another.
     with cache_slot(folder) as (data, lock):
-        found = data / "collector.json"
-        found.unlink(missing_ok=True)
+        collector_file = data / "collector.json"
+        collector_file.unlink(missing_ok=True)
         command = collector_command(folder, data)
         with program("collector", command, data / "collector.log", environ, (lock,)) as child:
-            place = wait_for(child, lambda: read_collector_file(found))
+            place = wait_for(child, lambda: read_collector_file(collector_file))
             wait_for(child, lambda: _answers(f"{place.url}/healthz"))
             yield (
                 child,
                 CollectorPlace(
                     url=place.url,
                     token_file=str(data / "tokens.json"),
-                    collector_file=str(found),
+                    collector_file=str(collector_file),
                     of_folder=True,
                 ),
             )

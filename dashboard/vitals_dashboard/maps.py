@@ -68,7 +68,7 @@ def controls(
             key=f"{key}_metric",
             bind="query-params",
         )
-        told = st.segmented_control(
+        colour = st.segmented_control(
             "Colour",
             list(SHADES),
             default=shade,
@@ -80,7 +80,7 @@ def controls(
         )
         steps = frame.step_range()
     chosen = by_word.get(str(word), choices[0])
-    return chosen, SHADES.get(str(told), SHADES[shade]), steps
+    return chosen, SHADES.get(str(colour), SHADES[shade]), steps
 
 
 def draw(

@@ -83,7 +83,7 @@ def last_value(reply: SeriesReply | None) -> float | None:
     if reply is None:
         return None
     points = zip(reply.step, reply.value, strict=True)
-    last = next((one for one in reversed([*points]) if one[1] is not None), (-1, None))
+    last = next((point for point in reversed([*points]) if point[1] is not None), (-1, None))
     if reply.nonfinite and reply.nonfinite[-1].step > last[0]:
         return float(reply.nonfinite[-1].kind)
     return last[1]
@@ -111,10 +111,10 @@ def differences(
     first, *others = [detail.summary for detail in details]
     return [
         _difference(
-            client, client.url, first.run_id, one.run_id, metric, along,
-            (first.last_seen_unix_ns, one.last_seen_unix_ns),
+            client, client.url, first.run_id, other.run_id, metric, along,
+            (first.last_seen_unix_ns, other.last_seen_unix_ns),
         )
-        for one in others
+        for other in others
     ]  # fmt: skip
 
 
@@ -125,11 +125,15 @@ def series_of(
 
     One request for all: most of what a refresh costs is the way there and back.
     """
-    asked = tuple(dict.fromkeys(one for one in requests if one.metric in detail.metrics))
+    asked = tuple(
+        dict.fromkeys(request for request in requests if request.metric in detail.metrics)
+    )
     line, client = detail.summary, source.client
-    found: dict[SeriesRequest, SeriesReply] = {}
+    by_request: dict[SeriesRequest, SeriesReply] = {}
     if asked:
         replies = _series(client, client.url, line.run_id, asked, line.last_seen_unix_ns)
-        found = dict(zip(asked, replies, strict=True))
-    drawn = {one: reply for one, reply in found.items() if reply.step or reply.nonfinite}
-    return [drawn.get(one) for one in requests]
+        by_request = dict(zip(asked, replies, strict=True))
+    drawn = {
+        request: reply for request, reply in by_request.items() if reply.step or reply.nonfinite
+    }
+    return [drawn.get(request) for request in requests]

@@ -82,7 +82,7 @@ def _slow(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ..
         for name, pace in paces.items()
         if middle > 0 and pace - middle > max(SLOWER * middle, SCALES * spread)
     ]
-    return tuple(sorted(slow, key=lambda one: -one.seconds))
+    return tuple(sorted(slow, key=lambda straggler: -straggler.seconds))
 
 
 def in_words(what: Found) -> list[str]:
@@ -91,25 +91,25 @@ def in_words(what: Found) -> list[str]:
         return ["No step time was measured here, so no straggler can be named."]
     if what.num_ranks == 1:
         return [f"One rank, {_time(what.middle)} a step: there is no other to compare it with."]
-    said = [_sentence(one, "node") for one in what.nodes[:MAX_NAMED]]
-    said += [_sentence(one, "rank") for one in what.ranks[:MAX_NAMED]]
+    sentences = [_sentence(straggler, "node") for straggler in what.nodes[:MAX_NAMED]]
+    sentences += [_sentence(straggler, "rank") for straggler in what.ranks[:MAX_NAMED]]
     if len(what.ranks) > MAX_NAMED:
-        said.append(f"{len(what.ranks) - MAX_NAMED:,} more ranks are slow as well.")
-    if not said:
-        said = [
+        sentences.append(f"{len(what.ranks) - MAX_NAMED:,} more ranks are slow as well.")
+    if not sentences:
+        sentences = [
             f"No rank stands out: {what.num_ranks:,} ranks, {_time(what.middle)} a step in the"
             " middle."
         ]
-    return said
+    return sentences
 
 
-def _sentence(one: Straggler, kind: str) -> str:
-    name = one.name.replace(":", " ", 1) if kind == "rank" else f"node {one.name}"
-    where = f" on {one.node}" if one.node else ""
-    others = f"the middle of {one.of:,} {kind}s" if one.of > 2 else f"the other {kind}"
+def _sentence(straggler: Straggler, kind: str) -> str:
+    name = straggler.name.replace(":", " ", 1) if kind == "rank" else f"node {straggler.name}"
+    where = f" on {straggler.node}" if straggler.node else ""
+    others = f"the middle of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
     return (
-        f"{words.plain(name + where, 120)} is slow: {_time(one.seconds)} a step,"
-        f" {one.slower:.0%} above {others} ({_time(one.middle)})."
+        f"{words.plain(name + where, 120)} is slow: {_time(straggler.seconds)} a step,"
+        f" {straggler.slower:.0%} above {others} ({_time(straggler.middle)})."
     )
 
 

@@ -96,8 +96,8 @@ def matching(
     needles = text.casefold().split()
 
     def holds(run: RunSummary) -> bool:
-        said = " ".join((run.name, run.project, run.user, run.run_id, *run.tags)).casefold()
-        return all(needle in said for needle in needles)
+        haystack = " ".join((run.name, run.project, run.user, run.run_id, *run.tags)).casefold()
+        return all(needle in haystack for needle in needles)
 
     chosen = [
         run
@@ -259,15 +259,15 @@ def data_rows(data: Sequence[StepData]) -> list[Row]:
     """Return which batches and samples fed the steps."""
     return [
         {
-            "Source": words.plain(one.source, 40),
-            "Epoch": one.batch.epoch,
-            "First batch": one.batch.first_batch,
-            "Batches": one.batch.num_batches,
-            "Samples": one.batch.num_samples if one.batch.num_samples >= 0 else None,
-            "Ids": words.plain(", ".join(str(i) for i in one.batch.sample_ids[:50]), 300),
-            "Kept in": words.plain(one.batch.file, 200),
+            "Source": words.plain(entry.source, 40),
+            "Epoch": entry.batch.epoch,
+            "First batch": entry.batch.first_batch,
+            "Batches": entry.batch.num_batches,
+            "Samples": entry.batch.num_samples if entry.batch.num_samples >= 0 else None,
+            "Ids": words.plain(", ".join(str(i) for i in entry.batch.sample_ids[:50]), 300),
+            "Kept in": words.plain(entry.batch.file, 200),
         }
-        for one in data
+        for entry in data
     ]
 
 
@@ -297,15 +297,15 @@ def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
     """Return incidents in the order given."""
     return [
         {
-            "Step": one.onset_step,
-            "To step": one.last_step,
-            "Incident": words.plain(one.title, 200),
-            "Severity": one.severity,
-            "State": "open" if one.is_open else "over",
-            "Cost": words.count(one.cost_steps, "step"),
-            "Decisions": len(one.decisions),
-            "Alerts": len(one.alerts),
-            "Began": moment(one.started_unix_ns),
+            "Step": incident.onset_step,
+            "To step": incident.last_step,
+            "Incident": words.plain(incident.title, 200),
+            "Severity": incident.severity,
+            "State": "open" if incident.is_open else "over",
+            "Cost": words.count(incident.cost_steps, "step"),
+            "Decisions": len(incident.decisions),
+            "Alerts": len(incident.alerts),
+            "Began": moment(incident.started_unix_ns),
         }
-        for one in incidents
+        for incident in incidents
     ]

@@ -36,9 +36,9 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
-def count(number_of: int, one: str, many: str = "") -> str:
+def count(number_of: int, singular: str, plural: str = "") -> str:
     """Return ``1 point`` or ``1,200 points``."""
-    return f"{number_of:,} {one if number_of == 1 else many or one + 's'}"
+    return f"{number_of:,} {singular if number_of == 1 else plural or singular + 's'}"
 
 
 def age(since_unix_ns: int, now_unix_ns: int) -> str:

@@ -86,5 +86,5 @@ def gpu_lost() -> list[Panel]:
 
 def _power(number: int, *, lost: bool) -> dict[str, dict[str, Value]]:
     swing = 12 * (number % 7)
-    found: dict[str, dict[str, Value]] = {"4": {"power_watts": 560 + swing}}
-    return found if lost else {**found, "3": {"power_watts": 600 + swing}}
+    gpus: dict[str, dict[str, Value]] = {"4": {"power_watts": 560 + swing}}
+    return gpus if lost else {**gpus, "3": {"power_watts": 600 + swing}}

@@ -31,17 +31,19 @@ class ExampleError(Exception):
     """An example does not show what it is there for."""
 
 
-def check(title: str, said: Sequence[Finding], detector: str) -> tuple[Finding, ...]:
+def check(title: str, findings: Sequence[Finding], detector: str) -> tuple[Finding, ...]:
     """Return what a detector said; naming none asks for silence.
 
     Raises:
         ExampleError: it was silent, or somebody spoke where silence was to be shown.
     """
-    mine = tuple(finding for finding in said if finding.detector == detector)
+    mine = tuple(finding for finding in findings if finding.detector == detector)
     if detector and not mine:
-        raise ExampleError(f"{title!r}: {detector} says nothing; heard: {said}")
-    if not detector and said:
-        raise ExampleError(f"{title!r}: to be silent, but {said[0].detector}: {said[0].reason}")
+        raise ExampleError(f"{title!r}: {detector} says nothing; heard: {findings}")
+    if not detector and findings:
+        raise ExampleError(
+            f"{title!r}: to be silent, but {findings[0].detector}: {findings[0].reason}"
+        )
     return mine
 
 
@@ -52,12 +54,12 @@ def _height(lines: Sequence[Line], at: float) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _panel(title: str, lines: Sequence[Line], said: Sequence[Finding], **options: Any) -> Panel:
+def _panel(title: str, lines: Sequence[Line], findings: Sequence[Finding], **options: Any) -> Panel:
     marks = [
         Mark(x=f.step, y=_height(lines, f.step), level=f.level, word=f.kind.replace("_", " "))
-        for f in said
+        for f in findings
     ]
-    return Panel(title=title, lines=lines, marks=marks, said=said, **options)
+    return Panel(title=title, lines=lines, marks=marks, said=findings, **options)
 
 
 # ------------------------------------------------------------------------------- in every rank
@@ -160,17 +162,17 @@ def watched(
         log: draw logarithms.
         every: draw every so many steps; those that were spoken of always.
     """
-    watchers, said, levels = WatchSet(), list[Finding](), list[Point]()
+    watchers, findings, levels = WatchSet(), list[Finding](), list[Point]()
     if totals:
         gpu = {"memory_total_bytes": totals}
         watchers.update_node(NodeSample(node="node-0", time_unix_ns=0, step=0, gpus={"0": gpu}))
     for place, step in enumerate(steps):
-        found = watchers.update(step)
-        said += found
-        if limit is not None and (found or place % every == 0):
+        of_step = watchers.update(step)
+        findings += of_step
+        if limit is not None and (of_step or place % every == 0):
             state = watchers.state_dict()["watchers"][detector or of]
             levels.append((step.step, limit[1](state)))
-    mine = check(title, said, detector)
+    mine = check(title, findings, detector)
     spoken = {finding.step for finding in mine}
     kept = [s for n, s in enumerate(steps) if n % every == 0 or s.step in spoken]
     drawn = [
@@ -213,7 +215,7 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
 
     A mark's place is the second at which it was told.
     """
-    watchers, said, waits, limits = WatchSet(), [], [], []
+    watchers, timed_findings, waits, limits = WatchSet(), [], [], []
     step, last = -1, 0.0
     for now in range(int(times[0]), int(times[-1] + seconds_after) + 1):
         while step + 1 < len(times) and times[step + 1] <= now:
@@ -222,15 +224,17 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
             duration = {"step_duration_seconds": [last - before if step else 1.0]}
             at = int(last * SECOND)
             watchers.update(MergedStep(step=step, attempt=1, time_unix_ns=at, ranks=duration))
-        said += [(now, finding) for finding in watchers.idle(now * SECOND)]
+        timed_findings += [(now, finding) for finding in watchers.idle(now * SECOND)]
         waits.append((float(now), now - last))
         limits.append((float(now), _limit_of_silence(watchers, now)))
-    mine = check(title, [finding for _, finding in said], detector)
+    mine = check(title, [finding for _, finding in timed_findings], detector)
     lines = [
         Line(label="since the last step", points=waits),
         Line(label="limit", points=limits, role="limit"),
     ]
-    marks = [Mark(x=now, y=_height(lines, now), level=f.level, word=f.kind) for now, f in said]
+    marks = [
+        Mark(x=now, y=_height(lines, now), level=f.level, word=f.kind) for now, f in timed_findings
+    ]
     return Panel(
         title=title, lines=lines, marks=marks, said=mine, x_label="seconds", y_label="seconds"
     )

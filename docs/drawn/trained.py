@@ -145,8 +145,8 @@ def withheld(training: Training, *, declared: bool, clips: bool = True) -> int:
     log = [LoggedStep(r.step, r.step, r.loss, r.grad_norm) for r in read(training)]
     config = JudgeConfig(loss_kind=training.loss_kind if declared else "minimize")
     expected = [training.change] if declared and training.change >= 0 else []
-    said = judge_history(log, config=config, expected=expected, clips=clips)
-    return sum(judged.record.withheld for judged in said)
+    history = judge_history(log, config=config, expected=expected, clips=clips)
+    return sum(judged.record.withheld for judged in history)
 
 
 # ------------------------------------------------------------------------------------ drawing
@@ -157,45 +157,45 @@ def panels(training: Training) -> list[Panel]:
     healthy = read(training)
     drawn = [_panel(training, "nothing is declared", healthy, heard(training, declared=False))]
     if training.declared:
-        said = heard(training, declared=True)
-        drawn.append(_panel(training, training.declared, healthy, said))
-    said = [
+        findings = heard(training, declared=True)
+        drawn.append(_panel(training, training.declared, healthy, findings))
+    findings = [
         finding
         for finding in heard(training, declared=True, damaged=True)
         if FAULT <= finding.step <= FAULT + AFTER
     ]
     damaged = read(training, damaged=True)[FAULT - BEFORE :]
     title = f"a fault at step {FAULT}"
-    return [*drawn, _panel(training, title, damaged, said, column="grad_norm")]
+    return [*drawn, _panel(training, title, damaged, findings, column="grad_norm")]
 
 
 def _panel(
     training: Training,
     title: str,
     records: Sequence[StepRecord],
-    said: Sequence[Finding],
+    findings: Sequence[Finding],
     *,
     column: Literal["loss", "grad_norm"] = "loss",
 ) -> Panel:
     heights = {record.step: getattr(record, column) for record in records}
-    spoken = {finding.step for finding in said}
+    spoken = {finding.step for finding in findings}
     every = training.every if column == "loss" else 1
     kept = [step for step in heights if step % every == 0 or step in spoken]
     label = {"loss": "loss", "grad_norm": "gradient norm"}[column]
     return Panel(
-        title=_with_counts(title, said),
+        title=_with_counts(title, findings),
         x_label="step",
         y_label=label,
         lines=[Line(label=label, points=[(step, heights[step]) for step in kept])],
-        marks=[Mark(x=f.step, y=heights[f.step], level=f.level, word="") for f in said],
-        said=tuple(said),
+        marks=[Mark(x=f.step, y=heights[f.step], level=f.level, word="") for f in findings],
+        said=tuple(findings),
         log=training.log or column == "grad_norm",
     )
 
 
-def _with_counts(title: str, said: Sequence[Finding]) -> str:
+def _with_counts(title: str, findings: Sequence[Finding]) -> str:
     """Return the title with what is said and how often: marks lie too near for words."""
-    counts = Counter(finding.kind.replace("_", " ") for finding in said)
+    counts = Counter(finding.kind.replace("_", " ") for finding in findings)
     words = ", ".join(f"{kind} x{n}" if n > 1 else kind for kind, n in counts.items())
     return f"{title}: {words or 'silent'}"
 

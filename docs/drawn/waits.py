@@ -155,16 +155,16 @@ def checkpoint_overdue() -> list[Panel]:
 
 
 def _saves(title: str, saves: set[int], detector: str = "") -> Panel:
-    watchers, newest, said = WatchSet(), 0, list[Finding]()
+    watchers, newest, findings = WatchSet(), 0, list[Finding]()
     ages, limits = list[Point](), list[Point]()
     for i in range(400):
         if i in saves:
             watchers.saved(i)
             newest = i
-        said += watchers.update(step(i))
+        findings += watchers.update(step(i))
         ages.append((i, float(i - newest)))
         limits.append((i, 50 * CheckpointConfig().ratio if i >= 100 else None))
-    mine = check(title, said, detector)
+    mine = check(title, findings, detector)
     lines = [
         Line(label="age of the newest", points=ages),
         Line(label="limit", points=limits, role="limit"),

@@ -120,17 +120,17 @@ def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
 
 def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
     """Return every rank's part and its manifest, once every byte of all of them matches."""
-    found = {p.name: p for p in parts.iterdir() if _PART.match(p.name) and not p.is_symlink()}
-    if not found:
+    paths = {p.name: p for p in parts.iterdir() if _PART.match(p.name) and not p.is_symlink()}
+    if not paths:
         raise CheckpointError("no rank finished its part")
-    world_size = int(next(iter(found)).rpartition("-")[2])
+    world_size = int(next(iter(paths)).rpartition("-")[2])
     names = [f"rank-{rank}-of-{world_size}" for rank in range(world_size)]
-    if missing := sorted(set(names) ^ found.keys()):
+    if missing := sorted(set(names) ^ paths.keys()):
         raise CheckpointError(
-            f"{len(found)} parts are there of {world_size}; they differ in {', '.join(missing[:8])}"
+            f"{len(paths)} parts are there of {world_size}; they differ in {', '.join(missing[:8])}"
         )
     checked = [
-        (found[name] / parts.name, manifests.check(found[name] / parts.name)) for name in names
+        (paths[name] / parts.name, manifests.check(paths[name] / parts.name)) for name in names
     ]
     for name, (_, content) in zip(names, checked, strict=True):
         if (content.run_id, content.world_size) != (run_id, world_size):
@@ -147,8 +147,8 @@ def _combined(parts: list[Metadata]) -> Metadata:
             assert isinstance(mine, TensorStorageMetadata)
             if (mine.size, mine.properties) != (stored.size, stored.properties):
                 raise CheckpointCorruptError(f"the ranks' parts of {name} are of different kinds")
-            known = {chunk.offsets for chunk in mine.chunks}
-            mine.chunks += [chunk for chunk in stored.chunks if chunk.offsets not in known]
+            offsets = {chunk.offsets for chunk in mine.chunks}
+            mine.chunks += [chunk for chunk in stored.chunks if chunk.offsets not in offsets]
         for index, info in part.storage_data.items():
             moved = replace(info, relative_path=_renamed(info.relative_path, rank))
             merged.storage_data.setdefault(index, moved)

@@ -122,7 +122,7 @@ def held_in(
         world_size: how many there are.
     """
     ranges = _flat_ranges(module)
-    found = {}
+    places = {}
     for name, tensor in tensors.items():
         held = None
         if id(tensor) in ranges:
@@ -133,8 +133,8 @@ def held_in(
             held = _held_whole(prefix + name, tuple(tensor.shape))
             held = replace(held, copy=rank, copies=world_size, uncut=True)
         if held is not None:
-            found[prefix + name] = held
-    return found
+            places[prefix + name] = held
+    return places
 
 
 def _held_whole(name: str, shape: Shape) -> Held:
@@ -191,7 +191,7 @@ class _Range(NamedTuple):
 
 def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
     """Return what lies in each of FSDP1's tensors, and whether all of it does, by tensor's id."""
-    found: dict[int, tuple[list[_Range], bool]] = {}
+    by_tensor: dict[int, tuple[list[_Range], bool]] = {}
     for prefix, inner in module.named_modules():
         handle: Any = getattr(inner, "_handle", None)
         flat = getattr(handle, "flat_param", None)
@@ -210,10 +210,10 @@ def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
             )
         ]
         uncut = not handle.uses_sharded_strategy
-        found[id(flat)] = ranges, uncut
-        for param, one in zip(flat._params or (), ranges, strict=False):
-            found[id(param)] = [one._replace(start=0)], uncut
-    return found
+        by_tensor[id(flat)] = ranges, uncut
+        for param, param_range in zip(flat._params or (), ranges, strict=False):
+            by_tensor[id(param)] = [param_range._replace(start=0)], uncut
+    return by_tensor
 
 
 def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bool) -> Held:

@@ -46,14 +46,14 @@ _LATER = "a job of this run that is running now sees it at its next start"
 
 def register(app: typer.Typer) -> None:
     """Add the ``checkpoints`` commands."""
-    one = "my-run step-00000120-1763712486000123"
+    arguments = "my-run step-00000120-1763712486000123"
     commands: Commands = {
         "list": (show, "vitals checkpoints list my-run --format json"),
         "verify": (verify, "vitals checkpoints verify my-run"),
-        "promote": (promote, f"vitals checkpoints promote {one}"),
+        "promote": (promote, f"vitals checkpoints promote {arguments}"),
         "quarantine": (
             quarantine,
-            f'vitals checkpoints quarantine {one} --reason "trained on bad data"',
+            f'vitals checkpoints quarantine {arguments} --reason "trained on bad data"',
         ),
     }
     about = "Show a run's checkpoints; verify, promote or set one aside."
@@ -65,23 +65,23 @@ def register(app: typer.Typer) -> None:
 
 def show(run: _Run, directory: _Dir = _RUNS, form: _Form = Format.TABLE) -> None:
     """List what is saved, what it is worth, and what was removed or set aside."""
-    found = _find(run, directory)
-    entries = found.entries()
+    checkpoints = _find(run, directory)
+    entries = checkpoints.entries()
     if form is Format.JSON:
         write_json(entries)
         return
     header = ("checkpoint", "step", "state", "bytes", "since", "run", "note")
     rows = [
         (
-            one.id,
-            manifests.parse_id(one.id)[0],
-            one.state,
-            one.num_bytes or None,
-            moment(one.time_unix_ns),
-            one.run_id,
-            _note(one),
+            entry.id,
+            manifests.parse_id(entry.id)[0],
+            entry.state,
+            entry.num_bytes or None,
+            moment(entry.time_unix_ns),
+            entry.run_id,
+            _note(entry),
         )
-        for one in entries
+        for entry in entries
     ]
     write_rows(header, rows, form)
 
@@ -99,12 +99,12 @@ def verify(
     Changes nothing: a damaged one is set aside by the training that meets it, or by `vitals
     checkpoints quarantine`. Without torch the checksums are verified and the tensors are not.
     """
-    found = _find(run, directory)
-    names = [one.id for one in found.entries() if one.state in ("verified", "healthy")]
+    checkpoints = _find(run, directory)
+    names = [entry.id for entry in checkpoints.entries() if entry.state in ("verified", "healthy")]
     if checkpoint:
-        found.require(checkpoint)
+        checkpoints.require(checkpoint)
         names = [checkpoint]
-    results = [_verified(found.path, name) for name in names]
+    results = [_verified(checkpoints.path, name) for name in names]
     if form is Format.JSON:
         write_json(results)
     else:
@@ -120,12 +120,12 @@ def promote(run: _Run, checkpoint: _Id, directory: _Dir = _RUNS) -> None:
 
     Rotation keeps the newest healthy one, so an older one may be removed after this.
     """
-    found = _find(run, directory)
-    entry = found.require(checkpoint)
+    checkpoints = _find(run, directory)
+    entry = checkpoints.require(checkpoint)
     if entry.state == "healthy":
         typer.echo(f"{checkpoint} is healthy already")
         return
-    found.folder(checkpoint).promote(checkpoint)
+    checkpoints.folder(checkpoint).promote(checkpoint)
     typer.echo(f"{checkpoint} is healthy now; {_LATER}")
 
 
@@ -136,12 +136,12 @@ def quarantine(
     directory: _Dir = _RUNS,
 ) -> None:
     """Set a checkpoint aside: nothing loads it any more, and nothing deletes it."""
-    found = _find(run, directory)
-    found.require(checkpoint)
-    found.folder(checkpoint).quarantine(checkpoint, reason)
-    healthy = [one.id for one in found.entries() if one.state == "healthy"]
+    checkpoints = _find(run, directory)
+    checkpoints.require(checkpoint)
+    checkpoints.folder(checkpoint).quarantine(checkpoint, reason)
+    healthy = [entry.id for entry in checkpoints.entries() if entry.state == "healthy"]
     left = f"the newest healthy one is {healthy[-1]}" if healthy else "no healthy one is left"
-    typer.echo(f"{checkpoint} is set aside in {found.path}; {left}; {_LATER}")
+    typer.echo(f"{checkpoint} is set aside in {checkpoints.path}; {left}; {_LATER}")
 
 
 # -------------------------------------------------------------------------------------- finding
@@ -157,24 +157,24 @@ class _Found:
     def entries(self) -> list[IndexEntry]:
         """Return what is known of the checkpoints that are meant, oldest first."""
         every = CheckpointFolder(self.path, run_id=self.run_id).index().entries
-        return [one for one in every if not self.run_id or one.run_id in (self.run_id, "")]
+        return [entry for entry in every if not self.run_id or entry.run_id in (self.run_id, "")]
 
     def require(self, checkpoint_id: str) -> IndexEntry:
         """Return what is known of one that is there."""
         manifests.parse_id(checkpoint_id)
-        there = [one for one in self.entries() if one.state in ("verified", "healthy")]
-        for one in there:
-            if one.id == checkpoint_id:
-                return one
+        there = [entry for entry in self.entries() if entry.state in ("verified", "healthy")]
+        for entry in there:
+            if entry.id == checkpoint_id:
+                return entry
         raise UsageError(
             f"there is no checkpoint {checkpoint_id} in {self.path}",
-            hint=f"there are: {', '.join(one.id for one in there[-8:]) or 'none'}",
+            hint=f"there are: {', '.join(entry.id for entry in there[-8:]) or 'none'}",
         )
 
     def folder(self, checkpoint_id: str) -> CheckpointFolder:
         """Return the folder as the run sees it that the checkpoint belongs to."""
-        said = manifests.peek(self.path / checkpoint_id).run_id
-        return CheckpointFolder(self.path, run_id=self.run_id or said)
+        run_id = manifests.peek(self.path / checkpoint_id).run_id
+        return CheckpointFolder(self.path, run_id=self.run_id or run_id)
 
 
 def _find(run: str, vitals_dir: Path) -> _Found:
@@ -187,7 +187,7 @@ def _find(run: str, vitals_dir: Path) -> _Found:
     if run and _holds_checkpoints(folder):
         return _Found(folder)
     fitting = find_fitting(run, vitals_dir)
-    saved = [one for one in fitting if _holds_checkpoints(one.path / "checkpoints")]
+    saved = [run_dir for run_dir in fitting if _holds_checkpoints(run_dir.path / "checkpoints")]
     if len(saved) == 1:
         return _Found(saved[0].path / "checkpoints", saved[0].run_id)
     if not saved:
@@ -196,8 +196,9 @@ def _find(run: str, vitals_dir: Path) -> _Found:
             hint="where the training names a folder of its own, watch(..., checkpoints=FOLDER), "
             "give that folder",
         )
+    ids = _some(run_dir.run_id for run_dir in saved)
     raise UsageError(
-        f"{len(saved)} runs that fit have checkpoints: {_some(one.run_id for one in saved)}",
+        f"{len(saved)} runs that fit have checkpoints: {ids}",
         hint="give the id of one",
     )
 
@@ -301,8 +302,8 @@ def _nonfinite(folder: Path, content: Manifest) -> list[str]:
     return list(wrong)
 
 
-def _note(one: IndexEntry) -> str:
-    words = [one.reason] if one.reason else []
-    if one.best is not None and math.isfinite(one.best.value):
-        words.insert(0, f"best {one.best.metric} {one.best.value:.6g}")
+def _note(entry: IndexEntry) -> str:
+    words = [entry.reason] if entry.reason else []
+    if entry.best is not None and math.isfinite(entry.best.value):
+        words.insert(0, f"best {entry.best.metric} {entry.best.value:.6g}")
     return "; ".join(words)

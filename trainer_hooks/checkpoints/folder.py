@@ -291,7 +291,9 @@ class CheckpointFolder:
 
     def refs(self) -> tuple[CheckpointRef, ...]:
         """Return this run's complete checkpoints, oldest first; damaged manifests are left out."""
-        return tuple(self._ref(name, found) for name, found in self._sound(manifests.read).items())
+        return tuple(
+            self._ref(name, manifest) for name, manifest in self._sound(manifests.read).items()
+        )
 
     def loadable_refs(self, on_branch: OnBranch | None = None) -> tuple[CheckpointRef, ...]:
         """Return what a load may try, oldest first: what is not known to be another run's.
@@ -302,24 +304,24 @@ class CheckpointFolder:
         Args:
             on_branch: leaves out what lies on a branch that was rolled back away.
         """
-        found = []
+        refs = []
         for name in self.names():
             step, attempt = manifests.parse_id(name)
             if on_branch is not None and not on_branch(step, attempt):
                 continue
-            said: Manifest | Header = manifests.peek(self.path / name)
-            if said.run_id not in (self._run_id, ""):
+            manifest: Manifest | Header = manifests.peek(self.path / name)
+            if manifest.run_id not in (self._run_id, ""):
                 continue
             try:
-                said = manifests.read(self.path / name)
-                ref = self._ref(name, said)
+                manifest = manifests.read(self.path / name)
+                ref = self._ref(name, manifest)
             except NewerVersionError:
-                ref = self._ref(name, said)
+                ref = self._ref(name, manifest)
             except (CheckpointCorruptError, OSError) as error:
                 _LOG.info("vitals: checkpoint %s: %s", name, error)  # told and set aside by load
-                ref = msgspec.structs.replace(self._ref(name, said), state="verified")
-            found.append(ref)
-        return tuple(found)
+                ref = msgspec.structs.replace(self._ref(name, manifest), state="verified")
+            refs.append(ref)
+        return tuple(refs)
 
     def folder(self, checkpoint_id: str) -> Path:
         """Return the folder of an id that is in the store; an id is a name, never a path.
@@ -329,8 +331,8 @@ class CheckpointFolder:
         """
         manifests.parse_id(checkpoint_id)
         if checkpoint_id not in self.names():
-            known = ", ".join(self.names()) or "none"
-            raise UsageError(f"there is no checkpoint {checkpoint_id}", hint=f"there are: {known}")
+            ids = ", ".join(self.names()) or "none"
+            raise UsageError(f"there is no checkpoint {checkpoint_id}", hint=f"there are: {ids}")
         return self.path / checkpoint_id
 
     def check(self, checkpoint_id: str) -> Manifest:
@@ -374,7 +376,7 @@ class CheckpointFolder:
 
     def _sound(self, read: Callable[[Path], Manifest]) -> dict[str, Manifest]:
         """Return this run's manifests by id, oldest first; what cannot be read is told once."""
-        found = {}
+        by_id = {}
         for name in self.names():
             try:
                 content = read(self.path / name)
@@ -384,8 +386,8 @@ class CheckpointFolder:
                     _LOG.warning("vitals: checkpoint %s is left out: %s", name, error)
                 continue
             if content.run_id == self._run_id:
-                found[name] = content
-        return found
+                by_id[name] = content
+        return by_id
 
     def _ref(self, name: str, content: Manifest | Header) -> CheckpointRef:
         step, attempt = manifests.parse_id(name)

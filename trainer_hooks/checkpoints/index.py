@@ -88,19 +88,21 @@ def reconcile(old: Index, there: Sequence[IndexEntry], gone: Iterable[IndexEntry
         there: what the folder holds, set aside included, as its manifests and marks say.
         gone: what was retired or turned bad since the old one was written.
     """
-    before = {one.id: one for one in old.entries if one.is_gone and manifests.is_id(one.id)}
-    found = before | {one.id: one for one in gone}
-    for one in there:
-        past = found.get(one.id)
-        if past is not None and past.state == one.state:  # set aside: what its manifest hides
-            one = msgspec.structs.replace(
-                one,
-                run_id=one.run_id or past.run_id,
-                num_bytes=one.num_bytes or past.num_bytes,
-                reason=one.reason or past.reason,
+    before = {
+        entry.id: entry for entry in old.entries if entry.is_gone and manifests.is_id(entry.id)
+    }
+    by_id = before | {entry.id: entry for entry in gone}
+    for entry in there:
+        past = by_id.get(entry.id)
+        if past is not None and past.state == entry.state:  # set aside: what its manifest hides
+            entry = msgspec.structs.replace(
+                entry,
+                run_id=entry.run_id or past.run_id,
+                num_bytes=entry.num_bytes or past.num_bytes,
+                reason=entry.reason or past.reason,
             )
-        found[one.id] = one
-    short = [msgspec.structs.replace(e, reason=e.reason[:_MAX_REASON]) for e in found.values()]
+        by_id[entry.id] = entry
+    short = [msgspec.structs.replace(e, reason=e.reason[:_MAX_REASON]) for e in by_id.values()]
     past_ones = sorted((e for e in short if e.is_gone), key=lambda e: e.time_unix_ns)
     kept = [e for e in short if not e.is_gone] + past_ones[-MAX_GONE:]
     return Index(entries=tuple(sorted(kept, key=lambda e: manifests.parse_id(e.id))))
@@ -194,13 +196,13 @@ def _scan(folder: Path) -> Iterator[IndexEntry]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         aside, in_work = _ASIDE.match(path.name), IN_WORK.match(path.name)
         if aside is not None:
-            said, mark = manifests.peek(path), _decoded(path / manifests.BAD_MARK, BadMark)
+            manifest, mark = manifests.peek(path), _decoded(path / manifests.BAD_MARK, BadMark)
             mark = mark or BadMark()
             yield IndexEntry(
                 id=aside[1],
-                run_id=said.run_id,
+                run_id=manifest.run_id,
                 state="bad",
-                num_bytes=said.num_bytes,
+                num_bytes=manifest.num_bytes,
                 time_unix_ns=mark.time_unix_ns or _changed_at(path),
                 reason=mark.reason,
             )

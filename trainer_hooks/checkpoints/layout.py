@@ -31,7 +31,7 @@ class Layout:
         """
         self._held = held
         self._split = split
-        self._owners = {whole: key for key, one in held.items() for whole in one.wholes}
+        self._owners = {whole: key for key, place in held.items() for whole in place.wholes}
 
     # -------------------------------------------------------------------------------- saving
 
@@ -45,7 +45,7 @@ class Layout:
         if held is None or not key.startswith("optim."):
             return held
         i, param, name = _parse(key)
-        filled = {_moment(i, one.name, name) for one in self._held[_MODEL + param].pieces}
+        filled = {_moment(i, piece.name, name) for piece in self._held[_MODEL + param].pieces}
         return replace(held, pieces=tuple(p for p in held.pieces if p.name in filled))
 
     def held(self, key: str, shape: Shape) -> Held | None:
@@ -65,7 +65,9 @@ class Layout:
         if math.prod(shape) != 1 and not owner.uncut:
             return None
         zeros = tuple(0 for _ in shape)
-        pieces = tuple(Piece(one, shape, zeros, shape, None) for one in names.values())
+        pieces = tuple(
+            Piece(whole_name, shape, zeros, shape, None) for whole_name in names.values()
+        )
         return replace(
             owner, shape=shape, wholes=dict.fromkeys(names.values(), shape), pieces=pieces
         )
@@ -74,12 +76,12 @@ class Layout:
         """Return the scalars by the names of whole parameters that have elements here."""
         spread: Scalars = []
         for i, of_params in enumerate(scalars):
-            found: dict[str, dict[str, Any]] = {}
+            by_whole: dict[str, dict[str, Any]] = {}
             for param, values in of_params.items():
                 held = None if i in self._split else self._held.get(_MODEL + param)
                 wholes = {_MODEL + param} if held is None else {p.name for p in held.pieces}
-                found |= {whole.removeprefix(_MODEL): values for whole in wholes}
-            spread.append(found)
+                by_whole |= {whole.removeprefix(_MODEL): values for whole in wholes}
+            spread.append(by_whole)
         return spread
 
     # ------------------------------------------------------------------------------- loading
@@ -88,12 +90,12 @@ class Layout:
         """Return the scalars by the names that the parameters have on this rank."""
         collected: Scalars = []
         for of_params in scalars:
-            found: dict[str, dict[str, Any]] = {}
+            by_param: dict[str, dict[str, Any]] = {}
             for whole, values in of_params.items():
                 param = self._owners.get(_MODEL + whole, _MODEL + whole).removeprefix(_MODEL)
-                if found.setdefault(param, dict(values)) != values:
+                if by_param.setdefault(param, dict(values)) != values:
                     raise _refusal(f"the state of {whole} differs from that of others in {param}")
-            collected.append(found)
+            collected.append(by_param)
         return collected
 
     def lacks(self, scalars: Scalars) -> bool:
@@ -114,12 +116,12 @@ class Layout:
         for whole in self._owners:
             if whole.startswith(_MODEL) and whole not in stored:
                 raise _refusal(f"{whole} is not in the checkpoint")
-        found: dict[str, Spec] = {}
+        specs: dict[str, Spec] = {}
         for name, spec in stored.items():
             key, local = self._local(name, spec, is_own=name in own)
-            if found.setdefault(key, local) != local:
+            if specs.setdefault(key, local) != local:
                 raise _refusal(f"{name} was saved as {spec}; others in {key} are not of that kind")
-        return found
+        return specs
 
     def _local(self, name: str, spec: Spec, *, is_own: bool) -> tuple[str, Spec]:
         i, param, moment = _parse(name) if name.startswith("optim.") else (-1, "", "")

@@ -131,10 +131,12 @@ def read(folder: Path) -> Manifest:
         raise CheckpointCorruptError(f"{name}: {MANIFEST} cannot be read: {error}") from error
     if not is_folder:
         raise CheckpointCorruptError(f"{name} is no folder; links are refused")
-    found = body.get("format_version")
-    if isinstance(found, int) and found > FORMAT_VERSION:  # before its fields, which may be others
+    version = body.get("format_version")
+    if (
+        isinstance(version, int) and version > FORMAT_VERSION
+    ):  # before its fields, which may be others
         raise NewerVersionError(
-            f"{name} has format {found}; this Vitals reads up to {FORMAT_VERSION}",
+            f"{name} has format {version}; this Vitals reads up to {FORMAT_VERSION}",
             hint="pip install -U trainvitals",
         )
     if body.get("checksum") != _checksum(body):
@@ -193,13 +195,13 @@ def check(folder: Path) -> Manifest:
         raise CheckpointCorruptError(f"{folder.name}: the manifest and the folder differ in {odd}")
     for name, entry in manifest.files.items():
         try:
-            found = _measure(folder / name)
+            measured = _measure(folder / name)
         except OSError as error:
             raise CheckpointCorruptError(f"{folder.name}/{name}: {error.strerror}") from error
-        if found != entry:
+        if measured != entry:
             raise CheckpointCorruptError(
-                f"{folder.name}/{name}: {found.size} bytes with checksum {found.sha256[:8]}; the "
-                f"manifest says {entry.size} bytes with {entry.sha256[:8]}"
+                f"{folder.name}/{name}: {measured.size} bytes with checksum {measured.sha256[:8]}; "
+                f"the manifest says {entry.size} bytes with {entry.sha256[:8]}"
             )
     return manifest
 
@@ -231,10 +233,10 @@ class Owner:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             return  # a link, which ``read`` refuses
         for path in chain((folder,), _inside(folder)):  # its owner first: it may be closed to us
-            found = path.lstat().st_uid
-            if found not in (self.uid, os.geteuid(), 0):  # root may change anything anyway
+            owner = path.lstat().st_uid
+            if owner not in (self.uid, os.geteuid(), 0):  # root may change anything anyway
                 raise InsecurePathError(
-                    f"{path} belongs to user {found}; it must belong to {self.uid}: weights that "
+                    f"{path} belongs to user {owner}; it must belong to {self.uid}: weights that "
                     "another user may change cannot be trusted",
                     hint=f"if you trust it, make it yours: chown -R {self.uid} {folder}, or copy "
                     "the folder",

@@ -141,8 +141,8 @@ def specs(folder: Path) -> dict[str, Spec]:
     Raises:
         CheckpointCorruptError: the metadata cannot be read, or holds more than tensors.
     """
-    known = tensors(read_metadata(folder))
-    return {key: Spec(tuple(one.size), one.properties.dtype) for key, one in known.items()}
+    stored = tensors(read_metadata(folder))
+    return {key: Spec(tuple(entry.size), entry.properties.dtype) for key, entry in stored.items()}
 
 
 def read(folder: Path, boxes: Sequence[Box]) -> None:

@@ -127,10 +127,10 @@ class BoxReader(DefaultLoadPlanner):
     def _reads(self, name: str, boxes: list[Box]) -> list[ReadItem]:
         assert self.metadata is not None
         stored: Any = self.metadata.state_dict_metadata[name]
-        found = create_read_items_for_chunk_list(name, stored, [box.chunk for box in boxes])
-        if sum(math.prod(i.lengths) for i in found) != sum(box.tensor.numel() for box in boxes):
+        items = create_read_items_for_chunk_list(name, stored, [box.chunk for box in boxes])
+        if sum(math.prod(i.lengths) for i in items) != sum(box.tensor.numel() for box in boxes):
             raise CheckpointCorruptError(f"{name} is not there in full")
-        return found
+        return items
 
 
 class BoxScanner(DefaultLoadPlanner):
@@ -172,12 +172,12 @@ def tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     Raises:
         CheckpointCorruptError: there is more than tensors.
     """
-    found = {}
+    by_name = {}
     for name, stored in metadata.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointCorruptError("the metadata holds more than tensors")
-        found[name] = stored
-    return found
+        by_name[name] = stored
+    return by_name
 
 
 def chunks(metadata: Metadata) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:

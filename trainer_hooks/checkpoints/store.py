@@ -168,10 +168,10 @@ class CheckpointStore:
     def _read_back(self, partial: Path, written: list[Box]) -> None:
         expected = {box.key: box.tensor for box in written}
 
-        def check(index: MetadataIndex, found: Tensor) -> None:
-            if not _same_bits(found, expected[index]):
+        def check(index: MetadataIndex, tensor: Tensor) -> None:
+            if not _same_bits(tensor, expected[index]):
                 raise CheckpointCorruptError(f"{index.fqn} reads back otherwise than written")
-            self._check_finite(index.fqn, found)
+            self._check_finite(index.fqn, tensor)
 
         payload.scan(partial, check, list(expected))
 
@@ -256,8 +256,8 @@ class CheckpointStore:
         folder = self.folder.folder(checkpoint_id)
         exempt = set(content.may_be_nonfinite)
 
-        def check(index: MetadataIndex, found: Tensor) -> None:
-            if _plain(index.fqn) not in exempt and not is_finite(found):
+        def check(index: MetadataIndex, tensor: Tensor) -> None:
+            if _plain(index.fqn) not in exempt and not is_finite(tensor):
                 raise CheckpointCorruptError(f"{checkpoint_id}: {index.fqn} is not finite")
 
         payload.scan(folder, check)
@@ -310,32 +310,32 @@ class CheckpointStore:
     def _apply(self, checkpoint_id: str) -> Restored:
         folder = self.folder.path / checkpoint_id
         step, attempt = manifests.parse_id(checkpoint_id)
-        known, saved_by = payload.specs(folder), manifests.read(folder).world_size
+        stored, saved_by = payload.specs(folder), manifests.read(folder).world_size
         same_world = saved_by == self._ranks.world_size
         if not same_world:
-            _refuse_parts(known, saved_by)
+            _refuse_parts(stored, saved_by)
         mine = f"rank.{self._ranks.rank if same_world else 0}."
-        names = {_plain(k): k for k in known if k.startswith(mine) or not k.startswith("rank.")}
+        names = {_plain(k): k for k in stored if k.startswith(mine) or not k.startswith("rank.")}
         own = {plain for plain, name in names.items() if plain != name}
         del names["host"]
-        host, meta = self._host(folder, known, saved_by)
-        specs = self._layout.local_specs({k: known[name] for k, name in names.items()}, own)
+        host, meta = self._host(folder, stored, saved_by)
+        specs = self._layout.local_specs({k: stored[name] for k, name in names.items()}, own)
         self._check_alike(folder, specs, names)
         self._state.conform(specs, host)
-        payload.read(folder, list(self._targets(specs, names, known)))
-        own_host = f"rank.{self._ranks.rank}.host" in known
+        payload.read(folder, list(self._targets(specs, names, stored)))
+        own_host = f"rank.{self._ranks.rank}.host" in stored
         self._state.load_host_state(host, rng=own_host)
         return Restored(checkpoint_id, step, attempt, meta, same_world)
 
     def _host(
-        self, folder: Path, known: Mapping[str, Spec], saved_by: int
+        self, folder: Path, stored: Mapping[str, Spec], saved_by: int
     ) -> tuple[HostState, Meta]:
         """Return this rank's host state, or rank 0's; state of parameters from all ranks' ones."""
-        rank = self._ranks.rank if f"rank.{self._ranks.rank}.host" in known else 0
-        host, meta = payload.read_host(folder, key := f"rank.{rank}.host", known[key])
+        rank = self._ranks.rank if f"rank.{self._ranks.rank}.host" in stored else 0
+        host, meta = payload.read_host(folder, key := f"rank.{rank}.host", stored[key])
         if saved_by != self._ranks.world_size or self._layout.lacks(host["moments"]):
             for other in range(saved_by):
-                theirs, _ = payload.read_host(folder, key := f"rank.{other}.host", known[key])
+                theirs, _ = payload.read_host(folder, key := f"rank.{other}.host", stored[key])
                 for ours, more in zip(host["moments"], theirs["moments"], strict=True):
                     ours |= {param: values for param, values in more.items() if param not in ours}
         host["moments"] = self._layout.collect(host["moments"])
@@ -348,9 +348,11 @@ class CheckpointStore:
         groups: list[list[Box]] = []
         for key, spec in specs.items():
             held = self._layout.held(key, spec.shape)
-            found = [p.name for p in held.pieces if p.start is None] if held is not None else []
-            if len(found) > 1:
-                there = [names[name] for name in found if name in names]
+            piece_names = (
+                [p.name for p in held.pieces if p.start is None] if held is not None else []
+            )
+            if len(piece_names) > 1:
+                there = [names[name] for name in piece_names if name in names]
                 groups.append(
                     [Box.all_of(n, torch.empty(spec.shape, dtype=spec.dtype)) for n in there]
                 )
@@ -365,7 +367,7 @@ class CheckpointStore:
                     )
 
     def _targets(
-        self, specs: Mapping[str, Spec], names: Mapping[str, str], known: Mapping[str, Spec]
+        self, specs: Mapping[str, Spec], names: Mapping[str, str], stored: Mapping[str, Spec]
     ) -> Iterator[Box]:
         """Yield the memory of the live tensors; what the checkpoint has nothing for is zeroed."""
         live = self._state.tensors()
@@ -404,13 +406,13 @@ def _small(box: Box) -> Iterator[Box]:
         yield Box(box.name, box.shape, place, part)
 
 
-def _refuse_parts(known: Mapping[str, Spec], saved_by: int) -> None:
+def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
     """Refuse, for another number of ranks, what each of them had for itself."""
-    found = next((match for k in known if (match := _PARTS_OF_THE_MODEL.match(k))), None)
-    if found is not None:
+    first_match = next((match for k in stored if (match := _PARTS_OF_THE_MODEL.match(k))), None)
+    if first_match is not None:
         raise CheckpointError(
-            f"{found[1]} was saved by each of {saved_by} ranks for itself, and cannot be shared "
-            "out among another number",
+            f"{first_match[1]} was saved by each of {saved_by} ranks for itself, and cannot be "
+            "shared out among another number",
             hint=f"resume with {saved_by} ranks; DistributedDataParallel, FullyShardedDataParallel "
             "and fully_shard can be resumed with any number, ZeroRedundancyOptimizer cannot",
         )
@@ -421,7 +423,7 @@ def _plain(key: str) -> str:
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if Spec.of(one) != Spec.of(other):
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    if Spec.of(tensor) != Spec.of(other):
         return False
-    return np.array_equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))
+    return np.array_equal(bytes_of(tensor.contiguous()), bytes_of(other.contiguous()))

@@ -64,8 +64,8 @@ def attach(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-    found = guard(accelerator, whole, as_list(optimizer), max_norm=max_norm, options=options)
-    attached, _ = found
+    guarded = guard(accelerator, whole, as_list(optimizer), max_norm=max_norm, options=options)
+    attached, _ = guarded
     if isinstance(cast(Any, attached), Attached):
         _Loop(accelerator, attached, _state_file(accelerator, optimizer))
         for each in models if len(models) > 1 else ():
@@ -282,8 +282,10 @@ class Hooks:
             max_norm = None  # it counts gradients that no update takes
         judged = attached._judged
         if judged is not None and self._sees_backward:  # clipped again
-            known = None not in (judged.max_norm, max_norm)
-            tighter = min(cast(float, judged.max_norm), cast(float, max_norm)) if known else None
+            both_given = None not in (judged.max_norm, max_norm)
+            tighter = (
+                min(cast(float, judged.max_norm), cast(float, max_norm)) if both_given else None
+            )
             attached._judged = judged._replace(max_norm=tighter)
             return
         self.give_loss()

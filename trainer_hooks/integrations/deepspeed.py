@@ -272,20 +272,20 @@ def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
     zero = engine.optimizer
     holder = attached.holder
     assert isinstance(holder, HalfHeld), "made for this hook"
-    said = {"ours": False}
+    skipped_by = {"ours": False}
 
     def has_overflow(real: Any) -> Any:
         def ours(*args: Any, **kwargs: Any) -> bool:
             own = bool(real(*args, **kwargs))
             skip = attached.must_skip(own) or attached.engine_keeps_back()
-            said["ours"] = skip and not attached.overflow_agreed
+            skipped_by["ours"] = skip and not attached.overflow_agreed
             return skip
 
         return ours
 
     def update_scale(real: Any) -> Any:
         def ours(skip: bool) -> None:
-            real(skip and not said["ours"])  # a spike must not lower the loss scale
+            real(skip and not skipped_by["ours"])  # a spike must not lower the loss scale
 
         return ours
 
@@ -383,8 +383,8 @@ def _reasons(engine: Any) -> list[tuple[str, str]]:
         (compiled, "DeepCompile", _UNTESTED),
         (type(engine).__name__ == "DeepSpeedHybridEngine", "its hybrid engine", _UNTESTED),
     )
-    found = [(what, why) for applies, what, why in seen if applies]
-    return found + _reasons_of(engine.optimizer)
+    reasons = [(what, why) for applies, what, why in seen if applies]
+    return reasons + _reasons_of(engine.optimizer)
 
 
 def _reasons_of(outer: Any) -> list[tuple[str, str]]:

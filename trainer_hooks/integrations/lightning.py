@@ -104,17 +104,17 @@ class VitalsCallback(_Callback):
         attached.load_state_dict(self._state)
         self._listen(trainer, attached)
 
-    def _chosen(self, found: Sequence[Optimizer]) -> Optimizer:
-        if self._index is None and len(found) == 1:
-            return found[0]
-        if self._index is None or not 0 <= self._index < len(found):
+    def _chosen(self, optimizers: Sequence[Optimizer]) -> Optimizer:
+        if self._index is None and len(optimizers) == 1:
+            return optimizers[0]
+        if self._index is None or not 0 <= self._index < len(optimizers):
             raise UsageError(
-                f"the trainer has {len(found)} optimizers, and VitalsCallback(optimizer="
+                f"the trainer has {len(optimizers)} optimizers, and VitalsCallback(optimizer="
                 f"{self._index}) does not say which of them to guard",
                 hint="callbacks=[VitalsCallback(optimizer=0), VitalsCallback(optimizer=1)] guard "
                 "two that are stepped in turns, each as a run of its own",
             )
-        return found[self._index]
+        return optimizers[self._index]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the run.

@@ -216,9 +216,9 @@ def _keep_what_is_logged(logger: Any, attached: Attached) -> None:
         real(metrics, step)
         with attached._host.faults.fail_open("log"):
             numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-            found = {k for k in numbers if k.startswith(_VALIDATION)}
-            attached.observe(**{k: v for k, v in numbers.items() if k not in found})
-            attached.evaluate(**{k.removeprefix(_VALIDATION): numbers[k] for k in found})
+            validation = {k for k in numbers if k.startswith(_VALIDATION)}
+            attached.observe(**{k: v for k, v in numbers.items() if k not in validation})
+            attached.evaluate(**{k.removeprefix(_VALIDATION): numbers[k] for k in validation})
 
     replace(attached, logger, "log", log)
 

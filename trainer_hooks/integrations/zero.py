@@ -141,12 +141,12 @@ class HeldNorms(GradNorms):
 
         They are scaled by the loss scale.
         """
-        found = [
+        parts = [
             (self._at[part.name], part.gradient.detach())
             for part in self._holder.held()
             if part.gradient is not None and part.gradient.numel()
         ]
-        return [at for at, _ in found], [gradient for _, gradient in found]
+        return [at for at, _ in parts], [gradient for _, gradient in parts]
 
     @torch.no_grad()
     def local_parameters(self) -> list[Tensor]:
@@ -180,8 +180,8 @@ class ZeroTwo(Holder):
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        found: torch.dtype = self.zero.dtype
-        return found
+        dtype: torch.dtype = self.zero.dtype
+        return dtype
 
     def everything(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
@@ -218,8 +218,8 @@ class ZeroThree(Holder):
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        found: torch.dtype = self.zero.dtype
-        return found
+        dtype: torch.dtype = self.zero.dtype
+        return dtype
 
     def everything(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
@@ -278,8 +278,8 @@ class HalfHeld(_Replicated):
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        found: torch.dtype = self.zero.fp16_groups[0][0].dtype
-        return found
+        dtype: torch.dtype = self.zero.fp16_groups[0][0].dtype
+        return dtype
 
     @property
     def scale(self) -> float:

@@ -44,13 +44,13 @@ def choose(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
     modules.pop("")
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        found = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
-        if not found:
+        matching = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
+        if not matching:
             raise UsageError(
                 f"SignalSettings.activations: no module is named {pattern!r}",
                 hint=f"the model has {', '.join(list(modules)[:8])}",
             )
-        chosen.update(found)
+        chosen.update(matching)
     return chosen
 
 
@@ -94,8 +94,8 @@ class Activations:
         """Return, of what came to the host, the modules that were measured."""
         width = len(Activation._fields)
         rows = (numbers[i : i + width] for i in range(0, len(numbers), width))
-        found = zip(self.names, rows, strict=True)
-        return {name: Activation(*row) for name, row in found if row[0] != _NOT_MEASURED}
+        named_rows = zip(self.names, rows, strict=True)
+        return {name: Activation(*row) for name, row in named_rows if row[0] != _NOT_MEASURED}
 
     def release(self) -> None:
         """Take the hooks off."""

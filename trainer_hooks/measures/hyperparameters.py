@@ -46,7 +46,7 @@ class GroupSettings:
 
     def changes(self) -> list[Change]:
         """Return what has changed since the last look."""
-        found = []
+        changes = []
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
             for key, before in seen.items():
                 after = group.get(key)
@@ -54,8 +54,8 @@ class GroupSettings:
                     continue
                 seen[key] = after
                 self._counts[index, key] += 1
-                found.append(Change(index, key, before, after, self._counts[index, key]))
-        return found
+                changes.append(Change(index, key, before, after, self._counts[index, key]))
+        return changes
 
 
 def _plain(group: dict[str, Any]) -> dict[str, object]:

@@ -51,10 +51,10 @@ class MemoryEstimate:
                 yield local.data_ptr(), local.numel() * local.element_size()
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
+def _tensors(state: Any) -> Iterator[Tensor]:
     """Yield the tensors of an optimizer's nested state."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, dict | list | tuple):
-        for part in found.values() if isinstance(found, dict) else found:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for part in state.values() if isinstance(state, dict) else state:
             yield from _tensors(part)

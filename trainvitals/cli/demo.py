@@ -154,7 +154,7 @@ class _Demo:
         return msgspec.json.decode(result.read_bytes(), type=Result)
 
     def _show(self, arm: Arm, ended: Callable[[], int | None]) -> None:
-        columns = ("{task.description:<28}", "{task.fields[said]}")
+        columns = ("{task.description:<28}", "{task.fields[status]}")
         progress = Progress(
             TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn(columns[1]), console=self._console, disable=self._headless,
@@ -162,10 +162,10 @@ class _Demo:
         if self._headless:
             self._console.print(f"training: {arm.name}")
         with progress, self._client() as client:
-            task = progress.add_task(arm.name, total=STEPS, said="")
+            task = progress.add_task(arm.name, total=STEPS, status="")
             while ended() is None:
-                step, said = self._progress(client, arm)
-                progress.update(task, completed=step, said=said)
+                step, status = self._progress(client, arm)
+                progress.update(task, completed=step, status=status)
                 time.sleep(0.5)
             progress.update(task, completed=STEPS)
 

@@ -62,15 +62,15 @@ def expected() -> list[Expected]:
     ]
 
 
-def match(wanted: Sequence[Expected], decisions: Sequence[Decision]) -> list[Match]:
+def match(expected: Sequence[Expected], decisions: Sequence[Decision]) -> list[Match]:
     """Pair each expected entry with the first unused decision of that action, rule, rank, step."""
     left = list(decisions)
     pairs = []
-    for want in wanted:
-        found = next((d for d in left if _answers(want, d)), None)
-        if found is not None:
-            left.remove(found)
-        pairs.append(Match(want, found))
+    for entry in expected:
+        decision = next((d for d in left if _answers(entry, d)), None)
+        if decision is not None:
+            left.remove(decision)
+        pairs.append(Match(entry, decision))
     return pairs
 
 
@@ -81,5 +81,5 @@ def unexpected(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[
 
 
 def _answers(want: Expected, decision: Decision) -> bool:
-    wanted = (want.action, want.rule, want.rank, want.step)
-    return wanted == (decision.action, decision.rule, decision.rank, decision.step)
+    expected = (want.action, want.rule, want.rank, want.step)
+    return expected == (decision.action, decision.rule, decision.rank, decision.step)

@@ -65,23 +65,23 @@ def check_versions() -> Iterator[Check]:
 
 def check_torch(installed: Callable[[str], str | None]) -> Check:
     """Return whether the torch that is installed can be guarded; none is only worth a word."""
-    found = installed("torch")
-    if found is None:
+    version = installed("torch")
+    if version is None:
         return Check(
             name="torch",
             status="note",
             text="not installed: nothing can be trained from this environment",
             hint="install the build your cluster needs, or pip install 'trainvitals[torch]'",
         )
-    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < (2, 6):
         return Check(
             name="torch",
             status="fail",
-            text=f"{found} is too old; 2.6 or newer is needed",
+            text=f"{version} is too old; 2.6 or newer is needed",
             hint="older ones run code from checkpoints they load: pip install 'torch>=2.6'",
         )
-    return Check(name="torch", status="ok", text=found)
+    return Check(name="torch", status="ok", text=version)
 
 
 def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
@@ -128,14 +128,14 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
 
 def check_run_directory(environ: Mapping[str, str]) -> Check:
     """Return whether run directories can be made where `VITALS_DIR` says."""
-    wanted = Path(environ.get("VITALS_DIR", "vitals_runs")).absolute()
-    existing = next(path for path in (wanted, *wanted.parents) if path.exists())
+    directory = Path(environ.get("VITALS_DIR", "vitals_runs")).absolute()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return Check(name="run directories", status="ok", text=str(wanted))
+        return Check(name="run directories", status="ok", text=str(directory))
     return Check(
         name="run directories",
         status="fail",
-        text=f"{wanted} cannot be made or written: {existing} refuses it",
+        text=f"{directory} cannot be made or written: {existing} refuses it",
         hint="point VITALS_DIR at a directory you may write to",
     )
 

@@ -70,17 +70,19 @@ def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
     )
 
 
-def register_all(app: typer.Typer, *, found: Iterable[EntryPoint] | None = None) -> dict[str, str]:
+def register_all(
+    app: typer.Typer, *, programs: Iterable[EntryPoint] | None = None
+) -> dict[str, str]:
     """Add every command to the app; return which program brought each command.
 
     Args:
         app: gets the commands.
-        found: the programs' entry points; None looks up the installed ones.
+        programs: their entry points; None looks up the installed ones.
     """
     owners: dict[str, str] = {}
     for name in OWN:
         _register(app, name, partial(_own, name), owners)
-    points = entry_points(group=GROUP) if found is None else found
+    points = entry_points(group=GROUP) if programs is None else programs
     for point in sorted(points, key=lambda point: point.name):
         _register(app, point.name, point.load, owners)
     return owners

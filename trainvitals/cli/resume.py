@@ -31,22 +31,22 @@ def register(app: typer.Typer) -> None:
         Nothing is started, and no budget is given back: the next start of the run goes on with what
         is left.
         """
-        found = find_halted(run, directory)
-        marker = found.halted()
+        run_dir = find_halted(run, directory)
+        marker = run_dir.halted()
         if marker is None:
             raise UsageError(
-                f"run {found.run_id} is not halted; there is nothing to resume",
+                f"run {run_dir.run_id} is not halted; there is nothing to resume",
                 hint="`vitals show RUN` says how the run ended",
             )
-        typer.echo(_words(found.run_id, marker))
+        typer.echo(_words(run_dir.run_id, marker))
         try:
-            found.clear_halted()
+            run_dir.clear_halted()
         except OSError as error:
             raise StorageError(
-                f"{found.path / 'HALTED'} cannot be removed: {error.strerror}",
+                f"{run_dir.path / 'HALTED'} cannot be removed: {error.strerror}",
                 hint="only who may write the run directory can resume the run",
             ) from error
-        typer.echo(f"it may start again: set VITALS_RUN_ID={found.run_id} for its training")
+        typer.echo(f"it may start again: set VITALS_RUN_ID={run_dir.run_id} for its training")
 
 
 def find_halted(run: str, vitals_dir: Path) -> RunDir:
@@ -60,13 +60,14 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
         UsageError: there is none, or it is not clear which.
     """
     fitting = find_fitting(run, vitals_dir)
-    halted = [one for one in fitting if one.halted() is not None]
+    halted = [run_dir for run_dir in fitting if run_dir.halted() is not None]
     if len(halted) == 1 or len(fitting) == 1:
         return (halted or fitting)[0]
     if not halted:
         raise UsageError(f"none of the {len(fitting)} runs that fit is halted")
+    ids = ", ".join(run_dir.run_id for run_dir in halted[:3])
     raise UsageError(
-        f"{len(halted)} runs that fit are halted: {', '.join(one.run_id for one in halted[:3])}",
+        f"{len(halted)} runs that fit are halted: {ids}",
         hint="give the id of one",
     )
 
@@ -87,8 +88,8 @@ def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
     fitting, where = (RunDir.find_all(folder) if run else []), folder
     if not fitting:
         runs, where = RunDir.find_all(vitals_dir), vitals_dir
-        fitting = [one for one in runs if run and one.run_id.startswith(run.upper())]
-        fitting = fitting or [one for one in runs if run and _name(one) == run]
+        fitting = [run_dir for run_dir in runs if run and run_dir.run_id.startswith(run.upper())]
+        fitting = fitting or [run_dir for run_dir in runs if run and _name(run_dir) == run]
     if not fitting:
         raise UsageError(
             f"there is no run {run!r} in {where}",

@@ -86,10 +86,10 @@ class Stack:
 
     def start_collector(self) -> str:
         """Start the collector and return its address, once it answers."""
-        found = self.data / "collector.json"
-        found.unlink(missing_ok=True)
+        address_file = self.data / "collector.json"
+        address_file.unlink(missing_ok=True)
         child = self._start("collector", ["--data", str(self.data)])
-        address = self._until(child, lambda: _address(found, child.process.pid))
+        address = self._until(child, lambda: _address(address_file, child.process.pid))
         self._until(child, lambda: _answers(f"{address.url}/healthz"))
         self.collector_url = address.url
         return address.url
@@ -161,15 +161,15 @@ class Stack:
 
         A training must not end because a program beside it did.
         """
-        for child in [one for one in self._children if one.process.poll() is not None]:
-            said = f"the {child.name} ended with exit code {child.process.returncode}"
+        for child in [program for program in self._children if program.process.poll() is not None]:
+            message = f"the {child.name} ended with exit code {child.process.returncode}"
             if child.num_revivals >= MAX_REVIVALS:
                 self._children.remove(child)
-                yield f"{said} again; it stays away. Its log is {child.log}"
+                yield f"{message} again; it stays away. Its log is {child.log}"
                 continue
             child.num_revivals += 1
             child.process = self._spawn(child.name, child.options, child.log, os.O_APPEND)
-            yield f"{said}; it is started again"
+            yield f"{message}; it is started again"
 
     # ---------------------------------------------------------------------------- stopping
 
@@ -188,8 +188,8 @@ class Stack:
                 f"{self.home}: cannot be used: {error.strerror}",
                 hint="give another folder with --dir",
             ) from error
-        told = (signal.SIGTERM, signal.SIGHUP)
-        self._handlers = [(number, signal.signal(number, _end)) for number in told]
+        signals = (signal.SIGTERM, signal.SIGHUP)
+        self._handlers = [(number, signal.signal(number, _end)) for number in signals]
         return self
 
     def __exit__(
@@ -305,15 +305,15 @@ def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt)
 
 def _address(path: Path, pid: int) -> _Address | None:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Address)
+        address = msgspec.json.decode(path.read_bytes(), type=_Address)
     except (OSError, msgspec.DecodeError):
         return None
-    return found if found.pid == pid else None
+    return address if address.pid == pid else None
 
 
 def _one_click(log: Path) -> str | None:
-    found = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
-    return found.group(0) if found else None
+    match = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
+    return match.group(0) if match else None
 
 
 def _answers(url: str) -> bool | None:

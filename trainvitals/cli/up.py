@@ -56,8 +56,8 @@ def register(app: typer.Typer) -> None:
 
 
 def _look_after(stack: Stack) -> None:
-    for said in stack.revive():
-        typer.echo(f"vitals: {said}", err=True)
+    for message in stack.revive():
+        typer.echo(f"vitals: {message}", err=True)
 
 
 def _start(stack: Stack, port: int) -> None:

@@ -131,8 +131,8 @@ class BurstDetector(Detector):
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return False
-        known = len(self._course) == _COURSE
-        falls = known and loss < self._course.median() - _FALLS * abs(self._course.median())
+        is_full = len(self._course) == _COURSE
+        falls = is_full and loss < self._course.median() - _FALLS * abs(self._course.median())
         if not record.skipped:
             self._course.push(loss)
         return falls

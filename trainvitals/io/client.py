@@ -361,11 +361,15 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
 def collector_on(data: Path, token_file: str = "") -> CollectorAddress | None:
     """Return the collector that wrote its address into its data folder; None: none is there."""
     try:
-        found = msgspec.json.decode((data / "collector.json").read_bytes(), type=_CollectorFile)
+        collector_file = msgspec.json.decode(
+            (data / "collector.json").read_bytes(), type=_CollectorFile
+        )
     except (OSError, msgspec.DecodeError):
         return None
     path = Path(token_file) if token_file else data / "tokens.json"
-    return CollectorAddress(url=found.url, tokens=read_tokens(path) if path.exists() else Tokens())
+    return CollectorAddress(
+        url=collector_file.url, tokens=read_tokens(path) if path.exists() else Tokens()
+    )
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:

@@ -51,15 +51,15 @@ def journal_directory(run_folder: Path, identity: Identity) -> Path:
 
 def discover(base: Path) -> list[JournalRef]:
     """Return the journals of all runs under the private base; what is not one is passed over."""
-    found: list[JournalRef] = []
+    journals: list[JournalRef] = []
     for folder in _folders(base):
         try:
             check_run_id(folder.name)
         except UsageError:
             continue  # not a run's folder: other files may lie here
         run_dir = _run_dir_of(folder)
-        found += [JournalRef(folder.name, path, run_dir) for path in _folders(folder)]
-    return sorted(found)
+        journals += [JournalRef(folder.name, path, run_dir) for path in _folders(folder)]
+    return sorted(journals)
 
 
 def mark_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:

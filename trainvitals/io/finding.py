@@ -25,20 +25,20 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
     For ``url`` its data folder may be given, as an absolute path.
     """
     file = token_file or os.environ.get("VITALS_TOKEN_FILE") or None
-    url, found = known_collector(url)
+    url, collector = known_collector(url)
     if url:
-        is_own = found is not None and found.url == url
-        own = found.tokens if found is not None and is_own else Tokens()
+        is_own = collector is not None and collector.url == url
+        own = collector.tokens if collector is not None and is_own else Tokens()
         return CollectorAddress(url=url, tokens=read_tokens(file) if file else own)
-    if found is None:
+    if collector is None:
         return None
     if token_file:
-        found = CollectorAddress(url=found.url, tokens=read_tokens(token_file))
+        collector = CollectorAddress(url=collector.url, tokens=read_tokens(token_file))
     # What the environment names must answer or say why; a file may be left over from a crash.
     if os.environ.get("VITALS_COLLECTOR_URL"):
-        return found
-    with CollectorClient(found.url, found.tokens.read) as client:
-        return found if client.answers() else None
+        return collector
+    with CollectorClient(collector.url, collector.tokens.read) as client:
+        return collector if client.answers() else None
 
 
 def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
@@ -49,13 +49,13 @@ def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
     """
     if not Path(named).is_absolute():
         return named.rstrip("/"), discover_collector(os.environ)
-    found = collector_on(Path(named))
-    if found is None:
+    collector = collector_on(Path(named))
+    if collector is None:
         raise UsageError(
             f"--collector is {named}, and no collector runs on that folder",
             hint="give the folder that the collector has as --data, or its address",
         )
-    return found.url, found
+    return collector.url, collector
 
 
 def default_folder() -> Path:
@@ -73,7 +73,7 @@ def default_folder() -> Path:
     return folder
 
 
-def choose_run(runs: Sequence[RunSummary], wanted: str) -> RunSummary:
+def choose_run(runs: Sequence[RunSummary], id_or_name: str) -> RunSummary:
     """Return the run of that id, beginning of an id, or name; "" is the newest run.
 
     Raises:
@@ -81,18 +81,18 @@ def choose_run(runs: Sequence[RunSummary], wanted: str) -> RunSummary:
     """
     if not runs:
         raise UsageError("there are no runs yet", hint="`vitals demo` makes one")
-    if not wanted:
+    if not id_or_name:
         return runs[0]
-    by_name = [run for run in runs if wanted == run.name]
-    by_id = [run for run in runs if run.run_id.startswith(wanted.upper())]
+    by_name = [run for run in runs if id_or_name == run.name]
+    by_id = [run for run in runs if run.run_id.startswith(id_or_name.upper())]
     if len(by_id) > 1:
         raise UsageError(
-            f"{wanted!r} fits {len(by_id)} runs: {', '.join(run.run_id for run in by_id[:3])}",
+            f"{id_or_name!r} fits {len(by_id)} runs: {', '.join(run.run_id for run in by_id[:3])}",
             hint="give more of the id",
         )
-    for found in (by_id, by_name):  # of several runs of one name, the newest
-        if found:
-            return found[0]
+    for matching in (by_id, by_name):  # of several runs of one name, the newest
+        if matching:
+            return matching[0]
     raise UsageError(
-        f"there is no run {wanted!r}", hint="`vitals runs` lists ids and names", code="V101"
+        f"there is no run {id_or_name!r}", hint="`vitals runs` lists ids and names", code="V101"
     )

@@ -146,10 +146,10 @@ class JournalWriter:
         )
         bound = self._bound()
         needed = len(header) + num_rows * schema.row_size
-        wanted = max(self.segment_bytes, len(header) + _MIN_ROWS * schema.row_size)
+        preferred_bytes = max(self.segment_bytes, len(header) + _MIN_ROWS * schema.row_size)
         # Room for two segments of each stream, so that there is always a sealed one to give up.
         share = bound // (2 * len(STREAMS)) // _PAGE * _PAGE
-        size = -(-max(needed, min(wanted, share)) // _PAGE) * _PAGE
+        size = -(-max(needed, min(preferred_bytes, share)) // _PAGE) * _PAGE
         self._make_room(size, bound)
         path = self.directory / segment_name(schema.stream, index)
         kind = MappedSegment if self.in_memory else PlainSegment

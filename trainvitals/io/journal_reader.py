@@ -123,7 +123,7 @@ class JournalReader:
         if names != self._names:
             self._names, self._listing = names, sort_segments(self.directory, names)
             there = {path for segments in self._listing.values() for _, path in segments}
-            self._known = {path: known for path, known in self._known.items() if path in there}
+            self._known = {path: segment for path, segment in self._known.items() if path in there}
             self.set_aside &= there
         return self._listing
 

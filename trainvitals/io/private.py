@@ -113,10 +113,10 @@ def is_memory_backed(path: Path) -> bool:
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
     except OSError:
         return False
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
-        if left.split()[2] == wanted:
+        if left.split()[2] == device_number:
             return right.split()[0] in _MEMORY_TYPES
     return False
 

@@ -69,19 +69,19 @@ def _forget_oldest(folder: Path) -> None:
 def _launches(environ: Mapping[str, str], argv: Sequence[str], nth: int) -> list[tuple[str, bool]]:
     """Return (key, whether it says that this is a restart) of each launcher above this process."""
     command = "\0".join([*argv, str(nth)])
-    found = []
+    launches = []
     torchrun, again = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
     if torchrun is not None and again is not None:
         # The agent outlives its ranks; its process keeps apart two launches of one --rdzv-id.
         agent = f"{socket.gethostname()}:{os.getppid()}:{_started(os.getppid())}"
-        found.append((f"torchrun\0{torchrun}\0{agent}\0{command}", again != "0"))
+        launches.append((f"torchrun\0{torchrun}\0{agent}\0{command}", again != "0"))
     job = environ.get("SLURM_JOB_ID")
     if job is not None:
         cluster, step = environ.get("SLURM_CLUSTER_NAME", ""), environ.get("SLURM_STEP_ID", "")
         restarted = environ.get("SLURM_RESTART_COUNT", "0") != "0" or again not in (None, "0")
         task = _own_task(environ)
-        found.append((f"slurm\0{cluster}\0{job}\0{step}\0{task}\0{command}", restarted))
-    return found
+        launches.append((f"slurm\0{cluster}\0{job}\0{step}\0{task}\0{command}", restarted))
+    return launches
 
 
 def _own_task(environ: Mapping[str, str]) -> str:

@@ -75,12 +75,12 @@ class RunDir:
     @staticmethod
     def find_all(vitals_dir: Path) -> list["RunDir"]:
         """Return the run directories below ``vitals_dir``, oldest first."""
-        found = []
+        run_dirs = []
         for path in sorted(vitals_dir.absolute().iterdir()) if vitals_dir.is_dir() else []:
             with contextlib.suppress(UsageError):
                 if path.is_dir():
-                    found.append(RunDir(path))
-        return found
+                    run_dirs.append(RunDir(path))
+        return run_dirs
 
     # ------------------------------------------------------------------------- attributes
 
@@ -113,8 +113,8 @@ class RunDir:
 
     def spool_dirs(self) -> dict[str, Path]:
         """Return each node's folder of spooled batches, as far as there are any."""
-        found = sorted((self.path / "agents").glob("*/spool"))
-        return {path.parent.name: path for path in found if path.is_dir()}
+        spools = sorted((self.path / "agents").glob("*/spool"))
+        return {path.parent.name: path for path in spools if path.is_dir()}
 
     # --------------------------------------------------------------------------- commands
 
@@ -164,8 +164,8 @@ class RunDir:
         """Return the commands that were left, oldest first, each once; damaged ones are renamed."""
         folder = self.path / "commands"
         taken: list[Command] = []
-        found = folder.iterdir() if folder.is_dir() else ()
-        paths = [path for path in found if _COMMAND_FILE.match(path.name) and path.is_file()]
+        entries = folder.iterdir() if folder.is_dir() else ()
+        paths = [path for path in entries if _COMMAND_FILE.match(path.name) and path.is_file()]
         for path in sorted(paths, key=lambda p: int(p.stem)):
             raw = _read(path)
             if raw is None:
@@ -294,8 +294,8 @@ def _end_of_lines(fd: int) -> int:
     end = os.fstat(fd).st_size
     while end > 0:
         start = max(0, end - 4096)
-        found = os.pread(fd, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         end = start
     return 0

@@ -81,10 +81,10 @@ class SampleFile:
 
 def make_room(folder: Path, pattern: str, max_bytes: int) -> None:
     """Remove the oldest of the files that fit ``pattern`` until they are within ``max_bytes``."""
-    found = [(path.stat(), path) for path in folder.glob(pattern)]
-    found.sort(key=lambda pair: (pair[0].st_mtime_ns, pair[1].name))
-    total = sum(status.st_size for status, _ in found)
-    for status, path in found:
+    files = [(path.stat(), path) for path in folder.glob(pattern)]
+    files.sort(key=lambda pair: (pair[0].st_mtime_ns, pair[1].name))
+    total = sum(status.st_size for status, _ in files)
+    for status, path in files:
         if total <= max_bytes:
             return
         path.unlink(missing_ok=True)

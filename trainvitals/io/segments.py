@@ -64,15 +64,15 @@ def list_names(directory: Path) -> list[str]:
 
 def sort_segments(directory: Path, names: Iterable[str]) -> dict[str, list[tuple[int, Path]]]:
     """Return the segments among the names, as ``list_segments`` does."""
-    found: dict[str, list[tuple[int, Path]]] = {}
+    by_stream: dict[str, list[tuple[int, Path]]] = {}
     for name in names:
         stream, _, rest = name.rpartition("-")
         number, dot, ending = rest.partition(".")
         if stream in STREAMS and dot and ending == "seg" and number.isdigit():
-            found.setdefault(stream, []).append((int(number), directory / name))
-    for segments in found.values():
+            by_stream.setdefault(stream, []).append((int(number), directory / name))
+    for segments in by_stream.values():
         segments.sort()
-    return found
+    return by_stream
 
 
 def encode_header(header: SegmentHeader) -> bytes:

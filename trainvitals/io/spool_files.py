@@ -142,9 +142,9 @@ def scan_file(file: BinaryIO, offset: int, *, complete: bool) -> Iterator[tuple[
     headers: dict[int, bytes] = {}
     size = os.fstat(file.fileno()).st_size
     while offset < size:
-        found = _batch_at(file, offset, size, headers)
-        if found is not None:
-            offset, raw = found
+        batch = _batch_at(file, offset, size, headers)
+        if batch is not None:
+            offset, raw = batch
             yield offset, raw
             continue
         following = _next_batch(file, offset + 1, size, headers)
@@ -197,9 +197,9 @@ def _next_batch(file: BinaryIO, offset: int, end: int, headers: dict[int, bytes]
     while offset + PREFIX.size <= end:
         file.seek(offset)
         chunk = file.read(min(_CHUNK_BYTES, end - offset))
-        for found in _BEGINNING.finditer(chunk):
-            if _batch_at(file, offset + found.start(), end, headers) is not None:
-                return offset + found.start()
+        for beginning in _BEGINNING.finditer(chunk):
+            if _batch_at(file, offset + beginning.start(), end, headers) is not None:
+                return offset + beginning.start()
         if len(chunk) < len(MAGIC):
             return None
         offset += len(chunk) - len(MAGIC) + 1

@@ -66,7 +66,7 @@ def tally(outcomes: Iterable[str | None]) -> str:
     >>> tally(["needed", "needed", "unneeded", None])
     '2 of 3 would have been needed, 1 was not'
     """
-    counts = Counter(one for one in outcomes if one is not None)
+    counts = Counter(outcome for outcome in outcomes if outcome is not None)
     judged = counts["needed"] + counts["unneeded"]
     if not counts:
         return ""

@@ -144,10 +144,10 @@ class Judge:
         accepted = accepted_level(facts.accepted) if facts.accepted else NOTHING
         usual = None if facts.recurring is None else self._usual_limits(accepted)
         spikes = self._outliers.update(record, accepted=accepted)
-        told = self._detectors.update(record)
-        if spikes and told:  # said once: what may act says it with the limit that was in force
-            told = tuple(finding for finding in told if finding.kind != "spike")
-        findings = spikes + told
+        detected = self._detectors.update(record)
+        if spikes and detected:  # said once: what may act says it with the limit that was in force
+            detected = tuple(finding for finding in detected if finding.kind != "spike")
+        findings = spikes + detected
         verdict = decide(
             self._ladder,
             findings,

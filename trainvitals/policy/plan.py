@@ -107,8 +107,8 @@ def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
     """
     plan = Plan()
     for line in lines:
-        found = msgspec.convert(line, _Line)
+        entry = msgspec.convert(line, _Line)
         plan = extend(
-            plan, facts=found.facts or plan.facts, branch=found.branch, window=found.window
+            plan, facts=entry.facts or plan.facts, branch=entry.branch, window=entry.window
         )
     return plan

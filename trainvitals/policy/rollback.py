@@ -85,20 +85,20 @@ def for_finite(
     if was_blamed(state, onset):
         return Verdict(state)  # it was acted on, or told
     blamed = replace(facts, blamed=(*facts.blamed, onset)[-MAX_BLAMED:])
-    told = replace(state, facts=blamed)
+    blamed_state = replace(state, facts=blamed)
     if not case.heals:
-        return Verdict(told, findings=(finding,))
+        return Verdict(blamed_state, findings=(finding,))
     if facts.clock < facts.cooldown_until:
         words = f"{finding.reason}; the last such rollback was less than {config.finite_cooldown}"
         finding = replace(finding, reason=f"{words} steps ago, so training continues")
-        return Verdict(told, findings=(finding,))
+        return Verdict(blamed_state, findings=(finding,))
     jump = state.lr_jump if is_near_jump(state, onset, case) else None
     kind = "lr_jump" if jump is not None else "state"
     cause = _touched(facts, kind, onset)
     target, note, began = _target(case, cause, onset if jump is None else min(onset, jump.step))
     if target is None:
         finding = replace(finding, reason=f"{finding.reason}; {note}, so training continues")
-        return Verdict(told, findings=(finding,))
+        return Verdict(blamed_state, findings=(finding,))
     facts = replace(
         _spend(blamed, case, cause, kind=kind, began=began, target=target),
         cooldown_until=facts.clock + config.finite_cooldown,

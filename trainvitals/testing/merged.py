@@ -27,13 +27,13 @@ def merged_series(
     """Return the merged steps that ``text`` describes, a second apart, with steps counting up."""
     lines = [line.split() for line in text.replace("\n", ";").split(";") if line.split()]
     columns = [(line[0], [v for word in line[1:] for v in _values(word)]) for line in lines]
-    length = max((len(found) for _, found in columns), default=0)
+    length = max((len(values) for _, values in columns), default=0)
     steps = []
     for i in range(length):
         parts: dict[str, dict[str, Any]] = {"run": {}, "ranks": {}, "layers": {}}
-        for name, found in columns:
-            if i < len(found):
-                _put(parts, name, found[i], ranks)
+        for name, values in columns:
+            if i < len(values):
+                _put(parts, name, values[i], ranks)
         step = first_step + i
         steps.append(MergedStep(step=step, attempt=attempt, time_unix_ns=step * _SECOND, **parts))
     return steps
@@ -63,7 +63,7 @@ def watched(
 
 def causes(findings: Iterable[Finding]) -> dict[int, list[str]]:
     """Return the causes of findings by step."""
-    told: dict[int, list[str]] = {}
+    by_step: dict[int, list[str]] = {}
     for finding in findings:
-        told.setdefault(finding.step, []).append(finding.cause)
-    return told
+        by_step.setdefault(finding.step, []).append(finding.cause)
+    return by_step

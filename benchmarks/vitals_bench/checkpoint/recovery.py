@@ -48,21 +48,21 @@ def measure_recovery(*, quick: bool) -> Iterator[Row]:
                 break
         else:
             raise RuntimeError(f"the ranks did not come through:\n{done.stderr[-2000:]}")
-        found = json.loads((out / "found.json").read_text())
+        measured = json.loads((out / "found.json").read_text())
         restarts = _seconds_of_restarts(out, deaths)
-    yield from _rows(found, restarts)
+    yield from _rows(measured, restarts)
 
 
-def _rows(found: dict[str, object], restarts: list[float]) -> Iterator[Row]:
+def _rows(measured: dict[str, object], restarts: list[float]) -> Iterator[Row]:
     peer = f"torchrun --max-restarts and torch.load, torch {torch.__version__}"
     for place, note in [
         ("memory", "restore and step; the verdict of the step that found it is not in it"),
         ("disk", "checksums and finiteness verified, then read; files in the page cache"),
     ]:
-        times = found[place]
+        times = measured[place]
         assert isinstance(times, list)
         yield Row(
-            name=f"from NaN to the next step, from {place}, DDP on 2 ranks, {found['size']}",
+            name=f"from NaN to the next step, from {place}, DDP on 2 ranks, {measured['size']}",
             ours=statistics.median(times),
             unit="s",
             peer=peer,
@@ -75,9 +75,9 @@ def _rows(found: dict[str, object], restarts: list[float]) -> Iterator[Row]:
 
 def _seconds_of_restarts(folder: Path, deaths: int) -> list[float]:
     """Return for each restart the time from the death to when both ranks had trained a step."""
-    found = []
+    seconds = []
     for i in range(deaths):
         died = int((folder / f"died-{i}").read_text())
         stepped = [int((folder / f"stepped-{i + 1}-{rank}").read_text()) for rank in range(2)]
-        found.append((max(stepped) - died) / 1e9)
-    return found
+        seconds.append((max(stepped) - died) / 1e9)
+    return seconds

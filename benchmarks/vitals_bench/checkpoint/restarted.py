@@ -48,14 +48,14 @@ def _first_life(millions: int, rounds: int, folder: Path) -> None:
     name = store.save(newest)
     if not store.wait(None) or store.num_failed:
         raise RuntimeError("the checkpoint was not saved")
-    found = {
+    measured = {
         "size": kept.size(),
         "memory": _times(kept, kept.restore, rounds),
         "disk": _times(kept, lambda: store.load(name), rounds),
     }
     if ranks.rank == 0:
         torch.save(kept.for_peers(), folder / _SAVED)
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(measured))
 
 
 def _times(kept: Kept, go_back: Callable[[], object], rounds: int) -> list[float]:

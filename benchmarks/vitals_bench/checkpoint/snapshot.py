@@ -46,7 +46,7 @@ def measure_take(*, quick: bool) -> Iterator[Row]:
             peers.settle()
             kept.commit()
 
-        found = medians(interleave(arms, rounds=rounds, between=between), scale=1e3)
+        median_ms = medians(interleave(arms, rounds=rounds, between=between), scale=1e3)
         between()
     torch_version = f"torch {torch.__version__}"
     goals: list[tuple[str, str, Goal | None, str]] = [
@@ -59,12 +59,12 @@ def measure_take(*, quick: bool) -> Iterator[Row]:
     for arm, peer, goal, note in goals:
         yield Row(
             name=f"a snapshot in memory, checked, {kept.size()}",
-            ours=found["ours"],
+            ours=median_ms["ours"],
             unit="ms",
             peer=peer,
-            theirs=found.get(arm),
+            theirs=median_ms.get(arm),
             goal=goal,
-            spread=spread(found["again"], found["copy"]) if arm == "copy" else None,
+            spread=spread(median_ms["again"], median_ms["copy"]) if arm == "copy" else None,
             note=note,
         )
 
@@ -88,19 +88,19 @@ def measure_restore(*, quick: bool) -> Iterator[Row]:
             "again": load,
             "mmap": partial(load, mmap=True),
         }
-        found = medians(interleave(arms, rounds=rounds), scale=1e3)
+        median_ms = medians(interleave(arms, rounds=rounds), scale=1e3)
     for arm, name, goal in [
         ("load", "torch.load and load_state_dict", ratio_at_most(1 / 3)),
         ("mmap", "the same with mmap=True", None),
     ]:
         yield Row(
             name=f"a restore from memory, {kept.size()}",
-            ours=found["ours"],
+            ours=median_ms["ours"],
             unit="ms",
             peer=name,
-            theirs=found[arm],
+            theirs=median_ms[arm],
             goal=goal,
-            spread=spread(found["again"], found["load"]) if arm == "load" else None,
+            spread=spread(median_ms["again"], median_ms["load"]) if arm == "load" else None,
             note=f"torch {torch.__version__}; the file lies in the page cache",
         )
 
@@ -111,8 +111,8 @@ def _plain_copy(kept: Kept) -> Callable[[], None]:
 
     @torch.no_grad()
     def copy() -> None:
-        for one, tensor in zip(into, live, strict=True):
-            one.copy_(tensor)
+        for target, tensor in zip(into, live, strict=True):
+            target.copy_(tensor)
 
     return copy
 

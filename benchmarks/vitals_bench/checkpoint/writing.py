@@ -28,15 +28,15 @@ def measure_writing(*, quick: bool) -> Iterator[Row]:
         kept = Kept(millions, batch=_BATCH)
         steps = _measure(kept, Path(folder), saves)
     for which, of in (("median", statistics.median), ("95th percentile", _p95)):
-        found = {name: of(times) * 1e3 for name, times in steps.items()}
+        in_ms = {name: of(times) * 1e3 for name, times in steps.items()}
         for arm, peer in [("none", "while none is"), ("dcp", "during dcp.async_save")]:
             yield Row(
                 name=f"a step while a checkpoint is written: {which}, {kept.size()}",
-                ours=found["ours"],
+                ours=in_ms["ours"],
                 unit="ms",
                 peer=f"a step {peer}",
-                theirs=found[arm],
-                spread=spread(found["again"], found["none"]) if arm == "none" else None,
+                theirs=in_ms[arm],
+                spread=spread(in_ms["again"], in_ms["none"]) if arm == "none" else None,
                 note=f"{len(steps['ours'])} steps in {saves} saves, {len(steps[arm])} steps {peer};"
                 f" ours is read back and verified too; torch {torch.__version__}",
             )
@@ -46,7 +46,7 @@ def _measure(kept: Kept, folder: Path, saves: int) -> dict[str, list[float]]:
     """Return the seconds of the steps: during our saves, during the peer's, and between them."""
     expect_no_dist_warning()
     store = kept.store(folder / "ours", Ranks.join())
-    found: dict[str, list[float]] = {"ours": [], "dcp": [], "none": [], "again": []}
+    seconds: dict[str, list[float]] = {"ours": [], "dcp": [], "none": [], "again": []}
     for i in range(saves):
         kept.take()
         kept.commit()
@@ -54,18 +54,18 @@ def _measure(kept: Kept, folder: Path, saves: int) -> dict[str, list[float]]:
         assert newest is not None
         store.save(newest)
         mine = _steps_until(kept, lambda: store.wait(0.0))
-        found["ours"] += mine
-        found["none" if i % 2 else "again"] += _steps(kept, len(mine))
+        seconds["ours"] += mine
+        seconds["none" if i % 2 else "again"] += _steps(kept, len(mine))
         path = folder / f"dcp-{i}"
         begun = async_save(kept.for_peers(), checkpoint_id=path, no_dist=True)
         upload = begun if isinstance(begun, Future) else begun.upload_completion
-        found["dcp"] += _steps_until(kept, upload.done)
+        seconds["dcp"] += _steps_until(kept, upload.done)
         upload.result()
         shutil.rmtree(path)
-        found["again" if i % 2 else "none"] += _steps(kept, len(mine))
+        seconds["again" if i % 2 else "none"] += _steps(kept, len(mine))
     if store.num_saved != saves:
         raise RuntimeError(f"{store.num_failed} of {saves} saves failed")
-    return found
+    return seconds
 
 
 def _steps_until(kept: Kept, done: Callable[[], bool]) -> list[float]:

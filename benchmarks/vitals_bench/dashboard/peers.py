@@ -70,8 +70,8 @@ def measure_peers(*, quick: bool, asked: Asked | None = None) -> Iterator[Row]:
             if binary:
                 with start(folder / peer, binary, values) as ask:
                     theirs = _asked(ask, planted)
-                found = re.search(r"\d+\.\d+[\w.]*", said_by([binary, "--version"]))
-                version = f"{peer} {found[0] if found else 'of an unknown version'}"
+                match = re.search(r"\d+\.\d+[\w.]*", said_by([binary, "--version"]))
+                version = f"{peer} {match[0] if match else 'of an unknown version'}"
                 yield from _rows(peer, version, len(values), planted, ours, theirs)
             else:
                 yield Row(name=_name(len(values), planted), ours=None, unit="", peer=peer,
@@ -170,10 +170,10 @@ def mlflow(folder: Path, binary: str, values: npt.NDArray[np.float64]) -> Iterat
 
 
 def _mlflow_run(url: str) -> str:
-    said = {"experiment_id": "0", "start_time": 1}
+    body = {"experiment_id": "0", "start_time": 1}
     answer: Any = httpx.post(
         f"{url}/api/2.0/mlflow/runs/create",
-        json=said,
+        json=body,
         timeout=_TIMEOUT_SECONDS,
         trust_env=False,
     ).json()

@@ -25,9 +25,9 @@ class Judged:
     scores: Mapping[str, Sequence[SeriesScore]]
     """By rule, log by log: ours first, then the peers by their short names."""
 
-    def totals(self, wanted: Callable[[Series], bool] = lambda series: True) -> dict[str, Total]:
+    def totals(self, predicate: Callable[[Series], bool] = lambda series: True) -> dict[str, Total]:
         """Return each rule's total over the wanted logs."""
-        rows = [i for i, series in enumerate(self.series) if wanted(series)]
+        rows = [i for i, series in enumerate(self.series) if predicate(series)]
         return {name: Total.of(scores[i] for i in rows) for name, scores in self.scores.items()}
 
 
@@ -42,7 +42,7 @@ def judge_all(series: Iterable[Series]) -> Judged:
     for name, peer in PEERS.items():
         alarms[name] = [alarms_of(peer.make, log) for log in logs]
     scores = {
-        name: [score(log, said) for log, said in zip(logs, rows, strict=True)]
+        name: [score(log, log_alarms) for log, log_alarms in zip(logs, rows, strict=True)]
         for name, rows in alarms.items()
     }
     return Judged(series=logs, verdicts=verdicts, alarms=alarms, scores=scores)

@@ -103,8 +103,8 @@ def _closeness(total: Total) -> tuple[float, float]:
 def _lead(judged: Judged, rule: str) -> int:
     """Return the records from the first alarm about BLOOM's spike to its peak, at least."""
     leads = [
-        BLOOM_PEAK - min([a.row for a in said if a.row >= ONSET - 1], default=BLOOM_PEAK)
-        for series, said in zip(judged.series, judged.alarms[rule], strict=True)
+        BLOOM_PEAK - min([a.row for a in alarms if a.row >= ONSET - 1], default=BLOOM_PEAK)
+        for series, alarms in zip(judged.series, judged.alarms[rule], strict=True)
         if series.name == SHAPES[0].name
     ]
     return max(0, min(leads))
@@ -112,8 +112,8 @@ def _lead(judged: Judged, rule: str) -> int:
 
 def _after_nan(judged: Judged, rule: str) -> int:
     return max(
-        len({alarm.row for alarm in said if ONSET < alarm.row <= ONSET + QUIET})
-        for series, said in zip(judged.series, judged.alarms[rule], strict=True)
+        len({alarm.row for alarm in alarms if ONSET < alarm.row <= ONSET + QUIET})
+        for series, alarms in zip(judged.series, judged.alarms[rule], strict=True)
         if series.name == "NaN once"
     )
 
@@ -129,12 +129,12 @@ def measure_logs(*, quick: bool, logs: Logs | None = None) -> Iterator[Row | Gri
     judged = judge_all(series[:6] if quick else series)
     yield from _goals(judged, logs)
     groups: _Groups = {
-        "all": lambda one: True,
-        "logged every step": lambda one: one.cadence == 1,
-        "coarser": lambda one: one.cadence > 1,
+        "all": lambda log: True,
+        "logged every step": lambda log: log.cadence == 1,
+        "coarser": lambda log: log.cadence > 1,
     }
-    for name, wanted in groups.items():
-        totals = judged.totals(wanted)
+    for name, predicate in groups.items():
+        totals = judged.totals(predicate)
         ours = totals[TELL]
         title = f"{len(ours.scores)} labelled logs, {logs.words}: {name}, {ours.num_records:,} "
         yield rules_grid(
@@ -146,7 +146,7 @@ def measure_logs(*, quick: bool, logs: Logs | None = None) -> Iterator[Row | Gri
     yield act_grid(judged, groups)
     yield series_grid(judged)
     longer = f"logged every step, {LONG:,} records or more"
-    is_longer = lambda one: one.cadence == 1 and len(one) >= LONG  # noqa: E731
+    is_longer = lambda log: log.cadence == 1 and len(log) >= LONG  # noqa: E731
     yield thinning_grid(judged, {longer: is_longer})
 
 
@@ -168,10 +168,10 @@ def _goals(judged: Judged, logs: Logs) -> Iterator[Row]:
         name=f"{where}: clean ones paged", ours=ours.clean_paged[0], unit="logs", peer=peer,
         theirs=theirs.clean_paged[0], goal=exactly(0), note=f"of {ours.clean_paged[1]}",
     )  # fmt: skip
-    found, num = ours.kinds().get("plateau", (0, 0))
+    num_found, num = ours.kinds().get("plateau", (0, 0))
     if num:
         yield Row(
-            name=f"{where}: plateaus found", ours=found, unit="plateaus", peer=peer, theirs=0,
+            name=f"{where}: plateaus found", ours=num_found, unit="plateaus", peer=peer, theirs=0,
             goal=exactly(num), note="no peer looks for them",
         )  # fmt: skip
     yield Row(

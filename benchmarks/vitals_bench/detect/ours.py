@@ -27,14 +27,14 @@ class Verdicts:
 def judge(series: Series) -> Verdicts:
     """Judge a log as `vitals replay` does, in ``heal``, where all that could be done is done."""
     made = Verdicts(told=[], skipped=[], rollbacks=[], halts=[])
-    for row, record, said in _play(series):
-        made.told.extend(Alarm(row, finding.kind) for finding in said.findings)
+    for row, record, judged in _play(series):
+        made.told.extend(Alarm(row, finding.kind) for finding in judged.findings)
         if record.skipped:
-            acting = [finding.kind for finding in said.findings if finding.level == "act"]
+            acting = [finding.kind for finding in judged.findings if finding.level == "act"]
             made.skipped.append(Alarm(row, acting[0] if acting else "spike"))
-        if said.decision is not None and said.decision.action == "rollback":
+        if judged.decision is not None and judged.decision.action == "rollback":
             made.rollbacks.append(row)
-        elif said.decision is not None and said.decision.action == "halt":
+        elif judged.decision is not None and judged.decision.action == "halt":
             made.halts.append(row)
     return made
 

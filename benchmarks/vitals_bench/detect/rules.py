@@ -321,8 +321,8 @@ class FirstOf:
 
     def update(self, step: int, loss: Number, norm: Number, rate: Number) -> str | None:
         """Ask all of them, as each has its memory."""
-        said = [rule.update(step, loss, norm, rate) for rule in self._rules]
-        return next((kind for kind in said if kind is not None), None)
+        kinds = [rule.update(step, loss, norm, rate) for rule in self._rules]
+        return next((kind for kind in kinds if kind is not None), None)
 
 
 class Peer(NamedTuple):

@@ -62,11 +62,11 @@ def score(series: Series, alarms: Iterable[Alarm]) -> SeriesScore:
     ordered = sorted(set(alarms))
     plateaus = [alarm.row for alarm in ordered if _tells_plateau(alarm, flat)]
     others = sorted({alarm.row for alarm in ordered if not _tells_plateau(alarm, flat)})
-    found, missed, false = _score_usual(usual, others)
+    caught, missed, false = _score_usual(usual, others)
     for event in (event for event in flat if event.severity == "major"):
         inside = [row for row in plateaus if event.onset <= row <= event.end]
         if inside:
-            found.append(Found(event, inside[0] - event.onset))
+            caught.append(Found(event, inside[0] - event.onset))
         else:
             missed.append(event)
     lonely = [row for row in plateaus if not is_near(row, flat)]
@@ -76,7 +76,7 @@ def score(series: Series, alarms: Iterable[Alarm]) -> SeriesScore:
         name=series.name,
         num_records=len(series),
         is_clean=series.is_clean,
-        found=tuple(found),
+        found=tuple(caught),
         missed=tuple(missed),
         false=tuple(sorted(false)),
         num_false_records=len(outside),
@@ -101,13 +101,13 @@ def _score_usual(
         episodes[-1].last = row
         of_row[row] = episodes[-1]
     majors = [event for event in events if event.severity == "major"]
-    found, missed = [], []
+    caught, missed = [], []
     for event in majors:
         hits = [row for row in rows if _hits(row, of_row[row].first, event, majors)]
         for row in hits:
             of_row[row].found_something = True
         if hits:
-            found.append(Found(event, max(0, hits[0] - event.onset)))
+            caught.append(Found(event, max(0, hits[0] - event.onset)))
         else:
             missed.append(event)
     false = [
@@ -115,7 +115,7 @@ def _score_usual(
         for episode in episodes
         if not episode.found_something and not is_near(episode.first, events)
     ]
-    return found, missed, false
+    return caught, missed, false
 
 
 def _hits(row: int, began: int, event: Event, majors: Sequence[Event]) -> bool:
@@ -146,10 +146,10 @@ class Total:
 
     def kinds(self) -> dict[str, tuple[int, int]]:
         """Return for each kind that occurred how many events were found, of how many."""
-        found = [hit.event.kind for score in self.scores for hit in score.found]
+        caught = [hit.event.kind for score in self.scores for hit in score.found]
         missed = [event.kind for score in self.scores for event in score.missed]
         counted = {
-            kind: (found.count(kind), found.count(kind) + missed.count(kind)) for kind in KINDS
+            kind: (caught.count(kind), caught.count(kind) + missed.count(kind)) for kind in KINDS
         }
         return {kind: pair for kind, pair in counted.items() if pair[1]}
 
@@ -181,8 +181,8 @@ class Total:
     @property
     def precision(self) -> float | None:
         """Findings among findings and false alarms; None where nothing was said."""
-        said = len(self._found()) + self.num_false
-        return len(self._found()) / said if said else None
+        num_told = len(self._found()) + self.num_false
+        return len(self._found()) / num_told if num_told else None
 
     @property
     def f1(self) -> float:

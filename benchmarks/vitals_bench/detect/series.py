@@ -107,9 +107,9 @@ def alarms_of(make: Callable[[], Rule], series: Series) -> list[Alarm]:
     """Return what a new rule says about a log."""
     update = make().update
     columns = (series.steps, series.losses, series.norms, series.rates)
-    said = []
+    alarms = []
     for row, record in enumerate(zip(*columns, strict=True)):
         kind = update(*record)
         if kind is not None:
-            said.append(Alarm(row, kind))
-    return said
+            alarms.append(Alarm(row, kind))
+    return alarms

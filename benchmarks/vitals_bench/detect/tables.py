@@ -36,13 +36,13 @@ def rules_grid(title: str, totals: Mapping[str, Total], *, kinds: bool, note: st
     )  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for name, total in totals.items():
-        found = total.kinds()
+        counts = total.kinds()
         paged, clean = total.clean_paged
         figures: tuple[Cell, ...] = (
             full_name(name), total.recall, total.precision, total.false_per_10k,
             total.false_records_per_20k, total.delay, f"{paged}/{clean}",
         )  # fmt: skip
-        rows.append(figures + tuple("{}/{}".format(*found[kind]) for kind in shown))
+        rows.append(figures + tuple("{}/{}".format(*counts[kind]) for kind in shown))
     return Grid(title=title, columns=columns, rows=tuple(rows), note=note)
 
 
@@ -80,8 +80,8 @@ def better_than_ours(totals: Mapping[str, Total]) -> str:
                 for value, name in better[:SHOWN]
             ]
             more = f" and {len(better) - SHOWN} more" if len(better) > SHOWN else ""
-            said = "nothing" if mine is None else f"{mine:.3g}"
-            parts.append(f"{metric}: {', '.join(words)}{more}; ours {said}")
+            our_figure = "nothing" if mine is None else f"{mine:.3g}"
+            parts.append(f"{metric}: {', '.join(words)}{more}; ours {our_figure}")
     both = [full_name(name) for name in PEERS if _is_better_in_both(totals[name], ours)]
     end = f"In recall and precision at once: {', '.join(both) or 'none'}."
     if not parts:
@@ -112,14 +112,14 @@ def shapes_grid(judged: Judged) -> Grid:
         words = _better_in_shape(judged, shares, fewer=logs[0].is_clean)
         if words:
             better.append(f"{shape}: {words}; ours {shares[TELL]} %")
-    found = ". ".join(better) or "none"
+    better_peers = ". ".join(better) or "none"
     return Grid(
         title="logs of each shape in which a rule found all that there is, or, where they are "
         "clean, said anything; percent",
         columns=("shape", *judged.scores),
         rows=tuple(rows),
         note="What speaks often finds some by chance; see what it says about the clean ones. "
-        f"Shapes in which a peer is better than ours (tell): {found}.",
+        f"Shapes in which a peer is better than ours (tell): {better_peers}.",
         detail={rule: _by_seed(judged, rule) for rule in (TELL, ACT)},
     )
 
@@ -133,21 +133,21 @@ def _by_seed(judged: Judged, rule: str) -> list[dict[str, object]]:
         seeds[series.name] += 1
         if scored.missed or scored.false:
             missed = [event.onset for event in scored.missed]
-            found = {"missed": missed, "false": list(scored.false)}
-            wrong.append({"shape": series.name, "seed": seed, **found})
+            mistakes = {"missed": missed, "false": list(scored.false)}
+            wrong.append({"shape": series.name, "seed": seed, **mistakes})
     return wrong
 
 
 def _better_in_shape(judged: Judged, shares: Mapping[str, int], *, fewer: bool) -> str:
     sign = -1 if fewer else 1
-    found = [rule for rule in PEERS if sign * shares[rule] > sign * shares[TELL]]
-    found.sort(key=lambda rule: -sign * shares[rule])
+    better = [rule for rule in PEERS if sign * shares[rule] > sign * shares[TELL]]
+    better.sort(key=lambda rule: -sign * shares[rule])
     words = []
-    for rule in found[:SHOWN]:
+    for rule in better[:SHOWN]:
         paged, clean = Total.of(judged.scores[rule]).clean_paged
         also = f", with false alarms in {paged} of {clean} clean logs" if not fewer else ""
         words.append(f"{full_name(rule)} {shares[rule]} %{also}")
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    more = f" and {len(better) - SHOWN} more" if len(better) > SHOWN else ""
     return "; ".join(words) + more
 
 
@@ -170,11 +170,11 @@ def _found_all(series: Series, scored: SeriesScore, num_alarms: int) -> bool:
 def act_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]) -> Grid:
     """Return what would have been done, and how much of it without a cause."""
     rows: list[tuple[Cell, ...]] = []
-    for group, wanted in groups.items():
-        chosen = [i for i, series in enumerate(judged.series) if wanted(series)]
+    for group, predicate in groups.items():
+        chosen = [i for i, series in enumerate(judged.series) if predicate(series)]
         total = Total.of(judged.scores[ACT][i] for i in chosen)
         skips = sum(len(judged.verdicts[i].skipped) for i in chosen)
-        false = sum(one.num_false_records for one in total.scores)
+        false = sum(scored.num_false_records for scored in total.scores)
         rollbacks = [(i, row) for i in chosen for row in judged.verdicts[i].rollbacks]
         halts = [(i, row) for i in chosen for row in judged.verdicts[i].halts]
         rows.append(
@@ -236,16 +236,16 @@ def series_grid(judged: Judged) -> Grid:
 
 def _details(scores: Sequence[SeriesScore]) -> dict[str, object]:
     return {
-        one.name: {
+        scored.name: {
             "found": [
                 {"kind": hit.event.kind, "row": hit.event.onset, "delay": hit.delay}
-                for hit in one.found
+                for hit in scored.found
             ],
-            "missed": [{"kind": e.kind, "row": e.onset, "label": e.reason} for e in one.missed],
-            "false": list(one.false),
+            "missed": [{"kind": e.kind, "row": e.onset, "label": e.reason} for e in scored.missed],
+            "false": list(scored.false),
         }
-        for one in scores
-        if one.found or one.missed or one.false
+        for scored in scores
+        if scored.found or scored.missed or scored.false
     }
 
 
@@ -253,11 +253,11 @@ def thinning_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]
     """Return what becomes of our verdicts where only every tenth record was logged."""
     pairs = list(zip(judged.series, judged.scores[TELL], strict=True))
     rows: list[tuple[Cell, ...]] = []
-    for name, wanted in groups.items():
+    for name, predicate in groups.items():
         chosen = [
             _thinned(log, scored, phase)
             for log, scored in pairs
-            if wanted(log)
+            if predicate(log)
             for phase in range(THIN)
         ]
         if chosen:
@@ -280,6 +280,6 @@ def _thinned(log: Series, scored: SeriesScore, phase: int) -> tuple[int, ...]:
     left = {event.onset for event in log.left(THIN, phase) if event.severity == "major"}
     thin = log.thinned(THIN, phase)
     again = score(thin, judge(thin).told)
-    found = (sum(hit.event.onset in left for hit in scored.found), len(again.found))
+    caught = (sum(hit.event.onset in left for hit in scored.found), len(again.found))
     false = (int(bool(scored.false)), int(bool(again.false)))
-    return (len(left), *found, *false, int(found[0] != found[1] or false[0] != false[1]))
+    return (len(left), *caught, *false, int(caught[0] != caught[1] or false[0] != false[1]))

@@ -64,11 +64,11 @@ def _promises(cases: Mapping[str, Sequence[_Case]]) -> Iterator[Row]:
         words: [case for case in of_kind if not case.series.events]
         for words, of_kind in cases.items()
     }
-    told = [case for case in healthy["declared"] if case.series != case.series.undeclared()]
-    untold = healthy["not declared"]
+    declared = [case for case in healthy["declared"] if case.series != case.series.undeclared()]
+    undeclared = healthy["not declared"]
     for words, chosen, goal in (
-        ("that declare their kind", told, exactly(0)),
-        ("that declare nothing", untold, at_most(MOST_WITHHELD)),
+        ("that declare their kind", declared, exactly(0)),
+        ("that declare nothing", undeclared, at_most(MOST_WITHHELD)),
     ):
         names = [case.series.name for case in chosen if case.verdict.skipped]
         yield Row(
@@ -78,7 +78,7 @@ def _promises(cases: Mapping[str, Sequence[_Case]]) -> Iterator[Row]:
             goal=goal,
             note=f"in {len(names)} of {len(chosen)}: {', '.join(names) or 'none'}",
         )
-    done = [case.verdict.rollbacks + case.verdict.halts for case in (*told, *untold)]
+    done = [case.verdict.rollbacks + case.verdict.halts for case in (*declared, *undeclared)]
     yield Row(
         name="healthy trainings, declared or not: rollbacks and halts",
         ours=sum(len(rows) for rows in done),

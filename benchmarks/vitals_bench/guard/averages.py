@@ -36,14 +36,14 @@ def measure_averages(*, quick: bool) -> Iterator[Row]:
         times = interleave(arms, rounds=rounds, clock_ns=time.process_time_ns)
     finally:
         torch.set_num_threads(num_threads)
-    found = medians(times, scale=1e3)
+    median_ms = medians(times, scale=1e3)
     for kind in ("applied", "skipped"):
         yield Row(
             name=f"ema_update, {kind}, {size_of(model)}",
-            ours=found[kind],
+            ours=median_ms[kind],
             unit="ms",
             peer="AveragedModel(get_ema_multi_avg_fn)",
-            theirs=found["peer"],
+            theirs=median_ms["peer"],
             goal=ratio_at_most(1.0),
-            spread=spread(found["again"], found["peer"]),
+            spread=spread(median_ms["again"], median_ms["peer"]),
         )

@@ -67,11 +67,11 @@ def measure_loop(*, quick: bool) -> Iterator[Row]:
             logger = open_logger(peer, folder)
             stack.callback(logger.close)
             arms[peer] = Loop(millions, batch).logged_by(logger)
-        found = medians(interleave(arms, rounds=rounds), scale=1e3)
+        median_ms = medians(interleave(arms, rounds=rounds), scale=1e3)
         trained = _in_a_trainer(Loop(millions, batch), loops["bare"], rounds, folder)
-    yield from _own(own.seconds[-rounds:], loops["bare"].clip_seconds[-rounds:], found["bare"])
+    yield from _own(own.seconds[-rounds:], loops["bare"].clip_seconds[-rounds:], median_ms["bare"])
     size = f"{size_of(ours.model)} and {batch[:, 1:].numel():,} tokens"
-    yield from _wall(found, size)
+    yield from _wall(median_ms, size)
     yield trained
 
 
@@ -86,8 +86,8 @@ def _own(seconds: list[float], clips: list[float], bare_ms: float) -> Iterator[R
     )
 
 
-def _wall(found: dict[str, float], size: str) -> Iterator[Row]:
-    noise = spread(found["again"], found["bare"])
+def _wall(median_ms: dict[str, float], size: str) -> Iterator[Row]:
+    noise = spread(median_ms["again"], median_ms["bare"])
     names = {
         "ours": f"a whole step of {size}, watched",
         "tutorials": "a whole step with a norm and .item() of each parameter, as in tutorials",
@@ -95,12 +95,12 @@ def _wall(found: dict[str, float], size: str) -> Iterator[Row]:
     for arm in ("ours", "tutorials", *LOGGERS):
         yield Row(
             name=names.get(arm, f"a whole step with {arm}"),
-            ours=found.get(arm),
+            ours=median_ms.get(arm),
             unit="ms",
             peer=BARE,
-            theirs=found["bare"],
+            theirs=median_ms["bare"],
             spread=noise,
-            note="" if arm in found else f"{arm}: not installed",
+            note="" if arm in median_ms else f"{arm}: not installed",
         )
 
 

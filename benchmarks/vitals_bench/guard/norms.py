@@ -35,15 +35,15 @@ def _clip(millions: int, rounds: int) -> Row:
             torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
 
         times = interleave({"ours": ours, "clip": clip, "again": clip}, rounds=rounds)
-    found = medians(times, scale=1e3)
+    median_ms = medians(times, scale=1e3)
     return Row(
         name=f"norms, layers, clip, verdict and journal, {size_of(model)}",
-        ours=found["ours"],
+        ours=median_ms["ours"],
         unit="ms",
         peer="clip_grad_norm_(foreach=True)",
-        theirs=found["clip"],
+        theirs=median_ms["clip"],
         goal=ratio_at_most(1.05),
-        spread=spread(found["again"], found["clip"]),
+        spread=spread(median_ms["again"], median_ms["clip"]),
         note="all of monitor.step with an optimizer of no effect",
     )
 
@@ -70,13 +70,13 @@ def _clip_and_step(millions: int, rounds: int) -> Row:
 
         arms = {"ours": ours, "peer": clip_and_step, "again": clip_and_step}
         times = interleave(arms, rounds=rounds)
-    found = medians(times, scale=1e3)
+    median_ms = medians(times, scale=1e3)
     return Row(
         name=f"the same with a fused AdamW, {size_of(model)}",
-        ours=found["ours"],
+        ours=median_ms["ours"],
         unit="ms",
         peer="clip_grad_norm_ and fused step",
-        theirs=found["peer"],
+        theirs=median_ms["peer"],
         goal=ratio_at_most(1.0),
-        spread=spread(found["again"], found["peer"]),
+        spread=spread(median_ms["again"], median_ms["peer"]),
     )

@@ -81,13 +81,13 @@ print(json.dumps({"torch": b - a, "hooks": c - b, "watch": e - d}))
 
 
 def _imports(processes: int) -> Iterator[Row]:
-    found = []
+    measured = []
     for _ in range(processes):
         done = subprocess.run(
             [sys.executable, "-c", _IMPORT], capture_output=True, text=True, timeout=120, check=True
         )
-        found.append(json.loads(done.stdout))
-    middle = {name: statistics.median(f[name] for f in found) * 1e3 for name in found[0]}
+        measured.append(json.loads(done.stdout))
+    middle = {name: statistics.median(f[name] for f in measured) * 1e3 for name in measured[0]}
     for part, name, goal in (
         ("hooks", "import trainer_hooks, after import torch", at_most(30.0)),
         ("watch", "first use of trainer_hooks.watch, after an optimizer was made", None),
@@ -130,12 +130,12 @@ def _on_a_gpu(steps: int) -> Row:
                 end.synchronize()
                 if step >= 5:
                     times[arm].append(begin.elapsed_time(end))
-    found = {arm: statistics.median(values) for arm, values in times.items()}
+    median_ms = {arm: statistics.median(values) for arm, values in times.items()}
     return Row(
         name=f"{name}, {size_of(models['ours'])}",
-        ours=found["ours"],
+        ours=median_ms["ours"],
         unit="ms",
         peer=peer,
-        theirs=found["bare"],
-        spread=spread(found["again"], found["bare"]),
+        theirs=median_ms["bare"],
+        spread=spread(median_ms["again"], median_ms["bare"]),
     )

@@ -65,8 +65,8 @@ def _gauge_rows(
 ) -> Iterator[Row]:
     clock = time.thread_time_ns
     times = interleave(arms, rounds=rounds, warm_up=20, between=between, clock_ns=clock)
-    found = medians(times, scale=1e6)
-    found = {name: value - found["nothing"] for name, value in found.items()}
+    median_us = medians(times, scale=1e6)
+    median_us = {name: value - median_us["nothing"] for name, value in median_us.items()}
     size = len(steps_schema().columns)
     for arm, name, limit in (
         ("twelve", "a journal row of 12 scalars", goal),
@@ -75,13 +75,13 @@ def _gauge_rows(
     ):
         yield Row(
             name=f"{name}: CPU of the training thread, {when}",
-            ours=found[arm],
+            ours=median_us[arm],
             unit="us",
             peer="12 prometheus Gauge.set, bound before",
-            theirs=found.get("gauges"),
+            theirs=median_us.get("gauges"),
             goal=limit,
             spread=halves(times["gauges"]) if "gauges" in times else None,
-            note="" if "gauges" in found else "prometheus-client: not installed",
+            note="" if "gauges" in median_us else "prometheus-client: not installed",
         )
 
 
@@ -122,8 +122,8 @@ def _memory(steps: int) -> Row:
 
 def _killed(steps: int) -> Row:
     """Count the rows that a SIGKILL right after the last one takes along."""
-    said = _in_process("kill", steps)
-    journal = Path(str(said["journal"]))
+    report = _in_process("kill", steps)
+    journal = Path(str(report["journal"]))
     seen: set[int] = set()
     for batch in JournalReader(journal).read(max_rows=100_000):
         schema = batch.header.stream_schema
@@ -151,5 +151,5 @@ def _in_process(name: str, steps: int) -> dict[str, float]:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"{name} said nothing: {done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(lines[-1])
-    return found
+    report: dict[str, float] = json.loads(lines[-1])
+    return report

@@ -47,16 +47,16 @@ def measure_sharded(*, quick: bool) -> Iterator[Row]:
                 break
         else:
             raise RuntimeError(f"the ranks left nothing:\n{done.stderr[-2000:]}")
-        found = json.loads(out.read_text())
+        measured = json.loads(out.read_text())
     yield Row(
-        name=f"FSDP2 on 2 ranks, added to a fused step: norms, exchange, clip, {found['size']}",
-        ours=found["ours"] - found["bare"],
+        name=f"FSDP2 on 2 ranks, added to a fused step: norms, exchange, clip, {measured['size']}",
+        ours=measured["ours"] - measured["bare"],
         unit="ms",
         peer="clip_grad_norm_().full_tensor()",
-        theirs=found["peer"] - found["bare"],
+        theirs=measured["peer"] - measured["bare"],
         goal=ratio_at_most(0.8),
-        spread=spread(found["again"] - found["bare"], found["peer"] - found["bare"]),
-        note=f"gloo, one thread a rank; the fused step alone takes {found['bare']:.0f} ms",
+        spread=spread(measured["again"] - measured["bare"], measured["peer"] - measured["bare"]),
+        note=f"gloo, one thread a rank; the fused step alone takes {measured['bare']:.0f} ms",
     )
 
 
@@ -94,17 +94,17 @@ def measure_on_this_rank(millions: int, rounds: int) -> dict[str, float | str]:
             plain.zero_grad()
 
         arms = {"ours": ours, "peer": clip, "again": clip, "bare": bare}
-        found = medians(interleave(arms, rounds=rounds, between=dist.barrier), scale=1e3)
-    return {"size": size, **found}
+        median_ms = medians(interleave(arms, rounds=rounds, between=dist.barrier), scale=1e3)
+    return {"size": size, **median_ms}
 
 
 def main() -> None:
     """Measure on one of torchrun's ranks; rank 0 writes what it found."""
     millions, rounds, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    found = measure_on_this_rank(millions, rounds)
+    measured = measure_on_this_rank(millions, rounds)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -50,7 +50,7 @@ class Ours:
         self.monitor = trainer_hooks.watch(model, optimizer, tokens_per_step=512)
         self.emitter = self.monitor._host.emitter
         self._said: list[Any] = []
-        with _patched(self.emitter, "step", lambda *said: self._said.append(said)):
+        with _patched(self.emitter, "step", lambda *arguments: self._said.append(arguments)):
             for _ in range(20):
                 loss = model(torch.ones(4)).square().mean()
                 loss.backward()
@@ -141,12 +141,12 @@ def main() -> None:
     """Measure and print."""
     name, steps, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     if name == "growth":
-        found: dict[str, float] = {"growth_bytes": growth(steps)}
+        measured: dict[str, float] = {"growth_bytes": growth(steps)}
     elif name == "kill":
         write_and_die(steps)
     else:
-        found = cost(name, steps, folder)
-    print(json.dumps(found), flush=True)  # noqa: T201 - for the bench
+        measured = cost(name, steps, folder)
+    print(json.dumps(measured), flush=True)  # noqa: T201 - for the bench
 
 
 def cost(name: str, steps: int, folder: Path) -> dict[str, float]:

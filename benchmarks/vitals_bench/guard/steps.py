@@ -66,15 +66,15 @@ def _rows(
         "skipped": under(bad),
         "again": optimizer.step,
     }
-    found = medians(interleave(arms, rounds=rounds), scale=1e3)
+    median_ms = medians(interleave(arms, rounds=rounds), scale=1e3)
     guard.release()
     for kind in ("guarded", "skipped"):
         yield Row(
             name=f"{name}: a {kind} step, {size_of(model)}",
-            ours=found[kind],
+            ours=median_ms[kind],
             unit="ms",
             peer="bare step",
-            theirs=found["bare"],
+            theirs=median_ms["bare"],
             goal=ratio_at_most(1.10 if on_device else 3.0),
-            spread=spread(found["again"], found["bare"]),
+            spread=spread(median_ms["again"], median_ms["bare"]),
         )

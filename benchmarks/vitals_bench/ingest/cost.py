@@ -97,11 +97,11 @@ class Found(NamedTuple):
 
 
 def _rows(case: Case, size: Size, arms: dict[str, Server]) -> Iterator[Row]:
-    found = _measure(case, size, arms)
-    mine = found["ours"]
+    by_server = _measure(case, size, arms)
+    mine = by_server["ours"]
     for name in list(arms)[1:] or [""]:
         few = arms[name].num_ranks if name else 0
-        others = found.get(name)
+        others = by_server.get(name)
         yield Row(
             name=f"collector CPU of a record of 20 values, {case.words} in a request",
             ours=statistics.median(mine.per_record),
@@ -122,23 +122,23 @@ def _measure(case: Case, size: Size, arms: dict[str, Server]) -> dict[str, Found
     begin = time.time_ns() - _PAST_NS
     numbers = {name: Numbers(server.num_ranks) for name, server in arms.items()}
     sent = dict.fromkeys(arms, 0)
-    found = {name: Found([], 0.0) for name in arms}
+    by_server = {name: Found([], 0.0) for name in arms}
     names = list(arms)
     for i in range(1 + size.rounds):  # the first makes the series
         for name in names if i % 2 else reversed(names):
-            server, idle = arms[name], found[name].idle_share
+            server, idle = arms[name], by_server[name].idle_share
             steps = (size.mlflow_steps if name == "MLflow" else size.steps)[case.num_records]
             block = numbers[name].block(sent[name], steps, begin_ns=begin, step_ns=_STEP_NS)
             requests = server.requests(case.key, block, case.num_records, case.per_node)
             used = _used_for(server, requests, idle)
             sent[name] += steps
             if i:
-                found[name].per_record.append(used / steps / server.num_ranks * 1e6)
+                by_server[name].per_record.append(used / steps / server.num_ranks * 1e6)
         if i == 0:
-            found = {name: Found([], _idle_share(server)) for name, server in arms.items()}
+            by_server = {name: Found([], _idle_share(server)) for name, server in arms.items()}
     for name, server in arms.items():
         expect_all(server, case.key, sent[name] * server.num_ranks)
-    return found
+    return by_server
 
 
 def _used_for(server: Server, requests: servers.Posts, idle_share: float) -> float:
@@ -162,6 +162,6 @@ def expect_all(server: Server, config: str, num_sent: int) -> None:
     Raises:
         RuntimeError: it does not: a figure of it would be of something else.
     """
-    found = server.num_records(config)
-    if found != num_sent:
-        raise RuntimeError(f"{server.label} has {found:g} of {num_sent} records of {config}")
+    num_found = server.num_records(config)
+    if num_found != num_sent:
+        raise RuntimeError(f"{server.label} has {num_found:g} of {num_sent} records of {config}")

@@ -99,9 +99,9 @@ class Node(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Count what was stored once the answer is whole."""
         self._answer += data
-        head, found, body = self._answer.partition(b"\r\n\r\n")
+        head, separator, body = self._answer.partition(b"\r\n\r\n")
         length = _LENGTH.search(head)
-        if not found or length is None or len(body) < int(length[1]):
+        if not separator or length is None or len(body) < int(length[1]):
             return
         self._answer = b""
         self.times.append(time.monotonic() - self._posted_at)
@@ -155,11 +155,11 @@ async def _connect(plan: Plan) -> list[Node]:
     nodes = [Node(head) for _ in range(plan.num_nodes)]
     loop = asyncio.get_running_loop()
     for i in range(0, len(nodes), _CONNECTED_AT_ONCE):
-        some = nodes[i : i + _CONNECTED_AT_ONCE]
+        group = nodes[i : i + _CONNECTED_AT_ONCE]
         await asyncio.gather(
             *(
                 loop.create_connection(lambda node=node: node, plan.host, plan.port)  # type: ignore[misc]
-                for node in some
+                for node in group
             )
         )
     return nodes

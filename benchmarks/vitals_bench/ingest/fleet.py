@@ -126,22 +126,22 @@ def _watch(
         seen.cpu.append((time.monotonic(), collector.cpu_seconds()))
         seen.resident.append(collector.resident_bytes())
     seen.stored_share = _num_stored(plan, reader) / (size.num_steps * plan.world_size)
-    said: dict[str, float] = {}
+    began_at: dict[str, float] = {}
     for step in range(size.num_steps, plan.num_steps):
         # Not at the second's turn, where it would always find the agent in the same place.
         due = plan.begin_ns + step * plan.step_ns + int(rng.random() * 0.5e9)
         time.sleep(max(0.0, (due - time.time_ns()) / 1e9))
         began = time.monotonic()
         node.step(step)
-        said[f"probe-{step}"] = began
+        began_at[f"probe-{step}"] = began
         node.decide(step, f"probe-{step}")
         _wait_for_row(reader, plan.run_id, step, began)
         seen.queryable.append(time.monotonic() - began)
     until = time.monotonic() + _GIVE_UP_SECONDS
-    while said.keys() - receiver.came_at.keys() and time.monotonic() < until:
+    while began_at.keys() - receiver.came_at.keys() and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     late = time.monotonic()
-    seen.alerted = [receiver.came_at.get(cause, late) - began for cause, began in said.items()]
+    seen.alerted = [receiver.came_at.get(cause, late) - began for cause, began in began_at.items()]
     return seen
 
 
@@ -149,21 +149,21 @@ def _wait_for_row(reader: CollectorClient, run_id: str, step: int, began: float)
     """Return once an answer has the row of rank 0, or after half a minute all the same."""
     while time.monotonic() - began < _GIVE_UP_SECONDS:
         with contextlib.suppress(TransportError):  # no answer is no answer with the row
-            found = reader.series(
+            reply = reader.series(
                 run_id, "steps.rank_loss", source="rank:0", points=2, from_step=step, to_step=step
             )
-            if found.num_total:
+            if reply.num_total:
                 return
         time.sleep(_POLL_SECONDS)
 
 
 def _outcome_of(driver: Started) -> Outcome:
     driver.popen.wait(120.0)
-    said = driver.log.read_text().splitlines()
+    lines = driver.log.read_text().splitlines()
     try:
-        outcome = msgspec.json.decode(said[-1] if said else "", type=Outcome)
+        outcome = msgspec.json.decode(lines[-1] if lines else "", type=Outcome)
     except msgspec.DecodeError:
-        raise RuntimeError(f"the driver ended with: {said[-5:]}") from None
+        raise RuntimeError(f"the driver ended with: {lines[-5:]}") from None
     if outcome.refused:
         raise RuntimeError(f"the collector refused: {outcome.refused}")
     return outcome
@@ -174,15 +174,15 @@ def _count_lost(plan: Plan, node: RealNode, reader: CollectorClient) -> int:
     sent = plan.num_nodes * RANKS_PER_NODE * plan.num_steps + node.num_rows
     until = time.monotonic() + _GIVE_UP_SECONDS
     while True:
-        found = _num_stored(plan, reader)
-        if found >= sent or time.monotonic() > until:
-            return sent - found
+        num_stored = _num_stored(plan, reader)
+        if num_stored >= sent or time.monotonic() > until:
+            return sent - num_stored
         time.sleep(0.5)
 
 
 def _num_stored(plan: Plan, reader: CollectorClient) -> int:
     sources = reader.run(plan.run_id).sources
-    return sum(one.num_rows for one in sources if one.source.startswith("rank:"))
+    return sum(source.num_rows for source in sources if source.source.startswith("rank:"))
 
 
 def rows_of(size: Size, seen: Seen) -> Iterator[Row]:

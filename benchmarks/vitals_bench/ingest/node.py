@@ -48,7 +48,8 @@ class RealNode:
             for rank in range(RANKS_PER_NODE)
         ]
         self._journals = [
-            JournalWriter(journal_directory(run_folder, one), one) for one in identities
+            JournalWriter(journal_directory(run_folder, identity), identity)
+            for identity in identities
         ]
         self._streams = [journal.open_stream(SCHEMA) for journal in self._journals]
         self._events = self._journals[0].open_stream(EVENT_SCHEMA)

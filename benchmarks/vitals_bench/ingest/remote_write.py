@@ -36,12 +36,12 @@ def messages() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(
         name="vitals_bench/remote.proto", package="prometheus", syntax="proto3"
     )
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for message, field, number, kind, is_repeated in _FIELDS:
-        if message not in found:
-            found[message] = file.message_type.add(name=message)
+        if message not in by_name:
+            by_name[message] = file.message_type.add(name=message)
         of_message = kind[0].isupper()
-        found[message].field.add(
+        by_name[message].field.add(
             name=field,
             number=number,
             label=kinds.LABEL_REPEATED if is_repeated else kinds.LABEL_OPTIONAL,
@@ -52,7 +52,7 @@ def messages() -> dict[str, Any]:
     pool.Add(file)
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"prometheus.{name}"))
-        for name in found
+        for name in by_name
     }
 
 

@@ -100,12 +100,12 @@ class Agents:
 
 def grouped(bodies: Sequence[Sequence[Request]], num_agents: int) -> Posts:
     """Return each agent's requests, of lists with one or several for each agent."""
-    per_agent = [len(one) // num_agents for one in bodies]
+    per_agent = [len(requests) // num_agents for requests in bodies]
     return [
         [
             request
-            for one, num in zip(bodies, per_agent, strict=True)
-            for request in one[i * num : (i + 1) * num]
+            for requests, num in zip(bodies, per_agent, strict=True)
+            for request in requests[i * num : (i + 1) * num]
         ]
         for i in range(num_agents)
     ]
@@ -149,8 +149,8 @@ class Ours:
 
     def num_records(self, config: str) -> float:
         """Return the rows that the run's sources have, less what was lost before them."""
-        found = self._reader.run(self._writers[config].run_id).sources
-        return sum(source.num_rows - source.num_lost_rows for source in found)
+        sources = self._reader.run(self._writers[config].run_id).sources
+        return sum(source.num_rows - source.num_lost_rows for source in sources)
 
     def close(self) -> None:
         """Close the connections."""
@@ -174,8 +174,8 @@ class RemoteWrite:
         if not self._is_victoria:
             return str(self.agents.ask("/api/v1/status/buildinfo").json()["data"]["version"])
         text = self.agents.ask("/metrics").text
-        found = re.search(r'vm_app_version\{version="([^"]*)"', text)
-        return version_in(found[1] if found and found[1] else _package("victoria-metrics"))
+        match = re.search(r'vm_app_version\{version="([^"]*)"', text)
+        return version_in(match[1] if match and match[1] else _package("victoria-metrics"))
 
     def requests(self, config: str, block: Block, num_steps: int, per_node: bool) -> Posts:
         """Return snappy-compressed write requests."""
@@ -209,8 +209,8 @@ class RemoteWrite:
 
     def _num_samples(self, series: str) -> float:
         asked = {"query": f"sum(count_over_time({series}[2h]))"}
-        found = self.agents.ask("/api/v1/query", params=asked).json()["data"]["result"]
-        return float(found[0]["value"][1]) if found else 0.0
+        vector = self.agents.ask("/api/v1/query", params=asked).json()["data"]["result"]
+        return float(vector[0]["value"][1]) if vector else 0.0
 
     def close(self) -> None:
         """Close the connections."""
@@ -249,22 +249,22 @@ class MLflow:
 
     def num_records(self, config: str) -> float:
         """Return the values that the histories of all metrics have, by those of a record."""
-        found = 0
+        num_values = 0
         for run in self._runs[config]:
             for name in NAMES:
                 asked = {"run_id": run, "metric_key": name, "max_results": "25000"}
                 answer = self.agents.ask("/api/2.0/mlflow/metrics/get-history", params=asked)
-                found += len(answer.json().get("metrics", ()))
-        return found / len(NAMES)
+                num_values += len(answer.json().get("metrics", ()))
+        return num_values / len(NAMES)
 
     def close(self) -> None:
         """Close the connections."""
         self.agents.close()
 
     def _new_run(self, config: str, rank: int) -> str:
-        said = {"experiment_id": "0", "run_name": f"{config}-{rank}", "start_time": 1}
+        body = {"experiment_id": "0", "run_name": f"{config}-{rank}", "start_time": 1}
         answer = httpx.post(
-            f"{self._url}/api/2.0/mlflow/runs/create", json=said, timeout=_TIMEOUT, trust_env=False
+            f"{self._url}/api/2.0/mlflow/runs/create", json=body, timeout=_TIMEOUT, trust_env=False
         )
         return str(answer.raise_for_status().json()["run"]["info"]["run_id"])
 
@@ -288,8 +288,8 @@ def _package(name: str) -> str:
 
 def version_in(text: str) -> str:
     """Return the first thing in a line that looks like a version; the line where none does."""
-    found = re.search(r"\d+\.\d+(\.\d+)?", text)
-    return found[0] if found else text
+    match = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else text
 
 
 # ------------------------------------------------------------------------------------- starting
@@ -399,14 +399,14 @@ def peers(mlflow_binary: str) -> list[Peer]:
         ("Prometheus", "prometheus", program("prometheus"), prometheus),
         ("MLflow", "mlflow", mlflow_binary or program("mlflow"), mlflow),
     ]
-    found = []
+    listed = []
     for name, command, binary, start in named:
         missing = "" if binary else f"{name}: {command} is not on PATH"
         if binary and start is not mlflow:
             lacking = [p for p in remote_write.PACKAGES if not _has(p)]
             missing = f"{name}: {', '.join(lacking)} not installed" if lacking else ""
-        found.append(Peer(name, binary, start, missing, start is not mlflow))
-    return found
+        listed.append(Peer(name, binary, start, missing, start is not mlflow))
+    return listed
 
 
 def _has(package: str) -> bool:

@@ -183,10 +183,10 @@ def expect_rows(store: Store, run_id: str, num_rows: int) -> None:
     from vitals_collector.queries.query import Query
 
     sources = Query(store, clock=SystemClock()).run(run_id).sources
-    found = sum(source.num_rows for source in sources)
+    num_counted = sum(source.num_rows for source in sources)
     drawn = Query(store, clock=SystemClock()).series(run_id, f"steps.{NAMES[0]}").num_total
-    if not found == drawn == num_rows:
-        raise RuntimeError(f"{num_rows} rows were stored; {found} are counted, {drawn} read")
+    if not num_counted == drawn == num_rows:
+        raise RuntimeError(f"{num_rows} rows were stored; {num_counted} are counted, {drawn} read")
 
 
 # ---------------------------------------------------------------------------------- bytes

@@ -144,9 +144,9 @@ def replay_commit(store: Store, num_ranks: int, num_steps: int, *, slow_from: in
     spent: list[tuple[float, list[float]]] = []
     for i in range(num_steps + 2):
         slow_rank = 1 if 0 <= slow_from <= i else -1
-        some = [decode_batch(raw) for raw in ranks.step(slow_rank=slow_rank)]
+        batches = [decode_batch(raw) for raw in ranks.step(slow_rank=slow_rank)]
         _touch_sources(store, clock)
-        spent.append(_one_step(store, acting, clock, some, is_due=i % 2 == 0))
+        spent.append(_one_step(store, acting, clock, batches, is_due=i % 2 == 0))
     counted = spent[2:]
     polls = [seconds for _, each in counted for seconds in each]
     return Cost(
@@ -178,8 +178,8 @@ def delivery_seconds(store: Store, num_alerts: int) -> list[float]:
     On the wall, with the engine's and the notifiers' own threads; the commits come at any time
     within the engine's pauses.
     """
-    clock, told = SystemClock(), dict[str, float]()
-    heard = _Heard(lambda alert: told.setdefault(alert.run_id, time.monotonic()))
+    clock, told_at = SystemClock(), dict[str, float]()
+    heard = _Heard(lambda alert: told_at.setdefault(alert.run_id, time.monotonic()))
     acting = assemble(store, [heard], clock=clock, config=EngineConfig())
     acting.start()
     committed: dict[str, float] = {}
@@ -192,22 +192,22 @@ def delivery_seconds(store: Store, num_alerts: int) -> list[float]:
             ingest_all(store, raw, clock.time_ns())
             committed[ranks.identities[0].run_id] = time.monotonic()
         deadline = time.monotonic() + 10.0
-        while committed.keys() - told.keys() and time.monotonic() < deadline:
+        while committed.keys() - told_at.keys() and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
         acting.close()
         store.after_ingest.clear()
-    return [told.get(run_id, math.inf) - at for run_id, at in committed.items()]
+    return [told_at.get(run_id, math.inf) - at for run_id, at in committed.items()]
 
 
 def _one_step(
-    store: Store, acting: Acting, clock: ManualClock, some: Sequence[Batch], *, is_due: bool
+    store: Store, acting: Acting, clock: ManualClock, batches: Sequence[Batch], *, is_due: bool
 ) -> tuple[float, list[float]]:
     """Commit one step of all ranks in the course of a second; return CPU of hooks and polls."""
     hook, polls = 0.0, []
-    size = -(-len(some) // _POLLS_A_STEP)
+    size = -(-len(batches) // _POLLS_A_STEP)
     for n in range(_POLLS_A_STEP):
-        mine = some[n * size : (n + 1) * size]
+        mine = batches[n * size : (n + 1) * size]
         for first in range(0, len(mine), _BATCHES_A_COMMIT):
             commit = [(batch, ()) for batch in mine[first : first + _BATCHES_A_COMMIT]]
             begin = time.process_time()

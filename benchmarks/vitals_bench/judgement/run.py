@@ -255,7 +255,7 @@ def train_watched(
 
 def _recorded(ledger: Ledger, damage: Mapping[tuple[int, int], bool]) -> dict[str, Any]:
     """Return what the run wrote down of itself; ``damage`` is by attempt and step."""
-    told = [f.kind for f in ledger.findings if f.level == "tell"]
+    kinds = [f.kind for f in ledger.findings if f.level == "tell"]
     return {
         "withheld": ledger.withheld,
         "nonfinite": ledger.nonfinite,
@@ -268,7 +268,7 @@ def _recorded(ledger: Ledger, damage: Mapping[tuple[int, int], bool]) -> dict[st
             (step, read.trigger, read.verdict, read.ratio, damage.get((attempt, step), False))
             for attempt, step, read in ledger.readings
         ],
-        "told": {kind: told.count(kind) for kind in sorted(set(told))},
+        "told": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "notes": dict(ledger.notes),
     }
 

@@ -174,14 +174,14 @@ class Filling:
         for i in range(len(self.names)):
             rows[f"c{len(ROW_COLUMNS) + i}"] = values[:, i]
         for start in range(0, len(rows), BATCH_ROWS):
-            some = rows[start : start + BATCH_ROWS]
+            chunk = rows[start : start + BATCH_ROWS]
             header = BatchHeader(
                 identity=identity,
                 stream_schema=self._schema,
-                first_seq=int(some["seq"][0]),
-                num_rows=len(some),
+                first_seq=int(chunk["seq"][0]),
+                num_rows=len(chunk),
             )
-            yield encode_batch(header, some.tobytes())
+            yield encode_batch(header, chunk.tobytes())
 
     def _events(self, identity: Identity) -> bytes:
         rows: list[bytes] = []

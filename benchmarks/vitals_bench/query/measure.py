@@ -88,8 +88,8 @@ class Asking:
     def whole(self) -> Points:
         """Return every point of the curve."""
         with self.store.read() as connection:
-            _, wanted = metrics.select_rows(connection, self.filling.run_id, METRIC, "")
-            return load_curve(connection, wanted, [AttemptRow(1, None, 0)], "lineage")
+            _, series = metrics.select_rows(connection, self.filling.run_id, METRIC, "")
+            return load_curve(connection, series, [AttemptRow(1, None, 0)], "lineage")
 
     def why(self) -> str:
         """Return the paragraph about the incident."""
@@ -142,28 +142,28 @@ def _overview(asked: Asking, theirs: Store, table: Table) -> Iterator[Row]:
         warm_up=1,
         clock_ns=time.process_time_ns,
     )
-    found = medians(times, scale=1e3)
+    median_ms = medians(times, scale=1e3)
     planted = asked.filling.planted
     name = f"overview of 2,000 points, {asked.words}"
     yield Row(
         name=name,
-        ours=found["ours"],
+        ours=median_ms["ours"],
         unit="ms",
         peer="SQL GROUP BY over wide rows",
-        theirs=found["theirs"],
+        theirs=median_ms["theirs"],
         goal=ratio_at_most(1 / 150),
         spread=halves(times["theirs"]),
         note="CPU; ours asked for the first time; theirs is a table of this run alone; "
         f"ours against itself {100 * halves(times['ours']):.0f} %; "
         f"SQLAlchemy {sqlalchemy.__version__}",
     )
-    yield Row(name=f"{name}, by itself", ours=found["ours"], unit="ms", goal=at_most(30.0))
+    yield Row(name=f"{name}, by itself", ours=median_ms["ours"], unit="ms", goal=at_most(30.0))
     yield Row(
         name=f"{name}, asked again",
-        ours=found["again"],
+        ours=median_ms["again"],
         unit="ms",
         peer="SQL GROUP BY over wide rows",
-        theirs=found["theirs"],
+        theirs=median_ms["theirs"],
         note="outlines of compacted rows are remembered",
     )
     num = len(planted.spikes) + len(planted.nonfinite)
@@ -186,13 +186,13 @@ def _whole(asked: Asking, theirs: Store, table: Table) -> Iterator[Row]:
         warm_up=1,
         clock_ns=time.process_time_ns,
     )
-    found = medians(times, scale=1e3)
+    median_ms = medians(times, scale=1e3)
     yield Row(
         name=f"every step of a metric, {asked.words}",
-        ours=found["ours"],
+        ours=median_ms["ours"],
         unit="ms",
         peer="fetching wide rows",
-        theirs=found["theirs"],
+        theirs=median_ms["theirs"],
         goal=ratio_at_most(1 / 20),
         spread=halves(times["theirs"]),
         note=f"CPU; steps, times and values as arrays, against rows of step and value; "

@@ -168,12 +168,12 @@ def said_below(lines: Sequence[Line], *, log: bool = False, smoothing: float = 0
     """Return what of the stored points is drawn, and what cannot be seen of it."""
     main = [line.reply for line in lines if line.role == "main"]
     drawn, total = sum(len(r.step) for r in main), sum(r.num_total for r in main)
-    said = [f"{drawn:,} of {words.count(total, 'point')}"]
+    parts = [f"{drawn:,} of {words.count(total, 'point')}"]
     marked, bad = sum(len(r.nonfinite) for r in main), sum(r.num_nonfinite for r in main)
     if bad > marked:
-        said.append(f"{marked:,} of {bad:,} non-finite ones are marked")
+        parts.append(f"{marked:,} of {bad:,} non-finite ones are marked")
     if log and (hidden := sum(v is not None and v <= 0 for r in main for v in r.value)):
-        said.append(f"{hidden:,} at or below 0, which no log axis shows")
+        parts.append(f"{hidden:,} at or below 0, which no log axis shows")
     if smoothing:
-        said.append("smoothed; the raw curve is behind, and decisions read only that")
-    return "; ".join(said)
+        parts.append("smoothed; the raw curve is behind, and decisions read only that")
+    return "; ".join(parts)

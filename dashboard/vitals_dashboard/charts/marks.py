@@ -120,11 +120,14 @@ def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]
 def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS) -> list[Mark]:
     """Return a mark for each checkpoint and snapshot, with its state."""
 
-    def say(one: CheckpointView) -> str:
-        return f"{one.state} state of step {one.step:,} in {one.where}, {one.checkpoint_id}"
+    def say(checkpoint: CheckpointView) -> str:
+        return (
+            f"{checkpoint.state} state of step {checkpoint.step:,} in {checkpoint.where},"
+            f" {checkpoint.checkpoint_id}"
+        )
 
     every = list(checkpoints)
-    return _marks(CHECKPOINT, every, scale, say, [one.time_unix_ns for one in every])
+    return _marks(CHECKPOINT, every, scale, say, [checkpoint.time_unix_ns for checkpoint in every])
 
 
 def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> list[Mark]:
@@ -144,12 +147,12 @@ def _marks(
     times_unix_ns: Sequence[int] = (),
 ) -> list[Mark]:
     """Place each at its step; along time at its own, for a step may be trained twice."""
-    places = scale.place([one.step for one in happened])
+    places = scale.place([event.step for event in happened])
     if scale.axis == "time" and times_unix_ns:
         places = [time / 1e6 for time in times_unix_ns]
     return [
-        Mark(look=look, step=one.step, place=place, say=cache(partial(say, one)))
-        for one, place in zip(happened, places, strict=True)
+        Mark(look=look, step=event.step, place=place, say=cache(partial(say, event)))
+        for event, place in zip(happened, places, strict=True)
     ]
 
 

@@ -40,8 +40,8 @@ def runs_chart(
         log=log,
         legend=[line.label for line in lines],
     )
-    found = [point[0] for series in curves for point in series["data"]]
-    width = max(found) - min(found) if found else 0.0
+    xs = [point[0] for series in curves for point in series["data"]]
+    width = max(xs) - min(xs) if xs else 0.0
     heads = mark_series(marks, width * APART, sheet.plot_height)
     return sheet.spec([*curves, *heads], x_axis(_scale(lines), None))
 
@@ -49,7 +49,7 @@ def runs_chart(
 def difference_chart(
     title: str,
     lines: Sequence[Line],
-    found: Sequence[DifferenceReply],
+    differences: Sequence[DifferenceReply],
     *,
     look: Palette,
     height: int = DIFFERENCE_HEIGHT,
@@ -59,7 +59,7 @@ def difference_chart(
     Args:
         title: what is drawn.
         lines: the runs' curves, the first one first.
-        found: the difference of each of the others to the first.
+        differences: of each of the others to the first.
         look: colours.
         height: of the chart, in pixels.
     """
@@ -67,15 +67,21 @@ def difference_chart(
     scale = _scale(lines)
     colours = look.lines[1:]
     curves: list[Spec] = []
-    for i, (line, one) in enumerate(zip(rest, found, strict=True)):
-        places = [x / token_size(scale.unit) for x in one.x] if one.along == "tokens" else one.x
-        curve = list(zip(places, one.value, strict=True))
+    for i, (line, difference) in enumerate(zip(rest, differences, strict=True)):
+        places = (
+            [x / token_size(scale.unit) for x in difference.x]
+            if difference.along == "tokens"
+            else difference.x
+        )
+        curve = list(zip(places, difference.value, strict=True))
         curves += line_series(line.label, curve, colours[i % len(colours)], z=3)
-    said = f"above 0: more than {first.label}"
-    said += "; interpolated where steps differ" * any(one.is_interpolated for one in found)
+    note = f"above 0: more than {first.label}"
+    note += "; interpolated where steps differ" * any(
+        difference.is_interpolated for difference in differences
+    )
     sheet = Sheet(
         title=title,
-        below=said,
+        below=note,
         along=scale.unit,
         look=look,
         height=height,

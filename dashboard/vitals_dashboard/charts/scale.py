@@ -26,8 +26,8 @@ class Scale:
         """Return where the steps are; beyond what is known, at its ends."""
         if not self.steps:
             return list(steps)
-        found: list[float] = np.interp(steps, self.steps, self.places).tolist()
-        return found
+        places: list[float] = np.interp(steps, self.steps, self.places).tolist()
+        return places
 
     def step_at(self, place: float) -> int:
         """Return the step nearest to a place."""
@@ -63,10 +63,10 @@ def token_size(unit: str) -> float:
 
 def token_scale(reply: SeriesReply, *, unit: str = "") -> Scale:
     """Return the scale of tokens by a run's ``steps.tokens_seen``; ``unit`` "" lets it choose."""
-    known = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
-    unit = unit or token_unit(max((value for _, value in known), default=0.0))
-    places = [value / token_size(unit) for _, value in known]
-    return _rising([step for step, _ in known], places, "tokens", unit)
+    points = [(s, v) for s, v in zip(reply.step, reply.value, strict=True) if v is not None]
+    unit = unit or token_unit(max((value for _, value in points), default=0.0))
+    places = [value / token_size(unit) for _, value in points]
+    return _rising([step for step, _ in points], places, "tokens", unit)
 
 
 def _rising(steps: Sequence[float], places: Sequence[float], axis: Axis, unit: str) -> Scale:

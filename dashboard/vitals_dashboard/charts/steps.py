@@ -119,17 +119,17 @@ def _places(
         return None
     first, last = scale.place([extent[0], max(extent[1], extent[0] + 1)])
     if scale.axis == "time":
-        found = [x for line in lines for x in scale.xs(line.reply)]
-        found += [mark.place for mark in marks]
-        first, last = min([first, *found]), max([last, *found])
+        xs = [x for line in lines for x in scale.xs(line.reply)]
+        xs += [mark.place for mark in marks]
+        first, last = min([first, *xs]), max([last, *xs])
     return (first, last) if last > first else None
 
 
 def _width(places: tuple[float, float] | None, curves: Sequence[Spec]) -> float:
     if places is not None:
         return places[1] - places[0]
-    found = [point[0] for series in curves for point in series["data"]]
-    return max(found) - min(found) if found else 0.0
+    xs = [point[0] for series in curves for point in series["data"]]
+    return max(xs) - min(xs) if xs else 0.0
 
 
 def _with_unit(title: str, lines: Sequence[Line]) -> str:

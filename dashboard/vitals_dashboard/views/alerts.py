@@ -79,8 +79,10 @@ def _body(source: Source, shown: str, text: str) -> None:
 
 
 def _holds(alert: AlertView, names: dict[str, str], text: str) -> bool:
-    said = f"{alert.name} {alert.summary} {names.get(alert.run_id, '')} {alert.run_id}".casefold()
-    return all(needle in said for needle in text.casefold().split())
+    haystack = (
+        f"{alert.name} {alert.summary} {names.get(alert.run_id, '')} {alert.run_id}".casefold()
+    )
+    return all(needle in haystack for needle in text.casefold().split())
 
 
 def _cards(
@@ -159,11 +161,11 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
     ):
         person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"reason_{key}")
-        said = None
+        message = None
         if st.form_submit_button("Acknowledge", type="primary"):
             request = AckRequest(by=person.strip() or "dashboard", reason=reason.strip())
-            said = _send(control, key, request, "Acknowledged.")
-        frame.answer(f"ack_{key}", said)
+            message = _send(control, key, request, "Acknowledged.")
+        frame.answer(f"ack_{key}", message)
     with (
         st.popover("Silence", key=f"open_silence_{key}"),
         st.form(key=f"form_silence_{key}", border=False, enter_to_submit=False),
@@ -171,18 +173,18 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
         person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"silence_by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"silence_reason_{key}")
         length = st.selectbox("For", list(SILENCES), key=f"silence_{key}")
-        said = None
+        message = None
         if st.form_submit_button("Silence", type="primary"):
             if not reason.strip():
-                said = "A silence needs a reason: others will ask why nobody was told."
+                message = "A silence needs a reason: others will ask why nobody was told."
             else:
                 request = AckRequest(
                     by=person.strip() or "dashboard",
                     reason=reason.strip(),
                     silence_seconds=SILENCES[length],
                 )
-                said = _send(control, key, request, f"Silenced for {length}.")
-        frame.answer(f"silence_{key}", said)
+                message = _send(control, key, request, f"Silenced for {length}.")
+        frame.answer(f"silence_{key}", message)
 
 
 def _send(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:

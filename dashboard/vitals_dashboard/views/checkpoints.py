@@ -27,7 +27,7 @@ def _body(source: Source, run: RunSummary) -> None:
         return
     is_running = run.state == "running"
     # What was in memory is gone with the processes.
-    there = [one for one in every if is_running or one.where == "disk"]
+    there = [checkpoint for checkpoint in every if is_running or checkpoint.where == "disk"]
     _totals(there)
     target = rollback_target(there)
     if is_running:
@@ -47,8 +47,8 @@ def _body(source: Source, run: RunSummary) -> None:
     st.caption(f"{len(shown):,} of {len(every):,}; select one to go back to it.")
     rows = tables.checkpoint_rows(shown)
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
-    for row, one in zip(rows, newest, strict=True):
-        row["Next"] = "\N{LEFTWARDS ARROW} rollback" if is_running and one == target else ""
+    for row, checkpoint in zip(rows, newest, strict=True):
+        row["Next"] = "\N{LEFTWARDS ARROW} rollback" if is_running and checkpoint == target else ""
     picked = frame.table(
         rows,
         "None is like that.",
@@ -62,7 +62,7 @@ def _body(source: Source, run: RunSummary) -> None:
 
 def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
     """Return what is gone back to, by the ladder's own choice."""
-    found = newest_healthy(
+    newest = newest_healthy(
         [
             CheckpointRef(
                 id=c.checkpoint_id,
@@ -74,9 +74,9 @@ def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
             for c in every
         ]
     )
-    if found is None:
+    if newest is None:
         return None
-    return next(c for c in every if (c.checkpoint_id, c.where) == (found.id, found.where))
+    return next(c for c in every if (c.checkpoint_id, c.where) == (newest.id, newest.where))
 
 
 def _totals(every: Sequence[CheckpointView]) -> None:
@@ -128,16 +128,16 @@ def _own_choice(detail: RunDetail) -> str:
     return f"The run's own ladder takes the newest healthy one at least {steps} before the onset."
 
 
-def _chosen(source: Source, run: RunSummary, one: CheckpointView) -> None:
+def _chosen(source: Source, run: RunSummary, checkpoint: CheckpointView) -> None:
     with st.container(border=True, key="prose_checkpoint", gap="small"):
         st.text(
-            f"{words.plain(one.checkpoint_id, 60)}: {words.plain(one.state, 20)}, before step"
-            f" {one.step:,}. {words.plain(one.detail, 400)}"
+            f"{words.plain(checkpoint.checkpoint_id, 60)}: {words.plain(checkpoint.state, 20)},"
+            f" before step {checkpoint.step:,}. {words.plain(checkpoint.detail, 400)}"
         )
-        if one.state != "healthy":
+        if checkpoint.state != "healthy":
             st.caption("Only a healthy one can be gone back to: the collector refuses others.")
             return
         acting.command(
             source, run, "rollback", label="Roll back to this", key="rollback_chosen",
-            checkpoint_id=one.checkpoint_id,
+            checkpoint_id=checkpoint.checkpoint_id,
         )  # fmt: skip

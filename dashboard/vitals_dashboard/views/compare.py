@@ -74,12 +74,12 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption("None of these runs has recorded a number yet.")
         return
     lines = _lines(source, details, names, metric, chosen)
-    found: list[DifferenceReply] = []
+    replies: list[DifferenceReply] = []
     if len(lines) > 1 and lines[0].name == names[0]:
         by_name = dict(zip(names, details, strict=True))
         drawn = [by_name[line.name] for line in lines]
-        found = differences(source, drawn, metric, chosen.axis)
-    _draw(lines, found, metric, chosen)
+        replies = differences(source, drawn, metric, chosen.axis)
+    _draw(lines, replies, metric, chosen)
     _table("Last values", comparing.value_rows(source, details, names, metric), "compare_values")
     differing = comparing.config_rows(details, names)
     if differing:
@@ -92,10 +92,10 @@ def _choose(runs: Sequence[RunSummary]) -> list[str]:
     """Draw the choice of runs, kept in the address as ``runs=ID&runs=ID``; return their ids."""
     by_id = {run.run_id: run for run in runs}
     asked = [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
-    wanted = [run_id for run_id in dict.fromkeys(asked) if run_id in by_id][:MAX_RUNS]
+    compared = [run_id for run_id in dict.fromkeys(asked) if run_id in by_id][:MAX_RUNS]
     if missing := [run_id for run_id in asked if run_id not in by_id]:
         st.text(f"Not here: {words.plain(', '.join(missing), 120)}")
-    st.session_state["compared"] = wanted
+    st.session_state["compared"] = compared
 
     def label(run_id: str) -> str:
         # Nothing in it may change: a browser names its choice by these very words.
@@ -118,18 +118,18 @@ def _choose(runs: Sequence[RunSummary]) -> list[str]:
 
 def _metric(details: Sequence[RunDetail]) -> str | None:
     """Draw the choice of a metric that some run has; the address leads."""
-    known = sorted({m for detail in details for m in detail.metrics if comparing.has_steps(m)})
-    if not known:
+    metrics = sorted({m for detail in details for m in detail.metrics if comparing.has_steps(m)})
+    if not metrics:
         return None
-    first = DEFAULT_METRIC if DEFAULT_METRIC in known else known[0]
+    first = DEFAULT_METRIC if DEFAULT_METRIC in metrics else metrics[0]
     asked = st.query_params.get("metric", first)
-    st.session_state["compared_metric"] = asked if asked in known else first
+    st.session_state["compared_metric"] = asked if asked in metrics else first
 
     def follow() -> None:
         st.query_params["metric"] = st.session_state["compared_metric"]
 
     chosen = st.selectbox(
-        "Metric", known, key="compared_metric", on_change=follow, label_visibility="collapsed"
+        "Metric", metrics, key="compared_metric", on_change=follow, label_visibility="collapsed"
     )
     return str(chosen)
 
@@ -163,13 +163,13 @@ def _by_tokens(
         if (reply := series_of(source, by_name[line.name], [request])[0])
     }
     most = max((v for r in counted.values() for v in r.value if v is not None), default=0.0)
-    found: list[Line] = []
+    scaled: list[Line] = []
     for line in lines:
         if line.name in counted:
             scale = charts.token_scale(counted[line.name], unit=charts.token_unit(most))
-            found.append(replace(line, scale=scale))
+            scaled.append(replace(line, scale=scale))
     _say_missing([line.name for line in lines if line.name not in counted], "no tokens to draw by")
-    return found
+    return scaled
 
 
 def _say_missing(names: Sequence[str], what: str) -> None:
@@ -178,7 +178,7 @@ def _say_missing(names: Sequence[str], what: str) -> None:
 
 
 def _draw(
-    lines: Sequence[Line], found: Sequence[DifferenceReply], metric: str, chosen: Controls
+    lines: Sequence[Line], replies: Sequence[DifferenceReply], metric: str, chosen: Controls
 ) -> None:
     if not lines:
         return
@@ -188,10 +188,10 @@ def _draw(
             metric, lines, look=look, log=chosen.log, smoothing=chosen.smoothing
         )
     }
-    if found:
+    if replies:
         title = f"{metric}: difference to the first run"
         specs["Difference to the first run"] = charts.difference_chart(
-            title, lines, found, look=look
+            title, lines, replies, look=look
         )
     for i, (alt, spec) in enumerate(specs.items()):
         height = charts.DIFFERENCE_HEIGHT if i else charts.RUNS_HEIGHT

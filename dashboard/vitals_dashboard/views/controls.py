@@ -106,7 +106,7 @@ def _choice(label: str, options: Sequence[T], key: str) -> T:
 
 def _range() -> tuple[int | None, int | None]:
     """Draw the range of steps. The address leads: a chart or a link may have changed it."""
-    found = []
+    ends = []
     for name in ENDS:
         key = f"range_{name}"
         st.session_state[key] = _step_in_address(name)
@@ -121,8 +121,8 @@ def _range() -> tuple[int | None, int | None]:
             placeholder=f"{name} step",
             label_visibility="collapsed",
         )
-        found.append(None if value is None else int(value))
-    return found[0], found[1]
+        ends.append(None if value is None else int(value))
+    return ends[0], ends[1]
 
 
 def _step_in_address(name: str) -> int | None:

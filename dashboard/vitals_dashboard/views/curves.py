@@ -68,10 +68,10 @@ class Payload:
 
     def words(self) -> str:
         """Say how much it is."""
-        said = f"{self.num_points:,} points and marks in this refresh, at most {MAX_POINTS:,}."
+        text = f"{self.num_points:,} points and marks in this refresh, at most {MAX_POINTS:,}."
         if self.num_left_out:
-            said += f" {words.count(self.num_left_out, 'chart')} did not fit: choose fewer metrics."
-        return said
+            text += f" {words.count(self.num_left_out, 'chart')} did not fit: choose fewer metrics."
+        return text
 
 
 Span = tuple[int, int]
@@ -111,8 +111,8 @@ class View:
     @property
     def attempts(self) -> dict[int, int]:
         """The numbers of the attempts by their ids; nothing where there is only one."""
-        found = {attempt.id: attempt.ordinal for attempt in self.detail.attempts}
-        return found if len(found) > 1 else {}
+        ordinals = {attempt.id: attempt.ordinal for attempt in self.detail.attempts}
+        return ordinals if len(ordinals) > 1 else {}
 
     @property
     def asked(self) -> tuple[int | None, int | None]:
@@ -161,45 +161,45 @@ class View:
         self, metric: str, name: str, *, clipped: str = "", points: int = HALF_POINTS
     ) -> list[Wanted]:
         """Return a run's curve, its limit, and what rollbacks left behind of it."""
-        found = [self.wanted(metric, name, points=points)]
+        curves = [self.wanted(metric, name, points=points)]
         if clipped:
-            found.append(self.wanted(clipped, "clipped", points=points))
-        found.append(self.wanted(f"{metric}_limit", "limit", role="limit", points=points))
-        return [*found, *self.left_behind(found[:1])]
+            curves.append(self.wanted(clipped, "clipped", points=points))
+        curves.append(self.wanted(f"{metric}_limit", "limit", role="limit", points=points))
+        return [*curves, *self.left_behind(curves[:1])]
 
     def both(self, metric: str, name: str) -> list[Wanted]:
         """Return a curve and what rollbacks left behind of it."""
-        found = [self.wanted(metric, name)]
-        return [*found, *self.left_behind(found)]
+        curves = [self.wanted(metric, name)]
+        return [*curves, *self.left_behind(curves)]
 
-    def left_behind(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+    def left_behind(self, curves: Sequence[Wanted]) -> list[Wanted]:
         """Return what rollbacks left behind of curves; what has no steps has no branches."""
         if not self.controls.discarded or len(self.detail.attempts) < 2:
             return []
-        named = f"{{}}, {ROLLED_BACK}" if len(wanted) > 1 else ROLLED_BACK
+        named = f"{{}}, {ROLLED_BACK}" if len(curves) > 1 else ROLLED_BACK
         return [
             Wanted(named.format(name), structs.replace(request, branch="discarded"), "discarded")
-            for name, request, _ in wanted
+            for name, request, _ in curves
             if not request.metric.startswith(("gpu.", "node.", "process."))
         ]
 
-    def lines(self, wanted: Sequence[Sequence[Wanted]]) -> list[list[Line]]:
+    def lines(self, by_chart: Sequence[Sequence[Wanted]]) -> list[list[Line]]:
         """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
-        every = [one for some in wanted for one in some]
-        replies = iter(series_of(self.source, self.detail, [one.request for one in every]))
+        every = [curve for chart in by_chart for curve in chart]
+        replies = iter(series_of(self.source, self.detail, [curve.request for curve in every]))
         return [
             [
-                Line(name=one.name, reply=reply, role=one.role)
-                for one, reply in zip(some, replies, strict=False)
+                Line(name=curve.name, reply=reply, role=curve.role)
+                for curve, reply in zip(chart, replies, strict=False)
                 if reply is not None
             ]
-            for some in wanted
+            for chart in by_chart
         ]
 
     def sources(self, kind: str) -> list[str]:
         """Return the distinct sources of a kind, ranks by number."""
-        found = {s.source for s in self.detail.sources if s.source.startswith(f"{kind}:")}
-        return sorted(found, key=lambda s: (len(s), s) if kind == "rank" else (0, s))
+        names = {s.source for s in self.detail.sources if s.source.startswith(f"{kind}:")}
+        return sorted(names, key=lambda s: (len(s), s) if kind == "rank" else (0, s))
 
 
 def scale_of(view: View) -> Scale | None:
@@ -260,7 +260,7 @@ class Chart:
 
     key: str
     title: str
-    wanted: Sequence[Wanted]
+    curves: Sequence[Wanted]
     log: bool = False
     unitless: bool = False
     exact: bool = False
@@ -277,13 +277,15 @@ def draw(view: View, own: Sequence[str] = ()) -> list[Line]:
         own: metrics that were asked for.
     """
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
-    main = Chart(key="loss", title="Loss", wanted=loss, log=view.controls.log_loss)
+    main = Chart(key="loss", title="Loss", curves=loss, log=view.controls.log_loss)
     below = list(_charts(view, own))
-    of_main, *others = view.lines([chart.wanted for chart in (main, *below)])
+    of_main, *others = view.lines([chart.curves for chart in (main, *below)])
     if not of_main:
         st.caption(_nothing(view))
         return []
-    ends = (line.reply.step[-1] for some in others for line in some if line.reply.step)
+    ends = (
+        line.reply.step[-1] for chart_lines in others for line in chart_lines if line.reply.step
+    )
     view = replace(view, drawn_to=max(ends, default=0))
     _main_chart(view, main, of_main)
     drawn = [
@@ -301,23 +303,23 @@ def draw(view: View, own: Sequence[str] = ()) -> list[Line]:
 def _charts(view: View, own: Sequence[str]) -> Iterator[Chart]:
     """Yield the charts under the loss, two of them beside each other."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
-    yield Chart(key="grad_norm", title="Gradient norm (log)", wanted=norm, log=True)
+    yield Chart(key="grad_norm", title="Gradient norm (log)", curves=norm, log=True)
     rate = view.both("steps.learning_rate", "lr")
-    yield Chart(key="lr", title="Learning rate", wanted=rate, exact=True)
+    yield Chart(key="lr", title="Learning rate", curves=rate, exact=True)
     tokens = view.both("steps.tokens_per_second", "tokens/s")
-    yield Chart(key="tokens", title="Tokens per second", wanted=tokens, unitless=True)
-    yield Chart(key="mfu", title="MFU", wanted=view.both("steps.mfu_ratio", "MFU"))
+    yield Chart(key="tokens", title="Tokens per second", curves=tokens, unitless=True)
+    yield Chart(key="mfu", title="MFU", curves=view.both("steps.mfu_ratio", "MFU"))
     split = [view.wanted(metric, name) for metric, name in SPLIT]
     split += view.left_behind(split)
-    yield Chart(key="split", title="Step time, rank 0 (log)", wanted=split, log=True, least=2)
+    yield Chart(key="split", title="Step time, rank 0 (log)", curves=split, log=True, least=2)
     duration = _ranks(view, "steps.step_duration_seconds")
-    yield Chart(key="duration", title="Step duration of each rank", wanted=duration)
-    yield Chart(key="rank_loss", title="Loss of each rank", wanted=_ranks(view, "steps.rank_loss"))
+    yield Chart(key="duration", title="Step duration of each rank", curves=duration)
+    yield Chart(key="rank_loss", title="Loss of each rank", curves=_ranks(view, "steps.rank_loss"))
     scale = view.both("steps.loss_scale", "loss scale")
-    yield Chart(key="scale", title="Loss scale (log)", wanted=scale, log=True, exact=True)
+    yield Chart(key="scale", title="Loss scale (log)", curves=scale, log=True, exact=True)
     for i, metric in enumerate(own):
         name = metric.removeprefix("scalars.")
-        yield Chart(key=f"own_{i}", title=name, wanted=view.both(metric, name))
+        yield Chart(key=f"own_{i}", title=name, curves=view.both(metric, name))
 
 
 def stands_still(view: View) -> bool:
@@ -338,10 +340,10 @@ def _nothing(view: View) -> str:
 def _ranks(view: View, metric: str) -> list[Wanted]:
     ranks = view.sources("rank")[:MAX_SOURCES]
     points = HALF_POINTS if len(ranks) <= 2 else HALF_POINTS // 2
-    found = [
+    curves = [
         view.wanted(metric, rank.replace(":", " "), source=rank, points=points) for rank in ranks
     ]
-    return [*found, *view.left_behind(found)]
+    return [*curves, *view.left_behind(curves)]
 
 
 def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:

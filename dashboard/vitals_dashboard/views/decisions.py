@@ -32,11 +32,11 @@ def _body(source: Source, run: RunSummary) -> None:
     st.caption(count)
     rows = tables.decision_rows(shown)
     newest = sorted(shown, key=lambda view: view.decision.ledger_seq, reverse=True)
-    said = [acting.word_of(view, notes) for view in newest]
-    if any(said):
+    remarks = [acting.word_of(view, notes) for view in newest]
+    if any(remarks):
         rows = [
             {"Step": row["Step"], "Action": row["Action"], "Word of a person": word} | row
-            for row, word in zip(rows, said, strict=True)
+            for row, word in zip(rows, remarks, strict=True)
         ]
     empty = "No decision is like that." if ledger else "No decision was needed so far."
     picked = frame.table(
@@ -100,8 +100,8 @@ def _evidence(
         if decision.evidence:
             pairs = sorted(decision.evidence.items())[:40]
             st.text("   ".join(f"{words.plain(name, 60)} = {words.number(v)}" for name, v in pairs))
-        if said := acting.word_of(view, notes):
-            st.text(f"A person's word: {said}")
+        if remark := acting.word_of(view, notes):
+            st.text(f"A person's word: {remark}")
         with st.container(horizontal=True, vertical_alignment="center"):
             st.page_link(
                 frame.RUN,

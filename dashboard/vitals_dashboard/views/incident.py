@@ -44,7 +44,7 @@ def _body(source: Source, run: RunSummary) -> None:
     if picked is not None and every[picked].incident_id != asked:
         asked = every[picked].incident_id
         st.query_params["incident"] = asked
-    chosen = next((one for one in every if one.incident_id == asked), None)
+    chosen = next((incident for incident in every if incident.incident_id == asked), None)
     if chosen is None:
         if asked:
             st.caption(
@@ -66,35 +66,38 @@ def _body(source: Source, run: RunSummary) -> None:
     _tables(chosen, run)
 
 
-def _story(run: RunSummary, one: IncidentView, now_unix_ns: int) -> None:
+def _story(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
     with st.container(border=True, key="prose_story", gap="small"):
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
             with st.container(key="incident_title", width="content"):
-                st.text(words.plain(one.title, 200))
-            st.badge(one.severity, color=SEVERITY_BADGES[one.severity])  # type: ignore[arg-type]
-            st.badge("open" if one.is_open else "over", color="orange" if one.is_open else "green")
+                st.text(words.plain(incident.title, 200))
+            st.badge(incident.severity, color=SEVERITY_BADGES[incident.severity])  # type: ignore[arg-type]
+            st.badge(
+                "open" if incident.is_open else "over",
+                color="orange" if incident.is_open else "green",
+            )
             st.space("stretch")
             st.page_link(
                 frame.RUN,
                 label="Curves around it",
                 icon=":material/zoom_in:",
-                query_params=frame.around(run.run_id, one.onset_step, one.last_step),
+                query_params=frame.around(run.run_id, incident.onset_step, incident.last_step),
             )
-        for paragraph in one.story:
+        for paragraph in incident.story:
             st.text(words.plain(paragraph, 2_000))
         with st.container(key="facts_incident"):
-            st.text(_facts(one, now_unix_ns))
+            st.text(_facts(incident, now_unix_ns))
 
 
-def _facts(one: IncidentView, now_unix_ns: int) -> str:
+def _facts(incident: IncidentView, now_unix_ns: int) -> str:
     facts = (
-        f"steps {one.onset_step:,} to {one.last_step:,}",
-        f"began {words.age(one.started_unix_ns, now_unix_ns)} ago",
-        f"cost {words.count(one.cost_steps, 'step')}",
-        f"{one.cost_seconds:,.0f} s" if one.cost_seconds else "",
-        words.count(len(one.findings), "finding"),
-        words.count(len(one.decisions), "decision"),
-        words.count(len(one.alerts), "alert"),
+        f"steps {incident.onset_step:,} to {incident.last_step:,}",
+        f"began {words.age(incident.started_unix_ns, now_unix_ns)} ago",
+        f"cost {words.count(incident.cost_steps, 'step')}",
+        f"{incident.cost_seconds:,.0f} s" if incident.cost_seconds else "",
+        words.count(len(incident.findings), "finding"),
+        words.count(len(incident.decisions), "decision"),
+        words.count(len(incident.alerts), "alert"),
     )
     return "  |  ".join(fact for fact in facts if fact)
 
@@ -110,7 +113,9 @@ def _maps(source: Source, run: RunSummary, detail: RunDetail, steps: tuple[int, 
         )  # fmt: skip
 
 
-def _curves(source: Source, detail: RunDetail, one: IncidentView, steps: tuple[int, int]) -> None:
+def _curves(
+    source: Source, detail: RunDetail, incident: IncidentView, steps: tuple[int, int]
+) -> None:
     for metric, title, log in CURVES:
         lines = _lines(source, detail, metric, steps)
         if not lines:
@@ -119,8 +124,8 @@ def _curves(source: Source, detail: RunDetail, one: IncidentView, steps: tuple[i
             title,
             lines,
             look=frame.present_palette(),
-            decisions=one.decisions,
-            others=charts.alert_marks(one.alerts),
+            decisions=incident.decisions,
+            others=charts.alert_marks(incident.alerts),
             extent=steps,
             log=log,
             show_unit=False,
@@ -137,16 +142,16 @@ def _lines(
 ) -> list[charts.Line]:
     """Return the curve, its limit, and what rollbacks left behind of it."""
     asked = SeriesRequest(metric=metric, from_step=steps[0], to_step=steps[1])
-    wanted: list[tuple[str, charts.Role, SeriesRequest]] = [
+    requested: list[tuple[str, charts.Role, SeriesRequest]] = [
         (metric.removeprefix("steps."), "main", asked),
         ("limit", "limit", replace(asked, metric=f"{metric}_limit")),
     ]
     if len(detail.attempts) > 1:
-        wanted.append(("rolled back", "discarded", replace(asked, branch="discarded")))
-    replies = series_of(source, detail, [request for _, _, request in wanted])
+        requested.append(("rolled back", "discarded", replace(asked, branch="discarded")))
+    replies = series_of(source, detail, [request for _, _, request in requested])
     return [
         charts.Line(name=name, reply=reply, role=role)
-        for (name, role, _), reply in zip(wanted, replies, strict=True)
+        for (name, role, _), reply in zip(requested, replies, strict=True)
         if reply is not None
     ]
 
@@ -170,19 +175,19 @@ def _map(
     maps.draw(source, run, title, reply, shade=shade, key=f"incident_{key}", names=names)
 
 
-def _tables(one: IncidentView, run: RunSummary) -> None:
+def _tables(incident: IncidentView, run: RunSummary) -> None:
     parts = (
-        ("What was decided", tables.decision_rows(one.decisions), "Nothing was decided."),
-        ("What was found", tables.finding_rows(one.findings), "Nothing was found."),
-        ("Alerts", tables.alert_rows(one.alerts, {run.run_id: run.name}), "Nobody was told."),
+        ("What was decided", tables.decision_rows(incident.decisions), "Nothing was decided."),
+        ("What was found", tables.finding_rows(incident.findings), "Nothing was found."),
+        ("Alerts", tables.alert_rows(incident.alerts, {run.run_id: run.name}), "Nobody was told."),
         (
             "GPUs, nodes and what else happened",
-            tables.event_rows(one.events),
+            tables.event_rows(incident.events),
             "Nothing else happened in these steps.",
         ),
         (
             "Batches and samples of the bad steps",
-            tables.data_rows(one.data),
+            tables.data_rows(incident.data),
             "No batch was noted: the loader is not wrapped by `monitor.batches`.",
         ),
     )

@@ -64,11 +64,11 @@ def movers(source: Source, run: RunSummary, step: int | None) -> None:
     at = run.last_step if step is None else step
     if at < 0:
         return
-    found = source.client.movers(run.run_id, at)
+    moved = source.client.movers(run.run_id, at)
     st.markdown(f"**What moved most up to step {at:,}**")
     st.caption("Against its own median before, in robust standard deviations; set To step above.")
     frame.table(
-        tables.mover_rows(found),
+        tables.mover_rows(moved),
         "Nothing moved, or nothing was measured there.",
         key="movers",
         columns={"How far": st.column_config.NumberColumn(format="%.1f")},

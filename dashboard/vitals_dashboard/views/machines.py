@@ -33,28 +33,28 @@ def draw(view: View, loss: Sequence[Line] = ()) -> None:
         loss: the curves that say when the steps shown were trained.
     """
     gpus, nodes = view.sources("gpu"), view.sources("node")
-    known = view.detail.metrics
-    wanted = [(title, metric) for title, metric in (GPU if gpus else HOST) if metric in known]
+    metrics = view.detail.metrics
+    chosen = [(title, metric) for title, metric in (GPU if gpus else HOST) if metric in metrics]
     times = None if view.asked == (None, None) else times_of(loss)
     extent = None if times is None else (times[0] / 1_000_000, times[1] / 1_000_000)
-    columns = st.columns(len(wanted)) if wanted else []
-    found = view.lines(
+    columns = st.columns(len(chosen)) if chosen else []
+    by_metric = view.lines(
         [
             [
                 view.wanted(metric, _short(source), source=source, points=POINTS, times=times)
                 for source in (gpus or nodes)[:MAX_SOURCES]
             ]
-            for _, metric in wanted
+            for _, metric in chosen
         ]
     )
-    for column, (title, metric), lines in zip(columns, wanted, found, strict=True):
+    for column, (title, metric), lines in zip(columns, chosen, by_metric, strict=True):
         if lines:
             spec = charts.time_chart(title, lines, look=view.look, extent=extent, height=STRIP)
             if view.payload.takes(spec):
                 key = f"chart_{metric.replace('.', '_')}"
                 column.echarts_chart(spec, key=key, height=STRIP, alt=f"{title} over time")
     notes = _notes(view, gpus, nodes)
-    if times is not None and wanted and not any(found):
+    if times is not None and chosen and not any(by_metric):
         what = "a GPU" if gpus else "the host"
         notes.append(f"No sample of {what} was taken while these steps were trained.")
     if times is not None and any(line.role == "discarded" for line in loss):
@@ -80,9 +80,9 @@ def _notes(view: View, gpus: list[str], nodes: list[str]) -> list[str]:
     if not gpus and not nodes:
         return ["Neither a GPU nor a host reports for this run: no agent has seen it."]
     notes = [] if gpus else ["No GPU reports for this run; the host is shown."]
-    for found, what in ((view.sources("rank"), "rank"), (gpus, "GPU"), (nodes, "host")):
-        if len(found) > MAX_SOURCES and (what != "host" or not gpus):
-            notes.append(f"{MAX_SOURCES} of {words.count(len(found), what)} are drawn.")
+    for sources, what in ((view.sources("rank"), "rank"), (gpus, "GPU"), (nodes, "host")):
+        if len(sources) > MAX_SOURCES and (what != "host" or not gpus):
+            notes.append(f"{MAX_SOURCES} of {words.count(len(sources), what)} are drawn.")
     return notes
 
 

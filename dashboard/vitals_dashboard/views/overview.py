@@ -29,9 +29,9 @@ class Wanted:
 def render() -> None:
     """Draw the page."""
     with st.container(horizontal=True, vertical_alignment="center", key="fleet_controls"):
-        wanted = _controls()
+        filters = _controls()
         live = frame.live_toggle()
-    frame.refreshing(lambda source: _body(source, wanted), live=live, key="overview_body")
+    frame.refreshing(lambda source: _body(source, filters), live=live, key="overview_body")
 
 
 def _controls() -> Wanted:
@@ -75,14 +75,14 @@ def _controls() -> Wanted:
     return Wanted(text=str(text or ""), state=state, health=health, order=str(order))
 
 
-def _body(source: Source, wanted: Wanted) -> None:
+def _body(source: Source, filters: Wanted) -> None:
     everything = source.client.runs()
     if not everything:
         states.no_runs()
         return
     _totals(everything)
-    runs = tables.matching(everything, wanted.text, wanted.state, wanted.health, wanted.order)
-    said, pages = st.columns([3, 2], vertical_alignment="center")
+    runs = tables.matching(everything, filters.text, filters.state, filters.health, filters.order)
+    caption_column, pages = st.columns([3, 2], vertical_alignment="center")
     num_pages = max(1, -(-len(runs) // PAGE_SIZE))
     page = 1
     if num_pages > 1:
@@ -91,7 +91,7 @@ def _body(source: Source, wanted: Wanted) -> None:
     first = (page - 1) * PAGE_SIZE
     shown = runs[first : first + PAGE_SIZE]
     where = f"; {first + 1:,} to {first + len(shown):,} here" if num_pages > 1 else ""
-    said.caption(
+    caption_column.caption(
         f"{len(runs):,} of {words.count(len(everything), 'run')}{where}; select one to open it"
     )
     _list(source, shown)

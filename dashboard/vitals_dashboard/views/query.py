@@ -166,8 +166,8 @@ def _answer(request: TableRequest, reply: TableReply) -> None:
     with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
         cut = "; raise the number of rows to see more" if num < reply.num_total else ""
         unseen = f"; {words.count(reply.num_discarded, 'rolled-back row')} not looked at"
-        said = cut + (unseen if reply.num_discarded else "")
-        st.caption(f"{num:,} of {words.count(reply.num_total, 'row')} that meet this{said}")
+        remark = cut + (unseen if reply.num_discarded else "")
+        st.caption(f"{num:,} of {words.count(reply.num_total, 'row')} that meet this{remark}")
         st.space("stretch")
         name = f"vitals_{request.table}{'_' + request.run_id if request.run_id else ''}"
         st.download_button(

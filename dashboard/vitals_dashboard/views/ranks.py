@@ -82,19 +82,19 @@ def _stragglers(
         if reply is None:
             st.text("No step time was measured here, so no straggler can be named.")
             return
-        said = stragglers.in_words(stragglers.found(heat.cells_of(reply), reply.rows, detail))
-        for line in said:
+        sentences = stragglers.in_words(stragglers.found(heat.cells_of(reply), reply.rows, detail))
+        for line in sentences:
             st.text(words.plain(line, 300))
         st.caption(f"Medians of the steps {first:,} to {last:,}.")
 
 
 def _findings(source: Source, run: RunSummary) -> None:
-    found = [
+    findings = [
         view for view in source.client.findings(run.run_id) if view.finding.kind in ABOUT_MACHINES
     ]
-    st.markdown(f"**Told about ranks and machines** ({len(found):,})")
+    st.markdown(f"**Told about ranks and machines** ({len(findings):,})")
     frame.table(
-        tables.finding_rows(found),
+        tables.finding_rows(findings),
         "The detectors have told nothing about ranks, GPUs or nodes.",
         key="rank_findings",
     )

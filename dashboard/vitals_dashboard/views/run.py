@@ -88,12 +88,12 @@ def _tools(source: Source, detail: RunDetail, decisions: Sequence[DecisionView])
 
 
 def _own_metrics(detail: RunDetail) -> list[str]:
-    known = [m for m in detail.metrics if m.startswith("scalars.")]
-    known += [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
-    if not known:
+    metrics = [m for m in detail.metrics if m.startswith("scalars.")]
+    metrics += [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
+    if not metrics:
         return []
     # What the address asks for and this run has not is left out, not refused.
-    asked = [m for m in st.query_params.get_all("also") if m in known][: curves.MAX_OWN]
+    asked = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
     if "also" not in st.session_state or detail.summary.run_id != st.session_state.get("also_of"):
         st.session_state["also"] = asked
         st.session_state["also_of"] = detail.summary.run_id
@@ -103,11 +103,11 @@ def _own_metrics(detail: RunDetail) -> list[str]:
 
     return st.multiselect(
         "More metrics",
-        known,
+        metrics,
         key="also",
         on_change=follow,
         max_selections=curves.MAX_OWN,
-        placeholder=f"Draw more metrics: {len(known):,} more are recorded",
+        placeholder=f"Draw more metrics: {len(metrics):,} more are recorded",
         label_visibility="collapsed",
     )
 
@@ -121,14 +121,14 @@ def _note(control: CollectorClient, detail: RunDetail) -> None:
         step = st.number_input("At step", min_value=0, value=last, step=1, key="note_step")
         text = st.text_input("Note", max_chars=300, key="note_text")
         by = st.text_input("Who", value=frame.person(), max_chars=80, key="note_by")
-        said = None
+        message = None
         if st.form_submit_button("Add the note", type="primary"):
             if not text.strip():
-                said = "A note needs a text."
+                message = "A note needs a text."
             else:
-                said = acting.note(control, detail.summary, int(step), text.strip(), by.strip())
-                said = said or f"The note is on the curves, at step {step:,}."
-        frame.answer(f"note_{detail.summary.run_id}", said)
+                message = acting.note(control, detail.summary, int(step), text.strip(), by.strip())
+                message = message or f"The note is on the curves, at step {step:,}."
+        frame.answer(f"note_{detail.summary.run_id}", message)
 
 
 def _facts(detail: RunDetail, now_unix_ns: int) -> None:

@@ -33,10 +33,10 @@ def number(value: Value) -> float | None:
     if value.__class__ is float and value - value == 0.0:
         return value  # the usual case, at the price of a comparison
     try:
-        found = float(value)
+        converted = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return converted if math.isfinite(converted) else None
 
 
 def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[int]]:
@@ -51,8 +51,8 @@ def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[in
             return values, range(len(values))  # type: ignore[return-value]
     except (TypeError, OverflowError, ValueError):
         pass  # a None, a huge one, or both infinities: one by one
-    known = [(found, rank) for rank, v in enumerate(values) if (found := number(v)) is not None]
-    return [found for found, _ in known], [rank for _, rank in known]
+    pairs = [(reading, rank) for rank, v in enumerate(values) if (reading := number(v)) is not None]
+    return [reading for reading, _ in pairs], [rank for _, rank in pairs]
 
 
 def step_seconds(merged: MergedStep) -> float:

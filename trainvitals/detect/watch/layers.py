@@ -142,11 +142,11 @@ class LayerOutlierWatcher(Watcher):
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         if not merged.layers:
             return ()
-        found = self._numbers(merged.layers)
+        numbers = self._numbers(merged.layers)
         courses, warm_up = self._courses, self._config.warm_up
-        known: list[tuple[str, Course, float]] = []
+        departures: list[tuple[str, Course, float]] = []
         moved: list[float] = []
-        for layer, value in found.items():
+        for layer, value in numbers.items():
             course = courses.get(layer)
             if course is None:
                 if len(courses) < MOST_LAYERS:
@@ -154,13 +154,13 @@ class LayerOutlierWatcher(Watcher):
                     course.begin(math.log(value))
                 continue
             away = math.log(value) - course.center
-            known.append((layer, course, away))
+            departures.append((layer, course, away))
             if course.count >= warm_up:
                 moved.append(away)
         enough = len(moved) >= LEAST_LAYERS
         common = upper_median(moved) if enough else 0.0
         outliers, weak, rate = [], self._weak, self._config.rate
-        for layer, course, away in known:
+        for layer, course, away in departures:
             own = away - common
             if own > weak and enough and course.count >= warm_up and self._stands_out(course, own):
                 outliers.append((own, layer))
@@ -169,7 +169,7 @@ class LayerOutlierWatcher(Watcher):
             else:
                 course.streak = 0
                 course.push(common, own, rate)
-        return self._tell(merged.step, found, outliers) if enough else ()
+        return self._tell(merged.step, numbers, outliers) if enough else ()
 
     def _stands_out(self, course: Course, own: float) -> bool:
         """Say whether what is above the weak ratio is also out of this layer's own noise."""
@@ -182,29 +182,29 @@ class LayerOutlierWatcher(Watcher):
             course.begin(course.center + away)
 
     def _tell(
-        self, step: int, found: Mapping[str, float], outliers: list[tuple[float, str]]
+        self, step: int, numbers: Mapping[str, float], outliers: list[tuple[float, str]]
     ) -> tuple[Finding, ...]:
-        total = math.hypot(*found.values())
+        total = math.hypot(*numbers.values())
         strong = math.log(self._config.strong_ratio)
-        told = [
+        confirmed = [
             (own, layer)
             for own, layer in outliers
             if (own > strong or self._courses[layer].streak >= self._config.persistence)
-            and found[layer] >= self._least(total)
+            and numbers[layer] >= self._least(total)
         ]
-        if not self._episode.begins(bool(told)):
+        if not self._episode.begins(bool(confirmed)):
             return ()
-        own, layer = max(told)
+        own, layer = max(confirmed)
         course = self._courses[layer]
-        others = f", and so are {len(told) - 1} more" if len(told) > 1 else ""
+        others = f", and so are {len(confirmed) - 1} more" if len(confirmed) > 1 else ""
         usual = _exp(course.center)
         return (
             tell(
                 self.name,
                 step,
-                f"{self.label} of layer {layer} is {found[layer]:.4g}, {_exp(own):.3g} times its "
-                f"course of {usual:.4g} beyond what all {len(found)} layers do{others}",
-                value=found[layer],
+                f"{self.label} of layer {layer} is {numbers[layer]:.4g}, {_exp(own):.3g} times its "
+                f"course of {usual:.4g} beyond what all {len(numbers)} layers do{others}",
+                value=numbers[layer],
                 limit=usual * self._config.weak_ratio,
             ),
         )

@@ -136,7 +136,7 @@ class MemoryCreepWatcher(Watcher):
             return ()
         floors = allocated
         length, has_judged = 1, False
-        found: list[tuple[float, int, float, int]] = []
+        leaks: list[tuple[float, int, float, int]] = []
         for i, scale in enumerate(self._scales):
             length *= scale.size
             ended = scale.add(floors)
@@ -147,16 +147,16 @@ class MemoryCreepWatcher(Watcher):
                 has_judged = True
                 creeping = self._creeping(merged, scale.kept, length)
                 self._creeps[i] = bool(creeping)
-                found += creeping
-        if not has_judged or not self._episode.begins(any(self._creeps)) or not found:
+                leaks += creeping
+        if not has_judged or not self._episode.begins(any(self._creeps)) or not leaks:
             return ()
-        return (self._told(merged.step, *min(found)),)
+        return (self._told(merged.step, *min(leaks)),)
 
     def _creeping(
         self, merged: MergedStep, kept: list[list[float]], length: int
     ) -> list[tuple[float, int, float, int]]:
         """Return the steps left, the rank, its bytes a step and the onset, of ranks that creep."""
-        config, found = self._config, []
+        config, leaks = self._config, []
         peaks, ranks = finite(merged.ranks.get("memory_peak_bytes"))
         peak_of = dict(zip(ranks, peaks, strict=True))
         num = len(kept)
@@ -171,8 +171,8 @@ class MemoryCreepWatcher(Watcher):
             used = max(new, peak_of.get(rank, new))
             left = (self._total - used) / slope if slope > 0.0 else INFINITY
             if left <= config.horizon * num * length:
-                found.append((max(0.0, left), rank, slope, merged.step - num * length + 1))
-        return found
+                leaks.append((max(0.0, left), rank, slope, merged.step - num * length + 1))
+        return leaks
 
     def _told(self, step: int, left: float, rank: int, slope: float, onset: int) -> Finding:
         return tell(

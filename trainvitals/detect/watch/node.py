@@ -90,7 +90,7 @@ class GpuThrottleWatcher:
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
-        found = []
+        findings = []
         for uuid, columns in sample.gpus.items():
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
@@ -100,8 +100,8 @@ class GpuThrottleWatcher:
                 text = f"{_gpu(sample, uuid)} {reason}{_shown(columns)}"
                 cause = "gpu_power_cap" if mask & POWER_CAP and not mask & _SLOWED else _cause(mask)
                 clock = number(columns.get("sm_clock_hertz"))
-                found.append(tell(self.name, sample.step, text, cause=cause, value=clock))
-        return tuple(found)
+                findings.append(tell(self.name, sample.step, text, cause=cause, value=clock))
+        return tuple(findings)
 
     def _slowed(self, clocks: _Clocks, mask: int, columns: Mapping[str, Value]) -> str:
         """Return what is to be said of a GPU's clocks, or nothing."""
@@ -211,21 +211,21 @@ class GpuErrorWatcher:
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
             kept = _of(self._gpus, (sample.node, uuid), lambda: _Errors(self._config.clear_after))
             if kept is None:
                 continue
             if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
-                found += self._uncorrected(sample, uuid, kept, count)
+                findings += self._uncorrected(sample, uuid, kept, count)
             if (count := _count(columns.get("ecc_corrected_errors"))) >= 0:
-                found += self._corrected(sample, uuid, kept, count)
+                findings += self._corrected(sample, uuid, kept, count)
             code = _count(columns.get("last_xid"))
             if code >= 0:
-                found += self._xid(sample, uuid, kept, code)
+                findings += self._xid(sample, uuid, kept, code)
             elif kept.xid < 0:
                 kept.xid = 0  # the GPU answers and shows none: what comes is new
-        return tuple(found)
+        return tuple(findings)
 
     def _uncorrected(
         self, sample: NodeSample, uuid: str, kept: _Errors, count: int

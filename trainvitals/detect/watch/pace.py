@@ -76,18 +76,18 @@ class Pace:
 
     def _is_periodic(self, step: int) -> bool:
         slow = set(self._slow)
-        found = 0
+        cycle = 0
         for earlier in reversed(self._slow):
             period = step - earlier
             if period >= 2 and all(
                 any(step - n * period + off in slow for off in ((0, -1, 1) if period > 8 else (0,)))
                 for n in range(2, _IN_ROW)
             ):
-                found = period
+                cycle = period
                 break
         self._slow = [*self._slow, step][-_KEPT_SLOW:]
-        self.period = found or self.period
-        return found > 0
+        self.period = cycle or self.period
+        return cycle > 0
 
     def went_back(self, step: int) -> None:
         """Forget the slow steps that are made again."""

@@ -109,18 +109,18 @@ class LearningRateWatcher(Watcher):
         return self._check(merged, rate)
 
     def _check(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
-        found = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
+        findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
         last, gap = self._last, merged.step - self._last_step
         self._last_step = merged.step
         is_jump = self._is_jump(rate, gap)
         if self._jumps.begins(is_jump) and last is not None:
-            found.append(self._told_jump(merged.step, last, rate))
+            findings.append(self._told_jump(merged.step, last, rate))
         if not is_jump:  # one that stays is the course of the next step
             self._follow(rate)
             self._remember(merged.step, rate)
-        found.extend(self._stuck(merged, rate))
+        findings.extend(self._stuck(merged, rate))
         self._last = rate
-        return tuple(found)
+        return tuple(findings)
 
     def _told_jump(self, step: int, last: float, rate: float) -> Finding:
         times = f"{rate / last:.3g} times as high" if last > 0.0 else "after 0"

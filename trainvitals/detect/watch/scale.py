@@ -100,9 +100,9 @@ class LossScaleWatcher(Watcher):
         return self._scale is not None and scale < 0.6 * self._scale
 
     def _found(self, step: int, scale: float) -> tuple[Finding, ...]:
-        config, found = self._config, []
+        config, findings = self._config, []
         if self._low.begins(scale < config.min_scale):
-            found.append(
+            findings.append(
                 tell(
                     self.name,
                     step,
@@ -114,8 +114,8 @@ class LossScaleWatcher(Watcher):
                 )
             )
         collapses = self._is_settled and self._in_row >= config.overflows_in_row
-        if self._collapse.begins(collapses) and not found:
-            found.append(
+        if self._collapse.begins(collapses) and not findings:
+            findings.append(
                 tell(
                     self.name,
                     step,
@@ -128,8 +128,8 @@ class LossScaleWatcher(Watcher):
                     onset_step=step - self._in_row + 1,
                 )
             )
-        found.extend(self._too_often(step))
-        return tuple(found)
+        findings.extend(self._too_often(step))
+        return tuple(findings)
 
     def _too_often(self, step: int) -> tuple[Finding, ...]:
         """Judge the share of the last 100 steps; before there are so many, that of those few."""

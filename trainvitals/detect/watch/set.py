@@ -120,15 +120,15 @@ class WatchSet:
 
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Take one step in and return all that is to be told about it."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for watcher in self._of_steps:
-            findings = watcher.update(merged)
-            if findings:
-                found += findings
+            of_watcher = watcher.update(merged)
+            if of_watcher:
+                findings += of_watcher
         self._last, self._is_stalled = (merged.step, merged.time_unix_ns), False
         if self._interval is not None:
-            found += self._overdue(merged.step)
-        return tuple(found)
+            findings += self._overdue(merged.step)
+        return tuple(findings)
 
     def update_node(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample of a node in and return all that is to be told about it."""
@@ -196,6 +196,6 @@ class WatchSet:
                 watcher.load_state_dict(state["watchers"][watcher.name])
         last = state["last"]
         self._last = None if last is None else (int(last[0]), int(last[1]))
-        self._is_stalled, self._is_overdue = (bool(told) for told in state["told"])
+        self._is_stalled, self._is_overdue = (bool(flag) for flag in state["told"])
         self._checkpoints = [int(step) for step in state["checkpoints"]]
         self._interval = usual_interval(self._checkpoints)

@@ -96,7 +96,7 @@ class RankLossWatcher(Watcher):
         present = set(ranks)
         for rank in [rank for rank in self._counts if rank not in off and rank in present]:
             self._ease(rank)
-        found = []
+        findings = []
         for rank, loss in off.items():
             side = 1 if loss > high else -1
             count, since = self._counts.get(rank, (0, merged.step))
@@ -107,8 +107,8 @@ class RankLossWatcher(Watcher):
             self._counts[rank] = (count, since)
             if abs(count) >= self._config.steps and rank not in self._told:
                 self._told.add(rank)
-                found.append(self._tell(merged.step, rank, loss, middle, since))
-        return tuple(found)
+                findings.append(self._tell(merged.step, rank, loss, middle, since))
+        return tuple(findings)
 
     def _ease(self, rank: int) -> None:
         count, since = self._counts[rank]

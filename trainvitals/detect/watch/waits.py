@@ -214,7 +214,7 @@ class StragglerWatcher(Watcher):
     def _counted(
         self, merged: MergedStep, lateness: Sequence[float], ranks: Sequence[int], duration: float
     ) -> tuple[Finding, ...]:
-        limit, counts, found = self._config.late * duration, self._late, []
+        limit, counts, latecomers = self._config.late * duration, self._late, []
         for rank, late in zip(ranks, lateness, strict=True):
             count = counts.get(rank, 0)
             if late > limit:
@@ -222,25 +222,25 @@ class StragglerWatcher(Watcher):
                     self._since[rank] = merged.step
                 counts[rank] = min(count + 1, 2 * self._config.steps)
                 if counts[rank] >= self._config.steps and rank not in self._told:
-                    found.append((late, rank))
+                    latecomers.append((late, rank))
             elif count > 2:
                 counts[rank] = count - 2
             elif count:
                 del counts[rank], self._since[rank]
                 self._told.discard(rank)
-        self._told.update(rank for _, rank in found)
-        return (self._tell(merged, found, ranks, duration),) if found else ()
+        self._told.update(rank for _, rank in latecomers)
+        return (self._tell(merged, latecomers, ranks, duration),) if latecomers else ()
 
     def _tell(
         self,
         merged: MergedStep,
-        found: list[tuple[float, int]],
+        latecomers: list[tuple[float, int]],
         ranks: Sequence[int],
         duration: float,
     ) -> Finding:
-        late, rank = max(found)
+        late, rank = max(latecomers)
         late = min(late, LONGEST_SECONDS)
-        more = sorted(other for _, other in found if other != rank)
+        more = sorted(other for _, other in latecomers if other != rank)
         others = f", as for {_names(more)}" if more else ""
         of_data = _is_late_by_data(merged, rank, late)
         why = ", as it waits for its data" if of_data else ""
