@@ -52,10 +52,10 @@ lint: $(STAMP) ## ruff, mypy, and who may import whom
 	$(BIN)/lint-imports
 
 bench: $(STAMP) ## what Vitals costs on this machine, beside others; writes docs/benchmarks.md
-	$(BIN)/vitals bench --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench --page docs/benchmarks.md $(ARGS)
 
 bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the library in their loops: hours (ARGS="--jobs 4")
-	$(BIN)/vitals bench judgement --page docs/benchmarks.md $(ARGS)
+	$(BIN)/python -m vitals_bench judgement --page docs/benchmarks.md $(ARGS)
 
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
 	$(BIN)/python docs/build_docs.py

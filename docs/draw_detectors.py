@@ -81,8 +81,9 @@ rises for good reasons. The table says how often each detector speaks: with noth
 with what can be declared (`watch(loss_kind=...)`, `monitor.expect`); findings within {EPISODE}
 steps count once. *found* is said where it speaks within {AFTER} steps of a fault in the same
 training: Adam's second moments are lost at step {FAULT}. Each picture shows all that is said with
-nothing declared, declared, and of the fault. `vitals bench detect` has more trainings and faults
-([benchmarks.md](benchmarks.md)); `vitals replay LOG --loss-kind rl` does it with a log of yours.
+nothing declared, declared, and of the fault. `python -m vitals_bench detect`, from a checkout, has
+more trainings and faults ([benchmarks.md](benchmarks.md)); `vitals replay LOG --loss-kind rl` does
+it with a log of yours.
 """
 
 JUDGED = """\
@@ -97,11 +98,11 @@ that are not finite, or a probe or an evaluation that reads the state damaged. A
 
 ## How they were judged
 
-`vitals bench detect` makes courses of known shapes and trains small models, healthy and with a
-fault; it runs our detectors beside the rules that others publish. `--traces` names a folder of
-labelled logs. What it prints is recall, precision,
+`python -m vitals_bench detect`, from a checkout, makes courses of known shapes and trains small
+models, healthy and with a fault; it runs our detectors beside the rules that others publish.
+`--traces` names a folder of labelled logs. What it prints is recall, precision,
 false alarms in 10,000 records and delay, of *act* and of *tell* apart, and where a peer is better
-([benchmarks.md](benchmarks.md) is what `vitals bench` wrote on one machine). `vitals replay` shows
+([benchmarks.md](benchmarks.md) is what `make bench` wrote on one machine). `vitals replay` shows
 what would have been found and done in a log of your own.
 
 In `observe` mode nothing is acted on, and the run itself shows who was right

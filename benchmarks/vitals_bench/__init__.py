@@ -1,1 +1,1 @@
-"""What Vitals costs and what it holds, measured on the machine it runs on: `vitals bench`."""
+"""What Vitals costs and what it holds, measured on the machine it runs on: `make bench`."""

@@ -1,4 +1,4 @@
-"""`vitals bench ...`: measures, prints, and leaves judging to the reader."""
+"""`python -m vitals_bench ...`: measures, prints, and leaves judging to the reader."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainvitals.cli.main import report
 from trainvitals.errors import StorageError, VitalsError
 
 if TYPE_CHECKING:
     from vitals_bench.rows import Grid, Row
 
 
+PROGRAM = "python -m vitals_bench"
 Measure = Callable[..., "Iterator[Row | Grid]"]
 Options = Mapping[str, Mapping[str, object]]
 """What the parts of a bench are called with besides ``quick``."""
@@ -77,24 +79,39 @@ Minutes = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add `vitals bench` with its benches."""
-    bench = typer.Typer(
+def build_app() -> typer.Typer:
+    """Return the app with every bench on it."""
+    app = typer.Typer(
         help="Measure what Vitals costs on this machine, beside what others cost.",
-        epilog="Example: vitals bench --quick",
+        epilog=f"Example: {PROGRAM} --quick",
         invoke_without_command=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    bench.callback()(bench_all)
-    bench.command("guard", epilog="Example: vitals bench guard --format json")(bench_guard)
-    bench.command("parts", epilog="Example: vitals bench parts")(bench_parts)
-    bench.command("checkpoint", epilog="Example: vitals bench checkpoint --quick")(bench_checkpoint)
-    bench.command("detect", epilog="Example: vitals bench detect --format json")(bench_detect)
-    bench.command("ingest", epilog="Example: vitals bench ingest --quick")(bench_ingest)
-    bench.command("agent", epilog="Example: vitals bench agent --quick")(bench_agent)
-    bench.command("query", epilog="Example: vitals bench query --quick")(bench_query)
-    bench.command("dashboard", epilog="Example: vitals bench dashboard --quick")(bench_dashboard)
-    bench.command("judgement", epilog="Example: vitals bench judgement --quick")(bench_judgement)
-    app.add_typer(bench, name="bench")
+    app.callback()(bench_all)
+    app.command("guard", epilog=f"Example: {PROGRAM} guard --format json")(bench_guard)
+    app.command("parts", epilog=f"Example: {PROGRAM} parts")(bench_parts)
+    app.command("checkpoint", epilog=f"Example: {PROGRAM} checkpoint --quick")(bench_checkpoint)
+    app.command("detect", epilog=f"Example: {PROGRAM} detect --format json")(bench_detect)
+    app.command("ingest", epilog=f"Example: {PROGRAM} ingest --quick")(bench_ingest)
+    app.command("agent", epilog=f"Example: {PROGRAM} agent --quick")(bench_agent)
+    app.command("query", epilog=f"Example: {PROGRAM} query --quick")(bench_query)
+    app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
+    app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run benches; return the exit code where the command did not exit by itself."""
+    try:
+        build_app()(args=argv, prog_name=PROGRAM)
+    except KeyboardInterrupt:
+        return 130
+    except VitalsError as error:
+        return report(error)
+    return 0
 
 
 def bench_all(
@@ -329,7 +346,7 @@ def _print(
     console = Console(width=None if sys.stdout.isatty() else 200)
     for name, yielded in by_bench.items():
         rows = [entry for entry in yielded if isinstance(entry, Row)]
-        console.print(pages.table(f"vitals bench {name}", rows))
+        console.print(pages.table(name, rows))
         for entry in yielded:
             if isinstance(entry, Grid):
                 console.print(pages.grid_table(entry))

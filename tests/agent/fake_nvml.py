@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from vitals_agent.replayed import ReplayedNvml
+from vitals_bench.agent.replayed_nvml import ReplayedNvml
 
 RECORDINGS = Path(__file__).parent / "nvml"
 LIBRARY_NOT_FOUND, GPU_IS_LOST = 12, 15

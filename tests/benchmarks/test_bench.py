@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from trainvitals.cli.main import build_app
 from vitals_bench import cli, guard, page, parts
 from vitals_bench.measure import halves, interleave, medians, spread
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
@@ -80,8 +80,28 @@ def test_the_page_says_what_was_missed_and_on_which_machine():
 
 def run(arguments, monkeypatch, benches):
     monkeypatch.setattr("vitals_bench.cli._benches", lambda: benches)
-    app, _ = build_app()
-    return CliRunner().invoke(app, ["bench", *arguments])
+    return CliRunner().invoke(cli.build_app(), arguments)
+
+
+def test_every_bench_is_a_command_whose_help_says_all():
+    command = typer.main.get_command(cli.build_app())
+    assert cli._benches().keys() == command.commands.keys()
+    for each in (command, *command.commands.values()):
+        assert (each.epilog or "").startswith("Example: python -m vitals_bench ")
+        assert [] == [p.name for p in each.params if not getattr(p, "help", "")]
+
+
+def test_python_dash_m_says_a_mistake_in_words(tmp_path):
+    arguments = ["detect", "--quick", "--traces", os.fspath(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "vitals_bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert 2 == done.returncode
+    assert done.stderr.startswith("error: ")
 
 
 def test_a_missed_goal_is_no_failure_and_json_is_rows_alone(monkeypatch):
@@ -158,6 +178,6 @@ def test_the_page_of_the_repository_was_written_by_this_bench():
     text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
     assert page.NOTICE in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
-    names = [heading.removeprefix("## vitals bench ") for heading in headings]
+    names = [heading.removeprefix("## ") for heading in headings]
     assert ["guard", "parts", "detect", "query"] == names[:4]
     assert set() == set(names) - cli._benches().keys()

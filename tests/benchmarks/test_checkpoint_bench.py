@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from trainvitals.cli.main import build_app
 from vitals_bench import checkpoint
 from vitals_bench.checkpoint import kept, recovery, snapshot, writing
+from vitals_bench.cli import build_app
 
 TAKEN_BESIDE = {
     "copy_ of each tensor, preallocated": "ratio <= 1.25",
@@ -76,14 +76,13 @@ def test_ranks_that_do_not_come_through_are_an_error_with_their_last_words(monke
 def test_the_command_prints_the_rows_and_writes_its_part_of_the_page(monkeypatch, tmp_path):
     monkeypatch.setattr("vitals_bench.checkpoint.PARTS", {"restore": checkpoint.PARTS["restore"]})
     page = tmp_path / "page.md"
-    page.write_text("# Benchmarks\n\n## vitals bench guard\n\nfast\n")
-    app, _ = build_app()
-    arguments = ["bench", "checkpoint", "--quick", "--format", "json", "--page", str(page)]
-    done = CliRunner().invoke(app, arguments)
+    page.write_text("# Benchmarks\n\n## guard\n\nfast\n")
+    arguments = ["checkpoint", "--quick", "--format", "json", "--page", str(page)]
+    done = CliRunner().invoke(build_app(), arguments)
     assert 0 == done.exit_code, done.output
     assert 2 == len(json.loads(done.stdout))
     headings = [line for line in Path(page).read_text().splitlines() if line.startswith("## ")]
-    assert ["## vitals bench guard", "## vitals bench checkpoint"] == headings
+    assert ["## guard", "## checkpoint"] == headings
 
 
 @pytest.mark.slow

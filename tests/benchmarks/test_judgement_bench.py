@@ -146,7 +146,7 @@ def test_the_goals_name_the_worlds_that_miss_them():
 def test_the_page_keeps_the_part_of_a_bench_that_runs_apart():
     text = page.markdown(page.facts(), {"guard": [], "judgement": [], "parts": []})
     part = page.section_of(text, "judgement")
-    assert part.startswith("## vitals bench judgement\n")
+    assert part.startswith("## judgement\n")
     assert "parts" not in part
     assert "" == page.section_of(text, "detect")
 

@@ -19,7 +19,6 @@ PACKAGES = {
     "vitals_collector",
     "vitals_dashboard",
     "vitals_deploy",
-    "vitals_bench",
 }
 
 
@@ -55,7 +54,7 @@ def test_it_takes_only_our_distinctive_names(wheel):
 
 
 def test_it_holds_every_file_of_ours_and_no_rubbish(wheel):
-    rooms = ("agent", "collector", "dashboard", "deploy", "benchmarks")
+    rooms = ("agent", "collector", "dashboard", "deploy")
     roots = (ROOT, *(ROOT / room for room in rooms))
     ours = {
         str(path.relative_to(root))
@@ -67,6 +66,14 @@ def test_it_holds_every_file_of_ours_and_no_rubbish(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert ours == packed
+
+
+def test_it_has_no_benches(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+        assert [] == [name for name in names if "bench" in name]
+        assert "bench" not in archive.read(points).decode()
 
 
 def test_types_are_shipped(wheel):

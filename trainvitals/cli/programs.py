@@ -30,14 +30,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "dashboard": ("dashboard",),
     "checkpoints": ("checkpoints",),
     "deploy": ("deploy",),
-    "bench": ("bench",),
 }
 """Command names by who brings them, for the message where that program cannot be loaded."""
 
 OWN = ("demo", "up", "doctor", "resume")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
-EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "bench": "all", "checkpoints": "torch"}
+EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "checkpoints": "torch"}
 """The extra a program needs, where it is not called as the program."""
 
 HOUSE = frozenset(
@@ -48,7 +47,6 @@ HOUSE = frozenset(
         "vitals_collector",
         "vitals_dashboard",
         "vitals_deploy",
-        "vitals_bench",
     }
 )
 

@@ -47,7 +47,8 @@ def agent_cost(*, seconds: float, warm_up_seconds: float = 4.0, ships: bool = Fa
     """Run an agent at its defaults beside eight ranks, and return what it used.
 
     The ranks are processes that write a row of a real step's columns four times a second. The GPUs
-    are played back (``vitals_agent.replayed``): what a real driver's calls cost is not in it.
+    are played back (``vitals_bench.agent.replayed_nvml``): what a real driver's calls cost is not
+    in it.
 
     Args:
         seconds: how long it is measured.

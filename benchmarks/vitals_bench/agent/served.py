@@ -24,11 +24,11 @@ from vitals_agent.courier import Courier
 from vitals_agent.daemon import LoopConfig, run
 from vitals_agent.gpu import GpuSampler
 from vitals_agent.link import CollectorLink
-from vitals_agent.replayed import ReplayedNvml
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Sampling
 from vitals_bench.agent.cost import NUM_GPUS, Cost
 from vitals_bench.agent.rank import NODE
+from vitals_bench.agent.replayed_nvml import ReplayedNvml
 
 _ALL_LINKS = (1 << 32) - 1
 H100: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`vitals bench checkpoint`: what a copy of the training costs, and how soon training goes on."""
+"""The bench `checkpoint`: what a copy of the training costs, and how soon training goes on."""
 
 from __future__ import annotations
 

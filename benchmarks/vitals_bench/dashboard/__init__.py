@@ -1,4 +1,4 @@
-"""`vitals bench dashboard`: how soon a long run is painted, and what may be missing in it."""
+"""The bench `dashboard`: how soon a long run is painted, and what may be missing in it."""
 
 from __future__ import annotations
 

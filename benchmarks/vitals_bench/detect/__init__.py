@@ -1,4 +1,4 @@
-"""`vitals bench detect`: what our detectors and the peers' rules find, miss and make up."""
+"""The bench `detect`: what our detectors and the peers' rules find, miss and make up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of `vitals bench detect`."""
+"""The parts of the bench `detect`."""
 
 from __future__ import annotations
 

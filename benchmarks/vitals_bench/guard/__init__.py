@@ -1,4 +1,4 @@
-"""`vitals bench guard`: what the guard costs, and what it holds that others do not."""
+"""The bench `guard`: what the guard costs, and what it holds that others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vitals bench ingest`: what it costs to take records in, beside the servers others use."""
+"""The bench `ingest`: what it costs to take records in, beside the servers others use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vitals bench judgement`: real small trainings, healthy and not, with the library in the loop."""
+"""The bench `judgement`: real small trainings, healthy and not, with the library in the loop."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ itself.
 
     python -m vitals_bench.judgement.series FOLDER [SEEDS]
 
-writes ``labels.json`` and ``series/NAME.csv`` as `vitals bench detect --traces FOLDER` reads them;
-`vitals bench detect` makes them by itself, too. Half of the logs are healthy; in the others a fault
+writes ``labels.json`` and ``series/NAME.csv`` as the bench `detect --traces FOLDER` reads them; the
+bench `detect` makes them by itself, too. Half of the logs are healthy; in the others a fault
 happens at a step that is known. A fault that can hardly be seen in loss and norm, beside what the
 same training shows without it, is labelled minor: it need not be told.
 """

@@ -1,4 +1,4 @@
-"""`vitals bench query`: how soon a long run is drawn, read whole, and understood afterwards."""
+"""The bench `query`: how soon a long run is drawn, read whole, and understood afterwards."""
 
 from __future__ import annotations
 

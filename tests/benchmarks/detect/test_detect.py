@@ -6,10 +6,10 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from trainvitals.cli.main import build_app, main
 from trainvitals.errors import UsageError
 from trainvitals.metrics import LAYER_METRICS, STEP_METRICS
 from vitals_bench import detect, page
+from vitals_bench.cli import build_app, main
 from vitals_bench.detect import cost, measure
 from vitals_bench.detect.judged import ACT, TELL, best_peer, judge_all
 from vitals_bench.detect.logs import Logs, read_logs
@@ -246,7 +246,7 @@ GRID = Grid(
 
 def run(monkeypatch, benches, *arguments):
     monkeypatch.setattr("vitals_bench.cli._benches", lambda: benches)
-    return CliRunner().invoke(build_app()[0], ["bench", *arguments])
+    return CliRunner().invoke(build_app(), arguments)
 
 
 def test_json_has_tables_with_their_details(monkeypatch):
@@ -277,22 +277,20 @@ def test_one_bench_writes_its_own_part_of_a_page_and_leaves_the_rest(monkeypatch
     again = run(monkeypatch, yields(GRID, GRID), "detect", "--page", str(written))
     assert 0 == again.exit_code, again.output
     after = written.read_text()
-    assert before.split("## vitals bench detect")[0] == after.split("## vitals bench detect")[0]
+    assert before.split("## detect")[0] == after.split("## detect")[0]
     assert (1, 2) == (before.count("**rules**"), after.count("**rules**"))
     assert "| a / b | - |" in after
-    assert after == page.replaced(after, "detect", after[after.index("## vitals bench detect") :])
+    assert after == page.replaced(after, "detect", after[after.index("## detect") :])
 
 
 def test_a_part_in_the_middle_of_a_page_is_replaced_there():
-    text = "# B\n\n## vitals bench guard\n\nold\n\n## vitals bench parts\n\nkept\n"
-    new = "## vitals bench guard\n\nnew\n"
-    expected = "# B\n\n## vitals bench guard\n\nnew\n\n## vitals bench parts\n\nkept\n"
+    text = "# B\n\n## guard\n\nold\n\n## parts\n\nkept\n"
+    new = "## guard\n\nnew\n"
+    expected = "# B\n\n## guard\n\nnew\n\n## parts\n\nkept\n"
     assert expected == page.replaced(text, "guard", new)
-    assert text.rstrip() + "\n\n## vitals bench x\n" == page.replaced(
-        text, "x", "## vitals bench x\n"
-    )
+    assert text.rstrip() + "\n\n## x\n" == page.replaced(text, "x", "## x\n")
 
 
 def test_a_folder_without_labels_is_a_wrong_usage(tmp_path, capsys):
-    assert 2 == main(["bench", "detect", "--quick", "--traces", os.fspath(tmp_path)])
+    assert 2 == main(["detect", "--quick", "--traces", os.fspath(tmp_path)])
     assert "does not hold labelled logs" in capsys.readouterr().err

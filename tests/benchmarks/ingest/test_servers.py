@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from trainvitals.cli.main import build_app
+from vitals_bench.cli import build_app
 from vitals_bench.ingest import cost, servers
 from vitals_bench.ingest.asked import Asked
 from vitals_bench.ingest.servers import Peer, Request, grouped, version_in
@@ -93,9 +93,8 @@ def test_the_command_hands_its_options_to_every_part(monkeypatch):
     asked = []
     parts = {"one": lambda quick, **how: asked.append((quick, how)) or []}
     monkeypatch.setattr("vitals_bench.ingest.PARTS", parts)
-    app, _ = build_app()
     arguments = ["--quick", "--format", "json", "--mlflow", "/opt/mlflow", "--minutes", "30"]
-    done = CliRunner().invoke(app, ["bench", "ingest", *arguments])
+    done = CliRunner().invoke(build_app(), ["ingest", *arguments])
     assert 0 == done.exit_code, done.output
     assert [] == json.loads(done.stdout)
     assert [(True, {"asked": Asked(mlflow="/opt/mlflow", minutes=30.0)})] == asked

@@ -9,7 +9,7 @@ import pytest
 
 from tests.agent.fake_nvml import RECORDINGS, gpus, recorded
 from vitals_agent.nvml_fields import FIELDS
-from vitals_agent.replayed import ReplayedNvml
+from vitals_bench.agent.replayed_nvml import ReplayedNvml
 
 PLAYED = sorted(name for name in vars(ReplayedNvml) if name.startswith("nvml"))
 FILES = sorted(path.stem for path in RECORDINGS.glob("*.json"))

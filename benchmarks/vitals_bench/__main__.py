@@ -1,0 +1,8 @@
+"""`python -m vitals_bench`, from a checkout: what users install has no benches."""
+
+import sys
+
+from vitals_bench.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
