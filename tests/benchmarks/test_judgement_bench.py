@@ -110,15 +110,14 @@ def test_ratios_are_to_the_base_and_to_the_oracle():
     assert tables.WORST == results.ratio(outcome(name, "heal", final=math.inf))
 
 
-def test_a_reading_is_right_where_it_says_what_the_world_is():
-    readings = [
-        (5, "row", "state", 3.0, True),
-        (6, "row", "sound", 1.0, True),
-        (7, "nonfinite", "sound", 1.0, False),
-        (8, "lr_jump", "sound", 1.0, True),
-        (9, "row", "abstained", None, False),
-    ]
-    assert (2, 1, 1) == tables.verdicts([outcome(readings=readings)])
+def test_a_trainings_first_answer_is_right_where_it_says_what_the_world_is():
+    right = (5, "row", "state", 3.0, True)
+    wrong = (6, "row", "sound", 1.0, True)
+    sound = (7, "nonfinite", "sound", 1.0, False)
+    jump = (8, "lr_jump", "sound", 1.0, True)
+    silent = (9, "row", "abstained", None, False)
+    of_trainings = [[right, wrong], [wrong], [jump, silent, sound], [silent], [jump], []]
+    assert (2, 1, 1) == tables.verdicts([outcome(readings=asked) for asked in of_trainings])
 
 
 def test_the_goals_name_the_worlds_that_miss_them():
@@ -130,10 +129,10 @@ def test_the_goals_name_the_worlds_that_miss_them():
         outcome(policy="guard", seed=1),
     ]
     rows = {row.name: row for row in tables.goals(Results.of(outcomes))}
-    assert 50.0 == rows["healthy, set: bit for bit"].ours
-    assert 100.0 == rows["healthy, held out: bit for bit"].ours
+    assert 50.0 == rows["healthy and undisturbed, set: bit for bit"].ours
+    assert 100.0 == rows["healthy and undisturbed, held out: bit for bit"].ours
     missed = [name for name, row in rows.items() if row.met is False]
-    assert 4 == len(missed), missed
+    assert 3 == len(missed), missed  # one seed is no spread that a run could end beyond
     assert {"gpt", ""} == {rows[name].note for name in missed}
     assert "healthy, set: halted" not in missed
     made = list(tables.grids(Results.of(outcomes)))

@@ -18,6 +18,10 @@ HARMFUL = 0.3
 """Share of its gain that the unwatched run must lose by a damage that the probe is to see."""
 FREE_UPDATES, OF_A_LEVEL = 6, 32
 """Updates that a healthy run may lose, and those for each level that it took on."""
+UNDISTURBED = frozenset({"plain", "memorising", "adversarial"})
+"""Families of trainings in which nothing unusual happens: nine in ten stay bit for bit."""
+ENOUGH_SEEDS = 10
+"""Unwatched runs of a world from which on their spread says something."""
 WORST = 1e6
 """What a ratio is cut to: a run that ended in NaN has none."""
 
@@ -68,7 +72,7 @@ class Results:
             for other in self.by_job.values()
             if (other.world, other.clip, other.policy) == (outcome.world, outcome.clip, "none")
         ]
-        return bool(finals) and outcome.final > max(finals)
+        return len(finals) >= ENOUGH_SEEDS and outcome.final > max(finals)
 
     def is_harmful(self, outcome: Outcome) -> bool:
         """Return whether the damage costs the unwatched run much of what it had gained."""
@@ -170,18 +174,21 @@ def _text(ratio: float) -> str:
 
 
 def verdicts(outcomes: Iterable[Outcome]) -> tuple[int, int, int]:
-    """Return how often the state was read rightly and wrongly, and how often not at all.
+    """Return in how many trainings the state was read rightly, wrongly, and not at all.
 
-    A jump of the rate is asked about before anything was trained with it, so its answers are none.
+    The first answer of a training counts. A jump of the rate is asked about before anything was
+    trained with it, so its answers are none.
     """
     right = wrong = abstained = 0
     for outcome in outcomes:
-        for _, trigger, verdict, _, damaged in outcome.readings:
-            if verdict == "abstained":
-                abstained += 1
-            elif trigger in ("row", "nonfinite", "evaluation"):
-                is_right = (verdict == "state") == damaged
-                right, wrong = right + is_right, wrong + (not is_right)
+        asked = [r for r in outcome.readings if r[1] in ("row", "nonfinite", "evaluation")]
+        answers = [(verdict, damaged) for _, _, verdict, _, damaged in asked]
+        first = next((answer for answer in answers if answer[0] != "abstained"), None)
+        if first is not None:
+            is_right = (first[0] == "state") == first[1]
+            right, wrong = right + is_right, wrong + (not is_right)
+        elif asked:
+            abstained += 1
     return right, wrong, abstained
 
 
@@ -200,10 +207,13 @@ def _healthy_goals(results: Results, half: str) -> Iterator[Row]:
     healthy = results.watched("healthy")
     if not healthy:
         return
-    same = [same for o in healthy if (same := results.is_identical(o)) is not None]
+    calm = [o for o in healthy if WORLDS[o.world].family in UNDISTURBED]
+    same = [same for o in calm if (same := results.is_identical(o)) is not None]
     beyond = [o for o in healthy if o.withheld > FREE_UPDATES + OF_A_LEVEL * o.accepted]
     worse = [o for o in healthy if results.is_identical(o) is False and results.is_beyond_seeds(o)]
-    yield _row(f"healthy, {half}: bit for bit", _share(same), "%", at_least(90.0))
+    if same:
+        name = f"healthy and undisturbed, {half}: bit for bit"
+        yield _row(name, _share(same), "%", at_least(90.0))
     yield _row(
         f"healthy, {half}: runs with more withheld than {FREE_UPDATES} and {OF_A_LEVEL} a level",
         len(beyond), "runs", exactly(0.0), _names(beyond),
