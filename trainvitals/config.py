@@ -18,8 +18,6 @@ from pathlib import Path
 
 from trainvitals.errors import ConfigError
 
-Scalar = str | int | float | bool
-
 _RESERVED = ("DIR", "MODE", "SHM", "NODE", "AGENT", "COLLECTOR_URL", "TOKEN_FILE", "RUN_ID")
 RESERVED_VARIABLES = frozenset(f"VITALS_{name}" for name in (*_RESERVED, "NAME", "PROJECT"))
 """Variables with a meaning of their own; a section's key of the same name may still use them."""

@@ -94,14 +94,6 @@ class Source(msgspec.Struct, frozen=True):
         return int(self.key) if self.kind == "rank" else None
 
 
-class Attempt(msgspec.Struct, frozen=True):
-    """One branch of a run: forked from ``parent`` before ``fork_step`` was trained again."""
-
-    id: int
-    parent: int | None = None
-    fork_step: int = 0
-
-
 class Identity(msgspec.Struct, frozen=True):
     """What every segment and batch says of its writer."""
 

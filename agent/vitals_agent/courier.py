@@ -33,8 +33,6 @@ class Courier:
         faults: Faults,
         reachable: Callable[[float], bool],
     ) -> None:
-        self.turned_at: float | None = None
-        """The time of the last turn that has served a run."""
         self.can_ship: bool | None = None
         """Whether a collector was known at the last turn; None before the first."""
         self._shipper = shipper
@@ -69,8 +67,6 @@ class Courier:
                     self._relay.relay(run, now, reachable=bool(self.can_ship))
             finally:
                 self._serving = ""
-            self.turned_at = now
-        self.turned_at = now
         for run_id in set(self._known) - set(self._runs()):
             self._forget(run_id)
 

@@ -4,14 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainvitals.catalog import GPU_METRICS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.records import Note
 from trainvitals.rows import Value
 from vitals_agent.nvml_fields import read_gpu, read_instance
 from vitals_agent.sources import Stamp
-
-COLUMNS = tuple(metric.column for metric in GPU_METRICS)
 
 ROUNDS_BETWEEN_LOOKS = 30
 """MIG instances come and go while the driver runs: they are looked for again after these rounds."""

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import psutil
 
-from trainvitals.catalog import PROCESS_METRICS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.identity import Identity
 from trainvitals.rows import Value
 
-COLUMNS = tuple(metric.column for metric in PROCESS_METRICS)
 AGE_SLACK_SECONDS = 5.0
 """Clock ticks and NTP: a process may seem this much younger than the journal it wrote."""
 

@@ -23,14 +23,10 @@ REFRESH_SECONDS = 2.0
 SLOW_SECONDS = 10.0
 """Of pages that draw thousands of cells."""
 
-FLEET, RUN, ALERTS = "vitals_page_overview.py", "vitals_page_run.py", "vitals_page_alerts.py"
+RUN = "vitals_page_run.py"
 LAYERS, RANKS = "vitals_page_layers.py", "vitals_page_ranks.py"
 DECISIONS, CHECKPOINTS = "vitals_page_decisions.py", "vitals_page_checkpoints.py"
-INCIDENTS, QUERY, COMPARE = (
-    "vitals_page_incident.py",
-    "vitals_page_query.py",
-    "vitals_page_compare.py",
-)
+INCIDENTS = "vitals_page_incident.py"
 RUN_PAGES = {
     RUN: ("Curves", ":material/monitor_heart:"),
     INCIDENTS: ("Incidents", ":material/emergency:"),
@@ -250,10 +246,3 @@ def answer(key: str, message: str | None) -> None:
         st.session_state[kept] = message
     if text := st.session_state.get(kept):
         st.text(words.plain(text, 400))
-
-
-def prose(paragraphs: Sequence[str], *, key: str) -> None:
-    """Draw paragraphs of other people's words, as plain text."""
-    with st.container(key=f"prose_{key}", gap="small"):
-        for paragraph in paragraphs:
-            st.text(words.plain(paragraph, 2_000))

@@ -36,7 +36,6 @@ class Found:
     """What was looked at, and who stands out."""
 
     num_ranks: int
-    num_nodes: int
     middle: float
     ranks: tuple[Straggler, ...]
     nodes: tuple[Straggler, ...]
@@ -63,7 +62,6 @@ def found(cells: heat.Floats, rows: Sequence[str], detail: RunDetail) -> Found:
     middle = float(np.median(list(of_ranks.values()))) if of_ranks else 0.0
     return Found(
         num_ranks=len(of_ranks),
-        num_nodes=len(of_nodes),
         middle=middle,
         ranks=_slow(of_ranks, nodes),
         nodes=_slow(of_nodes, {}) if len(of_nodes) > 2 else (),

@@ -9,7 +9,10 @@ import psutil
 import pytest
 
 from tests.agent.builders import identity
-from vitals_agent.process import COLUMNS, RankProcess
+from trainvitals.catalog import PROCESS_METRICS
+from vitals_agent.process import RankProcess
+
+COLUMNS = {metric.column for metric in PROCESS_METRICS}
 
 
 @pytest.fixture
@@ -22,7 +25,7 @@ def sleeper():
 
 def test_a_living_rank_gives_every_column(sleeper):
     values = RankProcess(identity(pid=sleeper.pid)).sample()
-    assert set(COLUMNS) == set(values)
+    assert COLUMNS == set(values)
     assert 1 == values["alive"]
     assert values["resident_memory_bytes"] > 1e5
 
@@ -41,7 +44,7 @@ def test_a_process_whose_files_are_not_ours_to_read_gives_what_is_open_to_all(sl
     for name in ("io_counters", "num_fds"):
         monkeypatch.setattr(psutil.Process, name, denied)
     missing = {"io_read_bytes", "io_write_bytes", "open_fds"}
-    assert set(COLUMNS) - missing == set(process.sample())
+    assert COLUMNS - missing == set(process.sample())
 
 
 def test_a_killed_rank_is_gone_even_while_its_parent_has_not_reaped_it(sleeper):

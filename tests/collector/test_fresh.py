@@ -8,12 +8,12 @@ from sqlalchemy import select
 
 from tests.collector.acting import Job
 from tests.collector.rows import RUN, SECOND, START
+from tests.collector.watched_again import watch_again
 from trainvitals.detect.watch import StragglerConfig, WatchConfig
 from trainvitals.records import Finding
 from vitals_collector.receiving.ingest import ingest_all
 from vitals_collector.storage.schema import findings
 from vitals_collector.storage.store import Store
-from vitals_collector.watch.following import watch_again
 from vitals_collector.watch.watching import Watching, WatchingConfig
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,10 +21,10 @@ from vitals_collector.watch.merging import (
     LAYER_COLUMNS,
     RANK_COLUMNS,
     LayerPart,
+    Origin,
     Rows,
     decode,
     merge,
-    origin_of,
     step_columns,
 )
 
@@ -32,7 +33,7 @@ def decoded(
     schema: Schema, raw: bytes, wanted: Sequence[str], *, rank: int = 0, world: int = 1, writer=0
 ) -> Rows:
     found = rows_of(schema, decode_batch(raw).rows)
-    origin = origin_of(len(found), rank=rank, world_size=world, writer=writer)
+    origin = Origin(*(np.full(len(found), of) for of in (rank, world, writer)))
     return decode(schema, found, wanted, origin)
 
 

@@ -91,6 +91,19 @@ def test_a_database_of_a_newer_version_is_left_alone(store: Store):
     assert "upgrade" in caught.value.hint
 
 
+@pytest.mark.parametrize("version", ["0001", "0010"])
+def test_a_database_of_before_the_baseline_is_left_alone(store: Store, version: str):
+    with store.write() as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{version}'")
+    url = store.engine.url.render_as_string(hide_password=False)
+    with pytest.raises(StorageError, match=f"has version {version}, of before v1; ") as caught:
+        open_store(url)
+    assert "--folder" in caught.value.hint
+    with store.read() as connection:
+        found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+    assert version == found
+
+
 def test_a_database_that_someone_else_holds_says_so(tmp_path: Path):
     store = open_data_store(tmp_path / "data", busy_seconds=0.05)
     writer = Writer()

@@ -22,6 +22,7 @@ from tests.collector.volume_runs import (
     values_of,
     write_steps,
 )
+from tests.collector.watched_again import watch_again
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.records import AttemptStarted, Finding, FindingRaised
 from vitals_collector.keeping.thinnable import run_bytes
@@ -33,7 +34,6 @@ from vitals_collector.replays.replay import replay
 from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.schema import events, thinned
 from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store
-from vitals_collector.watch.following import watch_again
 from vitals_collector.watch.progress import set_aside, take_up
 
 LATER = START + 48 * HOUR

@@ -8,6 +8,7 @@ from sqlalchemy import select
 
 from tests.collector.acting import Heard, Job, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, Writer
+from tests.collector.watched_again import watch_again
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.detect.watch import WatchSet
 from trainvitals.errors import StorageError
@@ -15,7 +16,6 @@ from trainvitals.records import CheckpointChanged, Finding, FindingRaised, Names
 from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import engine_state, findings
 from vitals_collector.storage.store import Store
-from vitals_collector.watch.following import watch_again
 from vitals_collector.watch.watching import Watching, WatchingConfig
 
 

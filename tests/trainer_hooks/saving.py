@@ -34,7 +34,7 @@ class Run:
 
 
 def ids(store):
-    return [ref.id for ref in store.refs()]
+    return [ref.id for ref in store.folder.refs()]
 
 
 def another_process(run):

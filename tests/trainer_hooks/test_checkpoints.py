@@ -78,7 +78,7 @@ def test_a_checkpoint_is_written_from_the_snapshot_not_from_what_is_live(run):
 
 def test_an_empty_folder_has_nothing_to_load(run):
     assert load_newest(run.store) is None
-    assert () == run.store.refs()
+    assert () == run.store.folder.refs()
 
 
 def test_what_was_saved_is_told_once(run):
@@ -106,11 +106,13 @@ def test_rotation_never_removes_the_newest_healthy_one(tmp_path):
     healthy = run.save(steps=1)
     for _ in range(3):
         last = run.save(steps=1, healthy=False)
-    assert {healthy: "healthy", last: "verified"} == {r.id: r.state for r in run.store.refs()}
+    assert {healthy: "healthy", last: "verified"} == {
+        r.id: r.state for r in run.store.folder.refs()
+    }
     run.store.mark_healthy(last)
     assert run.store.wait()
     newest = run.save(steps=1, healthy=False)
-    assert {last: "healthy", newest: "verified"} == {r.id: r.state for r in run.store.refs()}
+    assert {last: "healthy", newest: "verified"} == {r.id: r.state for r in run.store.folder.refs()}
 
 
 def test_a_proven_checkpoint_is_still_healthy_to_another_process(run):
@@ -118,7 +120,7 @@ def test_a_proven_checkpoint_is_still_healthy_to_another_process(run):
     run.store.mark_healthy(name)
     assert run.store.wait()
     new = another_process(run)
-    assert ["healthy"] == [ref.state for ref in new.store.refs()]
+    assert ["healthy"] == [ref.state for ref in new.store.folder.refs()]
     assert name == load_newest(new.store).id
 
 
@@ -203,14 +205,14 @@ def test_a_save_that_cannot_be_read_back_is_not_kept(run, monkeypatch):
     monkeypatch.setattr(payload, "write", write_wrong)
     run.save()
     assert "model.0.weight reads back otherwise" in run.store.take_changes()[-1].detail
-    assert () == run.store.refs()
+    assert () == run.store.folder.refs()
 
 
 def test_a_snapshot_that_is_not_finite_is_not_kept(run):
     run.training.state.tensors()["model.0.weight"][0, 0] = float("nan")
     run.save(steps=0)
     assert "model.0.weight is not finite" in run.store.take_changes()[-1].detail
-    assert () == run.store.refs()
+    assert () == run.store.folder.refs()
 
 
 def test_torchs_own_exception_which_is_no_exception_ends_nothing(run, monkeypatch):

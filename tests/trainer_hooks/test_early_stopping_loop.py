@@ -197,10 +197,10 @@ def test_a_state_that_is_saved_as_the_best_and_then_as_healthy_has_both_marks(tm
     snapshot.state, snapshot.best = "verified", ("loss", 0.5)
     name = run.store.save(snapshot)
     assert run.store.wait()
-    assert ["verified"] == [ref.state for ref in run.store.refs()]
+    assert ["verified"] == [ref.state for ref in run.store.folder.refs()]
     snapshot.state, snapshot.best = "healthy", None
     run.store.save(snapshot)
     assert run.store.wait()
-    assert ["healthy"] == [ref.state for ref in run.store.refs()]
+    assert ["healthy"] == [ref.state for ref in run.store.folder.refs()]
     best, mark = run.store.folder.best()
     assert (name, "loss", 0.5) == (best, mark.metric, mark.value)

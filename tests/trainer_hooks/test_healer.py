@@ -49,7 +49,7 @@ def test_what_was_evaluated_takes_no_place_of_what_the_ladder_goes_back_to(loop)
     healthy = []
 
     def look(store):
-        healthy.append([ref.step for ref in store.refs() if ref.state == "healthy"])
+        healthy.append([ref.step for ref in store.folder.refs() if ref.state == "healthy"])
 
     with loop.monitor:
         back = train(loop, before_break=look)
@@ -59,7 +59,7 @@ def test_what_was_evaluated_takes_no_place_of_what_the_ladder_goes_back_to(loop)
 
 def test_where_all_older_ones_are_gone_the_oldest_that_is_left_is_taken_again(loop):
     def lose(store):
-        for ref in store.refs():
+        for ref in store.folder.refs():
             shutil.rmtree(store.folder.path / ref.id)
 
     with loop.monitor:
@@ -94,5 +94,5 @@ def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_th
             for _ in range(12):
                 loop.monitor.step(loop.forward())
                 assert store.wait()
-            counts.append(len(store.refs()))
+            counts.append(len(store.folder.refs()))
     assert [0, 1, 1, 2] == counts

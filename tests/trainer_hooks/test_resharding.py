@@ -186,7 +186,7 @@ def test_one_process_takes_up_two_ranks(trained, twins, name):
 
 def test_each_byte_is_stored_and_counted_once(home, trained):
     store = twin().store(trained / "trained" / "ddp")
-    (ref,) = store.refs()
+    (ref,) = store.folder.refs()
     whole = sum(t.nbytes for t in content(home / "twin").values())
     host = sum(
         spec.shape[0]
@@ -267,7 +267,7 @@ def test_parts_that_ranks_wrote_alone_make_a_checkpoint(trained, tmp_path, name)
     alone = twin(TWO_RANKS[name])
     alone.load(tmp_path / "copy")
     assert_taken_up(content(trained / "trained" / name), content(tmp_path / "copy"))
-    assert ["verified"] == [ref.state for ref in alone.store(tmp_path / "copy").refs()]
+    assert ["verified"] == [ref.state for ref in alone.store(tmp_path / "copy").folder.refs()]
     assert [] == list((tmp_path / "copy").glob(".alone*"))
     live = alone.state.tensors()
     saved = content(trained / "trained" / name)
@@ -304,7 +304,7 @@ def test_parts_that_are_not_all_there_and_sound_make_none_and_go(trained, tmp_pa
     shutil.copytree(trained / "alone" / "fsdp2 nested", tmp_path / "copy")
     damage(next((tmp_path / "copy").glob(".alone-*/*/rank-1-of-2")))
     store = twin().store(tmp_path / "copy")
-    assert () == store.refs()
+    assert () == store.folder.refs()
     assert [] == [p for p in (tmp_path / "copy").iterdir() if p.name != "index.json"]
     change = store.take_changes()[-1]
     assert ("bad", True) == (change.state, "written by each rank alone" in change.detail)
@@ -314,7 +314,7 @@ def test_parts_of_what_was_saved_after_all_are_removed(trained, tmp_path):
     shutil.copytree(trained / "trained" / "ddp", tmp_path / "copy")
     shutil.copytree(trained / "alone" / "ddp", tmp_path / "copy", dirs_exist_ok=True)
     store = twin().store(tmp_path / "copy")
-    assert ["healthy"] == [ref.state for ref in store.refs()]
+    assert ["healthy"] == [ref.state for ref in store.folder.refs()]
     assert [] == list((tmp_path / "copy").glob(".alone*"))
 
 
@@ -322,7 +322,7 @@ def test_parts_of_another_run_are_left_alone(trained, tmp_path):
     shutil.copytree(trained / "alone" / "ddp", tmp_path / "copy")
     (home,) = (tmp_path / "copy").glob(".alone-*")
     home.rename(home.with_name(".alone-another"))
-    assert () == twin().store(tmp_path / "copy").refs()
+    assert () == twin().store(tmp_path / "copy").folder.refs()
     assert 2 == len(list((tmp_path / "copy").glob(".alone-another/*/rank-*-of-2")))
 
 

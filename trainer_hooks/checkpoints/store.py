@@ -234,10 +234,6 @@ class CheckpointStore:
         """Begin to record that a verified checkpoint was proven healthy. Rank 0 only."""
         self._background.add(lambda: self._marked(checkpoint_id, self.folder.mark_healthy))
 
-    def refs(self) -> tuple[CheckpointRef, ...]:
-        """Return this run's complete checkpoints, oldest first."""
-        return self.folder.refs()
-
     def take_changes(self) -> list[CheckpointChanged]:
         """Return what changed since the last call, for the events stream; call after each step."""
         return self.folder.take_changes()

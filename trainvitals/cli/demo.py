@@ -38,7 +38,6 @@ class Result(msgspec.Struct):
     run_id: str
     validation_loss: float | None
     """None where it is not finite."""
-    updates_tried: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,11 +49,6 @@ def segment_name(stream: str, index: int) -> str:
     return f"{stream}-{index:06d}.seg"
 
 
-def list_segments(directory: Path) -> dict[str, list[tuple[int, Path]]]:
-    """Return each stream's segments as (index, path), oldest first; other files are passed over."""
-    return sort_segments(directory, list_names(directory))
-
-
 def list_names(directory: Path) -> list[str]:
     """Return what lies in a journal's folder; nothing where it is gone."""
     try:
@@ -63,7 +58,7 @@ def list_names(directory: Path) -> list[str]:
 
 
 def sort_segments(directory: Path, names: Iterable[str]) -> dict[str, list[tuple[int, Path]]]:
-    """Return the segments among the names, as ``list_segments`` does."""
+    """Return each stream's segments as (index, path), oldest first; other names are passed over."""
     by_stream: dict[str, list[tuple[int, Path]]] = {}
     for name in names:
         stream, _, rest = name.rpartition("-")

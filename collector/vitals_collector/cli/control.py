@@ -3,7 +3,6 @@
 import contextlib
 import getpass
 import os
-import sys
 import time
 from collections.abc import Iterator
 from enum import StrEnum
@@ -308,10 +307,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
         return f"uid {os.getuid()}"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 __all__ = ["register"]

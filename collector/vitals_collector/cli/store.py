@@ -115,8 +115,7 @@ def check(data: Data = None, database: Database = "", form: Form = Format.TABLE)
         )
     else:
         write_rows(header, checkup.damaged, form)
-    unsummed = f", {checkup.num_unsummed} have no checksum" if checkup.num_unsummed else ""
-    _say(f"{checkup.num_batches} batches read, {len(checkup.damaged)} are damaged{unsummed}")
+    _say(f"{checkup.num_batches} batches read, {len(checkup.damaged)} are damaged")
     if checkup.damaged:
         raise typer.Exit(1)
 

@@ -46,8 +46,6 @@ class Checkup(NamedTuple):
     """How much was read, and what of it is damaged."""
 
     num_batches: int
-    num_unsummed: int
-    """Batches without a checksum: they were written before there were any."""
     damaged: tuple[Damaged, ...]
 
 
@@ -58,15 +56,14 @@ def check(store: Store) -> Checkup:
         StorageError: the database cannot be read.
     """
     damaged: list[Damaged] = []
-    num = num_unsummed = 0
+    num = 0
     damaged += _records(store)
-    for row, what, is_summed in _all(store):
+    for row, what in _all(store):
         num += 1
-        num_unsummed += not is_summed
         if what:
             about = (row.run_id, row.source, row.stream, row.min_step, row.max_step, row.num_rows)
             damaged.append(Damaged(*about, what))
-    return Checkup(num, num_unsummed, tuple(damaged))
+    return Checkup(num, tuple(damaged))
 
 
 def _records(store: Store) -> list[Damaged]:
@@ -83,8 +80,8 @@ def _records(store: Store) -> list[Damaged]:
     return damaged
 
 
-def _all(store: Store) -> Iterator[tuple[Row[tuple[object, ...]], str, bool]]:
-    """Yield each batch, what of it is damaged, and whether it has checksums; in short readings."""
+def _all(store: Store) -> Iterator[tuple[Row[tuple[object, ...]], str]]:
+    """Yield each batch, and what of it is damaged; in short readings."""
     last = -1
     while True:
         query = select(batches).where(batches.c.id > last).order_by(batches.c.id).limit(_AT_ONCE)
@@ -95,14 +92,12 @@ def _all(store: Store) -> Iterator[tuple[Row[tuple[object, ...]], str, bool]]:
             columns = _columns(connection, [row.id for row in rows if not row.row_bytes])
             broken = _broken_schemas(connection, {row.schema_digest for row in rows})
         for row in rows:
-            of_row = columns.get(row.id, [])
-            is_summed = all(crc is not None for crc in (*_crcs(of_row), *_crc_of_rows(row)))
             if row.schema_digest in broken:
-                yield row, "schema", is_summed
-            elif not is_whole(row.row_crc, row.row_bytes):
-                yield row, "rows", is_summed
+                yield row, "schema"
+            elif row.row_bytes and not is_whole(row.row_crc, row.row_bytes):
+                yield row, "rows"
             else:
-                yield row, _broken_columns(of_row), is_summed
+                yield row, _broken_columns(columns.get(row.id, []))
         last = rows[-1].id
 
 
@@ -119,21 +114,13 @@ def _broken_schemas(connection: Connection, digests: set[str]) -> set[str]:
     return {row.digest for row in schema_rows if not is_schema_whole(row.digest, row.body)}
 
 
-def _crc_of_rows(row: Row[tuple[object, ...]]) -> list[int | None]:
-    return [row.row_crc] if row.row_bytes else []
-
-
-def _crcs(columns: list[Row[tuple[object, ...]]]) -> list[int | None]:
-    return [crc for row in columns for crc in (row.head_crc, row.body_crc)]
-
-
 def _broken_columns(columns: list[Row[tuple[object, ...]]]) -> str:
     broken = []
     for row in columns:
         chunk = ColumnChunk(*(getattr(row, name) for name in ColumnChunk._fields))
-        if row.body_crc not in (None, body_crc(chunk)):
+        if row.body_crc != body_crc(chunk):
             broken.append(row.name or "sequence numbers")
-        elif row.head_crc not in (None, head_crc(row.name, row.summary, row.marks)):
+        elif row.head_crc != head_crc(row.name, row.summary, row.marks):
             broken.append(f"overview of {row.name}")
     return ", ".join(broken)
 

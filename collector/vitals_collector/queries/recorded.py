@@ -10,7 +10,7 @@ import numpy as np
 from sqlalchemy import Connection, Row, func, select
 
 from trainvitals.identity import Source
-from trainvitals.records import BatchNoted, Decision, Finding, RunInfo, StateRead
+from trainvitals.records import BatchNoted, Decision, Finding, StateRead
 from trainvitals.rows import Schema
 from trainvitals.views import (
     AlertView,
@@ -51,7 +51,6 @@ _SHOWN_ELSEWHERE = (
     "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
 )  # fmt: skip
 
-_info = msgspec.msgpack.Decoder(RunInfo).decode
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 _batch = msgspec.msgpack.Decoder(BatchNoted).decode

@@ -2,8 +2,7 @@
 
 A database gives back what its disk gives it. Each body has a CRC-32 beside it, made where it is
 written and held against it where it is decoded. What fails is treated as rows that are not there:
-the rest of the run is answered, and nobody is given a wrong number. Where there is no checksum, the
-row was written before there were any.
+the rest of the run is answered, and nobody is given a wrong number.
 """
 
 import hashlib
@@ -86,7 +85,7 @@ def is_record_whole(stored: bytes) -> bool:
 
 def is_whole(crc: int | None, body: bytes) -> bool:
     """Return whether rows are what was written."""
-    return crc is None or crc == zlib.crc32(body)
+    return crc == zlib.crc32(body)
 
 
 def is_schema_whole(digest: str, body: bytes) -> bool:

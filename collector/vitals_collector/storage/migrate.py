@@ -13,24 +13,32 @@ from trainvitals.errors import StorageError
 
 _LOCK = 0x7669_7461_6C73
 """PostgreSQL advisory lock: two collectors that start at once migrate one after the other."""
+_OF_BEFORE = frozenset(f"{number:04}" for number in range(1, 11))
+"""Versions of before the baseline, from which no way leads to it."""
 
 
 def migrate(connection: Connection, where: str) -> None:
     """Upgrade the database inside the connection's transaction; nothing to do is cheap.
 
     Raises:
-        StorageError: the database was written by a newer Vitals.
+        StorageError: the database was written by a newer Vitals, or before the baseline.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
     config = migration_config()
     scripts = ScriptDirectory.from_config(config)
     current = MigrationContext.configure(connection).get_current_revision()
-    if current == scripts.get_current_head():
+    head = scripts.get_current_head()
+    if current == head:
         return
+    if current in _OF_BEFORE:
+        raise StorageError(
+            f"{where} has version {current}, of before {head}; this Vitals reads {head}",
+            hint="give another --data or --database: a new store reads in what --folder holds",
+        )
     if current is not None and current not in {s.revision for s in scripts.walk_revisions()}:
         raise StorageError(
-            f"{where} has version {current}; this Vitals knows up to {scripts.get_current_head()}",
+            f"{where} has version {current}; this Vitals knows up to {head}",
             hint="upgrade this program (pip install -U trainvitals), or give another --data",
         )
     config.attributes["connection"] = connection

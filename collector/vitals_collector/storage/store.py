@@ -407,8 +407,8 @@ def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
         *("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"),
         "secure_delete=FAST",
     ]
-    # A fresh database can give back freed pages little by little; an older one keeps its own way.
-    # To say so once more would be a write, which a full disk refuses.
+    # So it can give back freed pages little by little, which only a fresh database learns: to say
+    # so once more would be a write, which a full disk refuses.
     if connection.execute("PRAGMA page_count").fetchone() == (0,):
         pragmas.insert(0, "auto_vacuum=INCREMENTAL")
     for pragma in pragmas:

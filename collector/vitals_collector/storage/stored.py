@@ -160,7 +160,7 @@ def read_columns(
     chunks_by_batch: dict[int, list[ColumnChunk]] = {batch_id: [] for batch_id in ids}
     for batch_id, crc, *fields in connection.execute(query):
         chunk = ColumnChunk(*fields)
-        if crc is not None and crc != body_crc(chunk):
+        if crc != body_crc(chunk):
             tell_damage(connection, f"column {chunk.name!r} of batch {batch_id}")
             if is_for_rows or chunk.kind != "f8":
                 chunks_by_batch.pop(batch_id, None)
@@ -178,7 +178,7 @@ def whole_heads(
     Both are empty where they are damaged: then the rows are to be read.
     """
     for batch_id, name, summary, marks, crc in connection.execute(query):
-        if crc is None or crc == head_crc(name, summary, marks):
+        if crc == head_crc(name, summary, marks):
             yield batch_id, name, summary, marks
         else:
             tell_damage(connection, f"overview of column {name!r} of batch {batch_id}")

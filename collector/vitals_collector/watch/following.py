@@ -25,7 +25,6 @@ from vitals_collector.watch.merging import LAYER_COLUMNS, Key, LayerPart, Rows, 
 from vitals_collector.watch.nodes import NodeMerger, Round, host_rows
 from vitals_collector.watch.progress import state_name
 
-_ROWS_AT_ONCE = 50_000
 _LOOK_NS = 30_000_000_000
 """How often the store is asked for rows that nobody told of: another process may write there."""
 _SAVED_STATES = ("verified", "healthy", "retired")
@@ -320,28 +319,4 @@ def open_run(
     return Followed(run_id, saved, watchers, steps)
 
 
-class Again(NamedTuple):
-    """What the watchers tell of a stored run."""
-
-    told: list[Told]
-    num_missing: int
-    """Rows of ranks that they had to do without: they never came, or were thinned."""
-
-
-def watch_again(connection: Connection, run_id: str, *, watch: WatchConfig | None = None) -> Again:
-    """Return what the watchers tell of a stored run from its beginning; stores nothing.
-
-    What needs the clock, a step that does not come, is left out.
-    """
-    steps = StepMerger(MergeConfig())
-    followed = Followed(run_id, Saved(), WatchSet(watch), steps)
-    now_ns, records = 0, list[Told]()
-    while not followed.is_drained or not now_ns:
-        followed.read(connection, _ROWS_AT_ONCE, now_ns)
-        records += followed.advance(now_ns, is_running=False)
-        if followed.is_read:  # nobody is waited for any more
-            now_ns += int(steps.config.patience_seconds * 1e9)
-    return Again(records, steps.num_missing)
-
-
-__all__ = ["Again", "Followed", "Saved", "Told", "open_run", "watch_again"]
+__all__ = ["Followed", "Saved", "Told", "open_run"]

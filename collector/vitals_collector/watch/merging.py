@@ -84,11 +84,6 @@ class Rows:
         return attempt, int(self.step[self.attempt == attempt].max())
 
 
-def origin_of(num: int, *, rank: int = 0, world_size: int = 1, writer: int = 0) -> Origin:
-    """Return the origin of rows that one writer wrote."""
-    return Origin(*(np.full(num, of, dtype=np.int64) for of in (rank, world_size, writer)))
-
-
 def decode(
     schema: Schema, rows: npt.NDArray[np.void], names: Iterable[str], origin: Origin
 ) -> Rows:
@@ -255,6 +250,5 @@ __all__ = [
     "Rows",
     "decode",
     "merge",
-    "origin_of",
     "step_columns",
 ]

@@ -3,6 +3,7 @@ from pathlib import Path
 
 from trainvitals.identity import Identity, new_incarnation, new_run_id
 from trainvitals.io.journal import StreamWriter
+from trainvitals.io.segments import list_names, sort_segments
 from trainvitals.io.spool import Position, Spool
 from trainvitals.records import Command, Note
 from trainvitals.rows import Column, Schema, Value
@@ -69,6 +70,11 @@ def fill(spool: Spool, identity: Identity, num: int, *, rows: int = 5, first: in
 
 def firsts(found: list[tuple[Position, bytes]]) -> list[int]:
     return [decode_batch(raw).header.first_seq for _, raw in found]
+
+
+def list_segments(directory: Path) -> dict[str, list[tuple[int, Path]]]:
+    """Return each stream's segments as (index, path), oldest first."""
+    return sort_segments(directory, list_names(directory))
 
 
 def tvs_files(folder: Path) -> list[Path]:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainvitals.io.builders import STEPS, an_identity, note, seqs_of, values_of
+from tests.trainvitals.io.builders import (
+    STEPS,
+    an_identity,
+    list_segments,
+    note,
+    seqs_of,
+    values_of,
+)
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.io.journal import (
@@ -21,7 +28,6 @@ from trainvitals.io.journal import (
     mark_closed,
 )
 from trainvitals.io.private import is_memory_backed
-from trainvitals.io.segments import list_segments
 from trainvitals.records import EVENT_SCHEMA, Note, decode_events
 from trainvitals.rows import Column, Schema
 

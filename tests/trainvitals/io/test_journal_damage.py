@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainvitals.io.builders import STEPS, note, seqs_of, values_of
+from tests.trainvitals.io.builders import STEPS, list_segments, note, seqs_of, values_of
 from trainvitals.errors import NewerVersionError
 from trainvitals.identity import Identity
 from trainvitals.io import segments
 from trainvitals.io.journal import JournalReader, JournalWriter, StreamWriter
-from trainvitals.io.segments import CLOSED, list_segments
+from trainvitals.io.segments import CLOSED
 from trainvitals.records import EVENT_SCHEMA, decode_events
 
 

@@ -1,0 +1,28 @@
+"""What the watchers tell of a stored run that they look at once more."""
+
+from typing import NamedTuple
+
+from sqlalchemy import Connection
+
+from trainvitals.detect.watch import WatchConfig, WatchSet
+from vitals_collector.watch.following import Followed, Saved, Told
+from vitals_collector.watch.gathering import MergeConfig, StepMerger
+
+
+class Again(NamedTuple):
+    told: list[Told]
+    num_missing: int
+    """Rows of ranks that they had to do without: they never came, or were thinned."""
+
+
+def watch_again(connection: Connection, run_id: str, *, watch: WatchConfig | None = None) -> Again:
+    """Return what is told of the run from its beginning, but for what needs the clock."""
+    steps = StepMerger(MergeConfig())
+    followed = Followed(run_id, Saved(), WatchSet(watch), steps)
+    now_ns, told = 0, list[Told]()
+    while not followed.is_drained or not now_ns:
+        followed.read(connection, 50_000, now_ns)
+        told += followed.advance(now_ns, is_running=False)
+        if followed.is_read:  # nobody is waited for any more
+            now_ns += int(steps.config.patience_seconds * 1e9)
+    return Again(told, steps.num_missing)
