@@ -63,8 +63,9 @@ SETS = (
     ),
     (
         "On merged steps",
-        "`trainvitals/detect/watch/set.py:WatchSet` takes the rows that all ranks wrote of a step, "
-        "merged into one, as the collector holds them. These only tell. A thing is told once, "
+        "`trainvitals/detect/fleet/set.py:FleetDetectors` takes the rows that all ranks wrote of a "
+        "step, merged into one, as the collector holds them. These only tell. A thing is told "
+        "once, "
         "until it has been absent for a while; their settings are defaults of the code.",
         OF_STEPS,
     ),

@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer_hooks.attached import Attached, attach
-    from trainer_hooks.early_stopping import RestoredBest
-    from trainer_hooks.ema import EMA
-    from trainer_hooks.healer import CheckpointSettings
+    from trainer_hooks._attach import Attached, attach
+    from trainer_hooks._watch import watch
+    from trainer_hooks.callbacks.early_stopping import RestoredBest
+    from trainer_hooks.callbacks.ema import EMA
     from trainer_hooks.measures.settings import SignalSettings
     from trainer_hooks.monitor import Monitor
     from trainer_hooks.outcome import StepOutcome
-    from trainer_hooks.wrap import watch
+    from trainer_hooks.recovery.manager import CheckpointSettings
     from trainvitals.policy.stopping import EarlyStopping
 
 __all__ = [
@@ -36,16 +36,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EMA": "trainer_hooks.ema",
-    "Attached": "trainer_hooks.attached",
-    "CheckpointSettings": "trainer_hooks.healer",
+    "EMA": "trainer_hooks.callbacks.ema",
+    "Attached": "trainer_hooks._attach",
+    "CheckpointSettings": "trainer_hooks.recovery.manager",
     "EarlyStopping": "trainvitals.policy.stopping",
     "Monitor": "trainer_hooks.monitor",
-    "RestoredBest": "trainer_hooks.early_stopping",
+    "RestoredBest": "trainer_hooks.callbacks.early_stopping",
     "SignalSettings": "trainer_hooks.measures.settings",
     "StepOutcome": "trainer_hooks.outcome",
-    "attach": "trainer_hooks.attached",
-    "watch": "trainer_hooks.wrap",
+    "attach": "trainer_hooks._attach",
+    "watch": "trainer_hooks._watch",
 }
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_hooks.agree import check_same, on_every_rank
-from trainer_hooks.device import Engine
-from trainer_hooks.healer import CheckpointSettings
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.manager import CheckpointSettings
+from trainer_hooks.step.device import Engine
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir

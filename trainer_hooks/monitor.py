@@ -8,23 +8,23 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer_hooks.batches import Position
-from trainer_hooks.data_ledger import SampleIds
-from trainer_hooks.device import Device
-from trainer_hooks.early_stopping import RestoredBest, nothing_kept
-from trainer_hooks.feed import AfterRollback, Feed
-from trainer_hooks.goodbye import EXIT_CODE, exits_by_itself
-from trainer_hooks.guard import update_scaler
-from trainer_hooks.host import Host
-from trainer_hooks.loop import Loop, not_compiled
+from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
+from trainer_hooks.data.ledger import SampleIds
+from trainer_hooks.data.loader import Position
+from trainer_hooks.data.position import AfterRollback, DataPosition
+from trainer_hooks.guard.optimizers import update_scaler
+from trainer_hooks.guard.refusals import refuse_at_step
+from trainer_hooks.guard.route import OwnSteps
+from trainer_hooks.lifecycle.loop import Loop, not_compiled
+from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.outcome import StepOutcome
-from trainer_hooks.parts import Prepared
-from trainer_hooks.probe import LossOf
-from trainer_hooks.refusals import refuse_at_step
-from trainer_hooks.route import OwnSteps
-from trainer_hooks.signals import HostStep
-from trainer_hooks.snapshots import Meta, Restored
-from trainer_hooks.verdict import Verdict
+from trainer_hooks.probe.probe import LossOf
+from trainer_hooks.recovery.snapshots import Meta, Restored
+from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.device import Device
+from trainer_hooks.step.phases import Prepared
+from trainer_hooks.step.signals import HostMeasurements
+from trainer_hooks.step.verdict import Verdict
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
 
@@ -38,17 +38,17 @@ class Monitor(Loop):
     def __init__(
         self,
         device: Device,
-        host: Host,
+        controller: StepController,
         *,
         tokens_per_step: int | None,
         restored: Restored | None = None,
         sums_in_buckets: bool = False,
     ) -> None:
         first_step = 0 if restored is None else restored.step
-        super().__init__(device, host, tokens_per_step=tokens_per_step, first_step=first_step)
+        super().__init__(device, controller, tokens_per_step=tokens_per_step, first_step=first_step)
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
-        self._feed = Feed(host, waited, lag=lag, restored=restored)
-        self._own_steps = OwnSteps(device.optimizers, host.faults)
+        self._feed = DataPosition(controller, waited, lag=lag, restored=restored)
+        self._own_steps = OwnSteps(device.optimizers, controller.faults)
         self._best: RestoredBest | None = None
         self._primes = sums_in_buckets and restored is not None
 
@@ -60,7 +60,7 @@ class Monitor(Loop):
     @property
     def should_stop(self) -> bool:
         """Whether early stopping ends the run: on all ranks at the same step."""
-        return self._host.evaluations.should_stop
+        return self._controller.evaluations.should_stop
 
     # ------------------------------------------------------------------------- the loop's calls
 
@@ -152,8 +152,8 @@ class Monitor(Loop):
             UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is no
                 number above 0; the loss is a closure, or the loop runs within ``Join``.
         """
-        if self._host.halted is not None:
-            raise self._host.halted
+        if self._controller.halted is not None:
+            raise self._controller.halted
         if self._closed:
             raise UsageError(
                 "this monitor is closed, so the step would not be guarded",
@@ -175,8 +175,8 @@ class Monitor(Loop):
         verdict = parts.exchange()
         position = self._feed.take(attempted, self.attempt)
         if first:
-            self._host.tell_without_probe(_PROBE_LINE)
-        self._host.probe.rehearse(attempted, parts.own_loss)
+            self._controller.tell_without_probe(_PROBE_LINE)
+        self._controller.probe.rehearse(attempted, parts.own_loss)
         self._update(verdict, prepared, max_norm)
         ready = parts.report(
             verdict,
@@ -189,11 +189,11 @@ class Monitor(Loop):
         self._step += 1
         decision, restored = self._host_side(ready, attempted)
         self._device.sampler.begin(self._step)
-        if self._host.stopping:
+        if self._controller.stopping:
             self._save_and_stop()
-        if self._host.healer is not None:
+        if self._controller.recovery is not None:
             # After the judgement: what it proves healthy must not be evicted just before it.
-            self._host.healer.after_step(self._step, self.attempt, self._meta)
+            self._controller.recovery.after_step(self._step, self.attempt, self._meta)
         back = None if restored is None else restored.step
         return StepOutcome(
             step=attempted, next_step=self._step, decision=decision, rolled_back_to=back
@@ -206,12 +206,12 @@ class Monitor(Loop):
         and other buckets round otherwise: the run that was interrupted had got beyond that.
         """
         self._primes = False
-        healer = self._host.healer
+        recovery = self._controller.recovery
         # What one rank's loader cannot do, no rank does: the next is a collective.
-        if healer is None or not all(self._host.ranks.gather(self._feed.can_go_again())):
+        if recovery is None or not all(self._controller.ranks.gather(self._feed.can_go_again())):
             return False
         self._feed.again()
-        healer.restart()
+        recovery.restart()
         self._parts.drop_losses()
         self._start_again()
         return True
@@ -221,13 +221,17 @@ class Monitor(Loop):
 
         A loop with a handler of its own is saved and goes on: it knows how it ends.
         """
-        host = self._host
+        controller = self._controller
         self.goodbye.met()
-        assert host.healer is not None, "only a run with checkpoints is told to stop by its ranks"
-        name = host.healer.save_now(self._step, self.attempt, self._meta())
-        host.stopping = host.told_to_stop = False  # one that came meanwhile is answered too
+        assert controller.recovery is not None, (
+            "only a run with checkpoints is told to stop by its ranks"
+        )
+        name = controller.recovery.save_now(self._step, self.attempt, self._meta())
+        controller.stopping = controller.told_to_stop = (
+            False  # one that came meanwhile is answered too
+        )
         if not exits_by_itself():
-            if name and host.is_root:
+            if name and controller.is_rank0:
                 text = "vitals: SIGTERM: saved %s; a start with VITALS_RUN_ID=%s goes on from it"
                 _LOG.warning(text, name, self.run_id)
             self.end("interrupted", f"SIGTERM; saved {name}" if name else "SIGTERM")
@@ -235,7 +239,7 @@ class Monitor(Loop):
 
     def _meta(self) -> Meta:
         """Return what a snapshot keeps besides tensors: the data goes on after the last batch."""
-        return self._host.snapshot_meta(self._feed.state())
+        return self._controller.snapshot_meta(self._feed.state())
 
     def restore_best(self) -> RestoredBest:
         """Put back the best state that was evaluated, once training is over. Collective.
@@ -253,7 +257,7 @@ class Monitor(Loop):
             raise nothing_kept("the monitor is closed")
         self._device.averages.refuse_swapped()
         self._take_in_what_is_left(patience_seconds=None)
-        self._best = self._host.evaluations.restore_best(
+        self._best = self._controller.evaluations.restore_best(
             step=self._step, attempt=self.attempt, meta=self._evaluated
         )
         return self._best
@@ -280,16 +284,16 @@ class Monitor(Loop):
         super()._release()
 
     def _host_side(
-        self, ready: tuple[list[float], HostStep] | None, attempted: int
+        self, ready: tuple[list[float], HostMeasurements] | None, attempted: int
     ) -> tuple[Decision | None, Restored | None]:
         """Judge what has come back; while the judge is suspicious, this step's numbers as well."""
         decision = restored = None
         while ready is not None or (ready := self._waited_for()) is not None:
-            judgement = self._host.handle(*ready, now_step=attempted)
+            judgement = self._controller.handle(*ready, now_step=attempted)
             self._feed.judged(ready[1].step, judgement)
             decision = judgement.decision or decision
             window = self._feed.window_of(judgement.decision)
-            restored = self._host.carry_out(judgement, now_step=attempted, window=window)
+            restored = self._controller.carry_out(judgement, now_step=attempted, window=window)
             if restored is not None and judgement.decision is not None:
                 self._step = restored.step
                 self._after_rollback()
@@ -302,12 +306,12 @@ class Monitor(Loop):
     def _after_rollback(self) -> None:
         """Write down what was in flight, and forget it."""
         while (left := self._device.readback.pop()) is not None:
-            self._host.handle(*left, now_step=self._step)
+            self._controller.handle(*left, now_step=self._step)
         self._start_again()
 
     def _start_again(self) -> None:
         """Take the state, which was put back, for the one that the next step begins with."""
-        self._host.probe.rolled_back(self._step)
+        self._controller.probe.rolled_back(self._step)
         self._device.shadow.keep()
         self._device.sampler.forget()
         self._device.averages.rolled_back()

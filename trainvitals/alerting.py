@@ -154,7 +154,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         severity="notify",
         point=False,
         help="A run takes more than its cap, and nothing more of it may be thinned. Raise the cap "
-        "(`vitals collector --cap-gb`), or remove a run that ended (`vitals store forget`).",
+        "(`vitals collector --cap-gb`), or remove a run that ended (`vitals store delete`).",
     ),
     AlertSpec(
         name="StepSkipped",
@@ -361,7 +361,7 @@ def is_answered(finding: Finding, actions: Collection[str]) -> bool:
     answers = _ENDED_BY.get(finding.kind)
     if answers is not None:
         return not answers.isdisjoint(actions)
-    return finding.level == "act" and bool(actions)
+    return finding.level == "actionable" and bool(actions)
 
 
 def alerts_for_finding(

@@ -22,7 +22,7 @@ from trainvitals import arrays
 from trainvitals.arrays import Cells, Series, Table
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.client import CollectorClient
-from trainvitals.io.finding import choose_run, default_folder, find_collector
+from trainvitals.io.lookup import choose_run, default_folder, find_collector
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,

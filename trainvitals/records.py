@@ -17,7 +17,7 @@ EVENT_PAYLOAD_BYTES = 936
 # ---------------------------------------------------------------------------------- findings
 
 
-Level = Literal["act", "tell"]
+Level = Literal["actionable", "advisory"]
 ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"]
 
 

@@ -21,19 +21,19 @@ from trainvitals.io.journal import JournalRef, discover
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.records import Note
-from vitals_agent.aside import Spawn, on_a_thread
 from vitals_agent.backoff import Backoff
-from vitals_agent.courier import Courier
+from vitals_agent.command_delivery import CommandDelivery, Commands
+from vitals_agent.detached_call import Spawn, on_a_thread
 from vitals_agent.exposition import Health, MetricsServer, Reading
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
-from vitals_agent.home import TOKEN_FILE, AgentHome, AgentInfo
 from vitals_agent.host import HostSampler
-from vitals_agent.readings import agent_readings, run_readings, sample_readings
-from vitals_agent.relay import Commands, Relay
+from vitals_agent.io_loop import IoLoop
+from vitals_agent.metrics import agent_readings, run_readings, sample_readings
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
 from vitals_agent.sampling import Sampling
 from vitals_agent.shipper import Ingests, Shipper
+from vitals_agent.state_dir import TOKEN_FILE, AgentInfo, AgentStateDir
 from vitals_agent.tailer import num_left
 
 log = logging.getLogger("vitals_agent")
@@ -124,8 +124,8 @@ class Agent:
         # One backoff each: what one part cannot have says nothing of the other.
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
         self.shipper = Shipper(client, backoff=ships, faults=self.faults) if client else None
-        self.relay = Relay(client, backoff=asks, clock=self._clock, faults=self.faults)
-        self.courier = Courier(
+        self.relay = CommandDelivery(client, backoff=asks, clock=self._clock, faults=self.faults)
+        self.courier = IoLoop(
             self.shipper,
             self.relay,
             runs=lambda: self.runs,
@@ -134,7 +134,7 @@ class Agent:
         )
         keeps = config.keeps_history
         self._keeps_history = client is None if keeps is None else keeps
-        self._home = AgentHome(self._home_path(), config.base)
+        self._home = AgentStateDir(self._home_path(), config.base)
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._elsewhere: set[str] = set()
@@ -282,7 +282,7 @@ class Agent:
     def _take_up(self, path: Path, *, keep: bool) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
         run_dir = RunDir.create(path.parent, path.name)
-        home = AgentHome(run_dir.agent_dir(self.config.node), self.config.base)
+        home = AgentStateDir(run_dir.agent_dir(self.config.node), self.config.base)
         if home.path != self._home.path:
             try:
                 home.acquire()

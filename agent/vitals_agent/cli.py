@@ -13,7 +13,7 @@ from trainvitals.errors import ConfigError, VitalsError
 from trainvitals.identity import check_run_id, safe_node_id
 
 if TYPE_CHECKING:
-    from vitals_agent.link import CollectorLink
+    from vitals_agent.collector_endpoint import CollectorEndpoint
 
 _Dir = Annotated[
     Path,
@@ -97,7 +97,7 @@ def serve(
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
     from vitals_agent.daemon import LoopConfig, log_to_stderr, run
-    from vitals_agent.leaving import wait_for_leaving
+    from vitals_agent.drain import wait_for_leaving
 
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
@@ -125,14 +125,14 @@ def serve(
 
 def _link(
     collector: str, token_file: Path | None, *, child: bool
-) -> "tuple[CollectorLink | None, str, str]":
+) -> "tuple[CollectorEndpoint | None, str, str]":
     """Return the way to the collector, its token for readers, and what is to be said in runs."""
-    from vitals_agent.link import CollectorLink, finder
+    from vitals_agent.collector_endpoint import CollectorEndpoint, finder
 
     try:
         find = finder(collector, token_file, os.environ)
         address = find()
-        return CollectorLink(find), address.tokens.read if address is not None else "", ""
+        return CollectorEndpoint(find), address.tokens.read if address is not None else "", ""
     except VitalsError as error:
         if collector and not child:
             raise

@@ -11,7 +11,7 @@ from types import FrameType
 
 from trainvitals.errors import UsageError
 from vitals_agent.agent import Agent
-from vitals_agent.courier import CourierThread
+from vitals_agent.io_loop import IoThread
 
 log = logging.getLogger("vitals_agent")
 
@@ -103,7 +103,7 @@ def run(agent: Agent, config: LoopConfig) -> None:
 def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
     """Turn the agent here, and its courier on a thread of its own, until the end is reached."""
     ending = Ending(config)
-    courier = CourierThread(agent.courier, interval_seconds=config.interval_seconds)
+    courier = IoThread(agent.courier, interval_seconds=config.interval_seconds)
     while True:
         now = time.monotonic()
         agent.turn(now)

@@ -14,9 +14,9 @@ from trainvitals.io.spool import Spool
 from trainvitals.records import Note
 from trainvitals.rows import Value
 from vitals_agent.faults import Faults
-from vitals_agent.home import AgentHome
 from vitals_agent.open_journals import OpenJournal, OpenJournals
 from vitals_agent.sources import OwnSource
+from vitals_agent.state_dir import AgentStateDir
 from vitals_agent.tailer import JournalTail, journal_identity
 
 log = logging.getLogger("vitals_agent")
@@ -41,7 +41,7 @@ class ServedRun:
     """
 
     def __init__(
-        self, run_dir: RunDir, home: AgentHome, spool: Spool, *, folder: Path, facts: NodeFacts
+        self, run_dir: RunDir, home: AgentStateDir, spool: Spool, *, folder: Path, facts: NodeFacts
     ) -> None:
         self.run_dir = run_dir
         self.run_id = run_dir.run_id

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA, PROCESS_SCHEMA
 from trainvitals.records import Note
 from trainvitals.rows import Value
-from vitals_agent.aside import Aside, Spawn, on_a_thread
+from vitals_agent.detached_call import DetachedCall, Spawn, on_a_thread
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuReport, GpuSampler
 from vitals_agent.host import HostSampler
@@ -41,7 +41,7 @@ class Sampling:
         self._gpu = gpu
         self._faults = faults
         self._spawn = spawn
-        self._asking = Aside("vitals-agent-gpu", gpu.sample, spawn=spawn)
+        self._asking = DetachedCall("vitals-agent-gpu", gpu.sample, spawn=spawn)
         self._said: dict[str, set[str]] = {}
 
     def sample(self, runs: Iterable[ServedRun], now: float) -> None:

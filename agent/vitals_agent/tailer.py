@@ -9,7 +9,7 @@ from trainvitals.io.journal import JournalReader, mark_closed
 from trainvitals.io.segments import CLOSED
 from trainvitals.rows import Value
 from trainvitals.wire import Batch, encode_batch
-from vitals_agent.lastseen import LastSeen
+from vitals_agent.last_seen import LastSeen
 from vitals_agent.process import RankProcess
 
 MAX_READS_PER_CYCLE = 64

@@ -26,7 +26,7 @@ from trainvitals.cli.supervise import stop_process
 from trainvitals.errors import StorageError, TransportError, UsageError
 from trainvitals.io.client import default_data_dir
 from trainvitals.io.private import ensure_private_dir
-from vitals_dashboard.door import HEALTH_PATH
+from vitals_dashboard.auth import HEALTH_PATH
 from vitals_dashboard.settings import (
     SETTINGS_VARIABLE,
     DashboardSettings,
@@ -227,7 +227,7 @@ def program(
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command[:2], "vitals_dashboard.tied", *command[2:]],
+            [*command[:2], "vitals_dashboard.die_with_parent", *command[2:]],
             stdin=subprocess.PIPE,  # nothing is written: it ends when this process does
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -1,17 +1,17 @@
-"""What a page says when there is nothing to draw: in words, with the way out."""
+"""What a page says when there is nothing to draw: in formatting, with the way out."""
 
 import streamlit as st
 
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
-from vitals_dashboard import words
+from vitals_dashboard import formatting
 
 
 def _notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
     with st.container(border=True, key="notice"):
         st.markdown(f"{icon} **{title}**")
         if error is not None:
-            st.text(words.plain(error.text, 400))
-        st.text(words.plain(hint, 400))
+            st.text(formatting.plain(error.text, 400))
+        st.text(formatting.plain(hint, 400))
 
 
 def collector_down(error: TransportError, *, again: bool = True) -> None:
@@ -64,7 +64,7 @@ def no_such_run(run_id: str) -> None:
     _notice(
         "This run is not here",
         None,
-        f"The address asks for {words.plain(run_id, 60)}; choose one of those above.",
+        f"The address asks for {formatting.plain(run_id, 60)}; choose one of those above.",
         ":material/search_off:",
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainvitals.views import RunDetail
-from vitals_dashboard import heat, words
+from vitals_dashboard import formatting, heatmap
 
 SLOWER = 0.05
 """Part by which a rank must be slower than the middle of all to be named."""
@@ -47,9 +47,9 @@ def nodes_of(detail: RunDetail) -> dict[str, str]:
     return {source.source: source.node for source in seen if source.node}
 
 
-def found(cells: heat.Floats, rows: Sequence[str], detail: RunDetail) -> Found:
+def found(cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail) -> Found:
     """Return who is slower than the others: by the median of each one's steps."""
-    medians = heat.middle(cells, 1)[:, 0]
+    medians = heatmap.middle(cells, 1)[:, 0]
     nodes = nodes_of(detail)
     of_ranks = {
         row: float(pace) for row, pace in zip(rows, medians, strict=True) if np.isfinite(pace)
@@ -106,7 +106,7 @@ def _sentence(straggler: Straggler, kind: str) -> str:
     where = f" on {straggler.node}" if straggler.node else ""
     others = f"the middle of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
     return (
-        f"{words.plain(name + where, 120)} is slow: {_time(straggler.seconds)} a step,"
+        f"{formatting.plain(name + where, 120)} is slow: {_time(straggler.seconds)} a step,"
         f" {straggler.slower:.0%} above {others} ({_time(straggler.middle)})."
     )
 

@@ -20,8 +20,8 @@ from trainvitals.views import (
     SourceView,
     StepData,
 )
-from vitals_dashboard import words
-from vitals_dashboard.look import (
+from vitals_dashboard import formatting
+from vitals_dashboard.theme import (
     ACTIONS,
     ALERT_WORDS,
     CHECKPOINT_WORDS,
@@ -47,21 +47,21 @@ def run_rows(
     are_numbers = all(math.isfinite(run.loss or 0.0) for run in runs)
     return [
         {
-            "Run": words.run_label(run.name, run.run_id),
+            "Run": formatting.run_label(run.name, run.run_id),
             "State": STATE_WORDS[run.state],
             "Health": HEALTH_WORDS[run.health],
             "Alerts": run.num_firing_alerts,
             "Step": run.last_step,
-            "Loss": run.loss if are_numbers else words.number(run.loss),
+            "Loss": run.loss if are_numbers else formatting.number(run.loss),
             "Loss curve": curves.get(run.run_id, []),
-            "Seen": words.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
-            "Last decision": words.plain(run.last_decision, 160),
+            "Seen": formatting.age(run.last_seen_unix_ns, now_unix_ns) + " ago",
+            "Last decision": formatting.plain(run.last_decision, 160),
             "Skips": run.num_skips,
             "Rollbacks": run.num_rollbacks,
             "Ranks": run.world_size,
-            "Project": words.plain(run.project, 60),
-            "User": words.plain(run.user, 40),
-            "Tags": words.plain(", ".join(run.tags), 120),
+            "Project": formatting.plain(run.project, 60),
+            "User": formatting.plain(run.user, 40),
+            "Tags": formatting.plain(", ".join(run.tags), 120),
             "Started": moment(run.started_unix_ns),
             "Id": run.run_id,
         }
@@ -92,7 +92,7 @@ def matching(
     health: str | None = None,
     order: str = "newest first",
 ) -> list[RunSummary]:
-    """Return the runs whose name, project, user, tags or id hold all the words, in order."""
+    """Return the runs whose name, project, user, tags or id hold all the formatting, in order."""
     needles = text.casefold().split()
 
     def holds(run: RunSummary) -> bool:
@@ -123,17 +123,17 @@ def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
             {
                 "Step": decision.step,
                 "Action": word if decision.acted else f"{word} ({_observed(view)})",
-                "Reason": words.plain(decision.reason, 400),
-                "Rule": words.plain(decision.rule, 60),
+                "Reason": formatting.plain(decision.reason, 400),
+                "Rule": formatting.plain(decision.rule, 60),
                 "Rank": decision.rank if decision.rank >= 0 else None,
-                "Value": words.number(decision.value),
-                "Limit": words.number(decision.limit),
+                "Value": formatting.number(decision.value),
+                "Limit": formatting.number(decision.limit),
                 "Back to": decision.rollback_to_step if decision.rollback_to_step >= 0 else None,
                 "Batches skipped": decision.skip_batches or None,
                 "LR factor": decision.lr_factor,
                 "Budget left": decision.budget_left if decision.budget_left >= 0 else None,
                 "Cost": decision.cost_steps,
-                "Checkpoint": words.plain(decision.checkpoint_id, 60),
+                "Checkpoint": formatting.plain(decision.checkpoint_id, 60),
                 "When": moment(view.time_unix_ns),
             }
         )
@@ -146,11 +146,11 @@ def checkpoint_rows(checkpoints: Sequence[CheckpointView]) -> list[Row]:
     return [
         {
             "Step": c.step,
-            "State": CHECKPOINT_WORDS.get(c.state, words.plain(c.state, 20)),
-            "Where": words.plain(c.where, 20),
-            "Size": words.size(c.num_bytes) if c.num_bytes else "",
-            "Id": words.plain(c.checkpoint_id, 60),
-            "Detail": words.plain(c.detail, 200),
+            "State": CHECKPOINT_WORDS.get(c.state, formatting.plain(c.state, 20)),
+            "Where": formatting.plain(c.where, 20),
+            "Size": formatting.size(c.num_bytes) if c.num_bytes else "",
+            "Id": formatting.plain(c.checkpoint_id, 60),
+            "Detail": formatting.plain(c.detail, 200),
             "When": moment(c.time_unix_ns),
         }
         for c in newest
@@ -166,7 +166,7 @@ def attempt_rows(attempts: Sequence[AttemptView]) -> list[Row]:
             "Forked from": ordinals.get(a.parent) if a.parent is not None else None,
             "At step": a.fork_step,
             "Last step": a.last_step,
-            "Reason": words.plain(a.reason, 300),
+            "Reason": formatting.plain(a.reason, 300),
             "Started": moment(a.started_unix_ns),
         }
         for a in sorted(attempts, key=lambda a: a.ordinal, reverse=True)
@@ -177,13 +177,13 @@ def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
     """Return resolved and pending alerts, the newest change first."""
     return [
         {
-            "Alert": words.plain(alert.name, 60),
+            "Alert": formatting.plain(alert.name, 60),
             "State": ALERT_WORDS[alert.state],
             "Severity": alert.severity,
-            "Run": words.run_label(names.get(alert.run_id, ""), alert.run_id, 60),
+            "Run": formatting.run_label(names.get(alert.run_id, ""), alert.run_id, 60),
             "Step": alert.step if alert.step >= 0 else None,
-            "Summary": words.plain(alert.summary, 300),
-            "Acknowledged by": words.plain(alert.acknowledged_by, 40),
+            "Summary": formatting.plain(alert.summary, 300),
+            "Acknowledged by": formatting.plain(alert.acknowledged_by, 40),
             "Began": moment(alert.started_unix_ns),
             "Ended": moment(alert.ended_unix_ns or 0),
         }
@@ -196,11 +196,11 @@ def finding_rows(findings: Sequence[FindingView]) -> list[Row]:
     return [
         {
             "Step": view.finding.step,
-            "Kind": words.plain(view.finding.kind, 40),
-            "Reason": words.plain(view.finding.reason, 400),
+            "Kind": formatting.plain(view.finding.kind, 40),
+            "Reason": formatting.plain(view.finding.reason, 400),
             "Rank": view.finding.rank if view.finding.rank >= 0 else None,
-            "Value": words.number(view.finding.value),
-            "Limit": words.number(view.finding.limit),
+            "Value": formatting.number(view.finding.value),
+            "Limit": formatting.number(view.finding.limit),
             "Since step": view.finding.onset_step if view.finding.onset_step >= 0 else None,
             "Level": view.finding.level,
             "When": moment(view.time_unix_ns),
@@ -213,10 +213,10 @@ def mover_rows(movers: Sequence[MoverView]) -> list[Row]:
     """Return what moved before a step, in the order given: what moved most comes first."""
     return [
         {
-            "Layer or rank": words.plain(mover.row, 120),
-            "Metric": words.plain(mover.metric, 60),
-            "Before": words.number(mover.before),
-            "Peak": words.number(mover.peak) if mover.peak is not None else "not finite",
+            "Layer or rank": formatting.plain(mover.row, 120),
+            "Metric": formatting.plain(mover.metric, 60),
+            "Before": formatting.number(mover.before),
+            "Peak": formatting.number(mover.peak) if mover.peak is not None else "not finite",
             "At step": mover.peak_step,
             "How far": mover.score if mover.peak is not None else None,
         }
@@ -228,13 +228,13 @@ def source_rows(sources: Sequence[SourceView], *, now_unix_ns: int) -> list[Row]
     """Return who reports: ranks, GPUs and nodes, the last to be heard of first."""
     return [
         {
-            "Source": words.plain(source.source, 80),
-            "Node": words.plain(source.node, 80),
+            "Source": formatting.plain(source.source, 80),
+            "Node": formatting.plain(source.node, 80),
             "Process": source.pid or None,
-            "Seen": words.age(source.last_seen_unix_ns, now_unix_ns) + " ago",
+            "Seen": formatting.age(source.last_seen_unix_ns, now_unix_ns) + " ago",
             "Rows": source.num_rows,
             "Lost rows": source.num_lost_rows,
-            "Streams": words.plain(", ".join(source.streams), 80),
+            "Streams": formatting.plain(", ".join(source.streams), 80),
             "Started": moment(source.started_unix_ns),
         }
         for source in sorted(sources, key=lambda s: s.last_seen_unix_ns, reverse=True)
@@ -246,9 +246,9 @@ def event_rows(events: Sequence[EventView]) -> list[Row]:
     return [
         {
             "Step": event.step if event.step >= 0 else None,
-            "Source": words.plain(event.source, 60),
-            "Kind": words.plain(event.kind, 40),
-            "What": words.plain(event.text, 400),
+            "Source": formatting.plain(event.source, 60),
+            "Kind": formatting.plain(event.kind, 40),
+            "What": formatting.plain(event.text, 400),
             "When": moment(event.time_unix_ns),
         }
         for event in sorted(events, key=lambda e: e.time_unix_ns)
@@ -259,13 +259,13 @@ def data_rows(data: Sequence[StepData]) -> list[Row]:
     """Return which batches and samples fed the steps."""
     return [
         {
-            "Source": words.plain(entry.source, 40),
+            "Source": formatting.plain(entry.source, 40),
             "Epoch": entry.batch.epoch,
             "First batch": entry.batch.first_batch,
             "Batches": entry.batch.num_batches,
             "Samples": entry.batch.num_samples if entry.batch.num_samples >= 0 else None,
-            "Ids": words.plain(", ".join(str(i) for i in entry.batch.sample_ids[:50]), 300),
-            "Kept in": words.plain(entry.batch.file, 200),
+            "Ids": formatting.plain(", ".join(str(i) for i in entry.batch.sample_ids[:50]), 300),
+            "Kept in": formatting.plain(entry.batch.file, 200),
         }
         for entry in data
     ]
@@ -282,11 +282,11 @@ def command_rows(commands: Sequence[CommandView]) -> list[Row]:
         {
             "Action": _asked(view.command),
             "Answer": view.status,
-            "Reason": words.plain(view.command.reason, 300),
-            "Detail": words.plain(view.detail, 300),
+            "Reason": formatting.plain(view.command.reason, 300),
+            "Detail": formatting.plain(view.detail, 300),
             "Step": view.step if view.step >= 0 else None,
-            "Checkpoint": words.plain(view.command.checkpoint_id, 60),
-            "By": words.plain(view.command.issued_by, 60),
+            "Checkpoint": formatting.plain(view.command.checkpoint_id, 60),
+            "By": formatting.plain(view.command.issued_by, 60),
             "When": moment(view.command.issued_unix_ns),
         }
         for view in sorted(commands, key=lambda v: v.command.number, reverse=True)
@@ -299,10 +299,10 @@ def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
         {
             "Step": incident.onset_step,
             "To step": incident.last_step,
-            "Incident": words.plain(incident.title, 200),
+            "Incident": formatting.plain(incident.title, 200),
             "Severity": incident.severity,
             "State": "open" if incident.is_open else "over",
-            "Cost": words.count(incident.cost_steps, "step"),
+            "Cost": formatting.count(incident.cost_steps, "step"),
             "Decisions": len(incident.decisions),
             "Alerts": len(incident.alerts),
             "Began": moment(incident.started_unix_ns),

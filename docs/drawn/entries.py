@@ -9,10 +9,10 @@ from typing import Any
 from docs.drawn import loop, nodes, steps, waits
 from docs.drawn.svg import Panel
 from trainvitals.detect import burst, level, nonfinite, progress, spike
-from trainvitals.detect import watch as watchers
+from trainvitals.detect import fleet as watchers
+from trainvitals.detect.fleet import layers, memory, node, overdue, rate, scale, speed, spread
+from trainvitals.detect.fleet import waits as waiting
 from trainvitals.detect.registry import DETECTORS
-from trainvitals.detect.watch import layers, memory, node, overdue, rate, scale, speed, spread
-from trainvitals.detect.watch import waits as waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from docs.drawn.runs import SECOND, sampled
 from docs.drawn.svg import Panel
+from trainvitals.detect.fleet import GpuErrorConfig, ThrottleConfig
+from trainvitals.detect.fleet.node import HARDWARE_HEAT, POWER_CAP
 from trainvitals.detect.merged import NodeSample, Value
-from trainvitals.detect.watch import GpuErrorConfig, ThrottleConfig
-from trainvitals.detect.watch.node import HARDWARE_HEAT, POWER_CAP
 
 GHZ = 1e9
 APART_SECONDS = 10

@@ -17,8 +17,8 @@ from trainvitals.detect import (
     LossKind,
     SpikeDetector,
 )
+from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.merged import MergedStep, NodeSample
-from trainvitals.detect.watch import WatchSet
 from trainvitals.records import Finding, StepRecord
 
 SECOND = 1_000_000_000
@@ -162,7 +162,7 @@ def watched(
         log: draw logarithms.
         every: draw every so many steps; those that were spoken of always.
     """
-    watchers, findings, levels = WatchSet(), list[Finding](), list[Point]()
+    watchers, findings, levels = FleetDetectors(), list[Finding](), list[Point]()
     if totals:
         gpu = {"memory_total_bytes": totals}
         watchers.update_node(NodeSample(node="node-0", time_unix_ns=0, step=0, gpus={"0": gpu}))
@@ -197,7 +197,7 @@ def sampled(
     y_label: str,
 ) -> Panel:
     """Feed the whole set of watchers with a node's samples, numbered by ``step``."""
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     mine = check(title, [f for s in samples for f in watchers.update_node(s)], detector)
     drawn = [
         Line(
@@ -215,7 +215,7 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
 
     A mark's place is the second at which it was told.
     """
-    watchers, timed_findings, waits, limits = WatchSet(), [], [], []
+    watchers, timed_findings, waits, limits = FleetDetectors(), [], [], []
     step, last = -1, 0.0
     for now in range(int(times[0]), int(times[-1] + seconds_after) + 1):
         while step + 1 < len(times) and times[step + 1] <= now:
@@ -240,7 +240,7 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
     )
 
 
-def _limit_of_silence(watchers: WatchSet, now: int) -> float | None:
+def _limit_of_silence(watchers: FleetDetectors, now: int) -> float | None:
     """Ask a copy, long after: its finding names the limit."""
     (*_, finding) = (None, *copy.deepcopy(watchers).idle(now * SECOND + 10**18))
     return None if finding is None else finding.limit

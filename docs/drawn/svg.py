@@ -31,16 +31,16 @@ _LIGHT = {
     "other": "fill:none;stroke:#b1bac4;stroke-width:1.1",
     "limit": "fill:none;stroke:#9a6700;stroke-width:1.4;stroke-dasharray:5 3",
     "text": "fill:#57606a", "t": "fill:#1f2328", "w": "fill:#cf222e",
-    "act": "fill:#cf222e;stroke:#cf222e;stroke-width:1.6",
-    "tell": "fill:#ffffff;stroke:#cf222e;stroke-width:1.8",
+    "actionable": "fill:#cf222e;stroke:#cf222e;stroke-width:1.6",
+    "advisory": "fill:#ffffff;stroke:#cf222e;stroke-width:1.8",
     "m": "stroke:#cf222e;stroke-width:.8;stroke-dasharray:2 3",
     "x": "stroke:#57606a;stroke-width:1.3",
 }  # fmt: skip
 _DARK = {
     "b": "fill:#0d1117", "f": "stroke:#3d444d", "g": "stroke:#21262d", "value": "stroke:#58a6ff",
     "other": "stroke:#6e7681", "limit": "stroke:#d29922", "text": "fill:#9198a1",
-    "t": "fill:#e6edf3", "w": "fill:#ff7b72", "act": "fill:#ff7b72;stroke:#ff7b72",
-    "tell": "fill:#0d1117;stroke:#ff7b72", "m": "stroke:#ff7b72", "x": "stroke:#9198a1",
+    "t": "fill:#e6edf3", "w": "fill:#ff7b72", "actionable": "fill:#ff7b72;stroke:#ff7b72",
+    "advisory": "fill:#0d1117;stroke:#ff7b72", "m": "stroke:#ff7b72", "x": "stroke:#9198a1",
 }  # fmt: skip
 
 

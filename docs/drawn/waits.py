@@ -9,14 +9,14 @@ from docs.drawn.loop import noisy
 from docs.drawn.runs import State, check, silence, watched
 from docs.drawn.steps import each_rank, of_rank, of_run, step
 from docs.drawn.svg import Line, Mark, Panel, Point
-from trainvitals.detect.merged import MergedStep
-from trainvitals.detect.watch import (
+from trainvitals.detect.fleet import (
     CheckpointConfig,
     DataBoundConfig,
+    FleetDetectors,
     StragglerConfig,
     ThroughputConfig,
-    WatchSet,
 )
+from trainvitals.detect.merged import MergedStep
 from trainvitals.records import Finding
 
 GIB = 2.0**30
@@ -155,7 +155,7 @@ def checkpoint_overdue() -> list[Panel]:
 
 
 def _saves(title: str, saves: set[int], detector: str = "") -> Panel:
-    watchers, newest, findings = WatchSet(), 0, list[Finding]()
+    watchers, newest, findings = FleetDetectors(), 0, list[Finding]()
     ages, limits = list[Point](), list[Point]()
     for i in range(400):
         if i in saves:

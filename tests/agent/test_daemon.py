@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from tests.agent.test_courier import Stalled
+from tests.agent.test_io_loop import Stalled
 from vitals_agent.daemon import Ending, LoopConfig, run
 
 CALM = {

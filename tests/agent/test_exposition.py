@@ -15,7 +15,7 @@ from tests.agent.fake_nvml import gpus
 from trainvitals.catalog import CATALOG
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision, DecisionMade
-from vitals_agent.home import AgentInfo
+from vitals_agent.state_dir import AgentInfo
 
 SPECS = {spec.name: spec for spec in CATALOG}
 

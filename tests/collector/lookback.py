@@ -19,7 +19,7 @@ from trainvitals.records import (
     RunInfo,
     RunStarted,
 )
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.store import Store
 
 LAYERS = ("embed", "h.0", "h.1")
@@ -30,7 +30,7 @@ ONSET, BAD, BACK_TO = 158, 160, 120
 def finding(kind: str = "nonfinite", step: int = BAD, **how: object) -> FindingRaised:
     known: dict[str, object] = {
         "kind": kind,
-        "level": "act",
+        "level": "actionable",
         "step": step,
         "detector": kind,
         "reason": f"{kind} was seen at step {step}",
@@ -92,7 +92,7 @@ def troubled_run(store: Store, *, num_after: int = 150) -> list[Writer]:
     ingest(store, head.events(found, decision(rank=1, cost_steps=1), **at_bad))
     noted = BatchNoted(epoch=0, first_batch=77, num_batches=1, sample_ids=(5, 9), num_samples=2)
     ingest(store, ranks[1].events(noted, **at_bad))
-    slow = finding("straggler", BAD + 1, level="tell", rank=0, cause="straggler")
+    slow = finding("straggler", BAD + 1, level="advisory", rank=0, cause="straggler")
     ingest(store, head.events(slow, step=BAD + 1))
     back = decision(
         "rollback", BAD + 1, ledger_seq=2, rollback_to_step=BACK_TO, new_attempt=2,

@@ -6,9 +6,9 @@ from trainvitals.alerting import Alert, alerts_for_run_state
 from trainvitals.errors import UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, RunState
-from vitals_collector.acting.alerts import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.metrics import UNKNOWN
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store
 

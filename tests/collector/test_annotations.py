@@ -9,9 +9,9 @@ from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import query
 from trainvitals.errors import UnauthorizedError, UsageError
 from trainvitals.views import AnnotationRequest
-from vitals_collector.acting import annotations as acting
-from vitals_collector.acting.annotations import annotate
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.alerts import annotations as acting
+from vitals_collector.alerts.annotations import annotate
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store
 

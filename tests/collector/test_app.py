@@ -178,7 +178,7 @@ def test_an_error_has_the_status_that_says_whether_to_try_again(
     def fail(*_args: object, **_how: object) -> None:
         raise error
 
-    monkeypatch.setattr("vitals_collector.receiving.arrivals.store_batches", fail)
+    monkeypatch.setattr("vitals_collector.ingest.staging.store_batches", fail)
     raw = Writer().steps([0])
     headers = {"Content-Type": "application/octet-stream"}
     answer = served.request("POST", "/v1/ingest", "ingest", content=raw, headers=headers)

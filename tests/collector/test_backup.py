@@ -10,9 +10,9 @@ from sqlalchemy import func, select
 from tests.collector.rows import Writer
 from tests.collector.test_folder import seqs, spool_of
 from trainvitals.errors import StorageError, UsageError
-from vitals_collector.keeping.backup import backup
-from vitals_collector.receiving.folder import FolderIngest
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.ingest.folder import FolderIngest
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.retention.backup import backup
 from vitals_collector.storage.schema import batches, streams
 from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store
 
@@ -148,7 +148,7 @@ def test_a_full_disk_leaves_nothing_and_is_said(tmp_path: Path, monkeypatch):
     def no_room(*_: object) -> str:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr("vitals_collector.keeping.backup._copy", no_room)
+    monkeypatch.setattr("vitals_collector.retention.backup._copy", no_room)
     with pytest.raises(StorageError, match="is full") as caught:
         backup(tmp_path / "data", tmp_path / "copy.db")
     assert "free space" in caught.value.hint

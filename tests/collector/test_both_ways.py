@@ -28,7 +28,7 @@ from trainvitals.records import (
 )
 from trainvitals.views import RunSummary
 from vitals_collector.api.app import CollectorSettings
-from vitals_collector.queries.reading import Reader, open_reader
+from vitals_collector.queries.open import Reader, open_reader
 
 Batches = dict[str, list[bytes]]
 """What each node's agent has to tell."""
@@ -40,7 +40,12 @@ def story() -> Batches:
     agents = [Writer("node:node-a", node="node-a"), Writer("node:node-b", node="node-b")]
     told: Batches = {"node-a": [], "node-b": []}
     finding = Finding(
-        kind="nonfinite", level="act", step=40, detector="nonfinite", reason="nan", value=math.nan
+        kind="nonfinite",
+        level="actionable",
+        step=40,
+        detector="nonfinite",
+        reason="nan",
+        value=math.nan,
     )
     skip = Decision(
         ledger_seq=1,
@@ -125,7 +130,7 @@ def through_a_collector_that_reads_the_folder(told: Batches, tmp_path: Path) -> 
 
 
 def _first_poll(served: Served) -> None:
-    from vitals_collector.receiving.folder import FolderIngest
+    from vitals_collector.ingest.folder import FolderIngest
 
     # The follower's first look may not have happened yet; looking as well is harmless.
     FolderIngest(served.store, served.settings.folders).poll()

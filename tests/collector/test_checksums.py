@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import At, rolled_back_run
-from tests.collector.test_volumes import LATER, SMALL
+from tests.collector.test_quota import LATER, SMALL
 from tests.collector.volume_runs import all_read, ranks, steps_left, values_of, write_steps
 from trainvitals.cli.main import build_app
 from trainvitals.records import (
@@ -37,12 +37,13 @@ from trainvitals.records import (
     RunEnded,
 )
 from trainvitals.views import SeriesRequest, TableRequest
-from vitals_collector.keeping.checkup import check
-from vitals_collector.keeping.volumes import Volumes
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
-from vitals_collector.receiving.ingest import ingest
-from vitals_collector.replays.replay import replay
+from vitals_collector.report.replay import replay
+from vitals_collector.retention.fsck import check
+from vitals_collector.retention.quota import Volumes
 from vitals_collector.storage import compaction
+from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.schema import (
     batch_columns,
     batches,
@@ -53,7 +54,6 @@ from vitals_collector.storage.schema import (
     runs,
 )
 from vitals_collector.storage.store import Store, open_data_store, open_store
-from vitals_collector.storage.stored import read_pages
 
 METRICS = ("steps.rank_loss", "steps.step_duration_seconds", "scalars.reward")
 SOURCES = ("rank:0", "rank:1")
@@ -220,7 +220,7 @@ def test_compaction_leaves_a_damaged_batch_and_goes_on_behind_it(store: Store):
 
 def test_a_flipped_bit_in_a_record_costs_that_record(store: Store):
     rolled_back_run(store)
-    finding = Finding(kind="spike", level="act", step=4, detector="d", reason="r", rank=0)
+    finding = Finding(kind="spike", level="actionable", step=4, detector="d", reason="r", rank=0)
     said = (
         FindingRaised(finding=finding),
         ChangeExpected(steps=5, reason="new data"),

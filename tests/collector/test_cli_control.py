@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector.acting import decision, started
+from tests.collector.alerting import decision, started
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_replay import COURSE, columns
@@ -15,7 +15,7 @@ from trainvitals.policy import Judge
 from trainvitals.records import CheckpointChanged, DecisionMade, RunEnded
 from trainvitals.testing import judgements
 from trainvitals.views import TableRequest
-from vitals_collector.queries.reading import open_folder
+from vitals_collector.queries.open import open_folder
 
 
 def run_cli(*arguments: str) -> int:

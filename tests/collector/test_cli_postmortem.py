@@ -13,7 +13,7 @@ from tests.collector.test_both_ways import story, through_a_folder
 from tests.collector.test_cli_read import leave, vitals
 from trainvitals.policy.rules import rule_words
 from trainvitals.records import Note, RunEnded, RunInfo, RunStarted
-from vitals_collector.replays.postmortem.markdown import escaped
+from vitals_collector.report.postmortem.markdown import escaped
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m\n&amp;\"' | [x](javascript:1) @all " + "x" * 300
 

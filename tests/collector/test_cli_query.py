@@ -16,7 +16,7 @@ from tests.collector.test_cli_read import leave, vitals
 from trainvitals.records import RunInfo, RunStarted
 from vitals_collector.cli.show import write_run
 from vitals_collector.cli.writing import TableFormat, write_file
-from vitals_collector.queries.reading import open_reader
+from vitals_collector.queries.open import open_reader
 
 FORMULA = "=cmd|' /C calc'!A0"
 

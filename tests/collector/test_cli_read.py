@@ -17,7 +17,7 @@ from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
 from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile
-from vitals_collector.queries.reading import find_run, open_reader
+from vitals_collector.queries.open import find_run, open_reader
 from vitals_collector.queries.tail import Tail
 from vitals_collector.queries.why import explain
 
@@ -151,7 +151,7 @@ def test_why_knows_a_step_that_a_rollback_took_back(runs: Path, capsys: pytest.C
 
 def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
     from tests.collector.test_query import query
-    from vitals_collector.receiving.ingest import ingest
+    from vitals_collector.ingest.ingest import ingest
     from vitals_collector.storage.store import open_store
 
     store = open_store("sqlite://")

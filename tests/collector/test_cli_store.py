@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import select
 from typer.testing import CliRunner
 
-from tests.collector.acting import decision
+from tests.collector.alerting import decision
 from tests.collector.conftest import grow
 from tests.collector.rows import RUN, SECOND, Writer
 from tests.collector.test_store import fill
@@ -15,8 +15,8 @@ from trainvitals.cli.main import build_app
 from trainvitals.errors import VitalsError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
 from vitals_collector.api.serve import only_one
-from vitals_collector.receiving.arrivals import Arrivals
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.staging import WriteAheadBuffer
 from vitals_collector.storage.schema import audit, runs
 from vitals_collector.storage.store import open_data_store
 
@@ -89,7 +89,7 @@ def test_a_run_is_lost_after_the_silence_that_the_collector_was_told(tmp_path: P
 def test_on_a_full_disk_sizes_are_shown_and_the_way_to_remove_a_run_is_said(small_disk: Path):
     data = small_disk / "data"
     store = open_data_store(data)
-    fill(Arrivals(store), Writer())
+    fill(WriteAheadBuffer(store), Writer())
     store.close()
     shown = vitals("size", "--data", data)
     assert 0 == shown.exit_code, shown.output

@@ -23,10 +23,10 @@ from trainvitals.records import (
 )
 from trainvitals.views import CommandRequest
 from trainvitals.wire import BatchHeader, encode_batch
-from vitals_collector.acting import commands
-from vitals_collector.acting.commands import CONFLICT, MAX_PENDING, issue, listed, mark_delivered
+from vitals_collector.alerts import commands
+from vitals_collector.alerts.commands import CONFLICT, MAX_PENDING, issue, listed, mark_delivered
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.metrics import UNKNOWN
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import audit
 from vitals_collector.storage.store import Store
 

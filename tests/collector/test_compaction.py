@@ -15,14 +15,14 @@ from trainvitals.clock import SystemClock
 from trainvitals.records import AttemptStarted, NamesDefined
 from trainvitals.rows import Column, Schema, Value
 from trainvitals.views import Branch, RunDetail, SeriesReply, SeriesRequest, StepView
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries import query as query_module
 from vitals_collector.queries.query import Query
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage import columns, compaction
 from vitals_collector.storage.compaction import Piece, compact, plan, rewrite
+from vitals_collector.storage.read_rows import Page, read_pages
 from vitals_collector.storage.schema import batch_columns, batches
 from vitals_collector.storage.store import DATABASE_FILE, Store, open_data_store, open_store
-from vitals_collector.storage.stored import Page, read_pages
 
 MANY = 20_000
 BRANCHES: tuple[Branch, ...] = ("lineage", "discarded", "all")

@@ -2,12 +2,12 @@ import pytest
 
 from tests.collector.rows import RUN, Writer
 from trainvitals.errors import StorageError
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage import compactor as compactor_module
 from vitals_collector.storage.compactor import Compactor
+from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.store import Store
-from vitals_collector.storage.stored import read_pages
 
 
 class Timer:

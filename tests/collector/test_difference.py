@@ -9,8 +9,8 @@ from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_query import query
 from trainvitals.errors import UsageError
 from trainvitals.rows import Value
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.difference import Curve, subtract
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.store import Store
 
 

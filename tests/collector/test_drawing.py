@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainvitals.policy.history import JudgedStep, LoggedStep, judge_history
 from trainvitals.policy.judge import Judgement
 from trainvitals.records import Finding, StepRecord
-from vitals_collector.replays.drawing import COLORS, Drawing
+from vitals_collector.report.drawing import COLORS, Drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -70,7 +70,7 @@ def test_a_run_without_gradient_norms_has_one_panel():
 
 def test_no_words_of_a_log_can_break_the_picture():
     drawing = Drawing(1, "</text><script>")
-    finding = Finding(kind="<b>", level="tell", step=0, detector="x", reason='"&\x00]]>')
+    finding = Finding(kind="<b>", level="advisory", step=0, detector="x", reason='"&\x00]]>')
     record = StepRecord(step=0, attempt=1, loss=1.0)
     drawing.add(JudgedStep(0, record, Judgement(findings=(finding,))))
     assert "script" not in {e.tag for e in ElementTree.fromstring(drawing.svg()).iter()}

@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.collector.acting import Heard, Job, Place, decision, started
+from tests.collector.alerting import Heard, Job, Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, START, Writer
 from trainvitals.errors import StorageError
 from trainvitals.records import Note, RunEnded
 from trainvitals.views import AckRequest
-from vitals_collector.acting.notifiers import DELIVERED, Result
+from vitals_collector.alerts.notifiers import DELIVERED, Result
+from vitals_collector.live.run_status import RunStatusCache
 from vitals_collector.storage.store import Store
-from vitals_collector.watch.looks import Looks
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_a_silence_withholds_and_its_end_tells(place: Place):
 
 def test_pending_commands_expire_by_themselves(place: Place):
     from trainvitals.views import CommandRequest
-    from vitals_collector.acting import commands
+    from vitals_collector.alerts import commands
 
     place.send(Writer().events(started()))
     request = CommandRequest(action="halt", reason="x")
@@ -244,19 +244,19 @@ def test_pending_commands_expire_by_themselves(place: Place):
 
 
 def states(place: Place) -> dict[str, str]:
-    return {look.run_id: look.state for look in place.acting.engine._looks.known()}
+    return {look.run_id: look.state for look in place.acting.engine._statuses.known()}
 
 
 def asked(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows by each run that the store is asked after."""
     runs: list[str] = []
-    look_at = Looks._look_at
+    look_at = RunStatusCache._look_at
 
-    def noted(self: Looks, connection, some, *rest) -> None:
+    def noted(self: RunStatusCache, connection, some, *rest) -> None:
         runs.extend(some)
         look_at(self, connection, some, *rest)
 
-    monkeypatch.setattr(Looks, "_look_at", noted)
+    monkeypatch.setattr(RunStatusCache, "_look_at", noted)
     return runs
 
 
@@ -309,7 +309,7 @@ def test_a_decision_and_an_end_are_told_without_waiting_for_the_next_look_at_all
 def test_a_run_that_was_removed_from_the_store_is_forgotten(place: Place):
     place.look()
     engine = place.acting.engine
-    engine._looks.touch([RUN], at_once=True)
+    engine._statuses.touch([RUN], at_once=True)
     place.look()
     assert {} == states(place)
     assert [] == place.heard.words
@@ -332,7 +332,7 @@ def test_a_store_that_refuses_a_look_is_asked_again(place: Place, monkeypatch: p
         raise StorageError("locked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Looks, "_look_at", refuse)
+        patch.setattr(RunStatusCache, "_look_at", refuse)
         with pytest.raises(StorageError):
             place.acting.engine.poll(only_new=True)
     place.acting.engine.poll(only_new=True)

@@ -14,12 +14,12 @@ from trainvitals.identity import new_run_id
 from trainvitals.records import Decision, DecisionMade, Finding, FindingRaised, RunInfo, RunStarted
 from trainvitals.testing import ManualClock
 from trainvitals.views import CommandRequest
-from vitals_collector.acting import commands
-from vitals_collector.acting.notifiers import LogNotifier
+from vitals_collector.alerts import commands
+from vitals_collector.alerts.notifiers import LogNotifier
 from vitals_collector.api.exposition import MAX_REASONS, MAX_RUNS, StoreCollector
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.live.engine import Acting, assemble
 from vitals_collector.storage.store import Store
-from vitals_collector.watch.engine import Acting, assemble
 
 BY_NAME = {metric.name: metric for metric in CATALOG}
 
@@ -65,7 +65,9 @@ def decision(seq: int, action: str = "skip_step", cause: str = "nonfinite_loss")
 
 def a_busy_run(page: Page, name: str = "a run") -> None:
     writer = Writer()
-    finding = Finding(kind="nonfinite", level="act", step=3, detector="nonfinite", reason="nan")
+    finding = Finding(
+        kind="nonfinite", level="actionable", step=3, detector="nonfinite", reason="nan"
+    )
     info = RunInfo(name=name, project="p", mode="heal")
     page.send(writer.events(RunStarted(info=info), FindingRaised(finding=finding)))
     page.send(writer.events(decision(1), decision(2), decision(3, "rollback")))

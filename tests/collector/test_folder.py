@@ -11,7 +11,7 @@ from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.wire import decode_batch, encode_batch
-from vitals_collector.receiving.folder import FolderIngest
+from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.storage.schema import batches
 from vitals_collector.storage.store import Store, open_store
 
@@ -156,7 +156,7 @@ def test_rows_and_position_move_together(tmp_path: Path, monkeypatch: pytest.Mon
         raise StorageError("no room left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.receiving.folder._remember", full)
+        patch.setattr("vitals_collector.ingest.folder._remember", full)
         with pytest.raises(StorageError):
             reader.poll()
     assert [] == seqs(store)

@@ -16,7 +16,7 @@ from tests.collector.test_ingest import stored_rows
 from trainvitals.errors import FormatError
 from trainvitals.identity import new_run_id
 from trainvitals.records import AttemptStarted, Note
-from vitals_collector.receiving.ingest import ingest, ingest_all, ingest_bodies
+from vitals_collector.ingest.ingest import ingest, ingest_all, ingest_bodies
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.store import Store, open_store
 

@@ -20,6 +20,7 @@ from tests.collector.test_query import At, query
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import IncidentView
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.evidence import lost_spans
 from vitals_collector.queries.grouping import (
     NEAR_STEPS,
@@ -30,7 +31,6 @@ from vitals_collector.queries.grouping import (
     item_of_finding,
 )
 from vitals_collector.queries.query import Query
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import alerts
 from vitals_collector.storage.store import Store, open_store
 

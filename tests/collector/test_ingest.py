@@ -32,8 +32,8 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Column, Schema, column_of
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
-from vitals_collector.receiving import facts
-from vitals_collector.receiving.ingest import ingest, ingest_all
+from vitals_collector.ingest import projections
+from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.store import Store, open_store
 
@@ -243,7 +243,7 @@ def test_a_number_that_no_database_takes_undoes_the_whole_batch(store: Store):
 
 def spoil_processes(patch: pytest.MonkeyPatch) -> None:
     """Let no process of number 666 be placed, by a fault of ours."""
-    note_processes = facts.note_processes
+    note_processes = projections.note_processes
 
     def note_or_fail(connection: Connection, told: Iterable[Any]) -> None:
         some = list(told)
@@ -252,7 +252,7 @@ def spoil_processes(patch: pytest.MonkeyPatch) -> None:
                 raise ValueError("cannot convert float NaN to integer")
         note_processes(connection, some)
 
-    patch.setattr(facts, "note_processes", note_or_fail)
+    patch.setattr(projections, "note_processes", note_or_fail)
 
 
 def test_a_batch_at_which_we_fail_is_refused_alone(
@@ -275,7 +275,7 @@ def test_where_memory_runs_out_no_batch_is_at_fault(store: Store, monkeypatch: p
 
     raw = Writer().steps([0])
     with monkeypatch.context() as patch:
-        patch.setattr(facts, "note_processes", fail)
+        patch.setattr(projections, "note_processes", fail)
         with pytest.raises(MemoryError):
             ingest(store, raw)
     assert {} == store.counters.rejected
@@ -307,7 +307,9 @@ def test_events_become_rows_once_even_when_sent_again(store: Store):
         cause="nonfinite_loss",
         value=math.nan,
     )
-    finding = Finding(kind="nonfinite", level="act", step=4, detector="nonfinite", reason="nan")
+    finding = Finding(
+        kind="nonfinite", level="actionable", step=4, detector="nonfinite", reason="nan"
+    )
     events: tuple[Event, ...] = (
         RunStarted(info=RunInfo(name="tiny", project="p", user="u", tags=("a",))),
         AttemptStarted(id=1, parent=None, fork_step=0, reason="start"),

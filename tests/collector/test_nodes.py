@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.collector.acting import Agent, Asked, Job
+from tests.collector.alerting import Agent, Asked, Job
 from tests.collector.rows import SECOND, Writer
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA
+from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.merged import NodeSample
-from trainvitals.detect.watch import WatchSet
 from trainvitals.rows import rows_of
 from trainvitals.wire import decode_batch
+from vitals_collector.live.nodes import GPU_COLUMNS, HostRow, NodeMerger, host_rows
 from vitals_collector.storage.store import Store
-from vitals_collector.watch.nodes import GPU_COLUMNS, HostRow, NodeMerger, host_rows
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_a_node_wrote_between_two_of_its_own_rows_is_one_sample():
 
 def test_of_a_gpu_that_is_decoded_which_the_watchers_look_at():
     asked: set[str] = set()
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     for second in range(200):
         # Its clocks are capped, then slowed; errors of all kinds come up.
         gpu = Asked(dict.fromkeys(GPU_COLUMNS, second // 3) | {"throttle_reasons": 0x4C})

@@ -13,7 +13,12 @@ def diverge(served: Served) -> None:
     """Send a run that nobody stopped: its last loss is NaN, its last gradient norm infinite."""
     writer = Writer(world_size=1)
     found = Finding(
-        kind="nonfinite_loss", level="act", step=4, detector="nonfinite", reason="", value=math.nan
+        kind="nonfinite_loss",
+        level="actionable",
+        step=4,
+        detector="nonfinite",
+        reason="",
+        value=math.nan,
     )
     evidence = {"loss": math.nan, "grad_norm": math.inf, "limit": 2.0}
     observed = decision(acted=False, value=math.nan, evidence=evidence)

@@ -15,9 +15,9 @@ import pytest
 from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
-from vitals_collector.acting import notifiers
-from vitals_collector.acting.delivery import DispatchConfig, Dispatcher
-from vitals_collector.acting.notifiers import (
+from vitals_collector.alerts import notifiers
+from vitals_collector.alerts.delivery import DispatchConfig, Dispatcher
+from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
     LogNotifier,

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.collector.acting import Agent, Job
+from tests.collector.alerting import Agent, Job
 from tests.collector.rows import OTHER_RUN, RUN, Writer
-from trainvitals.detect.watch import WatchSet
+from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.records import RunEnded
+from vitals_collector.live.progress import runs_aside
+from vitals_collector.live.run_follower import open_run
 from vitals_collector.storage.store import Store
-from vitals_collector.watch.following import open_run
-from vitals_collector.watch.progress import runs_aside
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_run_whose_watching_always_fails_is_set_aside_until_it_works_again(
     job.train(range(30), slow=True)
     found = []
     with monkeypatch.context() as patch:
-        patch.setattr(WatchSet, "update", broken)
+        patch.setattr(FleetDetectors, "update", broken)
         for seconds in (0, 10, 20, 40, 80, 160, 320):
             job.place.clock.advance(seconds)
             job.look()
@@ -62,7 +62,7 @@ def test_after_a_start_only_runs_with_unread_rows_are_opened(
     job.place.send(other.steps(range(5), learning_rate=0.1))
     job.place.send(other.events(RunEnded(state="finished"), step=4))
     job.look()
-    monkeypatch.setattr("vitals_collector.watch.watching.open_run", noted)
+    monkeypatch.setattr("vitals_collector.live.live_monitor.open_run", noted)
     job.place.restart()
     job.look()
     assert [] == opened

@@ -21,8 +21,8 @@ from trainvitals.records import (
 )
 from trainvitals.rows import Schema
 from trainvitals.views import SeriesReply, SeriesRequest
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.schema import alerts
 from vitals_collector.storage.store import Store
 
@@ -359,7 +359,9 @@ def test_the_ledger_findings_checkpoints_and_events_come_in_order(store: Store):
     writer = Writer()
     events = [
         FindingRaised(
-            finding=Finding(kind="k", level="act", step=s, detector="d", reason="", value=math.inf)
+            finding=Finding(
+                kind="k", level="actionable", step=s, detector="d", reason="", value=math.inf
+            )
         )
         for s in (7, 3)
     ]

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from tests.collector.acting import Place, started
+from tests.collector.alerting import Place, started
 from tests.collector.both_forms import asked_twice
 from tests.collector.rows import RUN, Writer
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, LadderConfig
@@ -19,7 +19,7 @@ from trainvitals.records import (
     StepRecord,
 )
 from trainvitals.testing import judgements, series
-from vitals_collector.replays.replay import Replay, replay
+from vitals_collector.report.replay import Replay, replay
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Store
 

@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 from msgspec.structs import replace
 
-from tests.collector.acting import Place, started
+from tests.collector.alerting import Place, started
 from tests.collector.rows import Writer
 from tests.collector.test_replay import columns, replayed
 from trainvitals.detect.outliers import Limits

@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from tests.collector.acting import Place, decision, started
+from tests.collector.alerting import Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
 from tests.collector.volume_runs import ranks, settled, write_steps
 from tests.small_disks import small_file_system
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
-from vitals_collector.keeping.retention import finish, forget, forget_old, pin
+from vitals_collector.ingest.ingest import ingest, ingest_all
+from vitals_collector.live.state import Liveness
 from vitals_collector.queries.query import Query
-from vitals_collector.receiving.ingest import ingest, ingest_all
+from vitals_collector.retention.removal import finish, forget, forget_old, pin
 from vitals_collector.storage.schema import audit, batches, forgotten, metadata, runs
 from vitals_collector.storage.store import Store, open_data_store
-from vitals_collector.watch.state import Liveness
 
 DAY = 86_400 * SECOND
 LATER = Liveness(now_unix_ns=START + 40 * DAY)
@@ -81,7 +81,7 @@ def test_a_start_after_the_removal_is_a_run_again(store: Store):
 
 def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch):
     a_run(store)
-    monkeypatch.setattr("vitals_collector.keeping.retention._free", lambda *_: None)
+    monkeypatch.setattr("vitals_collector.retention.removal._free", lambda *_: None)
     forget(store, RUN, by="ann", when=LATER)
     assert {"runs", "batches", "forgotten"} == tables_with(store, RUN)
     monkeypatch.undo()
@@ -163,7 +163,7 @@ def test_a_run_that_is_being_removed_is_gone_for_readers_and_removed_by_asking_a
     a_run(store)
     query = Query(store, clock=SystemClock())
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.keeping.retention._free_some", no_room)
+        patch.setattr("vitals_collector.retention.removal._free_some", no_room)
         with pytest.raises(StorageError):
             forget(store, RUN, by="ann", when=LATER)
     assert () == query.runs()

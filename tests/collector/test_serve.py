@@ -18,9 +18,9 @@ from trainvitals.io.client import CollectorClient, discover_collector, read_toke
 from trainvitals.rows import column_of, rows_of
 from trainvitals.wire import decode_batch
 from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile, parse_listen
-from vitals_collector.receiving.arrivals import place_left
+from vitals_collector.ingest.staging import recover
+from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.store import open_data_store
-from vitals_collector.storage.stored import read_pages
 
 COMMAND = [sys.executable, "-m", "vitals_collector", "collector"]
 
@@ -72,7 +72,7 @@ def test_what_was_acknowledged_is_there_once_after_kill_9_and_a_restart(tmp_path
                 except TransportError:
                     break
     store = open_data_store(data)
-    place_left(store)
+    recover(store)
     with store.read() as connection:
         pages = list(read_pages(connection))
     store.close()
@@ -256,7 +256,7 @@ def test_a_kill_in_the_middle_of_group_commits_loses_and_doubles_nothing(tmp_pat
                 thread.join()
     assert [] == [error for agent in agents for error in agent.errors]
     store = open_data_store(data)
-    place_left(store)
+    recover(store)
     kept: dict[str, int] = {}
     with store.read() as connection:
         for page in read_pages(connection):

@@ -8,7 +8,7 @@ from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import leave, vitals
 from tests.collector.test_query import decision, query
 from trainvitals.records import AttemptStarted, DecisionMade, RunInfo, RunStarted
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.store import Store
 
 

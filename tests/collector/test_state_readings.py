@@ -5,7 +5,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from tests.collector.acting import Place, decision
+from tests.collector.alerting import Place, decision
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import query
 from trainvitals.records import (
@@ -19,9 +19,9 @@ from trainvitals.records import (
     RunStarted,
     StateRead,
 )
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.projections import describe
 from vitals_collector.queries.why import explain
-from vitals_collector.receiving.facts import describe
-from vitals_collector.receiving.ingest import ingest
 from vitals_collector.storage.store import Store
 
 ROW = StateRead(
@@ -29,7 +29,7 @@ ROW = StateRead(
 )
 
 
-def finding(kind: str, level: str = "tell", step: int = 6, cause: str = "") -> FindingRaised:
+def finding(kind: str, level: str = "advisory", step: int = 6, cause: str = "") -> FindingRaised:
     return FindingRaised(
         finding=Finding(
             kind=kind, level=level, step=step, detector="judge", reason="it looks bad", cause=cause
@@ -145,7 +145,7 @@ def test_a_damaged_state_pages_unless_vitals_went_back(
         decision(i, action, step=6, budget_left=2, cause="spike")
         for i, action in enumerate(actions, start=1)
     ]
-    place.send(writer.events(finding("state_damaged", "act"), *made, step=6))
+    place.send(writer.events(finding("state_damaged", "actionable"), *made, step=6))
     assert expected == sorted(place.look())
     severities = {"page" if "StateDamaged" in name else "notify" for name in expected[:1]}
     (incident,) = query(store).incidents(RUN)

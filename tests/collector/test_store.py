@@ -11,8 +11,8 @@ from alembic.runtime.migration import MigrationContext
 from tests.collector.conftest import grow
 from tests.collector.rows import Writer
 from trainvitals.errors import InsecurePathError, StorageError, UsageError
-from vitals_collector.receiving.arrivals import Arrivals
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.ingest.staging import WriteAheadBuffer
 from vitals_collector.storage.schema import batches, metadata, streams
 from vitals_collector.storage.store import (
     DATABASE_FILE,
@@ -180,7 +180,7 @@ def test_what_a_full_disk_holds_is_read_and_what_waits_is_placed_by_the_next_pro
     caplog.set_level(logging.WARNING)
     store = open_data_store(small_disk / "data")
     writer = Writer()
-    num_sent = fill(Arrivals(store), writer)
+    num_sent = fill(WriteAheadBuffer(store), writer)
     num_placed = [num_rows(store), num_rows(store)][-1]
     assert 0 < num_placed < num_sent
     assert {"arrivals": 1} == store.counters.failures
@@ -189,7 +189,7 @@ def test_what_a_full_disk_holds_is_read_and_what_waits_is_placed_by_the_next_pro
     store.close()  # as a process that is killed does: what waits is left
 
     store = open_data_store(small_disk / "data")
-    after = Arrivals(store)
+    after = WriteAheadBuffer(store)
     assert num_placed == num_rows(store)
     raw = writer.steps(range(50), loss=1.0)
     with pytest.raises(StorageError, match="no room left"):
@@ -205,7 +205,7 @@ def test_what_a_full_disk_holds_is_read_and_what_waits_is_placed_by_the_next_pro
     store.close()
 
 
-def fill(arrivals: Arrivals, writer: Writer) -> int:
+def fill(arrivals: WriteAheadBuffer, writer: Writer) -> int:
     """Send small batches until the disk is full; return how many rows were acknowledged."""
     num_sent = 0
     try:

@@ -12,14 +12,14 @@ from tests.collector.conftest import Served
 from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_query import query
-from tests.collector.test_volumes import LATER, SMALL
+from tests.collector.test_quota import LATER, SMALL
 from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
 from trainvitals.views import Branch, TableReply, TableRequest
-from vitals_collector.keeping.volumes import Volumes
+from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.conditions import OPERATORS, Kind, parse
-from vitals_collector.receiving.ingest import ingest
+from vitals_collector.retention.quota import Volumes
 from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import Store
 

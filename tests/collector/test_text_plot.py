@@ -5,8 +5,8 @@ import math
 import pytest
 
 from trainvitals.views import NonFiniteMark, SeriesReply
-from vitals_collector.replays.curves import Curve, Mark
-from vitals_collector.replays.text_plot import HEIGHT, LABEL, draw, legend
+from vitals_collector.report.curves import Curve, CurveMark
+from vitals_collector.report.text_plot import HEIGHT, LABEL, draw, legend
 
 
 def series(values: dict[int, float], *, attempt: int = 1) -> SeriesReply:
@@ -59,8 +59,13 @@ def test_nothing_is_drawn_across_a_value_that_is_not_finite():
 
 
 def test_of_decisions_in_one_place_the_gravest_is_shown_and_all_are_counted():
-    marks = [Mark(step=50, kind=kind, words="") for kind in ("skip_step", "rollback", "skip_step")]
-    marks += [Mark(step=90, kind="observed", words=""), Mark(step=900, kind="halt", words="")]
+    marks = [
+        CurveMark(step=50, kind=kind, words="") for kind in ("skip_step", "rollback", "skip_step")
+    ]
+    marks += [
+        CurveMark(step=90, kind="observed", words=""),
+        CurveMark(step=900, kind="halt", words=""),
+    ]
     lines = draw(curve(dict.fromkeys(range(100), 1.0)), marks)
     (decided,) = [line for line in lines if line.strip().startswith("decided")]
     assert ["R", "o"] == cells(decided).split()

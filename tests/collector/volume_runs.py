@@ -9,12 +9,12 @@ from sqlalchemy import func, select
 
 from tests.collector.rows import RUN, Writer
 from trainvitals.rows import column_of
-from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.ingest.ingest import ingest_all
+from vitals_collector.live.progress import state_name
 from vitals_collector.storage.compaction import compact
+from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.schema import batches, engine_state, streams
 from vitals_collector.storage.store import Store, insert
-from vitals_collector.storage.stored import read_pages
-from vitals_collector.watch.progress import state_name
 
 HOUR = 3_600 * 1_000_000_000
 Value = Callable[[int, int], float]

@@ -4,22 +4,22 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection
 
-from trainvitals.detect.watch import WatchConfig, WatchSet
-from vitals_collector.watch.following import Followed, Saved, Told
-from vitals_collector.watch.gathering import MergeConfig, StepMerger
+from trainvitals.detect.fleet import FleetConfig, FleetDetectors
+from vitals_collector.live.run_follower import FollowedRun, Progress, Saved
+from vitals_collector.live.step_join import MergeConfig, StepMerger
 
 
 class Again(NamedTuple):
-    told: list[Told]
+    told: list[Progress]
     num_missing: int
     """Rows of ranks that they had to do without: they never came, or were thinned."""
 
 
-def watch_again(connection: Connection, run_id: str, *, watch: WatchConfig | None = None) -> Again:
+def watch_again(connection: Connection, run_id: str, *, watch: FleetConfig | None = None) -> Again:
     """Return what is told of the run from its beginning, but for what needs the clock."""
     steps = StepMerger(MergeConfig())
-    followed = Followed(run_id, Saved(), WatchSet(watch), steps)
-    now_ns, told = 0, list[Told]()
+    followed = FollowedRun(run_id, Saved(), FleetDetectors(watch), steps)
+    now_ns, told = 0, list[Progress]()
     while not followed.is_drained or not now_ns:
         followed.read(connection, 50_000, now_ns)
         told += followed.advance(now_ns, is_running=False)

@@ -43,7 +43,7 @@ def with_look_back(sample: SampleRun) -> SampleRun:
         ),
     ]  # fmt: skip
     found = Finding(
-        kind="straggler", level="tell", step=181, detector="straggler", rank=BAD_RANK,
+        kind="straggler", level="advisory", step=181, detector="straggler", rank=BAD_RANK,
         reason="rank 3 on node-b takes 38 % longer than the others", value=0.07, limit=0.055,
     )  # fmt: skip
     sample.findings = [

@@ -10,7 +10,7 @@ from vitals_dashboard import charts
 from vitals_dashboard.charts import Line
 from vitals_dashboard.charts.lines import branches, points, smoothed
 from vitals_dashboard.charts.marks import mark_text
-from vitals_dashboard.look import ACTIONS, DARK, LIGHT
+from vitals_dashboard.theme import ACTIONS, DARK, LIGHT
 
 
 def loss_chart(**how):

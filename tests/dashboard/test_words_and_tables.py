@@ -1,7 +1,7 @@
 import pytest
 
 from tests.dashboard import samples
-from vitals_dashboard import tables, words
+from vitals_dashboard import formatting, tables
 
 SECOND = 1_000_000_000
 
@@ -12,7 +12,7 @@ SECOND = 1_000_000_000
      (1_234_567.0, "1,234,567"), (12_345.6, "12,346"), (float("inf"), "inf")],
 )  # fmt: skip
 def test_a_number_has_few_digits_and_missing_is_a_dash(value, text):
-    assert text == words.number(value)
+    assert text == formatting.number(value)
 
 
 @pytest.mark.parametrize(
@@ -21,17 +21,17 @@ def test_a_number_has_few_digits_and_missing_is_a_dash(value, text):
 )
 def test_an_age_is_in_the_unit_that_fits(seconds, text):
     now = 10**18
-    assert text == words.age(now - int(seconds) * SECOND, now)
+    assert text == formatting.age(now - int(seconds) * SECOND, now)
 
 
 def test_plain_text_is_one_bounded_line_without_control_or_direction_marks():
-    assert "a b <script> c" == words.plain("a\n\tb\x00 <script>\u202e c\u200b")
-    assert 120 == len(words.plain("x" * 10_000))
-    assert "" == words.plain("\u202e\n")
+    assert "a b <script> c" == formatting.plain("a\n\tb\x00 <script>\u202e c\u200b")
+    assert 120 == len(formatting.plain("x" * 10_000))
+    assert "" == formatting.plain("\u202e\n")
 
 
 def test_a_run_without_a_name_is_called_by_its_id():
-    assert samples.run_id(3) == words.run_label("\u202e ", samples.run_id(3))
+    assert samples.run_id(3) == formatting.run_label("\u202e ", samples.run_id(3))
 
 
 def test_the_search_looks_at_names_tags_users_and_ids():

@@ -22,9 +22,9 @@ from tests.agent.builders import NODE, RUN
 from tests.e2e.lab import Lab, RowKey, free_port, open_lab, until
 from tests.e2e.mirror import Mirror
 from trainvitals.io.private import private_base
+from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.schema import batches
 from vitals_collector.storage.store import open_data_store
-from vitals_collector.storage.stored import read_pages
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
 from trainvitals.cli.main import main
 from trainvitals.policy.history import JudgedStep, document, judge_history
 from trainvitals.testing.faults import FaultPlan
-from vitals_collector.receiving.folder import FolderIngest
-from vitals_collector.replays.histories import Wanted, read_history
-from vitals_collector.replays.replay import Replay, replay
+from vitals_collector.importers import ColumnChoice, read_history
+from vitals_collector.ingest.folder import FolderIngest
+from vitals_collector.report.replay import Replay, replay
 from vitals_collector.storage.store import open_store
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -46,7 +46,7 @@ def from_csv(replayed: Replay, tmp_path_factory) -> list[JudgedStep]:
         writer = csv.writer(file)
         writer.writerow(["step", "loss", "grad_norm", "lr"])
         writer.writerows([r.step, r.loss, r.grad_norm, r.learning_rate] for r in replayed.records)
-    return list(judge_history(read_history(path, Wanted()).steps))
+    return list(judge_history(read_history(path, ColumnChoice()).steps))
 
 
 def test_the_stored_run_is_reproduced_to_the_last_digit(trained, replayed: Replay):

@@ -10,8 +10,8 @@ import pytest
 
 from tests.trainer_hooks.torchrun import wait_for_agents
 from trainvitals.cli.main import main
-from vitals_collector.receiving.folder import FolderIngest
-from vitals_collector.replays.replay import Replay, replay
+from vitals_collector.ingest.folder import FolderIngest
+from vitals_collector.report.replay import Replay, replay
 from vitals_collector.storage.store import open_store
 
 pytestmark = pytest.mark.slow

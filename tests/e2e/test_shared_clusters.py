@@ -24,7 +24,7 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import read_batches
 from trainvitals.records import Note, decode_events
 from trainvitals.wire import decode_batch
-from vitals_agent.home import AgentHome
+from vitals_agent.state_dir import AgentStateDir
 from vitals_deploy.slurm import files
 
 pytestmark = pytest.mark.dist
@@ -145,7 +145,7 @@ def test_another_user_of_the_node_reads_and_steers_nothing(lab):
     run_dir.command_key(create=True)
     folder = announce_run(base, run_dir.run_id, run_dir.path)
     Mailbox.create(folder / "mailbox").close()
-    home = AgentHome(run_dir.agent_dir("node"))
+    home = AgentStateDir(run_dir.agent_dir("node"))
     home.read_token()
     secrets = [folder / "mailbox", run_dir.path / "command.key", home.path / "read.token"]
     tries = [("cat", str(path)) for path in secrets]

@@ -17,7 +17,7 @@ from trainvitals.cli.main import main
 from trainvitals.client import Client, Run
 from trainvitals.views import IncidentView
 from vitals_collector.api.app import CollectorSettings
-from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import open_data_store
 
@@ -115,7 +115,7 @@ def test_no_step_is_missing_and_nothing_is_smoothed(asked: Asked):
 
 
 def test_when_did_it_start(asked: Asked):
-    acted_on = [v.finding for v in asked.run.findings() if v.finding.level == "act"]
+    acted_on = [v.finding for v in asked.run.findings() if v.finding.level == "actionable"]
     onsets = [
         min(found.onset_step for found in acted_on if found.step in steps)
         for steps in (range(t.onset, t.bad + 10) for t in (asked.made.shard, asked.made.gpu))

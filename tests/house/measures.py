@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import trainer_hooks
-from tests.collector.acting import Place, decision, started
+from tests.collector.alerting import Place, decision, started
 from tests.collector.conftest import Served
 from tests.collector.rows import RUN, Writer
 from vitals_collector.api.app import CollectorSettings

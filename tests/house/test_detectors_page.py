@@ -12,8 +12,8 @@ from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
 from docs.drawn.svg import WIDTH, Line, Panel, draw
 from docs.drawn.trained import FAULT, TRAININGS, heard, is_found, panels, read, withheld
-from trainvitals.detect import DetectorSet, watch
-from trainvitals.detect.watch import WatchConfig, WatchSet
+from trainvitals.detect import DetectorSet, fleet
+from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 
 NAMES = [entry.name for entry in ENTRIES]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -24,7 +24,7 @@ def functions_that_tell():
     """Return the names of the public functions of ``watch`` that return a finding."""
     return {
         name
-        for name, item in vars(watch).items()
+        for name, item in vars(fleet).items()
         if inspect.isfunction(item) and "Finding" in str(inspect.signature(item).return_annotation)
     }
 
@@ -35,19 +35,19 @@ class TestNoneIsLeftOut:
         assert drawn_parts == [entry.name for entry in IN_LOOP]
 
     def test_every_watcher_of_the_set_has_an_entry(self):
-        there = set(WatchSet().state_dict()["watchers"]) | functions_that_tell()
+        there = set(FleetDetectors().state_dict()["watchers"]) | functions_that_tell()
         assert there == {entry.name for entry in (*OF_STEPS, *OF_NODES)}
 
     def test_every_watcher_that_is_public_has_an_entry(self):
-        classes = [item for item in vars(watch).values() if inspect.isclass(item)]
+        classes = [item for item in vars(fleet).values() if inspect.isclass(item)]
         named = {item.name for item in classes if isinstance(getattr(item, "name", None), str)}
         assert {"learning_rate", "gpu_lost"} < named
         assert set() == named - set(NAMES)
 
     def test_every_settings_class_of_a_watcher_is_on_the_page(self):
         shown = {entry.config for entry in ENTRIES}
-        shown |= {watch.PaceConfig, WatchConfig}  # a part of another, and all of them together
-        there = {item for name, item in vars(watch).items() if name.endswith("Config")}
+        shown |= {fleet.PaceConfig, FleetConfig}  # a part of another, and all of them together
+        there = {item for name, item in vars(fleet).items() if name.endswith("Config")}
         assert set() == there - shown
 
     def test_every_detector_is_described_and_drawn_on_the_page(self):
@@ -75,7 +75,7 @@ class TestExamples:
             assert finding.reason in page()
 
     def test_only_the_set_of_the_ranks_may_act(self, entry):
-        may_act = any("act" in level for level in entry.kinds.values())
+        may_act = any("actionable" in level for level in entry.kinds.values())
         assert entry in IN_LOOP or not may_act
 
     def test_each_finding_is_marked_where_it_was_said(self, entry):

@@ -293,8 +293,8 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
     theirs, ours = train(Own()), Own()
     attached = ours.attach()
     train(ours, attached)
-    reading = attached._host.probe.read(ask(30))
-    assert attached._host.probe.is_on
+    reading = attached._controller.probe.read(ask(30))
+    assert attached._controller.probe.is_on
     assert 0 < reading.num_batches
     assert same(theirs.state(), ours.state())
     attached.close()

@@ -327,8 +327,8 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
     bare, ours = train(Loop(guarded=False)), Loop()
     with ours.attached:
         after = train(ours)
-        reading = ours.attached._host.probe.read(ask(30))
-        assert ours.attached._host.probe.is_on
+        reading = ours.attached._controller.probe.read(ask(30))
+        assert ours.attached._controller.probe.is_on
     assert 0 < reading.num_batches
     assert all(map(torch.equal, bare, after))
 

@@ -26,9 +26,9 @@ from transformers import (  # noqa: E402
 from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
 from tests.trainer_hooks.probing import ask  # noqa: E402
 from tests.trainer_hooks.test_monitor import own_place  # noqa: E402, F401
-from trainer_hooks import goodbye  # noqa: E402
 from trainer_hooks.integrations import framework  # noqa: E402
 from trainer_hooks.integrations.huggingface import VitalsCallback  # noqa: E402
+from trainer_hooks.lifecycle import shutdown  # noqa: E402
 from trainvitals.errors import MissingDependencyError, TrainingHalted, UsageError  # noqa: E402
 from trainvitals.records import AttemptStarted, RunEnded, RunStarted  # noqa: E402
 
@@ -116,7 +116,7 @@ def make(folder, *, acts=None, model=None, guard=True, knows=True, options=None,
 def ended():
     """Close what a training that raised has left open, as the process' exit would."""
     yield
-    for monitor in list(goodbye._open):
+    for monitor in list(shutdown._open):
         monitor.end(*monitor.left_open)
 
 
@@ -406,8 +406,10 @@ def test_the_trainer_s_own_loss_is_the_probe_and_leaves_no_trace(tmp_path, accum
 
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step in (18, 21):
-                self.readings.append(callback.attached._host.probe.read(ask(state.global_step + 8)))
-                self.is_on = callback.attached._host.probe.is_on
+                self.readings.append(
+                    callback.attached._controller.probe.read(ask(state.global_step + 8))
+                )
+                self.is_on = callback.attached._controller.probe.is_on
 
     arguments = {"gradient_accumulation_steps": accumulate, "model": model()}
     trainer, plain, _ = make(tmp_path, guard=False, **arguments)
@@ -445,7 +447,9 @@ def test_the_loss_of_a_policy_keeps_nothing_back_where_the_callback_is_told_its_
     monkeypatch.setenv("VITALS_OUTLIER_WARM_UP", "12")
     trainer, _, callback = make(tmp_path, options={"loss_kind": "rl"})
     limits = []
-    trainer.add_callback(at_end(lambda: limits.append(callback.attached._host.judge.limits())))
+    trainer.add_callback(
+        at_end(lambda: limits.append(callback.attached._controller.judge.limits()))
+    )
     trainer.train()
     assert limits[-1].loss is None
     assert limits[-1].grad_norm is not None

@@ -261,7 +261,7 @@ class Gives(Lit):
         guard = next((c for c in self.trainer.callbacks if isinstance(c, VitalsCallback)), None)
         if guard is not None:
             guard.attached.keep_batch(batch, lambda x: self.net(x).square().mean())
-            self.probe = guard.attached._host.probe
+            self.probe = guard.attached._controller.probe
         if guard is not None and batch_idx == 24:
             self.reading = self.probe.read(ask(30))
             self.is_on = self.probe.is_on

@@ -92,7 +92,7 @@ def test_weights_are_torchtitan_s_tokens_over_every_mesh():
     """Two data parallel ranks, each as two of context by two of tensor parallelism."""
     given = []
     attached = SimpleNamespace(
-        _host=SimpleNamespace(mode="guard"),
+        _controller=SimpleNamespace(mode="guard"),
         _parts=SimpleNamespace(number=lambda _, loss: loss),
         loss=lambda loss, weight: given.append((loss.item(), weight.item())),
     )
@@ -113,11 +113,11 @@ def test_weights_are_torchtitan_s_tokens_over_every_mesh():
     assert pytest.approx(sum(map(sum, parts)), rel=1e-6) == mean
 
 
-@pytest.mark.parametrize("is_root", [True, False])
-def test_what_is_logged_is_kept_once_and_validation_as_evaluation(is_root):
+@pytest.mark.parametrize("is_rank0", [True, False])
+def test_what_is_logged_is_kept_once_and_validation_as_evaluation(is_rank0):
     observed, evaluated, undo = {}, {}, []
     attached = SimpleNamespace(
-        _host=SimpleNamespace(is_root=is_root, faults=FaultCounter()),
+        _controller=SimpleNamespace(is_rank0=is_rank0, faults=FaultCounter()),
         observe=lambda **values: observed.update(values),
         evaluate=lambda **values: evaluated.update(values),
         when_closed=undo.append,
@@ -129,8 +129,8 @@ def test_what_is_logged_is_kept_once_and_validation_as_evaluation(is_root):
     metrics = {"grad_norm": 1.5, "validation_metrics/loss": 2.0, "note": "no number"}
     logger.log(metrics, 3)
     assert [(metrics, 3)] == seen
-    assert ({"grad_norm": 1.5} if is_root else {}) == observed
-    assert ({"loss": 2.0} if is_root else {}) == evaluated
+    assert ({"grad_norm": 1.5} if is_rank0 else {}) == observed
+    assert ({"loss": 2.0} if is_rank0 else {}) == evaluated
     for call in undo:
         call()
     assert before is logger.log

@@ -2,7 +2,7 @@
 
 import os
 
-from trainer_hooks import host
+from trainer_hooks.step import controller
 
 SETTINGS = {
     "VITALS_OUTLIER_WARM_UP": "10",
@@ -14,12 +14,12 @@ SETTINGS = {
 
 def withhold_each_outlier() -> None:
     """Let no clip count as one, in this process, and set what `watch` reads. For spawned ranks."""
-    host._NO_CLIP = 0.0
+    controller._NO_CLIP = 0.0
     os.environ |= SETTINGS
 
 
 def withhold_each_outlier_in(monkeypatch) -> None:
     """The same for one test."""
-    monkeypatch.setattr(host, "_NO_CLIP", 0.0)
+    monkeypatch.setattr(controller, "_NO_CLIP", 0.0)
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import trainer_hooks
-from trainer_hooks.healer import Healer
-from trainer_hooks.state import TrainingState
+from trainer_hooks.recovery.manager import RecoveryManager
+from trainer_hooks.recovery.state import TrainingState
 
 SAMPLES, BATCH = 480, 4
 
@@ -83,7 +83,7 @@ class Faults:
 
 def killed_in_rollback(faults):
     """Put the crash before, amid and after the restore of a rollback."""
-    roll_back, write = Healer.roll_back, TrainingState.load_host_state
+    roll_back, write = RecoveryManager.roll_back, TrainingState.load_host_state
 
     def wrapped(self, decision):
         faults.kill("kill_before_restore")
@@ -97,7 +97,7 @@ def killed_in_rollback(faults):
         write(self, host, rng=rng)
 
     TrainingState.rolled = False
-    Healer.roll_back, TrainingState.load_host_state = wrapped, torn
+    RecoveryManager.roll_back, TrainingState.load_host_state = wrapped, torn
 
 
 def digest(model, optimizer):
@@ -164,8 +164,8 @@ def train(kind, folder, *, steps, wanted=None, leave_out=(), margin=0, stop_at=N
             if monitor.step_index >= (stop_at or steps):
                 break
         told["spent"] = [
-            monitor._host.judge.facts.num_rollbacks,
-            len(monitor._host.judge.facts.causes),
+            monitor._controller.judge.facts.num_rollbacks,
+            len(monitor._controller.judge.facts.causes),
         ]
         told["faults"] = monitor.swallowed_errors
     path.write_text(json.dumps(told))

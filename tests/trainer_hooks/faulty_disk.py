@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer_hooks.checkpoints.folder import CheckpointFolder
-from trainer_hooks.checkpoints.manifest import Manifest, checkpoint_id
+from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
+from trainer_hooks.recovery.checkpoints.manifest import Manifest, checkpoint_id
 
 CHANGING = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime", "open")
 READING = ("listdir", "scandir", "stat", "lstat", "fstat")

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trainer_hooks.batches import Batches
+from trainer_hooks.data.loader import Batches
 from trainvitals.clock import SystemClock
 
 

@@ -79,9 +79,9 @@ def trained(model, *, probe, rank=0, accumulate=2, ask_every=7, count=120, **wat
             if (number + 1) % accumulate == 0:
                 monitor.step()
                 if probe and monitor.step_index % ask_every == 0:
-                    readings.append(monitor._host.probe.read(ask(monitor.step_index)))
+                    readings.append(monitor._controller.probe.read(ask(monitor.step_index)))
         faults = dict(monitor.swallowed_errors)
-        is_on = monitor._host.probe.is_on
+        is_on = monitor._controller.probe.is_on
     numbers = {
         "losses": losses,
         "counted": counted,
@@ -98,7 +98,7 @@ def ask(onset_step, floor=0.01):
 
 def notes(monitor):
     """Return a list that all notes of the monitor go to from now on."""
-    told, emitter = [], monitor._host.emitter
+    told, emitter = [], monitor._controller.emitter
     write = emitter.event
 
     def event(what, **keywords):

@@ -37,8 +37,8 @@ def summary(attached, model, changed):
     return {
         "kept": [step for step, one in enumerate(changed) if not one],
         "same": same_on_all(model),
-        "skips": attached._host.judge.facts.num_skips,
-        "digest": attached._host.judge.digest(),
+        "skips": attached._controller.judge.facts.num_skips,
+        "digest": attached._controller.judge.digest(),
         "faults": attached.swallowed_errors,
     }
 
@@ -97,7 +97,7 @@ def sharded(rank):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     kept, full = [], []
     with trainer_hooks.attach(model, optimizer) as attached:
-        emitter = attached._host.emitter
+        emitter = attached._controller.emitter
         write = emitter.step
         emitter.step = lambda host, record, extra: (
             full.append(record.grad_norm),

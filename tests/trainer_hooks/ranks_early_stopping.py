@@ -38,7 +38,9 @@ def train(rank, folder, case, *, value, who=(0, 1), restore=False, **settings):
             monitor.step(loss)
             step = monitor.step_index
             if step % 3 == 0 and rank in who:
-                monitor._host.healer.keepers()[1].wait()  # as if the disk was faster than 3 steps
+                monitor._controller.recovery.keepers()[
+                    1
+                ].wait()  # as if the disk was faster than 3 steps
                 at[step] = [p.detach().clone() for p in model.parameters()]
                 monitor.evaluate(loss=value(rank, step))
         found["stopped"] = monitor.step_index if monitor.should_stop else None

@@ -97,8 +97,8 @@ def switched_off(make, rank, change, *, at=20):
             monitor.step(loss)
             now["step"] = monitor.step_index
             if monitor.step_index in (40, 42):
-                readings.append(monitor._host.probe.read(ask(40)).num_batches)
-        is_on = monitor._host.probe.is_on
+                readings.append(monitor._controller.probe.read(ask(40)).num_batches)
+        is_on = monitor._controller.probe.is_on
     return {
         "is_on": is_on,
         "readings": readings,

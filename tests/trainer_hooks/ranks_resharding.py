@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.trainer_hooks.saving import load_newest
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TORCH, TWO_RANKS, Net, Wrapping
-from trainer_hooks.checkpoints.store import CheckpointStore
-from trainer_hooks.ema import EMA
+from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.snapshots import SnapshotRing
-from trainer_hooks.state import TrainingState
+from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+from trainer_hooks.recovery.snapshots import SnapshotRing
+from trainer_hooks.recovery.state import TrainingState
 from trainvitals.errors import CheckpointError
 
 STEPS = 3

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from trainer_hooks.pack import Packer
+from trainer_hooks.step.reduce_vector import ReduceVector
 from trainvitals.errors import VitalsError
 
 NAN, INF = float("nan"), float("inf")
@@ -80,7 +80,7 @@ def failing_fill(rank):
     """The pack itself cannot be filled on rank 1, once: it still enters the exchange."""
     model, optimizer = ddp(fused=True)
     with trainer_hooks.watch(model, optimizer) as monitor:
-        whole, done = Packer._fill_tensors, []
+        whole, done = ReduceVector._fill_tensors, []
         if rank == 1:
             monitor._device.packer._fill_tensors = lambda local: (
                 whole(monitor._device.packer, local) if done else done.append(boom())
@@ -92,7 +92,7 @@ def failing_fill(rank):
 
 def notes(monitor):
     """Collect the codes of notes as they are said."""
-    said, emitter = [], monitor._host.emitter
+    said, emitter = [], monitor._controller.emitter
     whole = emitter.event
     emitter.event = lambda event, **k: (said.append(getattr(event, "code", "")), whole(event, **k))
     return said
@@ -135,15 +135,19 @@ def announced_on_rank_0_alone(rank):
             if step == 40 and rank == 0:
                 monitor.expect("longer context", steps=10)
             monitor.step(forward(model, rank, step, 30.0 if step >= 40 else 1.0))
-    return {"same": same_on_all(model), "notes": said, "skips": monitor._host.judge.facts.num_skips}
+    return {
+        "same": same_on_all(model),
+        "notes": said,
+        "skips": monitor._controller.judge.facts.num_skips,
+    }
 
 
 def full_disk(rank):
     model, optimizer = ddp(fused=True)
     with trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=True) as monitor:
-        monitor._host.emitter._stream = monitor._host.emitter._row = boom
+        monitor._controller.emitter._stream = monitor._controller.emitter._row = boom
         if rank == 0:
-            type(monitor._host.run_dir).append_plan = boom
+            type(monitor._controller.run_dir).append_plan = boom
         back = []
         for step in range(40):
             if step == 35 and rank == 1:
@@ -175,7 +179,7 @@ def accumulated(rank, sync):
                 monitor.micro(forward(model, rank, step), torch.tensor(rank + 1))
             monitor.micro(forward(model, rank, step + 10), torch.tensor(2.0 * (rank + 1)))
             monitor.step(max_norm=1.0)
-        tokens = monitor._host.tokens_seen
+        tokens = monitor._controller.tokens_seen
     return {"same": same_on_all(model), "tokens": tokens, "losses": losses}
 
 

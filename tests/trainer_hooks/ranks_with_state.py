@@ -236,7 +236,7 @@ def unregistered(rank, make):
             for step in range(6):
                 bad = step == 3 and rank == 1
                 monitor.step(forward(model, rank, step, NAN if bad else 1.0))
-            skips = monitor._host.judge.facts.num_skips
+            skips = monitor._controller.judge.facts.num_skips
     finally:
         log.removeHandler(heard)
     return {"said": [t for t in heard.texts if "communication hook" in t], "skips": skips}

@@ -14,7 +14,7 @@ from tests.trainer_hooks.measures.journal import Journal
 from tests.trainer_hooks.probing import ask
 from tests.trainer_hooks.test_attacks import Reads
 from tests.trainer_hooks.test_monitor import Loop, assert_same, own_place  # noqa: F401
-from trainer_hooks import goodbye
+from trainer_hooks.lifecycle import shutdown
 from trainvitals.errors import UsageError
 from trainvitals.records import CLIPS, NORM_OUTLIER, Note
 
@@ -29,7 +29,7 @@ class Own(Loop):
     def attach(self, **options):
         """Add the one line."""
         self.attached = trainer_hooks.attach(self.model, self.optimizer, **options)
-        self.said, emitter = [], self.attached._host.emitter
+        self.said, emitter = [], self.attached._controller.emitter
         whole = emitter.event
         emitter.event = lambda event, **k: (self.said.append(event), whole(event, **k))
         return self.attached
@@ -63,7 +63,7 @@ class Own(Loop):
         return [p.detach().clone() for p in self.model.parameters()]
 
     def skips(self):
-        return self.attached._host.judge.facts.num_skips
+        return self.attached._controller.judge.facts.num_skips
 
 
 @pytest.mark.parametrize("mode", ["observe", "guard"])
@@ -102,7 +102,7 @@ def test_outliers_are_left_alone_after_the_loop_s_own_clip_and_that_is_said_once
     with loop.attach():
         for step in range(70):
             loop.step(gradient=1e6 if step == 60 else None)
-        assert loop.attached._host.judge.limits().grad_norm is None
+        assert loop.attached._controller.judge.limits().grad_norm is None
     assert loop.skips() == 0
     assert [e.code for e in loop.said if isinstance(e, Note)] == ["no_probe", "norm_unknown"]
 
@@ -168,7 +168,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_without
             loop.scheduler.step()
             loop.optimizer.zero_grad()
             if loop.attached is not None and step == 40:
-                readings.append(loop.attached._host.probe.read(ask(step)))
+                readings.append(loop.attached._controller.probe.read(ask(step)))
         loop.rng = torch.get_rng_state()
         return readings
 
@@ -178,7 +178,7 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_without
     torch.manual_seed(5)
     with ours.attach() as attached:
         (reading,) = train(ours)
-        assert attached._host.probe.is_on
+        assert attached._controller.probe.is_on
     assert_same(bare.state(), ours.state())
     assert 3 <= reading.num_batches
     assert "no_probe" not in [e.code for e in ours.said if isinstance(e, Note)]
@@ -390,7 +390,7 @@ def test_it_stays_without_a_name_and_ends_with_its_optimizer():
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
     del loop
     gc.collect()
-    assert list(goodbye._open) == []
+    assert list(shutdown._open) == []
 
 
 def test_an_optimizer_state_loaded_later_keeps_the_verdict_on_the_device():
@@ -439,5 +439,5 @@ def test_accumulated_losses_weigh_as_they_were_given():
         loop.step()
         loop.step()
     assert losses[0] == 2.0
-    assert attached._host.tokens_seen == 4
+    assert attached._controller.tokens_seen == 4
     assert not math.isnan(losses[1])

@@ -128,7 +128,7 @@ def test_micro_batches_without_weights_are_not_counted_as_tokens():
         for _ in range(3):
             monitor.micro(loop.forward())
             monitor.step()
-        assert monitor._host.tokens_seen == 0
+        assert monitor._controller.tokens_seen == 0
 
 
 def test_sparse_gradients_are_clipped_as_dense_ones_are():
@@ -287,7 +287,7 @@ def test_a_skip_in_the_last_step_is_in_the_ledger_and_a_rollback_there_did_not_a
 
     for mode, action in (("guard", "skip_step"), ("heal", "rollback")):
         loop, said = Loop(mode=mode, checkpoints=True), []
-        emitter = loop.monitor._host.emitter
+        emitter = loop.monitor._controller.emitter
         emit = emitter.event
         emitter.event = lambda event, **k: (said.append(event), emit(event, **k))[1]  # noqa: B023
         with loop.monitor as monitor:
@@ -377,7 +377,7 @@ def test_rollbacks_in_a_row_and_a_clock_that_runs_backwards_leave_a_line_of_bran
     three_are_enough,
 ):
     loop, backs, branches = Loop(mode="heal", checkpoints=True), [], []
-    host = loop.monitor._host
+    host = loop.monitor._controller
     now = [host.clock.time_ns()]
 
     class Backwards:
@@ -411,7 +411,7 @@ def test_a_command_that_a_rollback_overtakes_is_answered_all_the_same(three_are_
 
     loop, acks = Loop(mode="heal", checkpoints=True), []
     with loop.monitor as monitor:
-        emitter = monitor._host.emitter
+        emitter = monitor._controller.emitter
         whole = emitter.event
         emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
         for step in range(60):
@@ -432,7 +432,7 @@ def test_a_snapshot_of_a_step_that_could_not_be_measured_is_not_trusted(monkeypa
             broken = (lambda *_: 1 / 0) if step == 21 else squares_into
             monkeypatch.setattr(monitor._device.norms, "squares_into", broken)
             monitor.step(loop.forward())
-        steps = [ref.step for ref in monitor._host.healer.refs()]
+        steps = [ref.step for ref in monitor._controller.recovery.refs()]
     assert 21 not in steps
 
 

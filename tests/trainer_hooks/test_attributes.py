@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainer_hooks
-from trainer_hooks.attributes import flat, run_info
+from trainer_hooks.lifecycle.attributes import flat, run_info
 from trainvitals.errors import UsageError
 from trainvitals.policy import JudgeConfig
 from trainvitals.records import RunInfo

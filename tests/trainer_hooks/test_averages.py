@@ -12,7 +12,7 @@ from tests.trainer_hooks.every_optimizer import MAKERS
 from tests.trainer_hooks.test_attacks import Reads
 from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.test_optimizers import INF, NAN, backward, train_twin
-from trainer_hooks import averages
+from trainer_hooks.guard import averages
 
 KINDS = {
     "swa": {},

@@ -21,7 +21,7 @@ from tests.trainer_hooks.loaders import (
     stream,
     uninterrupted,
 )
-from trainer_hooks.batches import Position
+from trainer_hooks.data.loader import Position
 from trainvitals.policy.plan import Window
 
 # torchdata still calls what torch has deprecated.

@@ -13,8 +13,8 @@ import pytest
 
 from tests.small_disks import small_file_system
 from tests.trainer_hooks.faulty_disk import FaultyDisk, Killed, healthy, relaunch, save, states
-from trainer_hooks.checkpoints.folder import CheckpointFolder
-from trainer_hooks.checkpoints.manifest import checkpoint_id
+from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
+from trainer_hooks.recovery.checkpoints.manifest import checkpoint_id
 from trainvitals.errors import VitalsError
 
 ROOT = Path(__file__).parents[2]

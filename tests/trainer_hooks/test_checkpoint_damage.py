@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.trainer_hooks.saving import Run, another_process, ids, load_newest
-from trainer_hooks.checkpoints import manifest as manifests
-from trainer_hooks.checkpoints import payload
+from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints import payload
 from trainvitals.errors import (
     CheckpointCorruptError,
     CheckpointError,

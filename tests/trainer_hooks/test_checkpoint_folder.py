@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer_hooks.faulty_disk import relaunch, save, states
-from trainer_hooks.checkpoints import manifest as manifests
-from trainer_hooks.checkpoints.folder import CheckpointFolder
-from trainer_hooks.checkpoints.index import MAX_GONE, removable
-from trainer_hooks.checkpoints.manifest import Owner, checkpoint_id
+from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
+from trainer_hooks.recovery.checkpoints.index import MAX_GONE, removable
+from trainer_hooks.recovery.checkpoints.manifest import Owner, checkpoint_id
 from trainvitals.errors import (
     CheckpointCorruptError,
     InsecurePathError,

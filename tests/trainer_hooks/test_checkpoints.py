@@ -12,10 +12,10 @@ import torch
 
 from tests.small_disks import small_file_system
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
-from trainer_hooks.checkpoints import payload
-from trainer_hooks.checkpoints.store import CheckpointStore
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.snapshots import SnapshotRing
+from trainer_hooks.recovery.checkpoints import payload
+from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+from trainer_hooks.recovery.snapshots import SnapshotRing
 from trainvitals.errors import (
     CheckpointError,
     StorageError,
@@ -243,7 +243,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.trainer_hooks.test_checkpoints import Run
-from trainer_hooks.checkpoints import manifest, payload, store
+from trainer_hooks.recovery.checkpoints import manifest, payload, store
 run = Run(Path(sys.argv[1]))
 print(run.save(), flush=True)
 def die(*args, **kwargs):
@@ -294,7 +294,7 @@ def two_ranks(rank, folder, port):
     """Train two ranks with DDP, save, spoil, load: each gets its own part back."""
     import torch.distributed as dist
 
-    from trainer_hooks.state import TrainingState
+    from trainer_hooks.recovery.state import TrainingState
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)

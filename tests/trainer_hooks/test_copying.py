@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from trainer_hooks import copying, finite
-from trainer_hooks.copying import Pair, copy_and_count
-from trainer_hooks.moments import nonfinite_count
+from trainer_hooks.guard.optimizer_state import nonfinite_count
+from trainer_hooks.recovery import copying, finite
+from trainer_hooks.recovery.copying import Pair, copy_and_count
 
 LARGEST = {
     torch.float32: 3e38,

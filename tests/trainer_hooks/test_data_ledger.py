@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import trainer_hooks
-from trainer_hooks.batches import Batch, Position
-from trainer_hooks.data_files import BadBatch, DataWriter
-from trainer_hooks.data_ledger import MAX_IDS, MAX_STEPS, DataLedger, plain_id
+from trainer_hooks.data.files import BadBatch, DataWriter
+from trainer_hooks.data.ledger import MAX_IDS, MAX_STEPS, DataLedger, plain_id
+from trainer_hooks.data.loader import Batch, Position
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.healer import CheckpointSettings
+from trainer_hooks.recovery.manager import CheckpointSettings
 from trainvitals.errors import UsageError
 from trainvitals.io.sample_ids import FOLDER, SampleFile, StepSamples, samples_of
 from trainvitals.records import BatchNoted, DataWindowSkipped, Note
@@ -221,7 +221,7 @@ class Run:
         config = dict(watch) or {"mode": "heal", "checkpoints": settings}
         self.monitor = trainer_hooks.watch(self.model, self.optimizer, **config)
         self.events = []
-        emitter = self.monitor._host.emitter
+        emitter = self.monitor._controller.emitter
         write = emitter.event
 
         def keep(event, *, step, attempt):

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from tests.trainer_hooks.training import Training
-from trainer_hooks.checkpoints.index import BestMark
-from trainer_hooks.early_stopping import Evaluations, RestoredBest
-from trainer_hooks.pack import Local, Packer, PackLayout, Reduced, Root
+from trainer_hooks.callbacks.early_stopping import Evaluations, RestoredBest
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.snapshots import Restored, SnapshotRing
+from trainer_hooks.recovery.checkpoints.index import BestMark
+from trainer_hooks.recovery.snapshots import Restored, SnapshotRing
+from trainer_hooks.step.reduce_vector import (
+    PackLayout,
+    Rank0Values,
+    RankContribution,
+    Reduced,
+    ReduceVector,
+)
 from trainvitals.errors import CheckpointError, UsageError
 from trainvitals.policy.stopping import EarlyStopping
 
@@ -91,11 +97,11 @@ class Rank:
 
     def pack(self):
         """Return what this rank brings to the step."""
-        evaluations, packer = self.evaluations, Packer(self.layout, torch.device("cpu"))
+        evaluations, packer = self.evaluations, ReduceVector(self.layout, torch.device("cpu"))
         value = evaluations.root_value(self.step, self.attempt)
-        root = Root(evaluation=value) if self.ranks.rank == 0 else None
+        root = Rank0Values(evaluation=value) if self.ranks.rank == 0 else None
         holds = evaluations.holds(self.step, self.attempt)
-        packer.fill(Local(loss=None, weight=0.0, holds_evaluated=holds), root)
+        packer.fill(RankContribution(loss=None, weight=0.0, holds_evaluated=holds), root)
         return packer.pack
 
     def train(self, others=0.0):
@@ -268,9 +274,9 @@ def others_of(two, *, holds=0.0, value=None, failed=0.0):
     """Return what the other rank of two adds to the pack."""
     other = 1 - two.ranks.rank
     layout = PackLayout.of(1, Ranks(other, 2, 0, None))
-    packer = Packer(layout, torch.device("cpu"))
-    root = Root(evaluation=value, loss_limit=0.0) if other == 0 else None
-    packer.fill(Local(loss=None, weight=0.0, holds_evaluated=bool(holds)), root)
+    packer = ReduceVector(layout, torch.device("cpu"))
+    root = Rank0Values(evaluation=value, loss_limit=0.0) if other == 0 else None
+    packer.fill(RankContribution(loss=None, weight=0.0, holds_evaluated=bool(holds)), root)
     return packer.pack
 
 

@@ -11,8 +11,9 @@ from tests.trainer_hooks.every_optimizer import MAKERS
 from tests.trainer_hooks.test_attacks import Reads
 from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.test_optimizers import INF, NAN, backward, one_thread  # noqa: F401
-from trainer_hooks import EMA, averaging
-from trainer_hooks.averages import refuse_averages
+from trainer_hooks import EMA
+from trainer_hooks.callbacks import averaging
+from trainer_hooks.guard.averages import refuse_averages
 from trainvitals.errors import UsageError
 
 FAULTS = {0: (NAN, "loss"), 1: (INF, "all"), 4: (NAN, "element"), 7: (INF, "loss")}

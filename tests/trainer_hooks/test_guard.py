@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_hooks.guard import BufferShadow, OptimizerGuard, takes_found_inf
+from trainer_hooks.guard.optimizers import BufferShadow, OptimizerGuard, takes_found_inf
 
 FACTORIES = {
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),

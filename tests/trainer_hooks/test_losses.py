@@ -13,10 +13,10 @@ from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 def guarded():
     """Return a guarded loop, and the losses of its steps as they are written."""
     loop, seen = Loop(mode="guard"), []
-    emitter = loop.monitor._host.emitter
+    emitter = loop.monitor._controller.emitter
     write = emitter.step
     emitter.step = lambda host, record, extra: (
-        seen.append((record.loss, loop.monitor._host.tokens_seen)),
+        seen.append((record.loss, loop.monitor._controller.tokens_seen)),
         write(host, record, extra),
     )
     with loop.monitor:
@@ -130,4 +130,4 @@ def test_a_step_whose_tokens_are_all_masked_is_no_bad_step(guarded, weight, how)
         loop.monitor.step(torch.tensor(3.0), weight=weight)
     loop.monitor.close()
     assert seen == [(None, 0)]
-    assert loop.monitor._host.judge.facts.num_skips == 0
+    assert loop.monitor._controller.judge.facts.num_skips == 0

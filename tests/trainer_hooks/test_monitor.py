@@ -156,14 +156,14 @@ def test_without_checkpoints_nan_parameters_halt_and_the_relaunch_stays_stopped(
     monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
     with pytest.raises(TrainingHalted, match="vitals resume"):
         Loop(mode="guard")
-    RunDir.open(monitor._host.run_dir.path).clear_halted()
+    RunDir.open(monitor._controller.run_dir.path).clear_halted()
     with Loop(mode="guard").monitor as again:
         assert again.run_id == monitor.run_id
 
 
 def _send(monitor, **fields):
-    run_dir = RunDir.open(monitor._host.run_dir.path)
-    clock = monitor._host.clock
+    run_dir = RunDir.open(monitor._controller.run_dir.path)
+    clock = monitor._controller.clock
     command = Command(
         number=clock.time_ns() // 1000,
         run_id=monitor.run_id,
@@ -203,7 +203,7 @@ def test_an_operator_s_halt_stops_the_run_at_a_step_boundary():
 def test_an_operator_s_word_on_a_step_reaches_the_ladder_and_its_level_passes_from_then_on():
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        acks, emitter = [], monitor._host.emitter
+        acks, emitter = [], monitor._controller.emitter
         whole = emitter.event
         emitter.event = lambda e, **k: (acks.append(getattr(e, "ack", None)), whole(e, **k))
         scales = {60: 1e3, 62: 1e3, 80: 300.0}
@@ -227,7 +227,7 @@ def test_a_command_with_a_wrong_signature_is_refused_and_training_goes_on():
     with loop.monitor as monitor:
         monitor.step(loop.forward())
         path = private_base(os.environ) / monitor.run_id / "mailbox"
-        clock = monitor._host.clock
+        clock = monitor._controller.clock
         forged = Command(
             number=clock.time_ns() // 1000,
             run_id=monitor.run_id,
@@ -249,8 +249,8 @@ def test_a_fault_of_ours_never_reaches_the_loop(monkeypatch):
     with loop.monitor as monitor:
         norms = monitor._device.norms
         monkeypatch.setattr(norms, "squares_into", lambda *_: 1 / 0)
-        monkeypatch.setattr(monitor._host.emitter, "_stream", lambda *_: 1 / 0)
-        monkeypatch.setattr(monitor._host.emitter, "_row", lambda *_: 1 / 0)
+        monkeypatch.setattr(monitor._controller.emitter, "_stream", lambda *_: 1 / 0)
+        monkeypatch.setattr(monitor._controller.emitter, "_row", lambda *_: 1 / 0)
         before = loop.state()
         for _ in range(3):
             monitor.step(loop.forward())
@@ -296,7 +296,7 @@ def test_an_empty_variable_says_nothing(monkeypatch):
     monkeypatch.setenv("VITALS_MODE", "")
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
-        assert "guard" == monitor._host.mode
+        assert "guard" == monitor._controller.mode
 
 
 ALONE = """
@@ -353,10 +353,10 @@ def test_spent_budgets_and_applied_commands_survive_a_relaunch(monkeypatch):
         command = _send(monitor, action="rollback")
         for _ in range(3):
             monitor.step(loop.forward())
-        spent = monitor._host.judge.facts
+        spent = monitor._controller.judge.facts
     monkeypatch.setenv("VITALS_RUN_ID", monitor.run_id)
     with Loop(mode="heal", checkpoints=True).monitor as again:
-        facts = again._host.judge.facts
+        facts = again._controller.judge.facts
     assert (facts.causes, facts.num_rollbacks) == (spent.causes, spent.num_rollbacks) == ((), 1)
     assert facts.last_command == command.number
 
@@ -417,7 +417,7 @@ def test_a_run_turned_down_to_observe_still_resumes_from_its_checkpoint(tmp_path
 def test_a_restore_that_fails_halts_and_says_so(monkeypatch):
     loop = Loop(mode="heal", checkpoints=True)
     with pytest.raises(TrainingHalted, match="restore failed"), loop.monitor as monitor:
-        ring = monitor._host.healer._ring
+        ring = monitor._controller.recovery._ring
 
         def broken(checkpoint_id):
             raise CheckpointError("the model has changed")
@@ -428,7 +428,7 @@ def test_a_restore_that_fails_halts_and_says_so(monkeypatch):
         command = _send(monitor, action="rollback")
         for _ in range(4):
             monitor.step(loop.forward())
-    assert monitor._host.run_dir.halted() is not None
+    assert monitor._controller.run_dir.halted() is not None
     assert command.number > 0
 
 
@@ -437,8 +437,8 @@ def test_settings_come_from_a_file_and_the_environment_and_are_recorded(tmp_path
     monkeypatch.setenv("VITALS_CONFIG", str(tmp_path / "vitals.toml"))
     monkeypatch.setenv("VITALS_LADDER_MAX_TRIES", "5")
     with Loop(mode="guard").monitor as monitor:
-        config = monitor._host.judge.config
-        info = monitor._host.run_dir.info()
+        config = monitor._controller.judge.config
+        info = monitor._controller.run_dir.info()
     assert (config.ladder.margin, config.ladder.max_tries) == (30, 5)
     assert (config.outlier.sigmas, config.outlier.loss_ratio) == (9.0, 3.0)
     assert info.judge["ladder"]["margin"] == 30
@@ -459,7 +459,7 @@ def test_the_finite_rules_come_back_after_an_announced_change():
         monitor.expect("longer context", steps=5)
         for step in range(60):
             monitor.step(loop.forward(1e6 if step == 55 else 1.0))
-    assert monitor._host.judge.facts.num_skips == 1
+    assert monitor._controller.judge.facts.num_skips == 1
 
 
 def test_the_folder_of_checkpoints_stays_where_it_was_named(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from tests.trainer_hooks.every_optimizer import (
     differing,
 )
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
-from trainer_hooks.guard import OptimizerGuard, takes_found_inf
+from trainer_hooks.guard.optimizers import OptimizerGuard, takes_found_inf
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch's Adagrad, once
 
@@ -101,7 +101,7 @@ def assert_like_twin(make, faults, *, scaler=None, **keywords):
     model, optimizers = make(**keywords)
     with trainer_hooks.watch(model, optimizers, scaler=scaler) as monitor:
         losses, traces = train(monitor, model, optimizers, faults, steps, scaler)
-        skips = monitor._host.judge.facts.num_skips
+        skips = monitor._controller.judge.facts.num_skips
     twin_losses, twin_bits = train_twin(make, faults, steps, **keywords)
     assert {step: [] for step in faults} == traces
     assert twin_losses == losses
@@ -266,7 +266,7 @@ def test_an_overflow_of_float16_is_counted_and_is_no_finding():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
     said, rows = [], []
     with trainer_hooks.watch(model, optimizers, scaler=scaler) as monitor:
-        emitter = monitor._host.emitter
+        emitter = monitor._controller.emitter
         event, row = emitter.event, emitter.step
         emitter.event = lambda e, **k: (said.append(type(e).__name__), event(e, **k))
         emitter.step = lambda h, record, extra: (rows.append(record), row(h, record, extra))

@@ -12,7 +12,7 @@ from torch import nn
 import trainer_hooks
 from tests.trainer_hooks.probing import MoCo, ask, batches, notes, seeded, trained
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
-from trainer_hooks.untouched import untouched
+from trainer_hooks.probe.untouched import untouched
 from trainvitals.errors import UsageError
 
 NAN = float("nan")
@@ -53,7 +53,7 @@ class Regression:
         made = torch.Generator().manual_seed(1)
         self.data = [torch.randn(32, 4, generator=made) for _ in range(steps)]
         self.monitor = trainer_hooks.watch(self.model, self.optimizer, **watch)
-        self.probe = self.monitor._host.probe
+        self.probe = self.monitor._controller.probe
         self.told = notes(self.monitor)
 
     def loss(self, x):
@@ -378,16 +378,16 @@ def test_a_step_of_which_something_is_only_told_is_kept_and_one_with_an_outlier_
 
     loop = Regression(steps=63)
     loop.data[57] = 1e3 * loop.data[57]
-    found, write = [], loop.monitor._host.emitter.event
+    found, write = [], loop.monitor._controller.emitter.event
 
     def event(what, **keywords):
         found.append(getattr(what, "finding", None))
         write(what, **keywords)
 
-    loop.monitor._host.emitter.event = event
+    loop.monitor._controller.emitter.event = event
     loop.run(before=before)
     told = {(f.step, f.kind, f.level) for f in found if f is not None}
-    assert {(30, "lr_jump", "tell"), (57, "spike", "act")} <= told
+    assert {(30, "lr_jump", "advisory"), (57, "spike", "actionable")} <= told
     assert 30 in loop.kept
     assert 57 not in loop.kept
 
@@ -447,7 +447,7 @@ def test_of_an_accumulated_step_at_most_four_batches_are_kept():
 def test_batches_of_every_kind_are_copied_whole():
     from collections import namedtuple
 
-    from trainer_hooks.bank import copied, given_out, same_content
+    from trainer_hooks.probe.bank import copied, given_out, same_content
 
     class Own:
         def __init__(self):

@@ -20,9 +20,9 @@ from tests.trainer_hooks.ranks_resharding import (
 from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.test_checkpoint_damage import flip, halve
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
-from trainer_hooks.checkpoints import payload
-from trainer_hooks.checkpoints.boxes import cut, range_boxes
-from trainer_hooks.checkpoints.planner import Box, BoxReader
+from trainer_hooks.recovery.checkpoints import payload
+from trainer_hooks.recovery.checkpoints.planner import Box, BoxReader
+from trainer_hooks.recovery.checkpoints.shard_layout import cut, range_boxes
 from trainvitals.errors import CheckpointCorruptError, CheckpointError
 
 pytestmark = pytest.mark.dist

@@ -22,7 +22,7 @@ NAN = float("nan")
 
 def events_of(monitor):
     """Collect events as they are written."""
-    said, emitter = [], monitor._host.emitter
+    said, emitter = [], monitor._controller.emitter
     whole = emitter.event
     emitter.event = lambda event, **k: (said.append(event), whole(event, **k))
     return said
@@ -68,7 +68,7 @@ def test_a_spike_at_the_very_first_step_is_skipped(kept, fused):
         assert_same(before["optimizer"], after["optimizer"])
         monitor.step(new.forward())
         assert not torch.equal(after["model"]["0.weight"], new.model[0].weight)
-    assert monitor._host.judge.facts.num_skips == 1
+    assert monitor._controller.judge.facts.num_skips == 1
 
 
 def test_the_same_holds_where_the_loop_steps_by_itself():
@@ -92,7 +92,7 @@ def test_the_curve_and_the_tokens_go_on_in_a_branch_of_their_own():
     assert monitor.step_index == 30
     monitor.step(new.forward(), weight=torch.tensor(3))
     monitor.close()
-    assert monitor._host.tokens_seen == 30 * 3
+    assert monitor._controller.tokens_seen == 30 * 3
     assert monitor.attempt > state["attempt"]
 
 
@@ -115,13 +115,13 @@ def test_what_the_ladder_has_spent_is_not_in_the_state():
     with loop.monitor as monitor:
         for step in range(30):
             monitor.step(loop.forward(NAN if step == 20 else 1.0))
-        assert monitor._host.judge.facts.num_skips == 1
+        assert monitor._controller.judge.facts.num_skips == 1
         state = monitor.state_dict()
     words = json.dumps(state)
     assert "num_skips" not in words
     assert "ladder" not in words
     new = again(state)
-    assert new.monitor._host.judge.facts.num_skips == 0
+    assert new.monitor._controller.judge.facts.num_skips == 0
     new.monitor.close()
 
 
@@ -134,11 +134,11 @@ def test_a_rollback_after_it_goes_to_what_was_loaded_and_not_behind_it():
         with torch.no_grad():
             model.weight.fill_(3.0)  # loaded after watch()
         monitor.load_state_dict(state)
-        refs = monitor._host.healer.refs()
+        refs = monitor._controller.recovery.refs()
         assert [(30, monitor.attempt, "healthy")] == [(r.step, r.attempt, r.state) for r in refs]
         model(torch.ones(2, 4)).sum().backward()
         monitor.step()
-        monitor._host.healer._ring.restore(refs[0].id)
+        monitor._controller.recovery._ring.restore(refs[0].id)
         assert torch.equal(model.weight, torch.full((1, 4), 3.0))
 
 

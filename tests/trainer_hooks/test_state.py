@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.trainer_hooks.training import FROM_ZEROS, OPTIMIZERS, Training
-from trainer_hooks.moments import nonfinite_count, starts_from_zeros
-from trainer_hooks.state import Spec
+from trainer_hooks.guard.optimizer_state import nonfinite_count, starts_from_zeros
+from trainer_hooks.recovery.state import Spec
 from trainvitals.errors import CheckpointError
 
 SCHEDULES = {

@@ -8,13 +8,19 @@ from torch import nn
 
 import trainer_hooks
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
-from trainer_hooks.guard import OptimizerGuard
-from trainer_hooks.norms import GradNorms
-from trainer_hooks.pack import Local, Packer, PackLayout, Reduced, Root
+from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.reading import Derived, culprits, rank_losses, step_record
-from trainer_hooks.shards import named_parameters
-from trainer_hooks.verdict import clip_divisor, judge_on_device
+from trainer_hooks.step.decode_step import Derived, culprits, rank_losses, step_record
+from trainer_hooks.step.norms import GradNorms
+from trainer_hooks.step.reduce_vector import (
+    PackLayout,
+    Rank0Values,
+    RankContribution,
+    Reduced,
+    ReduceVector,
+)
+from trainer_hooks.step.shards import named_parameters
+from trainer_hooks.step.verdict import clip_divisor, judge_on_device
 from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy.withholding import DeviceRule, Withholding
@@ -39,14 +45,16 @@ def summed(*ranks, root=None):
     total = None
     for rank, given in enumerate(ranks):
         layout = PackLayout.of(2, Ranks(rank, len(ranks), rank, None))
-        packer = Packer(layout, CPU)
+        packer = ReduceVector(layout, CPU)
         fields = dict(given)
         squares = fields.pop("squares", (1.0, 3.0))
         loss = fields.pop("loss", 2.0)
         packer.squares.copy_(torch.tensor(squares, dtype=torch.float64) / len(ranks))
         tensor = None if loss is None else torch.tensor(loss, dtype=torch.float64)
-        local = Local(loss=tensor, weight=fields.pop("weight", 1.0), num_gradients=2, **fields)
-        packer.fill(local, (root or Root()) if rank == 0 else None)
+        local = RankContribution(
+            loss=tensor, weight=fields.pop("weight", 1.0), num_gradients=2, **fields
+        )
+        packer.fill(local, (root or Rank0Values()) if rank == 0 else None)
         total = packer.pack.clone() if total is None else total + packer.pack
     return layout, total
 
@@ -91,7 +99,7 @@ def test_a_nan_loss_names_its_rank_though_all_gradients_are_nan_by_then():
 
 
 def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
-    root = Root(loss_limit=4.0, grad_norm_limit=10.0, withhold_first=True, withhold_left=5)
+    root = Rank0Values(loss_limit=4.0, grad_norm_limit=10.0, withhold_first=True, withhold_left=5)
     withheld = WITHHELD | LOSS_OUTLIER, 1.0
     assert verdict_of({"loss": 3.9}, {"loss": 3.9}, root=root)[:2] == (0, 0.0)
     assert verdict_of({"loss": 9.0}, {"loss": 0.0}, root=root)[:2] == withheld
@@ -111,7 +119,7 @@ def test_finite_outliers_are_judged_by_the_limits_of_rank_0():
 def test_the_first_outlier_is_left_to_the_clip_and_no_more_are_withheld_than_may_be(
     words, in_row, is_withheld
 ):
-    root = Root(**{"loss_limit": 4.0, "withhold_left": 1, **words})
+    root = Rank0Values(**{"loss_limit": 4.0, "withhold_left": 1, **words})
     layout, pack = summed({"loss": 9.0}, root=root)
     verdict = judge_on_device(layout, pack, in_row)
     assert int(verdict.bits) == LOSS_OUTLIER | (WITHHELD if is_withheld else 0)
@@ -121,10 +129,10 @@ def test_the_first_outlier_is_left_to_the_clip_and_no_more_are_withheld_than_may
 
 @pytest.mark.parametrize("given", [{"loss": NAN}, {"squares": (INF, 1.0)}, {"failed": True}])
 def test_what_is_not_finite_or_not_whole_neither_begins_a_row_nor_ends_it(given):
-    layout, pack = summed({}, given, root=Root(loss_limit=4.0, withhold_left=5))
+    layout, pack = summed({}, given, root=Rank0Values(loss_limit=4.0, withhold_left=5))
     assert float(judge_on_device(layout, pack, NO_ROW).in_row) == 0.0
     assert float(judge_on_device(layout, pack, ROW).in_row) == 1.0
-    layout, pack = summed({}, {}, root=Root(loss_limit=4.0, withhold_left=5))
+    layout, pack = summed({}, {}, root=Rank0Values(loss_limit=4.0, withhold_left=5))
     assert float(judge_on_device(layout, pack, ROW).in_row) == 0.0
 
 
@@ -133,7 +141,7 @@ def test_no_limit_is_no_outlier_however_large():
 
 
 def test_a_rank_that_failed_to_prepare_silences_the_finite_rules_only():
-    root = Root(loss_limit=1.0)
+    root = Rank0Values(loss_limit=1.0)
     failed = {"failed": True, "loss": None}
     assert verdict_of({"loss": 9.0}, failed, root=root)[:2] == (RANK_FAILED, 0.0)
     assert verdict_of({"loss": NAN}, failed, root=root)[:2] == (RANK_FAILED | BAD_LOSS, 1.0)
@@ -148,7 +156,7 @@ def test_a_scaler_overflow_blocks_the_update_and_is_no_fault():
 @pytest.mark.parametrize("in_row", [NO_ROW, ROW])
 def test_the_norm_of_an_overflow_is_no_outlier_to_the_device_as_it_is_none_to_the_ladder(in_row):
     overflow = torch.tensor(1.0, dtype=torch.float64)
-    root = Root(grad_norm_limit=1.5, clips=True, withhold_left=9)
+    root = Rank0Values(grad_norm_limit=1.5, clips=True, withhold_left=9)
     layout, pack = summed({"overflow": overflow}, {}, root=root)
     verdict = judge_on_device(layout, pack, in_row)
     rule, words = DeviceRule(bool(in_row)), Withholding(first=False, left=9)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.trainer_hooks.test_verdict import NO_ROW, summed
-from trainer_hooks.pack import Reduced, Root
-from trainer_hooks.reading import Derived, step_record
-from trainer_hooks.verdict import judge_on_device
+from trainer_hooks.step.decode_step import Derived, step_record
+from trainer_hooks.step.reduce_vector import Rank0Values, Reduced
+from trainer_hooks.step.verdict import judge_on_device
 from trainvitals.detect.outliers import Limits
 from trainvitals.policy.withholding import DeviceRule, Withholding
 from trainvitals.records import StepRecord
@@ -30,8 +30,8 @@ def a_rank(rng: random.Random) -> dict:
     return given
 
 
-def a_root(rng: random.Random) -> Root:
-    return Root(
+def a_root(rng: random.Random) -> Rank0Values:
+    return Rank0Values(
         loss_limit=rng.choice((None, 4.0, 4.0, -1.0)),
         grad_norm_limit=rng.choice((None, 10.0, 10.0)),
         withhold_first=rng.random() < 0.3,
@@ -39,7 +39,7 @@ def a_root(rng: random.Random) -> Root:
     )
 
 
-def plain(record: StepRecord, root: Root, rule: DeviceRule, *, acts: bool):
+def plain(record: StepRecord, root: Rank0Values, rule: DeviceRule, *, acts: bool):
     """Judge by the record's own numbers, as of a log: who was not finite is not in one."""
     return rule.judge(
         StepRecord(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainvitals.testing.faults import FaultPlan
-from vitals_collector.queries.reading import open_reader
+from vitals_collector.queries.open import open_reader
 
 GLOO_ABORT = "terminate called without an active exception"
 """What torch 2.13 says now and then on a busy machine when a gloo rank exits, watched or not."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_hooks.state import TrainingState
+from trainer_hooks.recovery.state import TrainingState
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),

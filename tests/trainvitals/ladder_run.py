@@ -86,7 +86,7 @@ class Run:
         return [
             Finding(
                 kind=names.get(kind, "spike"),
-                level="act",
+                level="actionable",
                 step=self.step,
                 detector="test",
                 reason=f"{kind} went wrong",

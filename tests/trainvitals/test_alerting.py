@@ -18,7 +18,7 @@ from trainvitals.alerting import (
     is_answered,
     point_is_over,
 )
-from trainvitals.detect.watch import WatchSet
+from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.errors import ConfigError
 from trainvitals.records import Decision, Finding
 
@@ -138,7 +138,7 @@ def test_only_a_lost_or_halted_run_pages(state: str, expected: list[tuple[str, s
 
 def finding(kind: str, cause: str = "", step: int = 7) -> Finding:
     return Finding(
-        kind=kind, level="tell", step=step, detector="x", reason="it looks bad", cause=cause
+        kind=kind, level="advisory", step=step, detector="x", reason="it looks bad", cause=cause
     )
 
 
@@ -191,8 +191,8 @@ def test_the_level_of_a_loss_that_is_not_minimized_is_only_logged(kind: str) -> 
 
 
 def test_a_damaged_state_is_answered_by_going_back_and_not_by_a_skip() -> None:
-    damaged = msgspec.structs.replace(finding("state_damaged"), level="act")
-    spike = msgspec.structs.replace(finding("spike"), level="act")
+    damaged = msgspec.structs.replace(finding("state_damaged"), level="actionable")
+    spike = msgspec.structs.replace(finding("spike"), level="actionable")
     assert not is_answered(damaged, {"skip_step"}) and is_answered(spike, {"skip_step"})
     assert is_answered(damaged, {"skip_step", "rollback"}) and is_answered(damaged, {"halt"})
     assert not is_answered(spike, ()) and not is_answered(finding("plateau"), {"rollback"})
@@ -205,7 +205,7 @@ def test_a_jump_of_the_rate_is_one_alert_whether_job_or_collector_saw_it() -> No
 
 
 def test_every_kind_that_watchers_tell_raises_an_alert() -> None:
-    watchers = WatchSet().state_dict()["watchers"]
+    watchers = FleetDetectors().state_dict()["watchers"]
     kinds = {"gpu_error": ("gpu_ecc", "gpu_xid")}
     told = {kind for name in watchers for kind in kinds.get(name, (name,))}
     assert told | {"stalled", "checkpoint_overdue"} <= ALERTED_KINDS

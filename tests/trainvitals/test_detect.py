@@ -140,7 +140,7 @@ def test_limits_are_finite_or_absent_whatever_was_seen(given_records: list[StepR
 
 @given(records())
 def test_only_what_is_not_finite_is_acted_on(given_records: list[StepRecord]) -> None:
-    acting = {f.kind for f in feed(DetectorSet(), given_records) if f.level == "act"}
+    acting = {f.kind for f in feed(DetectorSet(), given_records) if f.level == "actionable"}
     assert acting <= {"nonfinite", "nonfinite_params"}
 
 
@@ -214,7 +214,7 @@ def test_a_spike_before_the_first_limit_hides_none_of_those_after_it(first: int)
 def test_a_nan_on_one_rank_names_the_rank() -> None:
     (record,) = series("loss 2.1; grad_norm nan; nonfinite_ranks 3")
     (finding,) = NonFiniteDetector().update(record)
-    assert ("nonfinite", "act", 3, "nonfinite_gradient") == (
+    assert ("nonfinite", "actionable", 3, "nonfinite_gradient") == (
         finding.kind, finding.level, finding.rank, finding.cause,
     )  # fmt: skip
     assert "gradient norm is nan on rank 3" == finding.reason
@@ -253,7 +253,7 @@ def test_a_rank_that_could_not_measure_is_told_and_not_acted_on() -> None:
     (finding,) = NonFiniteDetector().update(
         StepRecord(step=4, attempt=1, loss=2.0, failed_ranks=(1,))
     )
-    assert ("rank_failed", "tell", 1) == (finding.kind, finding.level, finding.rank)
+    assert ("rank_failed", "advisory", 1) == (finding.kind, finding.level, finding.rank)
 
 
 # ---------------------------------------------------------------------------------- spikes
@@ -268,7 +268,7 @@ def test_a_finding_says_value_and_limit_in_words() -> None:
     feed(detector, "grad_norm 0.25x30")
     (finding,) = detector.update(StepRecord(step=30, attempt=1, grad_norm=145.0))
     assert "gradient norm 145 is above its limit 10" == finding.reason
-    assert ("tell", 145.0, 10.0, 30) == (
+    assert ("advisory", 145.0, 10.0, 30) == (
         finding.level, finding.value, finding.limit, finding.onset_step,
     )  # fmt: skip
 
@@ -461,7 +461,7 @@ def test_where_the_loss_is_not_minimized_its_level_says_nothing(kind: Any) -> No
         {"warm_up": 300},
         {"course": 0},
         {"sigmas": 0.0},
-        {"headroom": 0.5},
+        {"margin": 0.5},
         {"min_ratio": 1.1},
         {"together": 1.0},
         {"most": 9.0},

@@ -48,7 +48,7 @@ def test_in_guard_it_is_told_once_and_nothing_is_decided():
     run = evaluated("guard")
     run.feed("outlier", "ok")
     assert [] == run.feed("ok", evaluation=3.0)
-    assert [("state_damaged", "act", "evaluation", 201)] == [
+    assert [("state_damaged", "actionable", "evaluation", 201)] == [
         (f.kind, f.level, f.detector, f.onset_step) for f in run.told
     ]
     run.feed("ok", evaluation=3.0)  # no outlier since the one before

@@ -269,5 +269,5 @@ def test_a_log_that_goes_back_again_and_again_keeps_a_bounded_memory() -> None:
     parts = [log("loss 2x10", first=90 - at) for at in range(0, 90, 5)]
     said = list(judge_history(joined(*parts)))
     assert 180 == len(said)
-    assert [] == [f for f in findings(said) if f.level == "act"]
+    assert [] == [f for f in findings(said) if f.level == "actionable"]
     assert all(j.record.loss is not None and math.isfinite(j.record.loss) for j in said)

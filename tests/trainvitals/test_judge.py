@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainvitals.ladder_run import FIRST, REFS
-from trainvitals.policy import Facts, Judge, Judgement, Mode
+from trainvitals.policy import Judge, Judgement, LadderMemory, Mode
 from trainvitals.records import StepRecord
 from trainvitals.testing import decisions, series
 
@@ -41,7 +41,7 @@ def test_an_accepted_level_begins_the_reference_anew_and_is_kept_over_a_relaunch
     ledger = decisions(judge, "loss 2.1x60 9.5x40; grad_norm 1x100")
     assert ["skip_step"] * 32 + ["accept_level"] == [d.action for d in ledger]
     assert (61, 93) == (ledger[0].step, ledger[-1].step)
-    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=Facts)
+    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=LadderMemory)
     relaunched = Judge(facts=facts)
     assert [] == decisions(relaunched, "loss 2.1x60 9.5x3 2.1x5 9.4x3; grad_norm 1x71")
 
@@ -60,7 +60,7 @@ def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:
         bad = StepRecord(step=step, attempt=1, nonfinite_params=1, skipped=True)
         judge.judge(bad, decided_at_step=step, checkpoints=[FIRST], now_attempt_id=1)
         judge.rolled_back(detector_state=None, attempt=1)
-    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=Facts)
+    facts = msgspec.json.decode(msgspec.json.encode(judge.facts), type=LadderMemory)
     relaunched = Judge(mode="heal", facts=facts)
     bad = StepRecord(step=150, attempt=1, nonfinite_params=1, skipped=True)
     decision = relaunched.judge(bad, decided_at_step=151, checkpoints=[FIRST]).decision

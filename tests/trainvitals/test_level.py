@@ -56,7 +56,7 @@ def test_a_slow_divergence_is_told_within_a_quarter_of_it(seed: int) -> None:
 def test_it_only_tells_however_far_the_loss_goes_and_names_where_it_began() -> None:
     losses = noisy([3.0] * 500 + [3.0 + 0.01 * step for step in range(300)])
     made = findings(losses)
-    assert {"tell"} == {finding.level for finding in made}
+    assert {"advisory"} == {finding.level for finding in made}
     assert 440 <= made[0].onset_step <= 520
     assert "above the lowest" in made[0].reason
 
@@ -156,7 +156,7 @@ def test_white_noise_drifts_nowhere(noise: float) -> None:
 
 def test_a_drift_says_how_far_and_names_where_it_began() -> None:
     finding = findings(noisy([2.0] * 1200 + [2.2] * 600, noise=0.05), DriftDetector())[0]
-    assert ("divergence", "tell", "loss_drift") == (finding.kind, finding.level, finding.cause)
+    assert ("divergence", "advisory", "loss_drift") == (finding.kind, finding.level, finding.cause)
     assert 1100 <= finding.onset_step <= 1300
     assert "deviations of such a level" in finding.reason
 

@@ -47,7 +47,7 @@ def learned(steps: int) -> list[float]:
 def test_what_is_given_back_is_told_once(noise: float, duration: int) -> None:
     back = [2.0 + 5.0 * min(1.0, i / duration) for i in range(900)]
     (finding,) = findings(noisy(learned(800) + back, noise))
-    assert ("lost_progress", "tell") == (finding.kind, finding.level)
+    assert ("lost_progress", "advisory") == (finding.kind, finding.level)
     assert 880 <= finding.step <= 800 + duration + 200
     assert "what was learned is lost: the loss fell from" in finding.reason
 
@@ -126,7 +126,7 @@ def test_a_run_that_had_converged_is_not_stuck_after_a_restart() -> None:
 @pytest.mark.parametrize("noise", [0.02, 0.15])
 def test_a_loss_that_falls_to_nothing_at_once_is_told_once(to: float, noise: float) -> None:
     (finding,) = findings(noisy(learned(800) + [to] * 400, noise))
-    assert ("collapse", "tell") == (finding.kind, finding.level)
+    assert ("collapse", "advisory") == (finding.kind, finding.level)
     assert 800 <= finding.step <= 850
     assert "the loss collapsed: from" in finding.reason
 

@@ -8,8 +8,8 @@ import pytest
 import trainvitals
 from trainvitals.alerting import ALERTED_KINDS, ALERTS, alerts_for_finding
 from trainvitals.detect import DetectorSet
+from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.registry import DETECTORS, DOMAINS, KINDS, kinds_about
-from trainvitals.detect.watch import WatchSet
 from trainvitals.records import Finding
 
 CORE = Path(trainvitals.__file__).parent
@@ -39,7 +39,7 @@ def test_every_detector_has_its_row_those_of_the_loop_in_their_order() -> None:
     fed = [name for name in DetectorSet().state_dict() if name != "suspended"]
     rows = [name for name in DETECTORS if name in fed]
     assert fed == rows
-    watchers = set(WatchSet().state_dict()["watchers"]) | {"stalled", "checkpoint_overdue"}
+    watchers = set(FleetDetectors().state_dict()["watchers"]) | {"stalled", "checkpoint_overdue"}
     assert watchers <= set(DETECTORS)
     assert set(DETECTORS) == {*fed, *watchers, "outlier", "probe", "evaluation"}
 
@@ -54,7 +54,9 @@ def test_every_kind_has_its_row_and_somebody_who_tells_it() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_told_raises_an_alert_or_leads_to_a_decision(kind: str) -> None:
-    finding = Finding(kind=kind, level="tell", step=1, detector="one", reason="a reason", cause="")
+    finding = Finding(
+        kind=kind, level="advisory", step=1, detector="one", reason="a reason", cause=""
+    )
     alerts = alerts_for_finding(finding, run_id="run")
     assert (kind in BY_DECISION) == (not alerts)
     assert (kind in ALERTED_KINDS) == bool(alerts)

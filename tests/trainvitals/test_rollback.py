@@ -4,7 +4,7 @@ import pytest
 
 from tests.trainvitals.ladder_run import Run
 from tests.trainvitals.played import reads
-from trainvitals.policy.state import Facts, lr_factor_at
+from trainvitals.policy.state import LadderMemory, lr_factor_at
 from trainvitals.policy.withholding import Withholding, withholding
 
 
@@ -86,7 +86,7 @@ def test_a_budget_comes_back_with_time():
 
 
 def test_a_held_rate_is_what_it_was_before_its_jump_while_the_schedule_asks_for_thrice_it():
-    facts = Facts(lr_cap=0.001, lr_cap_from=350)
+    facts = LadderMemory(lr_cap=0.001, lr_cap_from=350)
     assert [1.0, 1.0, pytest.approx(1 / 3), pytest.approx(1 / 30)] == [
         lr_factor_at(facts, 400, rate) for rate in (0.001, 0.0029, 0.003, 0.03)
     ]

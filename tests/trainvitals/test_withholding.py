@@ -31,7 +31,11 @@ class Loop:
 
     def _decide(self, record: StepRecord) -> None:
         spike = Finding(
-            kind="spike", level="act", step=record.step, detector="outlier", reason="loss is high"
+            kind="spike",
+            level="actionable",
+            step=record.step,
+            detector="outlier",
+            reason="loss is high",
         )
         verdict = decide(
             self.state,

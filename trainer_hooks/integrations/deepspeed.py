@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, Unpack, cast
 import torch
 from torch.optim import Optimizer
 
+from trainer_hooks._attach import Attached, Judged
+from trainer_hooks._watch import Made, set_up
 from trainer_hooks.arguments import Arguments
-from trainer_hooks.attached import Attached, Judged
-from trainer_hooks.guard import scaled_rates
+from trainer_hooks.guard.optimizers import scaled_rates
 from trainer_hooks.integrations.framework import Options, is_off, replace, require
 from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThree, ZeroTwo
-from trainer_hooks.loop import not_compiled
-from trainer_hooks.off import Unattached
-from trainer_hooks.probe import LossOf
-from trainer_hooks.verdict import SHORT_FROM
-from trainer_hooks.wrap import Made, set_up
+from trainer_hooks.lifecycle.loop import not_compiled
+from trainer_hooks.noop import Unattached
+from trainer_hooks.probe.probe import LossOf
+from trainer_hooks.step.verdict import SHORT_FROM
 from trainvitals.errors import UsageError
 from trainvitals.records import OVERFLOW
 
@@ -74,7 +74,7 @@ class DeepSpeedAttached(Attached):
 
     def __init__(self, made: Made, engine: Any, seat: _Seat) -> None:
         super().__init__(
-            made.device, made.host, tokens_per_step=made.tokens_per_step, max_norm=None
+            made.device, made.controller, tokens_per_step=made.tokens_per_step, max_norm=None
         )
         clip = float(engine.gradient_clipping() or 0.0)
         self._clips_to = clip if clip > 0 else math.inf
@@ -97,7 +97,7 @@ class DeepSpeedAttached(Attached):
             def ours(*args: Any, **kwargs: Any) -> Any:
                 result = real(*args, **kwargs)
                 if not self._closed:
-                    with self._host.faults.fail_open("loss"):
+                    with self._controller.faults.fail_open("loss"):
                         loss = args[0] if args else kwargs["loss"]
                         # The caller has divided by it where the engine is told not to.
                         divided = not kwargs.get("scale_wrt_gas", True)
@@ -109,7 +109,7 @@ class DeepSpeedAttached(Attached):
         def write_events(real: Any) -> Any:
             def ours(events: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
                 if not self._closed:
-                    with self._host.faults.fail_open("scalars"):
+                    with self._controller.faults.fail_open("scalars"):
                         self.observe(**{name: float(value) for name, value, *_ in events})
                 return real(events, *args, **kwargs)
 
@@ -183,8 +183,8 @@ class DeepSpeedAttached(Attached):
         def ours(*args: Any, **kwargs: Any) -> Any:
             if self._closed:
                 return real(*args, **kwargs)
-            if self._host.halted is not None:
-                raise self._host.halted
+            if self._controller.halted is not None:
+                raise self._controller.halted
             try:
                 result = real(*args, **kwargs)
             finally:
@@ -212,7 +212,7 @@ class DeepSpeedAttached(Attached):
         )
         if self._step == self._first_step:
             raise error
-        with self._host.faults.fail_open("unguarded_step"):
+        with self._controller.faults.fail_open("unguarded_step"):
             raise error
 
 

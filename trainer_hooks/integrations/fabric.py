@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import trainer_hooks
+from trainer_hooks._attach import Attached
 from trainer_hooks.arguments import as_list
-from trainer_hooks.attached import Attached
-from trainer_hooks.guard import unscale
+from trainer_hooks.guard.optimizers import unscale
 from trainer_hooks.integrations.framework import Options, replace, require
 from trainvitals.errors import UsageError
 
@@ -141,7 +141,7 @@ def _judge_before_clips(
                 clipped.clear()
                 attached.before_clip(_norm_of(given) if len(optimizers) == 1 else None)
             clipped.add(place)
-        if "error_if_nonfinite" not in given and attached._host.mode == "guard":
+        if "error_if_nonfinite" not in given and attached._controller.mode == "guard":
             kwargs["error_if_nonfinite"] = False
         return real(*args, **kwargs)
 
@@ -174,7 +174,7 @@ def _keep_what_is_logged(fabric: Any, attached: Attached) -> None:
 
     def log_dict(metrics: Mapping[str, Any], step: int | None = None) -> None:
         real(metrics, step)
-        with attached._host.faults.fail_open("observe"):
+        with attached._controller.faults.fail_open("observe"):
             bare = {n: v.detach() if isinstance(v, Tensor) else v for n, v in metrics.items()}
             numbers = {n: float(v) for n, v in bare.items() if isinstance(v, int | float | Tensor)}
             attached.observe(**numbers)

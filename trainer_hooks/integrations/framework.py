@@ -14,7 +14,7 @@ from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from trainer_hooks.attached import Attached
+    from trainer_hooks._attach import Attached
 
 
 class Options(TypedDict, total=False):

@@ -16,10 +16,10 @@ from typing import Any, Unpack
 import torch
 
 import trainer_hooks
-from trainer_hooks.attached import Attached
-from trainer_hooks.goodbye import EndState
+from trainer_hooks._attach import Attached
 from trainer_hooks.integrations import accelerate
 from trainer_hooks.integrations.framework import Options, is_off, require
+from trainer_hooks.lifecycle.shutdown import EndState
 from trainvitals.errors import UsageError
 
 require("transformers", "5.0", extra="huggingface")

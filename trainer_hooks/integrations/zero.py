@@ -1,7 +1,7 @@
 """Where DeepSpeed's optimizers keep the gradients: what is measured, and in which part each rank.
 
 ZeRO cuts through parameters, so a rank holds a piece of some of them. Pieces that several ranks
-hold alike count once (``trainer_hooks.shards``).
+hold alike count once (``trainer_hooks.step.shards``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_hooks.moments import nonfinite_count
-from trainer_hooks.norms import GradNorms
+from trainer_hooks.guard.optimizer_state import nonfinite_count
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.shards import Piece, clean_name
+from trainer_hooks.step.norms import GradNorms
+from trainer_hooks.step.shards import Piece, clean_name
 
 _NOTHING: Piece = ((-1,), (0,))
 """What a rank holds of a parameter whose updates are all made elsewhere."""
@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 
 class Holder(ABC):
-    """One of DeepSpeed's optimizers, seen as what ``trainer_hooks.device.Engine`` asks for.
+    """One of DeepSpeed's optimizers, seen as what ``trainer_hooks.step.device.Engine`` asks for.
 
     ``zero`` is the engine's optimizer, which wraps a plain one.
     """
@@ -91,7 +91,7 @@ class Holder(ABC):
         """Take the engine's own flag and its scale, as they are when the gradients are measured."""
         self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
 
-    # ----------------------------------------------------------- trainer_hooks.device.Engine
+    # ----------------------------------------------------------- trainer_hooks.step.device.Engine
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return what measures the gradients where they are. Collective."""

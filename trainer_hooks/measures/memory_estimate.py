@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.moments import is_dense
-from trainer_hooks.shards import local_tensor
+from trainer_hooks.guard.optimizer_state import is_dense
+from trainer_hooks.step.shards import local_tensor
 
 
 class MemoryEstimate:

@@ -19,8 +19,8 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.activations import Activation, Activations, choose
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.measures.updates import Updates
-from trainer_hooks.norms import GradNorms
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.step.norms import GradNorms
 
 _HEAD = 4
 

@@ -169,7 +169,7 @@ class BurstDetector(Detector):
             return ()
         finding = Finding(
             kind="grad_explosion",
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=f"the gradient norm rises since step {self._onset}: {norm:.4g} is "

@@ -227,7 +227,7 @@ class LevelDetector(Detector):
     ) -> Finding:
         return Finding(
             kind=kind,
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=reason,
@@ -475,7 +475,7 @@ class DriftDetector(Detector):
         deviations = (level - lowest) * math.sqrt(span) / max(noise, 1e-9)
         return Finding(
             kind="divergence",
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=f"the loss drifts up: its level {math.exp(level):.4g} ({span * _BLOCK} steps) "

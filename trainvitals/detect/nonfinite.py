@@ -52,7 +52,7 @@ class NonFiniteDetector:
             what = f"{what} in more than {MAX_OVERFLOWS} steps in a row whatever the loss scale"
         return Finding(
             kind="nonfinite",
-            level="act",
+            level="actionable",
             step=record.step,
             detector=self.name,
             reason=what + where,
@@ -66,7 +66,7 @@ class NonFiniteDetector:
         ranks = record.nonfinite_ranks
         return Finding(
             kind="nonfinite_params",
-            level="act",
+            level="actionable",
             step=record.step,
             detector=self.name,
             reason=f"parameters are non-finite on {record.nonfinite_params} rank(s)",
@@ -80,7 +80,7 @@ class NonFiniteDetector:
         ranks = record.failed_ranks
         return Finding(
             kind="rank_failed",
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=f"{_ranks(ranks)} could not measure the step",

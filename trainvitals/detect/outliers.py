@@ -211,7 +211,7 @@ class OutlierRule:
             spikes.append(
                 Finding(
                     kind="spike",
-                    level="act",
+                    level="actionable",
                     step=record.step,
                     detector=self.name,
                     reason=f"{label} {value:.4g} is above its limit {limit:.4g}",

@@ -269,7 +269,7 @@ class ProgressDetector(Detector):
     ) -> Finding:
         return Finding(
             kind=kind,
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=reason,

@@ -149,79 +149,85 @@ DETECTORS: Mapping[str, DetectorSpec] = {
             name="nonfinite",
             where="rank",
             kinds={
-                "nonfinite": "act",
-                "nonfinite_params": "act",
-                "nonfinite_streak": "tell",
-                "rank_failed": "tell",
+                "nonfinite": "actionable",
+                "nonfinite_params": "actionable",
+                "nonfinite_streak": "advisory",
+                "rank_failed": "advisory",
             },
         ),
         DetectorSpec(
             name="loss_spike",
             where="rank",
-            kinds={"spike": "tell", "level_shift": "tell"},
+            kinds={"spike": "advisory", "level_shift": "advisory"},
             section="loss",
         ),
         DetectorSpec(
             name="grad_norm_spike",
             where="rank",
-            kinds={"spike": "tell", "level_shift": "tell"},
+            kinds={"spike": "advisory", "level_shift": "advisory"},
             section="grad_norm",
         ),
         DetectorSpec(
             name="grad_norm_burst",
             where="rank",
-            kinds={"grad_explosion": "tell"},
+            kinds={"grad_explosion": "advisory"},
             section="burst",
         ),
         DetectorSpec(
             name="loss_level",
             where="rank",
-            kinds={"divergence": "tell", "plateau": "tell"},
+            kinds={"divergence": "advisory", "plateau": "advisory"},
             section="level",
         ),
         DetectorSpec(
-            name="loss_drift", where="rank", kinds={"divergence": "tell"}, section="drift"
+            name="loss_drift", where="rank", kinds={"divergence": "advisory"}, section="drift"
         ),
         DetectorSpec(
             name="loss_progress",
             where="rank",
-            kinds={"lost_progress": "tell", "plateau": "tell", "collapse": "tell"},
+            kinds={"lost_progress": "advisory", "plateau": "advisory", "collapse": "advisory"},
             section="progress",
         ),
         # What the policy asks and decides by.
         DetectorSpec(
             name="outlier",
             where="rank",
-            kinds={"spike": "act", "withholding_spent": "tell"},
+            kinds={"spike": "actionable", "withholding_spent": "advisory"},
             section="outlier",
         ),
-        DetectorSpec(name="probe", where="rank", kinds={"state_damaged": "act"}, section="ladder"),
         DetectorSpec(
-            name="evaluation", where="rank", kinds={"state_damaged": "act"}, section="ladder"
+            name="probe", where="rank", kinds={"state_damaged": "actionable"}, section="ladder"
+        ),
+        DetectorSpec(
+            name="evaluation", where="rank", kinds={"state_damaged": "actionable"}, section="ladder"
         ),
         # Over the merged steps of all ranks; of the rate each rank tells by itself.
         DetectorSpec(
             name="learning_rate",
             where="collector",
-            kinds={"learning_rate": "tell", "lr_jump": "tell"},
+            kinds={"learning_rate": "advisory", "lr_jump": "advisory"},
         ),
-        DetectorSpec(name="loss_scale", where="collector", kinds={"loss_scale": "tell"}),
-        DetectorSpec(name="layer_gradient", where="collector", kinds={"layer_gradient": "tell"}),
-        DetectorSpec(name="update_ratio", where="collector", kinds={"update_ratio": "tell"}),
-        DetectorSpec(name="activation", where="collector", kinds={"activation": "tell"}),
-        DetectorSpec(name="throughput", where="collector", kinds={"throughput": "tell"}),
-        DetectorSpec(name="data_bound", where="collector", kinds={"data_bound": "tell"}),
-        DetectorSpec(name="straggler", where="collector", kinds={"straggler": "tell"}),
-        DetectorSpec(name="memory_creep", where="collector", kinds={"memory_creep": "tell"}),
-        DetectorSpec(name="rank_loss", where="collector", kinds={"rank_loss": "tell"}),
-        DetectorSpec(name="stalled", where="collector", kinds={"stalled": "tell"}),
+        DetectorSpec(name="loss_scale", where="collector", kinds={"loss_scale": "advisory"}),
         DetectorSpec(
-            name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "tell"}
+            name="layer_gradient", where="collector", kinds={"layer_gradient": "advisory"}
+        ),
+        DetectorSpec(name="update_ratio", where="collector", kinds={"update_ratio": "advisory"}),
+        DetectorSpec(name="activation", where="collector", kinds={"activation": "advisory"}),
+        DetectorSpec(name="throughput", where="collector", kinds={"throughput": "advisory"}),
+        DetectorSpec(name="data_bound", where="collector", kinds={"data_bound": "advisory"}),
+        DetectorSpec(name="straggler", where="collector", kinds={"straggler": "advisory"}),
+        DetectorSpec(name="memory_creep", where="collector", kinds={"memory_creep": "advisory"}),
+        DetectorSpec(name="rank_loss", where="collector", kinds={"rank_loss": "advisory"}),
+        DetectorSpec(name="stalled", where="collector", kinds={"stalled": "advisory"}),
+        DetectorSpec(
+            name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "advisory"}
         ),
         # Over the samples of a node's GPUs.
-        DetectorSpec(name="gpu_throttle", where="agent", kinds={"gpu_throttle": "tell"}),
-        DetectorSpec(name="gpu_error", where="agent", kinds={"gpu_ecc": "tell", "gpu_xid": "tell"}),
-        DetectorSpec(name="gpu_lost", where="agent", kinds={"gpu_lost": "tell"}),
+        DetectorSpec(name="gpu_throttle", where="agent", kinds={"gpu_throttle": "advisory"}),
+        DetectorSpec(
+            name="gpu_error", where="agent", kinds={"gpu_ecc": "advisory", "gpu_xid": "advisory"}
+        ),
+        DetectorSpec(name="gpu_lost", where="agent", kinds={"gpu_lost": "advisory"}),
     )
 }
 

@@ -78,13 +78,13 @@ class SpikeConfig:
     """Clean steps whose distances from the course are remembered: the spread, and the tail."""
     warm_up: int = 10
     """Clean steps needed before there is a limit; 16 and 10 score alike on real curves."""
-    course: int = 25
+    trend_window: int = 25
     """Newest clean steps whose median is the metric's course: what a step is compared with. Its own
     error is a quarter of a step's noise."""
     sigmas: float = 4.5
     """Robust standard deviations around the course that clean steps keep within. A step at 3x is
     7 of them where the noise is 15 %."""
-    headroom: float = 1.2
+    margin: float = 1.2
     """The limit exceeds by this factor the distance that 2 % of these steps went beyond: what was
     normal before is no outlier (bimodal losses, heavy tails)."""
     min_ratio: float = 2.0
@@ -120,11 +120,11 @@ class SpikeConfig:
             raise ConfigError(
                 f"spike.warm_up is {self.warm_up}; it must be 8 to spike.window ({self.window})"
             )
-        if self.course < 1:
-            raise ConfigError(f"spike.course is {self.course}; it must be at least 1")
-        if self.sigmas <= 0.0 or self.headroom < 1.0 or self.calm < 0.0:
+        if self.trend_window < 1:
+            raise ConfigError(f"spike.trend_window is {self.trend_window}; it must be at least 1")
+        if self.sigmas <= 0.0 or self.margin < 1.0 or self.calm < 0.0:
             raise ConfigError(
-                f"spike.sigmas is {self.sigmas}, spike.headroom {self.headroom}, spike.calm "
+                f"spike.sigmas is {self.sigmas}, spike.margin {self.margin}, spike.calm "
                 f"{self.calm}; they must be above 0, at least 1, and not below 0"
             )
         if not 1.0 < self.together <= self.min_ratio:
@@ -188,7 +188,7 @@ class SpikeDetector:
         self._config = config or (LOSS_DEFAULTS if metric == "loss" else GRAD_NORM_DEFAULTS)
         self._enough = self._config.enough if together else 0.0
         self._deviations = RobustWindow(self._config.window)
-        self._course = RobustWindow(self._config.course)
+        self._course = RobustWindow(self._config.trend_window)
         self._suspended = 0
         self._clock = 0
         self._groups: deque[list[float]] = deque(maxlen=self._config.recurs + 3)
@@ -271,7 +271,7 @@ class SpikeDetector:
             else:
                 self._push_plain(value)
         if not self._suspended and len(self._course) >= min(
-            self._config.warm_up, self._config.course
+            self._config.warm_up, self._config.trend_window
         ):
             self._refresh()
         return ()
@@ -313,7 +313,7 @@ class SpikeDetector:
         least = math.log(config.min_ratio)
         if config.calm:
             least = min(least, config.calm * max(sigma, rare / _RARE_SIGMAS, 0.005))
-        self._far = max(spread, tail, config.headroom * rare, seen * _BEYOND_SEEN, least)
+        self._far = max(spread, tail, config.margin * rare, seen * _BEYOND_SEEN, least)
         scarce = 1.0 + 20.0 / num
         self._sigma = scarce * max(
             config.deviation,
@@ -393,7 +393,7 @@ class SpikeDetector:
             )
         return Finding(
             kind="spike",
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=f"{label} {value:.4g} is above its limit {limit:.4g}{more}",
@@ -445,7 +445,7 @@ class SpikeDetector:
         ratio = math.exp(self._height / self._num)
         return Finding(
             kind="spike",
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=f"the loss is high since step {self._onset}: {self._num} steps lie "
@@ -526,7 +526,7 @@ class SpikeDetector:
         values = list(self._newest)
         course = math.log(sorted(values)[len(values) // 2])
         self._deviations.restore([math.log(value) - course for value in values])
-        self._course.restore(values[-self._config.course :])
+        self._course.restore(values[-self._config.trend_window :])
         self._rises.clear()
         self._end()
         self._refresh()
@@ -564,7 +564,7 @@ class SpikeDetector:
             return ()
         shift = Finding(
             kind="level_shift",
-            level="tell",
+            level="advisory",
             step=record.step,
             detector=self.name,
             reason=f"{num} high steps in a row lie around {level:.4g}: this is the new level",
@@ -577,7 +577,7 @@ class SpikeDetector:
 
     def _adopt(self, values: list[float]) -> None:
         """Let these values be the course from now on; the spread around it stays."""
-        kept = values[-self._config.course :]
+        kept = values[-self._config.trend_window :]
         highest = max(values)
         self._end()
         self._course.clear()

@@ -5,8 +5,8 @@ from trainvitals.policy.ladder import decide
 from trainvitals.policy.rungs import Verdict
 from trainvitals.policy.state import (
     CheckpointRef,
-    Facts,
     LadderConfig,
+    LadderMemory,
     LadderState,
     Mode,
     Proposal,
@@ -15,11 +15,11 @@ from trainvitals.policy.state import (
 
 __all__ = [
     "CheckpointRef",
-    "Facts",
     "Judge",
     "JudgeConfig",
     "Judgement",
     "LadderConfig",
+    "LadderMemory",
     "LadderState",
     "Mode",
     "Proposal",

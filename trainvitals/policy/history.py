@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.merged import MergedStep
-from trainvitals.detect.watch import WatchSet
 from trainvitals.policy.evidence import NO_READING, Ask, Reading
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, Mode
@@ -271,7 +271,7 @@ class _Player:
         self._next_checkpoint = 0
         self._states: list[tuple[int, dict[str, Any]]] = []
         self._overflows = overflows_of(log)
-        self._watches = WatchSet()
+        self._watches = FleetDetectors()
         self._num_starts = 1
 
     def play(self) -> Iterator[JudgedStep]:

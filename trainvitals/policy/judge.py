@@ -20,8 +20,8 @@ from trainvitals.policy.ladder import decide
 from trainvitals.policy.rungs import Course
 from trainvitals.policy.state import (
     CheckpointRef,
-    Facts,
     LadderConfig,
+    LadderMemory,
     LadderState,
     Mode,
     Proposal,
@@ -95,12 +95,16 @@ class Judge:
     """
 
     def __init__(
-        self, config: JudgeConfig | None = None, mode: Mode = "guard", *, facts: Facts | None = None
+        self,
+        config: JudgeConfig | None = None,
+        mode: Mode = "guard",
+        *,
+        facts: LadderMemory | None = None,
     ) -> None:
         self.config = config or JudgeConfig()
         self.mode: Mode = mode
         self._begin_detectors()
-        self._ladder = LadderState(facts=facts or Facts())
+        self._ladder = LadderState(facts=facts or LadderMemory())
         self._last_step = -1
 
     def _begin_detectors(self) -> None:
@@ -246,7 +250,7 @@ class Judge:
         )
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> LadderMemory:
         """What no restore sets back; ``msgspec.json.encode`` it into the plan journal."""
         return self._ladder.facts
 

@@ -127,7 +127,7 @@ def _judge_step(
     record = case.record
     if state.facts.halted:
         return Verdict(_recover_observed(state, findings, case))
-    bad = {finding.kind: finding for finding in reversed(findings) if finding.level == "act"}
+    bad = {finding.kind: finding for finding in reversed(findings) if finding.level == "actionable"}
     if (params := bad.get("nonfinite_params")) is not None:
         return _nonfinite_params(state, params, case)
     if (nonfinite := bad.get("nonfinite")) is not None:
@@ -155,7 +155,7 @@ def _is_above(record: StepRecord, limits: Limits) -> bool:
 def _recover_observed(state: LadderState, findings: Sequence[Finding], case: Case) -> LadderState:
     """Let an observed halt end when the run, which nobody stopped, has recovered by itself."""
     record = case.record
-    if record.skipped or any(finding.level == "act" for finding in findings):
+    if record.skipped or any(finding.level == "actionable" for finding in findings):
         return replace(state, last_unhealthy_step=record.step)
     quiet = record.step - state.last_unhealthy_step
     if quiet < case.config.max_skips_in_a_row:
@@ -245,7 +245,7 @@ def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> 
             f"{num} steps in a row were not finite (since step {state.nonfinite_onset}), but the "
             "model reads earlier batches as well as before: it is the data; each is skipped"
         )
-        findings = (replace(bad, kind="nonfinite_streak", level="tell", reason=text),)
+        findings = (replace(bad, kind="nonfinite_streak", level="advisory", reason=text),)
     elif not state.sound and case.heals and num >= config.nonfinite_in_a_row:
         reason = f"{num} steps in a row were not finite, the last because {bad.reason}"
         return for_certain(
@@ -299,7 +299,7 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
             f"{config.max_withheld} updates were withheld within {config.withheld_window} steps, "
             "which is the limit: outliers pass until fewer were"
         )
-        spent = replace(spike, kind="withholding_spent", level="tell", reason=text)
+        spent = replace(spike, kind="withholding_spent", level="advisory", reason=text)
         findings = (*findings, spent)
     if not record.withheld:
         return Verdict(state, findings=findings, readings=readings)
@@ -406,7 +406,7 @@ def _in_words(read: StateRead) -> str:
 def _state_damaged(read: StateRead, limit: float, case: Case, rank: int = -1) -> Finding:
     return Finding(
         kind="state_damaged",
-        level="act",
+        level="actionable",
         step=case.record.step,
         detector="probe",
         reason=_in_words(read),
@@ -482,7 +482,7 @@ def _look_at_rate(verdict: Verdict, before: LadderState, case: Case) -> Verdict:
         state = replace(state, lr_jump=jump, losses=())
     finding = Finding(
         kind="lr_jump",
-        level="tell",
+        level="advisory",
         step=record.step,
         detector="learning_rate",
         reason=f"the learning rate rose from {last:.4g} to {rate:.4g} in one step",

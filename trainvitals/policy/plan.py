@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from trainvitals.policy.state import FOREVER, Facts
+from trainvitals.policy.state import FOREVER, LadderMemory
 
 
 class Branch(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +37,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All of it."""
 
-    facts: Facts = Facts()
+    facts: LadderMemory = LadderMemory()
     branches: tuple[Branch, ...] = ()
     windows: tuple[Window, ...] = ()
 
@@ -74,13 +74,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of the journal."""
 
-    facts: Facts | None = None
+    facts: LadderMemory | None = None
     branch: Branch | None = None
     window: Window | None = None
 
 
 def plan_line(
-    facts: Facts, *, branch: Branch | None = None, window: Window | None = None
+    facts: LadderMemory, *, branch: Branch | None = None, window: Window | None = None
 ) -> dict[str, object]:
     """Return what is to be written down before a deed."""
     line: dict[str, object] = msgspec.to_builtins(_Line(facts, branch, window))
@@ -88,7 +88,7 @@ def plan_line(
 
 
 def extend(
-    plan: Plan, *, facts: Facts, branch: Branch | None = None, window: Window | None = None
+    plan: Plan, *, facts: LadderMemory, branch: Branch | None = None, window: Window | None = None
 ) -> Plan:
     """Return the plan with one more line; a branch that is told again is the newer word."""
     branches, windows = plan.branches, plan.windows

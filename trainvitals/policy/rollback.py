@@ -11,7 +11,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from trainvitals.policy.rungs import Case, Verdict, go_back, halt, spent_causes
-from trainvitals.policy.state import Cause, CheckpointRef, Facts, LadderState, SkippedWindow
+from trainvitals.policy.state import Cause, CheckpointRef, LadderMemory, LadderState, SkippedWindow
 from trainvitals.policy.targets import choose_checkpoint
 from trainvitals.records import Finding
 
@@ -133,7 +133,7 @@ def is_near_jump(state: LadderState, onset: int, case: Case) -> bool:
     return jump is not None and -8 <= onset - jump.step <= case.config.lr_jump_steps
 
 
-def _touched(facts: Facts, kind: str, onset: int) -> Cause | None:
+def _touched(facts: LadderMemory, kind: str, onset: int) -> Cause | None:
     """Return the cause under treatment, if this is the same trouble."""
     cause = facts.cause
     if cause is None or cause.kind != kind:
@@ -152,14 +152,14 @@ def _target(case: Case, cause: Cause | None, onset: int) -> tuple[CheckpointRef 
 
 
 def _spend(
-    facts: Facts,
+    facts: LadderMemory,
     case: Case,
     cause: Cause | None,
     *,
     kind: str,
     began: int,
     target: CheckpointRef,
-) -> Facts:
+) -> LadderMemory:
     """Return the facts with one more rollback spent; from a cause's second try on the rate is cut.
 
     The rate is cut only where leaving batches out did not help.
@@ -196,7 +196,7 @@ def _leave_out_margin(case: Case, tries: int) -> int:
 def _leave(
     state: LadderState,
     case: Case,
-    facts: Facts,
+    facts: LadderMemory,
     target: CheckpointRef,
     *,
     rule: str,

@@ -11,8 +11,8 @@ from trainvitals.detect.outliers import Level, LossKind
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.state import (
     CheckpointRef,
-    Facts,
     LadderConfig,
+    LadderMemory,
     LadderState,
     Mode,
     Outlier,
@@ -124,7 +124,7 @@ def go_back(
     finding: Finding | None,
     target: CheckpointRef,
     *,
-    facts: Facts,
+    facts: LadderMemory,
     reason: str,
     rule: str,
     skip_batches: int = 0,
@@ -180,12 +180,12 @@ def halt(
     )
 
 
-def spent_causes(facts: Facts, config: LadderConfig) -> tuple[int, ...]:
+def spent_causes(facts: LadderMemory, config: LadderConfig) -> tuple[int, ...]:
     """Return when causes were treated by rollback, of those within the window."""
     return tuple(time for time in facts.causes if time > facts.clock - config.budget_window)
 
 
-def budget_left(facts: Facts, config: LadderConfig) -> int:
+def budget_left(facts: LadderMemory, config: LadderConfig) -> int:
     """Return how many rollbacks are left before one more must halt: the nearer of both budgets."""
     tries = config.max_tries - (facts.cause.tries if facts.cause else 0)
     return max(0, min(tries, config.max_causes - len(spent_causes(facts, config))))

@@ -1,8 +1,8 @@
 """What the ladder knows: settings, checkpoints to go back to, and its own memory.
 
-The memory has two parts. ``Facts`` only move forward (budgets spent, commands applied, ledger
-sequence): they live in the plan journal, and no restore gives a budget back. The rest of
-``LadderState`` describes the present branch and starts anew after a rollback.
+The memory has two parts. What is in ``LadderMemory`` only moves forward (budgets spent, commands
+applied, ledger sequence): it lives in the plan journal, and no restore gives a budget back. The
+rest of ``LadderState`` describes the present branch and starts anew after a rollback.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class SkippedWindow(msgspec.Struct, frozen=True, array_like=True):
     num_batches: int
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the ladder's memory that no restore sets back. Lives in the plan journal."""
 
     attempt: int = 0
@@ -249,7 +249,7 @@ class LrJump(msgspec.Struct, frozen=True, array_like=True):
 class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ``decide`` carries from one step to the next."""
 
-    facts: Facts = Facts()
+    facts: LadderMemory = LadderMemory()
     row: tuple[Outlier, ...] = ()
     """Finite outliers in a row, the first included; a non-finite step between is not counted."""
     nonfinite: int = 0
@@ -292,7 +292,9 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     """A rollback was decided and not yet reported done: records are of the old branch."""
 
 
-def lr_factor_at(facts: Facts, step: int, rate: float | None = None, *, jump: float = 3.0) -> float:
+def lr_factor_at(
+    facts: LadderMemory, step: int, rate: float | None = None, *, jump: float = 3.0
+) -> float:
     """Return the factor on the learning rate at ``step``: held, climbing back, or 1.
 
     Args:
@@ -307,7 +309,7 @@ def lr_factor_at(facts: Facts, step: int, rate: float | None = None, *, jump: fl
     return factor
 
 
-def _cut_at(facts: Facts, step: int) -> float:
+def _cut_at(facts: LadderMemory, step: int) -> float:
     if step >= facts.lr_full_from:
         return 1.0
     if step < facts.lr_hold_until:

@@ -44,7 +44,7 @@ class DeviceRule(msgspec.Struct, frozen=True):
     ) -> tuple[StepRecord, DeviceRule]:
         """Return the record as the device completes it, and what it knows for the next step.
 
-        This is ``trainer_hooks.verdict.judge_on_device`` in plain numbers, for logs and tests.
+        This is ``trainer_hooks.step.verdict.judge_on_device`` in plain numbers, for logs and tests.
         """
         loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
         norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit

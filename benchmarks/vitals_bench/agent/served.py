@@ -20,10 +20,10 @@ from trainvitals.io.client import CollectorAddress
 from trainvitals.io.private import private_base
 from vitals_agent import agent as agent_module
 from vitals_agent.agent import Agent, AgentConfig
-from vitals_agent.courier import Courier
+from vitals_agent.collector_endpoint import CollectorEndpoint
 from vitals_agent.daemon import LoopConfig, run
 from vitals_agent.gpu import GpuSampler
-from vitals_agent.link import CollectorLink
+from vitals_agent.io_loop import IoLoop
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Sampling
 from vitals_bench.agent.cost import NUM_GPUS, Cost
@@ -90,11 +90,11 @@ def main() -> None:
     meter.wrap(Sampling, "sample", "samples of node and ranks")
     meter.wrap(GpuSampler, "sample", "samples of GPUs")
     meter.wrap(Sampling, "collect", "writing the samples of GPUs")
-    meter.wrap(Courier, "turn", "shipping and relaying")
+    meter.wrap(IoLoop, "turn", "shipping and relaying")
     gpus = [{**H100, "uuid": f"GPU-{index}"} for index in range(NUM_GPUS)]
     agent = Agent(
         AgentConfig(vitals_dir=Path(vitals_dir), base=private_base(os.environ), node=NODE),
-        client=CollectorLink(lambda: CollectorAddress(url=url)) if url else None,
+        client=CollectorEndpoint(lambda: CollectorAddress(url=url)) if url else None,
         nvml=ReplayedNvml({"gpus": gpus}),
     )
     report = threading.Thread(

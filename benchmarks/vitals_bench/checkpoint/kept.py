@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_hooks.checkpoints.store import CheckpointStore
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.snapshots import SnapshotRing
-from trainer_hooks.state import TrainingState
+from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+from trainer_hooks.recovery.snapshots import SnapshotRing
+from trainer_hooks.recovery.state import TrainingState
 from vitals_bench.training import gpt, tokens
 
 RUN_ID = "01JCHECKPOINTBENCH00000000"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trainvitals.detect import DetectorSet
+from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.merged import MergedStep, Value
-from trainvitals.detect.watch import WatchSet
 from trainvitals.policy import Judge
 from trainvitals.records import StepRecord
 from trainvitals.testing import judgements
@@ -67,7 +67,7 @@ def _completed(series: Series) -> list[StepRecord]:
 def _collector(series: Series, times: int) -> Row:
     return Row(
         name=f"the collector's watchers: a merged step of {RANKS} ranks and {LAYERS} layers",
-        ours=_median(lambda: WatchSet().update, _merged(series), times),
+        ours=_median(lambda: FleetDetectors().update, _merged(series), times),
         unit="us",
         goal=at_most(COLLECTOR_US),
         note="the goal is 20,000 steps a second; layers are in every 10th step",

@@ -30,7 +30,7 @@ def judge(series: Series) -> Verdicts:
     for row, record, judged in _play(series):
         made.told.extend(Alarm(row, finding.kind) for finding in judged.findings)
         if record.skipped:
-            acting = [finding.kind for finding in judged.findings if finding.level == "act"]
+            acting = [finding.kind for finding in judged.findings if finding.level == "actionable"]
             made.skipped.append(Alarm(row, acting[0] if acting else "spike"))
         if judged.decision is not None and judged.decision.action == "rollback":
             made.rollbacks.append(row)

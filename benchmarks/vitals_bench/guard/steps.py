@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_hooks.guard import OptimizerGuard
+from trainer_hooks.guard.optimizers import OptimizerGuard
 from vitals_bench.measure import interleave, medians, spread
 from vitals_bench.rows import Row, ratio_at_most
 from vitals_bench.training import Gradients, gpt, size_of

@@ -20,7 +20,7 @@ from vitals_bench.ingest.records import NAMES, Numbers, Writers
 from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.processes import cpu_seconds_of
 from vitals_bench.rows import Goal, Row, at_most
-from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.storage.compaction import Compacted, compact, compact_writer, writers
 from vitals_collector.storage.store import Store
 

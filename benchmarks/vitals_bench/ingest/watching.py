@@ -28,12 +28,12 @@ from trainvitals.rows import Schema, Value
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from trainvitals.wire import Batch, BatchHeader, decode_batch, encode_batch
-from vitals_collector.acting.notifiers import DELIVERED, Result
-from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.alerts.notifiers import DELIVERED, Result
+from vitals_collector.ingest.ingest import ingest_all
+from vitals_collector.live.engine import Acting, EngineConfig, assemble
+from vitals_collector.live.live_monitor import LiveMonitor
 from vitals_collector.storage.schema import sources
 from vitals_collector.storage.store import Store, open_data_store
-from vitals_collector.watch.engine import Acting, EngineConfig, assemble
-from vitals_collector.watch.watching import Watching
 
 _SECOND = 1_000_000_000
 _POLLS_A_STEP = 5
@@ -165,7 +165,7 @@ def catch_up(store: Store, num_ranks: int, num_steps: int) -> float:
         raws = list(ranks.step())
         for first in range(0, num_ranks, _BATCHES_A_COMMIT):
             ingest_all(store, raws[first : first + _BATCHES_A_COMMIT], clock.time_ns())
-    watching = Watching(store)
+    watching = LiveMonitor(store)
     begin = time.process_time()
     while watching.poll(now_ns=0, running={ranks.identities[0].run_id}).has_more:
         pass

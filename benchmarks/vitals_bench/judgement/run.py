@@ -255,7 +255,7 @@ def train_watched(
 
 def _recorded(ledger: Ledger, damage: Mapping[tuple[int, int], bool]) -> dict[str, Any]:
     """Return what the run wrote down of itself; ``damage`` is by attempt and step."""
-    kinds = [f.kind for f in ledger.findings if f.level == "tell"]
+    kinds = [f.kind for f in ledger.findings if f.level == "advisory"]
     return {
         "withheld": ledger.withheld,
         "nonfinite": ledger.nonfinite,

@@ -29,7 +29,7 @@ from trainvitals.records import (
 from trainvitals.rows import Column, Schema
 from trainvitals.wire import BatchHeader, encode_batch
 from vitals_bench.ingest.records import ATTEMPT, identity_of
-from vitals_collector.receiving.ingest import ingest_all
+from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.store import Store
 
@@ -223,7 +223,7 @@ class Filling:
 def _finding(step: int) -> Finding:
     return Finding(
         kind="grad_norm_outlier",
-        level="act",
+        level="actionable",
         step=step,
         detector="bench",
         reason="the norm was far above its limit",

@@ -19,7 +19,7 @@ from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.query.filling import Filling, Planted, Size
 from vitals_bench.rows import Row, at_most, exactly, ratio_at_most
 from vitals_collector.queries import metrics
-from vitals_collector.queries.loading import load_curve
+from vitals_collector.queries.load_curve import load_curve
 from vitals_collector.queries.query import Query
 from vitals_collector.queries.series import AttemptRow, Points
 from vitals_collector.queries.why import explain

@@ -23,7 +23,7 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
-from vitals_collector.acting.notifiers import build_notifiers
+from vitals_collector.alerts.notifiers import build_notifiers
 from vitals_collector.api.auth import (
     INGEST_PATH,
     Gate,
@@ -33,23 +33,23 @@ from vitals_collector.api.auth import (
 )
 from vitals_collector.api.control import control_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
+from vitals_collector.api.ingest_route import IngestApp
 from vitals_collector.api.lookback import lookback_routers
 from vitals_collector.api.query import query_router
-from vitals_collector.api.reception import Reception
 from vitals_collector.api.web import answers, bug, document, problem, problem_of, reply, takes
-from vitals_collector.keeping.thinning import VolumeSettings
-from vitals_collector.keeping.upkeep import Upkeep
-from vitals_collector.queries.query import Query
-from vitals_collector.receiving.arrivals import (
+from vitals_collector.ingest.folder import FolderIngest
+from vitals_collector.ingest.staging import (
     WAIT_SECONDS,
-    Arrivals,
     ArrivalsConfig,
-    place_left,
+    WriteAheadBuffer,
+    recover,
 )
-from vitals_collector.receiving.folder import FolderIngest
+from vitals_collector.live.engine import Acting, EngineConfig, assemble
+from vitals_collector.queries.query import Query
+from vitals_collector.retention.maintenance import Upkeep
+from vitals_collector.retention.rollup import VolumeSettings
 from vitals_collector.storage.compactor import Compactor
 from vitals_collector.storage.store import Store, ensure_data_dir, open_data_store, open_store
-from vitals_collector.watch.engine import Acting, EngineConfig, assemble
 
 TOKENS_FILE = "tokens.json"
 
@@ -109,7 +109,7 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     try:
         folder = FolderIngest(store, settings.folders)
         acting = _acting(store, settings, clock)
-        reception = Reception(store, clock=clock, arrivals=_arrivals(store, settings))
+        reception = IngestApp(store, clock=clock, arrivals=_arrivals(store, settings))
         app = _App(
             title="Vitals collector",
             version=__version__,
@@ -132,14 +132,14 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     return app
 
 
-def _arrivals(store: Store, settings: CollectorSettings) -> Arrivals | None:
+def _arrivals(store: Store, settings: CollectorSettings) -> WriteAheadBuffer | None:
     """Return what lets rows wait: where nobody else may write, in our own data directory."""
     if settings.database:
-        place_left(store)
+        recover(store)
         return None
     # What tells that a run is silent must not be taken for silence.
     seconds = min(WAIT_SECONDS, settings.lost_after_seconds / 6)
-    arrivals = Arrivals(store, ArrivalsConfig(seconds=seconds))
+    arrivals = WriteAheadBuffer(store, ArrivalsConfig(seconds=seconds))
     store.try_to_settle()  # what an earlier process left, before anybody looks
     return arrivals
 
@@ -187,7 +187,7 @@ def _lifespan(
     store: Store,
     folder: FolderIngest,
     acting: Acting,
-    reception: Reception,
+    reception: IngestApp,
     settings: CollectorSettings,
     clock: Clock,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -222,7 +222,7 @@ def _lifespan(
     return lifespan
 
 
-def _ingest_router(store: Store, reception: Reception) -> APIRouter:
+def _ingest_router(store: Store, reception: IngestApp) -> APIRouter:
     router = APIRouter()
 
     @router.post(

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView
-from vitals_collector.acting import commands
-from vitals_collector.acting.alerts import Inbox
+from vitals_collector.alerts import commands
+from vitals_collector.alerts.inbox import Inbox
 from vitals_collector.api.auth import require
 from vitals_collector.api.web import answers, reply, takes
 from vitals_collector.storage.store import Store

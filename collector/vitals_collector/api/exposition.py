@@ -21,14 +21,14 @@ from trainvitals.catalog import STEP_METRICS, MetricSpec, spec
 from trainvitals.clock import Clock
 from trainvitals.rows import Value
 from trainvitals.views import RunSummary
-from vitals_collector.acting import commands
+from vitals_collector.alerts import commands
 from vitals_collector.api.auth import require
+from vitals_collector.live import overview
+from vitals_collector.live.engine import Acting
+from vitals_collector.live.state import Liveness
+from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.schema import alerts, batches, decisions, findings, sources, streams
 from vitals_collector.storage.store import Store
-from vitals_collector.storage.stored import read_pages
-from vitals_collector.watch import overview
-from vitals_collector.watch.engine import Acting
-from vitals_collector.watch.state import Liveness
 
 MAX_RUNS = 50
 """Runs that appear: the newest that run, or ended a short while ago."""

@@ -16,11 +16,11 @@ from trainvitals.views import (
     TableReply,
     TableRequest,
 )
-from vitals_collector.acting.annotations import annotate
+from vitals_collector.alerts.annotations import annotate
 from vitals_collector.api.auth import require
 from vitals_collector.api.control import body_of, caller
 from vitals_collector.api.web import answers, reply, takes
-from vitals_collector.queries.cells import MAX_COLUMNS, MAX_ROWS
+from vitals_collector.queries.heatmap import MAX_COLUMNS, MAX_ROWS
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
 

@@ -84,7 +84,7 @@ def collector(
     from vitals_collector.api.app import CollectorSettings
     from vitals_collector.api.auth import check_bind
     from vitals_collector.api.serve import ListenSettings, parse_listen
-    from vitals_collector.keeping.thinning import VolumeSettings
+    from vitals_collector.retention.rollup import VolumeSettings
 
     host, port = parse_listen(listen)
     check_bind(host, allow_remote=allow_remote, tls=tls_cert is not None, allow_plain=allow_plain)

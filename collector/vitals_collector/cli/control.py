@@ -20,11 +20,11 @@ from trainvitals.io.client import (
     discover_collector,
     read_tokens,
 )
-from trainvitals.io.finding import known_collector
+from trainvitals.io.lookup import known_collector
 from trainvitals.records import Command
 from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
 from vitals_collector.cli.replay import folder_here
-from vitals_collector.queries.reading import find_run, open_folder, open_reader
+from vitals_collector.queries.open import find_run, open_folder, open_reader
 
 Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
@@ -121,7 +121,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     """Sign the command with the run's key and leave it in its folder, for the agent beside it."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
-    from vitals_collector.acting.commands import (
+    from vitals_collector.alerts.commands import (
         check_checkpoint,
         check_request,
         check_step,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainvitals.views import RunSummary
-from vitals_collector.queries.reading import Opened, find_run, open_reader
+from vitals_collector.queries.open import Opened, find_run, open_reader
 
 Run = Annotated[
     str,

@@ -36,9 +36,9 @@ def postmortem(
 
     The page needs nothing but itself: no script, no picture beside it, nothing from a network.
     """
-    from vitals_collector.replays.postmortem import markdown, page
-    from vitals_collector.replays.postmortem.facts import gather
-    from vitals_collector.replays.postmortem.story import tell
+    from vitals_collector.report.postmortem import markdown, page
+    from vitals_collector.report.postmortem.report_data import gather
+    from vitals_collector.report.postmortem.story import tell
 
     if html is not None and html == md:
         raise UsageError(f"--html and --md are both {html}; they must be two files")

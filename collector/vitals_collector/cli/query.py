@@ -11,7 +11,7 @@ from trainvitals.errors import UsageError
 from trainvitals.views import Branch, TableName, TableReply, TableRequest
 from vitals_collector.cli.opening import Collector, Dir, TokenFile, as_folder
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
-from vitals_collector.queries.reading import find_run, open_reader
+from vitals_collector.queries.open import find_run, open_reader
 
 _OF_ONE_RUN = ("steps", "ranks")
 _NAMES = ", ".join(get_args(TableName))

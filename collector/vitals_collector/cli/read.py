@@ -12,7 +12,7 @@ from trainvitals.errors import UsageError
 from vitals_collector.cli import postmortem, query, show
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
-from vitals_collector.queries.reading import open_reader
+from vitals_collector.queries.open import open_reader
 from vitals_collector.queries.tail import Tail
 
 

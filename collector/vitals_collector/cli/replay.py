@@ -16,14 +16,14 @@ from trainvitals.cli.output import Format, printable, write_json, write_rows
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import default_data_dir
-from trainvitals.io.finding import DEFAULT_DIR
-from vitals_collector.queries.reading import find_run
+from trainvitals.io.lookup import DEFAULT_DIR
+from vitals_collector.queries.open import find_run
 
 if TYPE_CHECKING:
     from trainvitals.policy import JudgeConfig
     from trainvitals.policy.history import Cadence, JudgedStep
     from trainvitals.records import Decision, StateRead
-    from vitals_collector.replays.histories import History
+    from vitals_collector.importers import History
 
 _EPISODE_ROWS = 20
 """Findings of a kind that lie no further apart are one line of the table."""
@@ -139,13 +139,13 @@ def replay(
     form: Form = Format.TABLE,
 ) -> None:
     """Judge a run or a log again: what would be found and done. Exit 1: a run's differs."""
-    from vitals_collector.replays.histories import Wanted, holds_runs, read_history
+    from vitals_collector.importers import ColumnChoice, holds_runs, read_history
 
     if form is Format.CSV:
         raise UsageError("--format is csv; a replay is written as table or json")
     if plot is not None and plot.suffix != ".svg":
         raise UsageError(f"--plot is {plot}; the picture is SVG, so the name must end in .svg")
-    column_options = Wanted(
+    column_options = ColumnChoice(
         step=step,
         loss=loss,
         grad_norm=grad_norm,
@@ -220,10 +220,10 @@ def _replay_run(
     plot: Path | None,
     form: Format,
 ) -> None:
+    from vitals_collector.ingest.folder import FolderIngest
+    from vitals_collector.ingest.staging import recover
     from vitals_collector.queries.query import Query
-    from vitals_collector.receiving.arrivals import place_left
-    from vitals_collector.receiving.folder import FolderIngest
-    from vitals_collector.replays.replay import replay as judge_again
+    from vitals_collector.report.replay import replay as judge_again
     from vitals_collector.storage.store import open_data_store, open_store
 
     settings = None if config is None else _settings(config)
@@ -232,7 +232,7 @@ def _replay_run(
     where = data or default_data_dir(os.environ)
     store = open_data_store(where) if folder is None else open_store("sqlite://")
     with contextlib.closing(store):
-        place_left(store)
+        recover(store)
         if folder is not None:
             FolderIngest(store, [folder]).poll()
         summary = find_run(Query(store, clock=SystemClock()), run)
@@ -274,7 +274,7 @@ class _Assumed:
 
 def _replay_history(history: "History", assumed: _Assumed, plot: Path | None, form: Format) -> None:
     from trainvitals.policy.history import cadence_of, document, judge_history, overflows_of
-    from vitals_collector.replays.drawing import Drawing
+    from vitals_collector.report.drawing import Drawing
 
     cadence = cadence_of(history.steps)
     for words in (
@@ -374,7 +374,7 @@ def _counted(judged_steps: "Sequence[JudgedStep]") -> str:
     )
     actions = ", ".join(f"{times} {action}" for action, times in made.items())
     return (
-        f"{findings['act']} findings to act on, {findings['tell']} to tell; "
+        f"{findings['actionable']} findings to act on, {findings['advisory']} to tell; "
         f"{made.total()} decisions{': ' if actions else ''}{actions}{_asked(judged_steps)}"
     )
 
@@ -439,7 +439,7 @@ def _need(made: "Decision") -> str:
 
 
 def _draw(judged_steps: "Iterable[JudgedStep]", num: int, plot: Path, title: str) -> None:
-    from vitals_collector.replays.drawing import Drawing
+    from vitals_collector.report.drawing import Drawing
 
     drawing = Drawing(num, title)
     for judged in judged_steps:

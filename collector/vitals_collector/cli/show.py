@@ -20,7 +20,7 @@ from vitals_collector.cli.writing import (
     write_columns,
     written_to,
 )
-from vitals_collector.queries.reading import Reader
+from vitals_collector.queries.open import Reader
 
 MAX_EVENTS = 20
 """The newest events that ``show`` writes; ``--format json`` has all."""
@@ -123,7 +123,7 @@ def _pictures(
     reader: Reader, detail: RunDetail, ledger: Sequence[DecisionView], to: TextIO
 ) -> list[str]:
     """Return loss and gradient norm as a terminal draws them, as wide as it is."""
-    from vitals_collector.replays import curves, text_plot
+    from vitals_collector.report import curves, text_plot
 
     marks = curves.marks(ledger)
     width = min(max(shutil.get_terminal_size((100, 24)).columns, MIN_WIDTH), MAX_WIDTH)

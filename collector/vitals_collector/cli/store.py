@@ -53,8 +53,8 @@ def register(app: typer.Typer) -> None:
         "check": (check, "vitals store check"),
         "backup": (copy, "vitals store backup /backup/vitals-monday.db"),
         "compact": (compact, "vitals store compact"),
-        "forget": (forget, "vitals store forget 01JD00 --yes"),
-        "keep": (keep, "vitals store keep 01JD00"),
+        "forget": (forget, "vitals store delete 01JD00 --yes"),
+        "keep": (keep, "vitals store pin 01JD00"),
     }
     about = "Look after the collector's store: sizes, copies, and what is removed."
     add_group(app, "store", commands, about=about, example="vitals store size")
@@ -67,8 +67,8 @@ def size(
     form: Form = Format.TABLE,
 ) -> None:
     """Show what every run takes, what was thinned of it, and which are above the cap."""
-    from vitals_collector.keeping.sizes import measure, store_size
-    from vitals_collector.keeping.thinning import VolumeSettings
+    from vitals_collector.retention.rollup import VolumeSettings
+    from vitals_collector.retention.sizes import measure, store_size
 
     with _store(data, database) as store:
         volumes = measure(store, VolumeSettings(max_run_bytes=round(cap_gb * 1e9)))
@@ -103,8 +103,8 @@ def check(data: Data = None, database: Database = "", form: Form = Format.TABLE)
     What is damaged is left out of every answer. The run directories may still hold it: where they
     do, a new data directory read in with --folder has it whole.
     """
-    from vitals_collector.keeping.checkup import Damaged
-    from vitals_collector.keeping.checkup import check as check_all
+    from vitals_collector.retention.fsck import Damaged
+    from vitals_collector.retention.fsck import check as check_all
 
     with _store(data, database) as store:
         checkup = check_all(store)
@@ -133,7 +133,7 @@ def copy(
     the run directories: what came after the copy lies in them, and agents do not send it again.
     PostgreSQL has its own: pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE".
     """
-    from vitals_collector.keeping.backup import backup
+    from vitals_collector.retention.backup import backup
 
     if database:
         raise UsageError(
@@ -150,9 +150,9 @@ def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5
     import time
 
     from vitals_collector.api.serve import only_one
-    from vitals_collector.keeping.sizes import store_size
-    from vitals_collector.keeping.thinning import VolumeSettings
-    from vitals_collector.keeping.volumes import Volumes
+    from vitals_collector.retention.quota import Volumes
+    from vitals_collector.retention.rollup import VolumeSettings
+    from vitals_collector.retention.sizes import store_size
     from vitals_collector.storage import compaction
 
     with only_one(data_dir(data)), _store(data, database) as store:
@@ -176,8 +176,8 @@ def forget(
     """Remove a run that ended, for good: also what late agents still send of it."""
     import time
 
-    from vitals_collector.keeping import retention
-    from vitals_collector.watch.state import Liveness
+    from vitals_collector.live.state import Liveness
+    from vitals_collector.retention import removal
 
     with _one_run(run, data, database) as (store, run_id):
         if not yes:
@@ -185,7 +185,7 @@ def forget(
             typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told():
-            gone = retention.forget(store, run_id, by=_user(), when=when)
+            gone = removal.forget(store, run_id, by=_user(), when=when)
     _say(f"run {gone.run_id} removed: {gone.num_bytes} bytes")
 
 
@@ -198,7 +198,7 @@ def keep(
     """Keep a run whatever its age, as the tag `keep` does."""
     import time
 
-    from vitals_collector.keeping.retention import pin
+    from vitals_collector.retention.removal import pin
 
     with _one_run(run, data, database) as (store, run_id):
         pin(store, run_id, by=_user(), now_unix_ns=time.time_ns(), is_kept=not off)
@@ -207,7 +207,7 @@ def keep(
 
 @contextmanager
 def _store(data: Path | None, database: str) -> "Iterator[Store]":
-    from vitals_collector.receiving.arrivals import place_left
+    from vitals_collector.ingest.staging import recover
     from vitals_collector.storage.store import (
         DATABASE_FILE,
         FULL,
@@ -224,7 +224,7 @@ def _store(data: Path | None, database: str) -> "Iterator[Store]":
     store = open_store(database) if database else open_data_store(where)
     try:
         try:
-            place_left(store)
+            recover(store)
         except StorageError as error:
             if error.code not in (FULL, LOCKED):
                 raise

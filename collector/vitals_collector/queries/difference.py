@@ -14,8 +14,8 @@ from sqlalchemy import Connection
 from trainvitals.errors import UsageError
 from trainvitals.views import Along, DifferenceReply
 from vitals_collector.queries import metrics
-from vitals_collector.queries.loading import HOST_STREAMS, load_curve
-from vitals_collector.queries.recorded import attempt_rows
+from vitals_collector.queries.ledger import attempt_rows
+from vitals_collector.queries.load_curve import HOST_STREAMS, load_curve
 from vitals_collector.queries.series import Floats, Points, downsample
 
 TOKENS = "steps.tokens_seen"

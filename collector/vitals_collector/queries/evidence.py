@@ -7,12 +7,18 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection
 
-from trainvitals.detect.watch.node import THROTTLES
+from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import DecisionView, MoverView, RunSummary, StepView
-from vitals_collector.queries.blocks import KEYS, Block, find_parts, join_blocks, read_blocks
-from vitals_collector.queries.movers import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
-from vitals_collector.queries.recorded import data_of, step_rows
+from vitals_collector.queries.ledger import data_of, step_rows
+from vitals_collector.queries.read_columns import (
+    KEYS,
+    ColumnBlock,
+    find_parts,
+    join_blocks,
+    read_blocks,
+)
 from vitals_collector.queries.series import Floats
+from vitals_collector.queries.top_changes import MAX_SCORE, WINDOW_STEPS, Moved, judge, moved
 from vitals_collector.storage.schema import batches
 
 Span = tuple[int, int, int]
@@ -160,7 +166,7 @@ def _gpus(
     return tuple(sorted(movers, key=lambda view: (-view.score, view.row, view.metric))[:_MAX_TOLD])
 
 
-def _of_gpu(source: str, rows: Block, begin: int) -> list[MoverView]:
+def _of_gpu(source: str, rows: ColumnBlock, begin: int) -> list[MoverView]:
     order = np.argsort(rows.whole("time_unix_ns"), kind="stable")
     views = []
     for name in _OF_GPU:

@@ -25,6 +25,7 @@ from trainvitals.views import (
     Severity,
     StepData,
 )
+from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.queries import story
 from vitals_collector.queries.evidence import gather
 from vitals_collector.queries.grouping import (
@@ -37,13 +38,12 @@ from vitals_collector.queries.grouping import (
     item_of_decision,
     item_of_finding,
 )
-from vitals_collector.queries.recorded import (
+from vitals_collector.queries.ledger import (
     alerts_of,
     attempt_rows,
     decisions_of,
     event_view,
 )
-from vitals_collector.receiving.facts import loss_kind_of
 from vitals_collector.storage.schema import events, findings
 
 HEALTHY_STEPS = 100
@@ -374,7 +374,7 @@ def _view(
     evidence = gather(
         connection, run, bundle.attempt, bundle.onset, bundle.last, decided, is_whole=is_whole
     )
-    incident = story.Told(
+    incident = story.StoryFacts(
         run=run,
         attempt=bundle.attempt,
         ordinal=bundle.ordinal,

@@ -8,8 +8,8 @@ from sqlalchemy import Connection, select
 from trainvitals import catalog
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
-from vitals_collector.keeping.thinning import RANKS
-from vitals_collector.queries.loading import HOST_STREAMS, Selection
+from vitals_collector.queries.load_curve import HOST_STREAMS, Selection
+from vitals_collector.retention.rollup import RANKS
 from vitals_collector.storage.schema import batches, measured_columns, names
 from vitals_collector.storage.store import UNKNOWN
 

@@ -34,18 +34,16 @@ from trainvitals.views import (
     TableReply,
     TableRequest,
 )
-from vitals_collector.keeping.sizes import volume_of
-from vitals_collector.keeping.thinning import RANKS, VolumeSettings
+from vitals_collector.live import overview
+from vitals_collector.live.state import Liveness
 from vitals_collector.queries import metrics, series, tables
 from vitals_collector.queries.annotations import annotations_of
-from vitals_collector.queries.cells import cells
+from vitals_collector.queries.chunk_summary_cache import ChunkSummaryCache
 from vitals_collector.queries.curve import curve_reply
 from vitals_collector.queries.difference import difference
+from vitals_collector.queries.heatmap import cells
 from vitals_collector.queries.incidents import incidents
-from vitals_collector.queries.loading import Outlined, Selection, load_curve, load_outlines
-from vitals_collector.queries.movers import movers
-from vitals_collector.queries.outlines import Outlines
-from vitals_collector.queries.recorded import (
+from vitals_collector.queries.ledger import (
     alerts_of,
     attempt_rows,
     attempts_of,
@@ -59,10 +57,12 @@ from vitals_collector.queries.recorded import (
     sources_of,
     step_rows,
 )
+from vitals_collector.queries.load_curve import Outlined, Selection, load_curve, load_outlines
 from vitals_collector.queries.shadow import with_hindsight
+from vitals_collector.queries.top_changes import movers
+from vitals_collector.retention.rollup import RANKS, VolumeSettings
+from vitals_collector.retention.sizes import volume_of
 from vitals_collector.storage.store import Store
-from vitals_collector.watch import overview
-from vitals_collector.watch.state import Liveness
 
 MAX_POINTS = 20_000
 MAX_POINTS_AT_ONCE = 200_000
@@ -90,14 +90,14 @@ class Query:
         lost_after_seconds: float = 60.0,
         up_since_unix_ns: int = 0,
         volumes: VolumeSettings | None = None,
-        outlines: Outlines | None = None,
+        outlines: ChunkSummaryCache | None = None,
     ) -> None:
         self._store = store
         self._volumes = volumes or VolumeSettings()
         self._clock = clock
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
-        self._outlines = outlines or Outlines()
+        self._outlines = outlines or ChunkSummaryCache()
 
     def runs(self) -> tuple[RunSummary, ...]:
         """Return every run, the newest first."""

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from trainvitals.errors import UsageError
 from trainvitals.policy.hindsight import AFTER, BEFORE, outcome
 from trainvitals.views import DecisionView
-from vitals_collector.queries import loading, metrics
+from vitals_collector.queries import load_curve, metrics
 
 
 def with_hindsight(
@@ -25,7 +25,7 @@ def with_hindsight(
         _, selection = metrics.select_rows(connection, run_id, "steps.loss", "")
     except UsageError:
         return tuple(views)  # the run has no loss: nothing can be told
-    points = loading.load(connection, replace(selection, from_step=first, to_step=last))
+    points = load_curve.load(connection, replace(selection, from_step=first, to_step=last))
     losses: dict[int, dict[int, float]] = {}
     for step, attempt, loss in zip(
         points.step.tolist(), points.attempt.tolist(), points.value.tolist(), strict=True

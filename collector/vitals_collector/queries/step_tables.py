@@ -15,17 +15,17 @@ from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import Branch, TableRequest
-from vitals_collector.queries.blocks import (
+from vitals_collector.queries.conditions import Cells, Condition, Kind
+from vitals_collector.queries.ledger import attempt_rows
+from vitals_collector.queries.read_columns import (
     KEYS,
-    Block,
+    ColumnBlock,
     Ints,
     Part,
     find_parts,
     join_blocks,
     read_blocks,
 )
-from vitals_collector.queries.conditions import Cells, Condition, Kind
-from vitals_collector.queries.recorded import attempt_rows
 from vitals_collector.queries.series import AttemptRow, Points, stitch
 from vitals_collector.storage.schema import batches, measured_columns
 
@@ -118,7 +118,7 @@ def read_steps(
     rest = [name for name in names if name not in columns]
     ids = np.unique(rows.batch)
     row_keys = np.sort(_key(rows.batch, rows.at))
-    blocks: list[Block] = []
+    blocks: list[ColumnBlock] = []
     for i in range(0, len(ids), 500):
         is_wanted = batches.c.id.in_(ids[i : i + 500].tolist())
         parts = find_parts(connection, run_id, "steps", is_wanted)
@@ -191,7 +191,7 @@ def _rows_of(
     parts: Sequence[Part],
     conditions: Sequence[Condition],
     bounds: _Bounds,
-) -> Block:
+) -> ColumnBlock:
     """Return one source's rows, with the columns that the conditions ask for."""
     asked = [c.column for c in conditions if c.column not in ("rank", *_PLAIN)]
     names = list(dict.fromkeys([*_PLAIN, *asked]))
@@ -201,7 +201,7 @@ def _rows_of(
 
 
 def _met(
-    rows: Block,
+    rows: ColumnBlock,
     rank: int,
     branch: Branch,
     attempts: Sequence[AttemptRow],

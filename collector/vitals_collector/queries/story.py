@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from trainvitals.cli.output import printable
-from trainvitals.detect.watch.node import THROTTLES
+from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -21,7 +21,7 @@ from trainvitals.views import (
 from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
 from vitals_collector.queries.grouping import domain_of
-from vitals_collector.queries.movers import NONFINITE_SCORE, OF_SPEED, RUN, Moved
+from vitals_collector.queries.top_changes import NONFINITE_SCORE, OF_SPEED, RUN, Moved
 
 _T = TypeVar("_T")
 
@@ -42,7 +42,7 @@ MAX_TOLD = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class StoryFacts:
     """All that a story is made of."""
 
     run: RunSummary
@@ -63,7 +63,7 @@ class Told:
     evidence: Evidence
 
 
-def title(incident: Told) -> str:
+def title(incident: StoryFacts) -> str:
     """Return the incident in a line: what was done, about what, where."""
     where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
     cause = incident.cause.replace("_", " ")
@@ -80,7 +80,7 @@ def title(incident: Told) -> str:
     return printable(f"{alone or cause[:1].upper() + cause[1:]}{where}")
 
 
-def tell(incident: Told) -> tuple[str, ...]:
+def tell(incident: StoryFacts) -> tuple[str, ...]:
     """Return the paragraphs: how it began, what moved first, what fed it, what was done, the cost.
 
     A paragraph is one line of plain text.
@@ -97,7 +97,7 @@ def tell(incident: Told) -> tuple[str, ...]:
     return tuple(printable(" ".join(part.split())) for part in parts if part)
 
 
-def _began(incident: Told) -> str:
+def _began(incident: StoryFacts) -> str:
     when = _moment(incident.started_unix_ns)
     sentences = [
         f"It began at step {incident.onset} of attempt {incident.ordinal}; first told of {when}."
@@ -124,7 +124,7 @@ def _of_finding(view: FindingView) -> str:
     return f"{finding.kind.replace('_', ' ')}{where} at step {finding.step}: {finding.reason}"
 
 
-def _numbers(incident: Told) -> str:
+def _numbers(incident: StoryFacts) -> str:
     view = incident.evidence.view
     if view is None or not view.rows:
         return f"What was measured at step {incident.onset} is not known: no row of it is stored."
@@ -147,7 +147,7 @@ def _head(rows: Iterable[StepRow]) -> StepRow | None:
     return next((row for row in rows if row.source == "rank:0"), None)
 
 
-def _moved(incident: Told) -> str:
+def _moved(incident: StoryFacts) -> str:
     movers = incident.evidence.movers
     layers = [mover for mover in movers if not _is_of_source(mover.view.row)]
     ranks = [mover for mover in movers if mover.view.row.startswith("rank:")]
@@ -214,7 +214,7 @@ def _is_of_source(row: str) -> bool:
     return row == RUN or row.startswith("rank:")
 
 
-def _fed(incident: Told) -> str:
+def _fed(incident: StoryFacts) -> str:
     view = incident.evidence.view
     data = list(incident.data) or list(view.data if view is not None else ())
     if data:
@@ -234,7 +234,7 @@ def _fed(incident: Told) -> str:
     return "Which samples fed it is not known."
 
 
-def _gpus(incident: Told) -> str:
+def _gpus(incident: StoryFacts) -> str:
     if not incident.evidence.has_gpus:
         return "What the GPUs did is not known: no samples of them are stored around it."
     if not incident.evidence.gpus:
@@ -255,14 +255,14 @@ def _plain(value: float | None) -> str:
     return "not known" if value is None else f"{value:.6g}"
 
 
-def _state(incident: Told) -> str:
+def _state(incident: StoryFacts) -> str:
     """Say what the probe and evaluations said of the state; nothing where nobody asked."""
     readings = [event.text for event in incident.events if event.kind == "StateRead"]
     words = [f"{text}." for text in _few(readings)]
     return " ".join([*words, *_others(readings, "question to the state")])
 
 
-def _decided(incident: Told) -> str:
+def _decided(incident: StoryFacts) -> str:
     if not incident.decisions:
         return "Nothing was decided about it."
     sentences = [why.decided(view) for view in _few(incident.decisions)]
@@ -272,7 +272,7 @@ def _decided(incident: Told) -> str:
     return " ".join(sentences)
 
 
-def _ended(incident: Told) -> str:
+def _ended(incident: StoryFacts) -> str:
     last = f"its last trouble was at step {incident.last}"
     halted = any(
         view.decision.action == "halt" and view.decision.acted for view in incident.decisions
@@ -288,7 +288,7 @@ def _ended(incident: Told) -> str:
     return f"It is over: {last}, and {run}."
 
 
-def _cost(incident: Told) -> str:
+def _cost(incident: StoryFacts) -> str:
     evidence = incident.evidence
     if not evidence.cost_steps:
         return "It cost no step."
@@ -315,4 +315,4 @@ def _moment(time_unix_ns: int) -> str:
     return f"at {when:%Y-%m-%d %H:%M:%S} UTC"
 
 
-__all__ = ["Told", "tell", "title"]
+__all__ = ["StoryFacts", "tell", "title"]

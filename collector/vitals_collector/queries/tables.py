@@ -16,9 +16,11 @@ from trainvitals.errors import UsageError
 from trainvitals.jsonable import jsonable, word_of
 from trainvitals.records import Decision, Finding
 from trainvitals.views import AlertView, EventView, RunSummary, TableReply, TableRequest
-from vitals_collector.acting.alert_rows import entry_of
+from vitals_collector.alerts.rows import entry_of
+from vitals_collector.live import overview
+from vitals_collector.live.state import Liveness
 from vitals_collector.queries.conditions import Cells, Condition, Kind, parse, unknown_column
-from vitals_collector.queries.recorded import event_view, run_row
+from vitals_collector.queries.ledger import event_view, run_row
 from vitals_collector.queries.step_tables import (
     columns_of_steps,
     find_steps,
@@ -26,8 +28,6 @@ from vitals_collector.queries.step_tables import (
     shown_columns,
 )
 from vitals_collector.storage.schema import alerts, decisions, events, findings
-from vitals_collector.watch import overview
-from vitals_collector.watch.state import Liveness
 
 MAX_ROWS = 1_000_000
 """Rows of one answer."""

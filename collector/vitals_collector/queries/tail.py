@@ -7,7 +7,7 @@ import msgspec
 
 from trainvitals.cli.output import Format, write_rows
 from trainvitals.views import RunSummary
-from vitals_collector.queries.reading import Reader
+from vitals_collector.queries.open import Reader
 
 _METRICS = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.skipped")
 _HEADER = ("step", "attempt", "loss", "grad_norm", "learning_rate", "skipped")

@@ -30,7 +30,7 @@ from trainvitals.views import (
     StepRow,
     StepView,
 )
-from vitals_collector.receiving.facts import samples
+from vitals_collector.ingest.projections import samples
 
 _VERDICT = (
     (BAD_LOSS, "the loss was not finite"),
@@ -257,7 +257,7 @@ def _limit(row: StepRow, name: str) -> str:
 
 def _found(view: FindingView) -> str:
     finding = view.finding
-    level_note = " (told only)" if finding.level == "tell" else ""
+    level_note = " (told only)" if finding.level == "advisory" else ""
     return f"The detector {finding.detector} found {finding.kind}{level_note}: {finding.reason}."
 
 

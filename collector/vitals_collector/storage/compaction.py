@@ -18,9 +18,9 @@ from sqlalchemy import Connection, delete, func, select, update
 from trainvitals.rows import Schema
 from vitals_collector.storage.checksums import as_rows
 from vitals_collector.storage.columns import SEQ, encode_rows, whole
+from vitals_collector.storage.read_rows import Page, is_columnar, read_pages, read_schema
 from vitals_collector.storage.schema import batch_columns, batches, thinned_to
 from vitals_collector.storage.store import Store, clean
-from vitals_collector.storage.stored import Page, is_columnar, read_pages, read_schema
 
 FIRST_ROWS = 512
 """Rows that are worth a chunk."""

@@ -125,14 +125,14 @@ streams = Table(
     _number("last_seq", -1),
     _number("num_rows"),
     _number("num_lost"),
-    _number("promised_seq", -1),
+    _number("expected_seq", -1),
     _text("schema_digest"),
     _text("measured"),
 )
 """The high-water mark of each (run, incarnation, stream): what makes at-least-once exactly once.
 
 ``schema_digest`` and ``measured`` (validity bits of all rows so far, in hex) tell whether a batch
-has a column that ``measured_columns`` does not list yet. ``promised_seq`` is the last number that a
+has a column that ``measured_columns`` does not list yet. ``expected_seq`` is the last number that a
 spool once held: where it is above ``last_seq``, the end of the stream is lost, or yet to come."""
 
 measured_columns = Table(

@@ -102,9 +102,9 @@ class Store:
         self.after_ingest: list[AfterIngest] = []
         self.is_reading_in = False
         """Whether a folder's past is being read: how a run ended may be yet to come."""
-        self.settle: Callable[[], None] = _nothing_waits
+        self.flush: Callable[[], None] = _nothing_waits
         """Places what was acknowledged and is not in its tables yet: called before reads."""
-        self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         """Does so too, and lets nothing be acknowledged before the context ends."""
         self.note_stored: Callable[[Sequence[Batch]], None] = _nobody_asks
         """Told, before that context ends, which rows were stored in it."""
@@ -162,7 +162,7 @@ class Store:
             StorageError: the database refused for another reason.
         """
         try:
-            self.settle()
+            self.flush()
         except StorageError as error:
             if error.code not in (FULL, LOCKED):
                 raise

@@ -6,9 +6,10 @@ Names and reasons become tooltip values, titles and legend texts only, which ECh
 text.
 """
 
+from vitals_dashboard.charts.chart_base import num_points
 from vitals_dashboard.charts.lines import Line, Role, Spec
 from vitals_dashboard.charts.marks import (
-    Mark,
+    ChartMark,
     alert_marks,
     checkpoint_marks,
     decision_marks,
@@ -21,7 +22,6 @@ from vitals_dashboard.charts.runs import (
     runs_chart,
 )
 from vitals_dashboard.charts.scale import STEPS, Axis, Scale, time_scale, token_scale, token_unit
-from vitals_dashboard.charts.sheet import num_points
 from vitals_dashboard.charts.steps import Legend, step_chart, time_chart
 
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
     "RUNS_HEIGHT",
     "STEPS",
     "Axis",
+    "ChartMark",
     "Legend",
     "Line",
-    "Mark",
     "Role",
     "Scale",
     "Spec",

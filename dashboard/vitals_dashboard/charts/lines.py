@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from trainvitals.views import SeriesReply
-from vitals_dashboard import words
+from vitals_dashboard import formatting
 from vitals_dashboard.charts.scale import STEPS, Scale
-from vitals_dashboard.look import UNITS, Palette
+from vitals_dashboard.theme import UNITS, Palette
 
 Spec = dict[str, Any]
 Point = tuple[float, float | None]
@@ -37,7 +37,7 @@ class Line:
 @lru_cache(maxsize=4_096)
 def chart_text(text: str, limit: int = 120) -> str:
     """Return somebody's text so that a chart takes it as text."""
-    return words.plain(text, limit).replace(_PYECHARTS, "--x-x--")
+    return formatting.plain(text, limit).replace(_PYECHARTS, "--x-x--")
 
 
 def points(
@@ -168,7 +168,7 @@ def said_below(lines: Sequence[Line], *, log: bool = False, smoothing: float = 0
     """Return what of the stored points is drawn, and what cannot be seen of it."""
     main = [line.reply for line in lines if line.role == "main"]
     drawn, total = sum(len(r.step) for r in main), sum(r.num_total for r in main)
-    parts = [f"{drawn:,} of {words.count(total, 'point')}"]
+    parts = [f"{drawn:,} of {formatting.count(total, 'point')}"]
     marked, bad = sum(len(r.nonfinite) for r in main), sum(r.num_nonfinite for r in main)
     if bad > marked:
         parts.append(f"{marked:,} of {bad:,} non-finite ones are marked")

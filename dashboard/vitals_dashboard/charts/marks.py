@@ -18,10 +18,10 @@ from trainvitals.views import (
     DecisionView,
     SeriesReply,
 )
-from vitals_dashboard import words
+from vitals_dashboard import formatting
 from vitals_dashboard.charts.lines import Spec, chart_text
 from vitals_dashboard.charts.scale import STEPS, Scale
-from vitals_dashboard.look import ACTIONS, NON_FINITE_COLOUR
+from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR
 
 CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
 BELL = "path://M5 0C2 0 2 4 1.4 6L0 8H10L8.6 6C8 4 8 0 5 0ZM3.5 8.6H6.5L5 10Z"
@@ -71,7 +71,7 @@ NON_FINITE = MarkLook(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class ChartMark:
     """One thing that happened."""
 
     look: MarkLook
@@ -87,17 +87,17 @@ def mark_text(view: DecisionView) -> str:
     look = ACTIONS[decision.action]
     done = look.word if decision.acted else f"{look.word} (observed only)"
     where = f" to step {decision.rollback_to_step:,}" if decision.rollback_to_step >= 0 else ""
-    return words.plain(f"{done}{where} at step {decision.step:,}: {decision.reason}", MAX_TEXT)
+    return formatting.plain(f"{done}{where} at step {decision.step:,}: {decision.reason}", MAX_TEXT)
 
 
-def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> list[Mark]:
+def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> list[ChartMark]:
     """Return a mark for each decision that did something; ``continue`` is not drawn."""
     chosen = [view for view in decisions if view.decision.action in DECISIONS]
     places = scale.place([view.decision.step for view in chosen])
     if scale.axis == "time":  # a step that was trained twice has two times, and this is its own
         places = [view.time_unix_ns / 1_000_000 for view in chosen]
     return [
-        Mark(
+        ChartMark(
             look=DECISIONS[view.decision.action],
             step=view.decision.step,
             place=place,
@@ -107,7 +107,7 @@ def decision_marks(decisions: Iterable[DecisionView], scale: Scale = STEPS) -> l
     ]
 
 
-def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]:
+def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[ChartMark]:
     """Return a mark for each alert that fired at a step."""
 
     def say(alert: AlertView) -> str:
@@ -117,7 +117,9 @@ def alert_marks(alerts: Iterable[AlertView], scale: Scale = STEPS) -> list[Mark]
     return _marks(ALERT, of_steps, scale, say, [alert.started_unix_ns for alert in of_steps])
 
 
-def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS) -> list[Mark]:
+def checkpoint_marks(
+    checkpoints: Iterable[CheckpointView], scale: Scale = STEPS
+) -> list[ChartMark]:
     """Return a mark for each checkpoint and snapshot, with its state."""
 
     def say(checkpoint: CheckpointView) -> str:
@@ -130,7 +132,7 @@ def checkpoint_marks(checkpoints: Iterable[CheckpointView], scale: Scale = STEPS
     return _marks(CHECKPOINT, every, scale, say, [checkpoint.time_unix_ns for checkpoint in every])
 
 
-def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> list[Mark]:
+def note_marks(annotations: Iterable[AnnotationView], scale: Scale = STEPS) -> list[ChartMark]:
     """Return a mark for each note of a person or of the training itself."""
 
     def say(note: AnnotationView) -> str:
@@ -145,13 +147,13 @@ def _marks(
     scale: Scale,
     say: Callable[[Any], str],
     times_unix_ns: Sequence[int] = (),
-) -> list[Mark]:
+) -> list[ChartMark]:
     """Place each at its step; along time at its own, for a step may be trained twice."""
     places = scale.place([event.step for event in happened])
     if scale.axis == "time" and times_unix_ns:
         places = [time / 1e6 for time in times_unix_ns]
     return [
-        Mark(look=look, step=event.step, place=place, say=cache(partial(say, event)))
+        ChartMark(look=look, step=event.step, place=place, say=cache(partial(say, event)))
         for event, place in zip(happened, places, strict=True)
     ]
 
@@ -160,7 +162,7 @@ def nonfinite_marks(
     replies: Sequence[SeriesReply],
     scale: Scale = STEPS,
     attempts: Mapping[int, int] = MappingProxyType({}),
-) -> list[Mark]:
+) -> list[ChartMark]:
     """Return a mark for every non-finite step of the series.
 
     Args:
@@ -179,7 +181,7 @@ def nonfinite_marks(
             whose += ", rolled back" if number and reply.branch == "discarded" else ""
             seen.setdefault((mark.step, mark.attempt, mark.kind, whose), where)
     return [
-        Mark(
+        ChartMark(
             look=NON_FINITE,
             step=step,
             place=place,
@@ -189,10 +191,10 @@ def nonfinite_marks(
     ]
 
 
-def merged(marks: Sequence[Mark], apart: float) -> list[Mark]:
+def merged(marks: Sequence[ChartMark], apart: float) -> list[ChartMark]:
     """Return the marks of one kind, those that nobody could tell apart as one."""
-    result: list[Mark] = []
-    group: list[Mark] = []
+    result: list[ChartMark] = []
+    group: list[ChartMark] = []
     for mark in sorted(marks, key=lambda m: m.place):
         if group and mark.place - group[0].place > apart:
             result.append(_one(group))
@@ -201,7 +203,7 @@ def merged(marks: Sequence[Mark], apart: float) -> list[Mark]:
     return [*result, _one(group)] if group else result
 
 
-def _one(group: Sequence[Mark]) -> Mark:
+def _one(group: Sequence[ChartMark]) -> ChartMark:
     first = group[0]
     if len(group) == 1:
         return first
@@ -212,10 +214,10 @@ def _one(group: Sequence[Mark]) -> Mark:
             f"{len(group):,} times {first.look.word}, steps {min(steps):,} to {max(steps):,};"
             f" the first: {first.say()}"
         )
-    return Mark(look=first.look, step=first.step, place=first.place, say=lambda: text)
+    return ChartMark(look=first.look, step=first.step, place=first.place, say=lambda: text)
 
 
-def mark_series(marks: Sequence[Mark], apart: float, plot_height: int) -> list[Spec]:
+def mark_series(marks: Sequence[ChartMark], apart: float, plot_height: int) -> list[Spec]:
     """Return a series for each kind of mark, in rows above and below the curves.
 
     Args:
@@ -223,7 +225,7 @@ def mark_series(marks: Sequence[Mark], apart: float, plot_height: int) -> list[S
         apart: marks of one kind that are no further from each other along x are one.
         plot_height: pixels of the curves' area.
     """
-    by_kind: dict[str, list[Mark]] = {}
+    by_kind: dict[str, list[ChartMark]] = {}
     for mark in marks:
         by_kind.setdefault(mark.look.word, []).append(mark)
     lanes = sorted({kind[0].look.lane for kind in by_kind.values() if kind[0].look.lane >= 0})
@@ -240,12 +242,12 @@ def mark_series(marks: Sequence[Mark], apart: float, plot_height: int) -> list[S
     return result
 
 
-def num_lanes(marks: Sequence[Mark]) -> int:
+def num_lanes(marks: Sequence[ChartMark]) -> int:
     """Return how many rows of marks stand above the curves."""
     return len({mark.look.lane for mark in marks if mark.look.lane >= 0})
 
 
-def _heads(look: MarkLook, marks: Sequence[Mark], height: float) -> Spec:
+def _heads(look: MarkLook, marks: Sequence[ChartMark], height: float) -> Spec:
     return {
         "name": look.word,
         "type": "scatter",
@@ -264,7 +266,7 @@ def _heads(look: MarkLook, marks: Sequence[Mark], height: float) -> Spec:
     }
 
 
-def _uprights(look: MarkLook, marks: Sequence[Mark]) -> Spec:
+def _uprights(look: MarkLook, marks: Sequence[ChartMark]) -> Spec:
     """Return the lines through the curves as one: hundreds of their own take a browser long."""
     places = sorted({mark.place for mark in marks})
     return {

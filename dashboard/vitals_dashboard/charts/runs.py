@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from trainvitals.views import DifferenceReply
+from vitals_dashboard.charts.chart_base import Sheet, x_axis
 from vitals_dashboard.charts.lines import (
     Line,
     Spec,
@@ -12,8 +13,7 @@ from vitals_dashboard.charts.lines import (
 )
 from vitals_dashboard.charts.marks import APART, mark_series, nonfinite_marks, num_lanes
 from vitals_dashboard.charts.scale import STEPS, Scale, token_size
-from vitals_dashboard.charts.sheet import Sheet, x_axis
-from vitals_dashboard.look import Palette
+from vitals_dashboard.theme import Palette
 
 RUNS_HEIGHT, DIFFERENCE_HEIGHT = 380, 240
 

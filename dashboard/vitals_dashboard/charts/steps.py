@@ -5,19 +5,19 @@ from types import MappingProxyType
 from typing import Literal
 
 from trainvitals.views import DecisionView
+from vitals_dashboard.charts.chart_base import Sheet, x_axis
 from vitals_dashboard.charts.lines import Line, Spec, curve_series, display_unit, said_below
 from vitals_dashboard.charts.marks import (
     APART,
     APART_LOW,
-    Mark,
+    ChartMark,
     decision_marks,
     mark_series,
     nonfinite_marks,
     num_lanes,
 )
 from vitals_dashboard.charts.scale import STEPS, TIMES, Scale
-from vitals_dashboard.charts.sheet import Sheet, x_axis
-from vitals_dashboard.look import Palette
+from vitals_dashboard.theme import Palette
 
 Legend = Literal["lines", "marks"]
 """Name the lines where there are several; or everything drawn, decisions included."""
@@ -29,7 +29,7 @@ def step_chart(
     *,
     look: Palette,
     decisions: Sequence[DecisionView] = (),
-    others: Sequence[Mark] = (),
+    others: Sequence[ChartMark] = (),
     attempts: Mapping[int, int] = MappingProxyType({}),
     log: bool = False,
     extent: tuple[int, int] | None = None,
@@ -112,7 +112,7 @@ def time_chart(
 
 
 def _places(
-    scale: Scale, extent: tuple[int, int], lines: Sequence[Line], marks: Sequence[Mark]
+    scale: Scale, extent: tuple[int, int], lines: Sequence[Line], marks: Sequence[ChartMark]
 ) -> tuple[float, float] | None:
     """Return where the extent's ends are; in time, what was left behind may be outside of them."""
     if scale.axis == "time" and not scale.steps:
@@ -138,7 +138,7 @@ def _with_unit(title: str, lines: Sequence[Line]) -> str:
 
 
 def _named(
-    lines: Sequence[Line], curves: Sequence[Spec], marks: Sequence[Mark], legend: Legend
+    lines: Sequence[Line], curves: Sequence[Spec], marks: Sequence[ChartMark], legend: Legend
 ) -> list[str]:
     drawn = {str(series["name"]) for series in curves}
     own = [name for name in dict.fromkeys(line.label for line in lines) if name in drawn]

@@ -9,7 +9,7 @@ import streamlit as st
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from vitals_dashboard.door import Door
+from vitals_dashboard.auth import Gate
 from vitals_dashboard.launch import ALLOWED_HOSTS
 from vitals_dashboard.settings import load_settings
 
@@ -17,6 +17,6 @@ app = st.App(
     "vitals_pages.py",
     middleware=[
         Middleware(TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False),
-        Middleware(Door, door_token=load_settings(os.environ).door_token),
+        Middleware(Gate, door_token=load_settings(os.environ).door_token),
     ],
 )

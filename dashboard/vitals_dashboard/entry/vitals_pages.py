@@ -4,13 +4,13 @@ from pathlib import Path
 
 import streamlit as st
 
-from vitals_dashboard import frame
+from vitals_dashboard import layout
 
 # A file of ours: Streamlit would fetch a material icon for the tab from the internet.
 ICON = Path(__file__).with_name("vitals_icon.svg")
 
 st.set_page_config(page_title="Vitals", page_icon=str(ICON), layout="wide")
-frame.style()
+layout.style()
 st.navigation(
     [
         st.Page("vitals_page_overview.py", title="Fleet", icon=":material/list:", default=True),
@@ -37,11 +37,11 @@ st.navigation(
         *(
             st.Page(file, title=label, icon=icon, url_path=path, visibility="hidden")
             for path, file, (label, icon) in (
-                ("layers", frame.LAYERS, frame.RUN_PAGES[frame.LAYERS]),
-                ("ranks", frame.RANKS, frame.RUN_PAGES[frame.RANKS]),
-                ("decisions", frame.DECISIONS, frame.RUN_PAGES[frame.DECISIONS]),
-                ("checkpoints", frame.CHECKPOINTS, frame.RUN_PAGES[frame.CHECKPOINTS]),
-                ("incident", frame.INCIDENTS, frame.RUN_PAGES[frame.INCIDENTS]),
+                ("layers", layout.LAYERS, layout.RUN_PAGES[layout.LAYERS]),
+                ("ranks", layout.RANKS, layout.RUN_PAGES[layout.RANKS]),
+                ("decisions", layout.DECISIONS, layout.RUN_PAGES[layout.DECISIONS]),
+                ("checkpoints", layout.CHECKPOINTS, layout.RUN_PAGES[layout.CHECKPOINTS]),
+                ("incident", layout.INCIDENTS, layout.RUN_PAGES[layout.INCIDENTS]),
             )
         ),
     ],

@@ -7,9 +7,9 @@ import streamlit as st
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
 from trainvitals.views import AckRequest, AlertView
-from vitals_dashboard import frame, tables, words
-from vitals_dashboard.look import SEVERITY_BADGES
+from vitals_dashboard import formatting, layout, tables
 from vitals_dashboard.source import Source
+from vitals_dashboard.theme import SEVERITY_BADGES
 
 MAX_CARDS = 40
 SILENCES = {"15 min": 900.0, "1 h": 3_600.0, "8 h": 28_800.0, "24 h": 86_400.0, "7 d": 604_800.0}
@@ -45,8 +45,8 @@ def render() -> None:
             width=320,
         )
         st.space("stretch")
-        live = frame.live_toggle()
-    frame.refreshing(
+        live = layout.live_toggle()
+    layout.refreshing(
         lambda source: _body(source, str(shown), str(text or "")), live=live, key="alerts_body"
     )
 
@@ -72,10 +72,12 @@ def _body(source: Source, shown: str, text: str) -> None:
     if shown in ("silenced", "all"):
         _cards(source, silenced, names, title="Silenced", empty="Nothing is silenced.")
     elif silenced:
-        st.caption(f"{words.count(len(silenced), 'firing alert')} silenced; see Silenced above.")
+        st.caption(
+            f"{formatting.count(len(silenced), 'firing alert')} silenced; see Silenced above."
+        )
     if shown in ("resolved", "all"):
         st.markdown(f"**Resolved and pending** ({len(rest):,})")
-        frame.table(tables.alert_rows(rest, names), "None.", key="alert_history", height=600)
+        layout.table(tables.alert_rows(rest, names), "None.", key="alert_history", height=600)
 
 
 def _holds(alert: AlertView, names: dict[str, str], text: str) -> bool:
@@ -108,12 +110,12 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
         with text, st.container(key=f"alert_text_{key}", gap="xxsmall"):
             with st.container(horizontal=True, vertical_alignment="center"):
                 st.badge(alert.severity, color=SEVERITY_BADGES[alert.severity])  # type: ignore[arg-type]
-                st.text(words.plain(alert.name, 60))
+                st.text(formatting.plain(alert.name, 60))
                 if alert.acknowledged_by:
                     st.badge("acknowledged", color="gray")
                 if alert.silenced_until_unix_ns > now:
                     st.badge("silenced", color="gray")
-            st.text(words.plain(alert.summary, 400))
+            st.text(formatting.plain(alert.summary, 400))
             with st.container(key=f"facts_{key}"):
                 st.text(_facts(alert, names, now))
         with (
@@ -123,7 +125,7 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
             ),
         ):
             st.page_link(
-                frame.RUN,
+                layout.RUN,
                 label="Open run",
                 icon=":material/monitor_heart:",
                 query_params=_address(alert),
@@ -135,21 +137,21 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
 def _address(alert: AlertView) -> dict[str, str]:
     if alert.step < 0:
         return {"run": alert.run_id}
-    return frame.around(alert.run_id, alert.step, alert.step)
+    return layout.around(alert.run_id, alert.step, alert.step)
 
 
 def _facts(alert: AlertView, names: dict[str, str], now: int) -> str:
     facts = [
-        words.run_label(names.get(alert.run_id, ""), alert.run_id, 60),
+        formatting.run_label(names.get(alert.run_id, ""), alert.run_id, 60),
         f"step {alert.step:,}" if alert.step >= 0 else "",
-        f"for {words.age(alert.started_unix_ns, now)}",
+        f"for {formatting.age(alert.started_unix_ns, now)}",
     ]
     if alert.acknowledged_by:
-        facts.append(f"acknowledged by {words.plain(alert.acknowledged_by, 40)}")
+        facts.append(f"acknowledged by {formatting.plain(alert.acknowledged_by, 40)}")
     if alert.silenced_until_unix_ns > now:
         # Seen from its end, so that the words read "for another".
-        facts.append(f"silenced for another {words.age(now, alert.silenced_until_unix_ns)}")
-        facts.append(words.plain(alert.silence_reason, 120))
+        facts.append(f"silenced for another {formatting.age(now, alert.silenced_until_unix_ns)}")
+        facts.append(formatting.plain(alert.silence_reason, 120))
     return "  |  ".join(fact for fact in facts if fact)
 
 
@@ -159,18 +161,18 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
         st.popover("Acknowledge", key=f"open_{key}"),
         st.form(key=f"form_{key}", border=False, enter_to_submit=False),
     ):
-        person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"by_{key}")
+        person = st.text_input("Who", value=layout.person(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"reason_{key}")
         message = None
         if st.form_submit_button("Acknowledge", type="primary"):
             request = AckRequest(by=person.strip() or "dashboard", reason=reason.strip())
             message = _send(control, key, request, "Acknowledged.")
-        frame.answer(f"ack_{key}", message)
+        layout.answer(f"ack_{key}", message)
     with (
         st.popover("Silence", key=f"open_silence_{key}"),
         st.form(key=f"form_silence_{key}", border=False, enter_to_submit=False),
     ):
-        person = st.text_input("Who", value=frame.person(), max_chars=80, key=f"silence_by_{key}")
+        person = st.text_input("Who", value=layout.person(), max_chars=80, key=f"silence_by_{key}")
         reason = st.text_input("Reason", max_chars=300, key=f"silence_reason_{key}")
         length = st.selectbox("For", list(SILENCES), key=f"silence_{key}")
         message = None
@@ -184,7 +186,7 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
                     silence_seconds=SILENCES[length],
                 )
                 message = _send(control, key, request, f"Silenced for {length}.")
-        frame.answer(f"silence_{key}", message)
+        layout.answer(f"silence_{key}", message)
 
 
 def _send(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:

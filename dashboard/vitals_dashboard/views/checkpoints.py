@@ -7,14 +7,14 @@ import streamlit as st
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.policy.targets import newest_healthy
 from trainvitals.views import CheckpointView, RunDetail, RunSummary
-from vitals_dashboard import acting, frame, tables, words
-from vitals_dashboard.look import CHECKPOINT_WORDS
+from vitals_dashboard import commands, formatting, layout, tables
 from vitals_dashboard.source import Source
+from vitals_dashboard.theme import CHECKPOINT_WORDS
 
 
 def render() -> None:
     """Draw the page."""
-    frame.run_page(_body, key="checkpoints_body")
+    layout.run_page(_body, key="checkpoints_body")
 
 
 def _body(source: Source, run: RunSummary) -> None:
@@ -49,7 +49,7 @@ def _body(source: Source, run: RunSummary) -> None:
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
     for row, checkpoint in zip(rows, newest, strict=True):
         row["Next"] = "\N{LEFTWARDS ARROW} rollback" if is_running and checkpoint == target else ""
-    picked = frame.table(
+    picked = layout.table(
         rows,
         "None is like that.",
         key=f"checkpoints_{len(every)}_{len(shown)}",
@@ -87,8 +87,8 @@ def _totals(every: Sequence[CheckpointView]) -> None:
         ("Verified", f"{sum(c.state == 'verified' for c in every):,}"),
         ("Candidates", f"{sum(c.state == 'candidate' for c in every):,}"),
         ("Bad", f"{sum(c.state == 'bad' for c in every):,}"),
-        ("In memory", words.size(memory)),
-        ("On disk", words.size(disk)),
+        ("In memory", formatting.size(memory)),
+        ("On disk", formatting.size(disk)),
     )
     for column, (label, value) in zip(st.columns(len(values)), values, strict=True):
         column.metric(label, value, border=True)
@@ -103,12 +103,12 @@ def _target(
             return
         back = max(0, run.last_step + 1 - target.step)
         st.text(
-            f"A rollback commanded now goes to {words.plain(target.checkpoint_id, 60)}, before"
+            f"A rollback commanded now goes to {formatting.plain(target.checkpoint_id, 60)}, before"
             f" step {target.step:,}, {'on disk' if target.where == 'disk' else 'in memory'}:"
-            f" {words.count(back, 'step')} would be trained again."
+            f" {formatting.count(back, 'step')} would be trained again."
         )
         st.text(_own_choice(detail))
-        acting.command(source, run, "rollback", label="Roll back", key="rollback_newest")
+        commands.command(source, run, "rollback", label="Roll back", key="rollback_newest")
 
 
 def _left(target: CheckpointView | None) -> None:
@@ -116,7 +116,7 @@ def _left(target: CheckpointView | None) -> None:
         left = "None on disk is healthy."
         if target is not None:
             left = (
-                f"The newest healthy one on disk is {words.plain(target.checkpoint_id, 60)},"
+                f"The newest healthy one on disk is {formatting.plain(target.checkpoint_id, 60)},"
                 f" before step {target.step:,}."
             )
         st.text(f"The run does not run: its snapshots in memory are gone. {left}")
@@ -131,13 +131,14 @@ def _own_choice(detail: RunDetail) -> str:
 def _chosen(source: Source, run: RunSummary, checkpoint: CheckpointView) -> None:
     with st.container(border=True, key="prose_checkpoint", gap="small"):
         st.text(
-            f"{words.plain(checkpoint.checkpoint_id, 60)}: {words.plain(checkpoint.state, 20)},"
-            f" before step {checkpoint.step:,}. {words.plain(checkpoint.detail, 400)}"
+            f"{formatting.plain(checkpoint.checkpoint_id, 60)}:"
+            f" {formatting.plain(checkpoint.state, 20)},"
+            f" before step {checkpoint.step:,}. {formatting.plain(checkpoint.detail, 400)}"
         )
         if checkpoint.state != "healthy":
             st.caption("Only a healthy one can be gone back to: the collector refuses others.")
             return
-        acting.command(
+        commands.command(
             source, run, "rollback", label="Roll back to this", key="rollback_chosen",
             checkpoint_id=checkpoint.checkpoint_id,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Literal
 import streamlit as st
 
 from trainvitals.views import DifferenceReply, RunDetail, RunSummary, SeriesRequest
-from vitals_dashboard import charts, comparing, frame, states, tables, words
+from vitals_dashboard import charts, compare, formatting, layout, states, tables
 from vitals_dashboard.charts import Line
 from vitals_dashboard.source import POINTS, Source, differences, series_of
 
@@ -51,11 +51,11 @@ def render() -> None:
         )
         log = st.toggle("Log", key="log", bind="query-params")
         st.space("stretch")
-        live = frame.live_toggle()
+        live = layout.live_toggle()
     chosen = Controls(
         axis="tokens" if axis == "tokens" else "step", smoothing=float(smoothing), log=bool(log)
     )
-    frame.refreshing(lambda source: _body(source, chosen), live=live, key="compare_body")
+    layout.refreshing(lambda source: _body(source, chosen), live=live, key="compare_body")
 
 
 def _body(source: Source, chosen: Controls) -> None:
@@ -68,7 +68,7 @@ def _body(source: Source, chosen: Controls) -> None:
         st.caption(f"Choose two to {MAX_RUNS} runs; the others are compared with the first.")
         return
     details = [source.client.run(run_id) for run_id in ids]
-    names = comparing.distinct_names(details)
+    names = compare.distinct_names(details)
     metric = _metric(details)
     if metric is None:
         st.caption("None of these runs has recorded a number yet.")
@@ -80,8 +80,8 @@ def _body(source: Source, chosen: Controls) -> None:
         drawn = [by_name[line.name] for line in lines]
         replies = differences(source, drawn, metric, chosen.axis)
     _draw(lines, replies, metric, chosen)
-    _table("Last values", comparing.value_rows(source, details, names, metric), "compare_values")
-    differing = comparing.config_rows(details, names)
+    _table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
+    differing = compare.config_rows(details, names)
     if differing:
         _table("Set differently", differing, "compare_config")
     else:
@@ -94,12 +94,12 @@ def _choose(runs: Sequence[RunSummary]) -> list[str]:
     asked = [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
     compared = [run_id for run_id in dict.fromkeys(asked) if run_id in by_id][:MAX_RUNS]
     if missing := [run_id for run_id in asked if run_id not in by_id]:
-        st.text(f"Not here: {words.plain(', '.join(missing), 120)}")
+        st.text(f"Not here: {formatting.plain(', '.join(missing), 120)}")
     st.session_state["compared"] = compared
 
     def label(run_id: str) -> str:
         # Nothing in it may change: a browser names its choice by these very words.
-        return f"{words.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
+        return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
 
     def follow() -> None:
         st.query_params["runs"] = st.session_state["compared"]
@@ -118,7 +118,7 @@ def _choose(runs: Sequence[RunSummary]) -> list[str]:
 
 def _metric(details: Sequence[RunDetail]) -> str | None:
     """Draw the choice of a metric that some run has; the address leads."""
-    metrics = sorted({m for detail in details for m in detail.metrics if comparing.has_steps(m)})
+    metrics = sorted({m for detail in details for m in detail.metrics if compare.has_steps(m)})
     if not metrics:
         return None
     first = DEFAULT_METRIC if DEFAULT_METRIC in metrics else metrics[0]
@@ -148,7 +148,7 @@ def _lines(
         for detail, name in zip(details, names, strict=True)
     }
     lines = [Line(name=name, reply=reply) for name, reply in replies.items() if reply is not None]
-    _say_missing([n for n in names if replies[n] is None], f"no {words.plain(metric, 60)}")
+    _say_missing([n for n in names if replies[n] is None], f"no {formatting.plain(metric, 60)}")
     return lines if chosen.axis == "step" else _by_tokens(source, details, names, lines)
 
 
@@ -182,7 +182,7 @@ def _draw(
 ) -> None:
     if not lines:
         return
-    look = frame.present_palette()
+    look = layout.present_palette()
     specs = {
         "Curves of the runs": charts.runs_chart(
             metric, lines, look=look, log=chosen.log, smoothing=chosen.smoothing

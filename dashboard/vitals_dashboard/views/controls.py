@@ -7,7 +7,7 @@ from typing import TypeVar
 import streamlit as st
 
 from trainvitals.views import DecisionView
-from vitals_dashboard import frame
+from vitals_dashboard import layout
 from vitals_dashboard.charts import Axis
 from vitals_dashboard.charts.marks import mark_text
 
@@ -77,7 +77,7 @@ def draw() -> Controls:
             help="Steps that a rollback left behind, drawn faint.",
         )
         st.space("stretch")
-        live = frame.live_toggle()
+        live = layout.live_toggle()
     return Controls(
         live=live,
         window=WINDOWS.get(window, 0),

@@ -9,10 +9,10 @@ import streamlit as st
 from msgspec import structs
 
 from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
-from vitals_dashboard import charts, words
-from vitals_dashboard.charts import STEPS, Line, Mark, Role, Scale
-from vitals_dashboard.look import Palette
+from vitals_dashboard import charts, formatting
+from vitals_dashboard.charts import STEPS, ChartMark, Line, Role, Scale
 from vitals_dashboard.source import POINTS, Source, last_value, series_of
+from vitals_dashboard.theme import Palette
 from vitals_dashboard.views.controls import Controls, zoom_to
 
 MAX_SOURCES = 8
@@ -70,7 +70,8 @@ class Payload:
         """Say how much it is."""
         text = f"{self.num_points:,} points and marks in this refresh, at most {MAX_POINTS:,}."
         if self.num_left_out:
-            text += f" {words.count(self.num_left_out, 'chart')} did not fit: choose fewer metrics."
+            left_out = formatting.count(self.num_left_out, "chart")
+            text += f" {left_out} did not fit: choose fewer metrics."
         return text
 
 
@@ -78,7 +79,7 @@ Span = tuple[int, int]
 """The first and the last moment of something, in nanoseconds since 1970."""
 
 
-class Wanted(NamedTuple):
+class CurveChoice(NamedTuple):
     """A curve that is asked for, and what it is called in its chart."""
 
     name: str
@@ -94,9 +95,9 @@ class View:
     detail: RunDetail
     controls: Controls
     look: Palette
-    decisions: Sequence[Mark] = ()
+    decisions: Sequence[ChartMark] = ()
     """Drawn in every chart."""
-    others: Sequence[Mark] = ()
+    others: Sequence[ChartMark] = ()
     """Drawn with the loss only: alerts, notes, checkpoints."""
     scale: Scale = STEPS
     payload: Payload = field(default_factory=Payload)
@@ -141,7 +142,7 @@ class View:
         role: Role = "main",
         points: int = HALF_POINTS,
         times: Span | None = None,
-    ) -> Wanted:
+    ) -> CurveChoice:
         """Return a curve of the steps that are asked for, or of GPUs and nodes of these times."""
         has_steps = not metric.startswith(("gpu.", "node."))
         first, last = self.asked if has_steps else (None, None)
@@ -155,11 +156,11 @@ class View:
             from_time_unix_ns=None if times is None else times[0],
             to_time_unix_ns=None if times is None else times[1],
         )
-        return Wanted(name, request, role)
+        return CurveChoice(name, request, role)
 
     def with_limit(
         self, metric: str, name: str, *, clipped: str = "", points: int = HALF_POINTS
-    ) -> list[Wanted]:
+    ) -> list[CurveChoice]:
         """Return a run's curve, its limit, and what rollbacks left behind of it."""
         curves = [self.wanted(metric, name, points=points)]
         if clipped:
@@ -167,23 +168,25 @@ class View:
         curves.append(self.wanted(f"{metric}_limit", "limit", role="limit", points=points))
         return [*curves, *self.left_behind(curves[:1])]
 
-    def both(self, metric: str, name: str) -> list[Wanted]:
+    def both(self, metric: str, name: str) -> list[CurveChoice]:
         """Return a curve and what rollbacks left behind of it."""
         curves = [self.wanted(metric, name)]
         return [*curves, *self.left_behind(curves)]
 
-    def left_behind(self, curves: Sequence[Wanted]) -> list[Wanted]:
+    def left_behind(self, curves: Sequence[CurveChoice]) -> list[CurveChoice]:
         """Return what rollbacks left behind of curves; what has no steps has no branches."""
         if not self.controls.discarded or len(self.detail.attempts) < 2:
             return []
         named = f"{{}}, {ROLLED_BACK}" if len(curves) > 1 else ROLLED_BACK
         return [
-            Wanted(named.format(name), structs.replace(request, branch="discarded"), "discarded")
+            CurveChoice(
+                named.format(name), structs.replace(request, branch="discarded"), "discarded"
+            )
             for name, request, _ in curves
             if not request.metric.startswith(("gpu.", "node.", "process."))
         ]
 
-    def lines(self, by_chart: Sequence[Sequence[Wanted]]) -> list[list[Line]]:
+    def lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[Line]]:
         """Return the lines of each chart, all asked for at once; what the run lacks is left out."""
         every = [curve for chart in by_chart for curve in chart]
         replies = iter(series_of(self.source, self.detail, [curve.request for curve in every]))
@@ -260,7 +263,7 @@ class Chart:
 
     key: str
     title: str
-    curves: Sequence[Wanted]
+    curves: Sequence[CurveChoice]
     log: bool = False
     unitless: bool = False
     exact: bool = False
@@ -337,7 +340,7 @@ def _nothing(view: View) -> str:
     )
 
 
-def _ranks(view: View, metric: str) -> list[Wanted]:
+def _ranks(view: View, metric: str) -> list[CurveChoice]:
     ranks = view.sources("rank")[:MAX_SOURCES]
     points = HALF_POINTS if len(ranks) <= 2 else HALF_POINTS // 2
     curves = [
@@ -361,7 +364,7 @@ def _chart(view: View, chart: Chart, lines: Sequence[Line]) -> None:
         height=LOW,
     )
     if view.payload.takes(spec):
-        alt = f"{words.plain(chart.title, 60)} over {view.scale.unit}"
+        alt = f"{formatting.plain(chart.title, 60)} over {view.scale.unit}"
         st.echarts_chart(spec, key=f"chart_{chart.key}", height=LOW, alt=alt)
 
 

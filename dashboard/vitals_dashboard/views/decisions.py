@@ -7,9 +7,9 @@ import streamlit as st
 from trainvitals.policy.hindsight import tally
 from trainvitals.policy.rules import rule_words
 from trainvitals.views import AnnotationView, CommandView, DecisionView, RunSummary
-from vitals_dashboard import acting, frame, tables, words
-from vitals_dashboard.look import ACTIONS
+from vitals_dashboard import commands, formatting, layout, tables
 from vitals_dashboard.source import Source
+from vitals_dashboard.theme import ACTIONS
 
 KINDS = {look.word: action for action, look in ACTIONS.items()}
 DONE = ("carried out", "proposed only")
@@ -17,32 +17,31 @@ DONE = ("carried out", "proposed only")
 
 def render() -> None:
     """Draw the page."""
-    frame.run_page(_body, key="decisions_body")
+    layout.run_page(_body, key="decisions_body")
 
 
 def _body(source: Source, run: RunSummary) -> None:
     ledger = source.client.decisions(run.run_id)
     notes = source.client.annotations(run.run_id)
     shown = _filtered(ledger)
-    count = (
-        f"{len(shown):,} of {words.count(len(ledger), 'decision')}; select one for its evidence."
-    )
+    num_all = formatting.count(len(ledger), "decision")
+    count = f"{len(shown):,} of {num_all}; select one for its evidence."
     if shadow := tally(view.hindsight or None for view in ledger):
         count += f" Of what was only observed, {shadow}."
     st.caption(count)
     rows = tables.decision_rows(shown)
     newest = sorted(shown, key=lambda view: view.decision.ledger_seq, reverse=True)
-    remarks = [acting.word_of(view, notes) for view in newest]
+    remarks = [commands.word_of(view, notes) for view in newest]
     if any(remarks):
         rows = [
             {"Step": row["Step"], "Action": row["Action"], "Word of a person": word} | row
             for row, word in zip(rows, remarks, strict=True)
         ]
     empty = "No decision is like that." if ledger else "No decision was needed so far."
-    picked = frame.table(
+    picked = layout.table(
         rows, empty, key=f"ledger_{len(ledger)}_{len(shown)}", height=430, select=True
     )
-    waiting = [view for view in newest if acting.proposed(view)]
+    waiting = [view for view in newest if commands.proposed(view)]
     if picked is not None:
         _evidence(source, run, newest[picked], notes)
     elif waiting:
@@ -51,7 +50,7 @@ def _body(source: Source, run: RunSummary) -> None:
 
 
 def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
-    causes = sorted({words.plain(view.decision.cause, 60) for view in ledger} - {""})
+    causes = sorted({formatting.plain(view.decision.cause, 60) for view in ledger} - {""})
     with st.container(horizontal=True, vertical_alignment="bottom", key="ledger_controls"):
         action = st.selectbox(
             "Action", list(KINDS), index=None, key="action", bind="query-params",
@@ -64,7 +63,7 @@ def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
         cause = st.selectbox(
             "Cause", causes, index=None, key="cause", placeholder="Any cause", width=200
         )
-        first, last = frame.step_range()
+        first, last = layout.step_range()
         text = st.text_input(
             "Reason holds", key="why", bind="query-params", max_chars=200, width=220
         )
@@ -74,7 +73,7 @@ def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
         for view in ledger
         if (not action or view.decision.action == KINDS[action])
         and (not done or view.decision.acted == (done == DONE[0]))
-        and (not cause or words.plain(view.decision.cause, 60) == cause)
+        and (not cause or formatting.plain(view.decision.cause, 60) == cause)
         and (first is None or view.decision.step >= first)
         and (last is None or view.decision.step <= last)
         and needle in view.decision.reason.casefold()
@@ -95,19 +94,23 @@ def _evidence(
         st.markdown(f"**{head}**")
         word = look.word if look else str(decision.action)
         done = "carried out" if decision.acted else "proposed, not carried out"
-        st.text(f"Step {decision.step:,}: {word}, {done}. {words.plain(decision.reason, 600)}")
+        st.text(f"Step {decision.step:,}: {word}, {done}. {formatting.plain(decision.reason, 600)}")
         st.text("   ".join(_numbers(view)))
         if decision.evidence:
             pairs = sorted(decision.evidence.items())[:40]
-            st.text("   ".join(f"{words.plain(name, 60)} = {words.number(v)}" for name, v in pairs))
-        if remark := acting.word_of(view, notes):
+            st.text(
+                "   ".join(
+                    f"{formatting.plain(name, 60)} = {formatting.number(v)}" for name, v in pairs
+                )
+            )
+        if remark := commands.word_of(view, notes):
             st.text(f"A person's word: {remark}")
         with st.container(horizontal=True, vertical_alignment="center"):
             st.page_link(
-                frame.RUN,
+                layout.RUN,
                 label="See it on the curves",
                 icon=":material/monitor_heart:",
-                query_params=frame.around(run.run_id, decision.step, decision.step),
+                query_params=layout.around(run.run_id, decision.step, decision.step),
             )
         _acts(source, run, view)
 
@@ -115,38 +118,38 @@ def _evidence(
 def _acts(source: Source, run: RunSummary, view: DecisionView) -> None:
     """Draw what a person may do about a decision: carry it out, dismiss it, or contradict it."""
     key = f"{view.decision.ledger_seq}"
-    action = acting.proposed(view)
+    action = commands.proposed(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
-        if acting.is_acceptable(view):
-            acting.accept(source, run, view.decision.step, key=f"accept_{key}")
+        if commands.is_acceptable(view):
+            commands.accept(source, run, view.decision.step, key=f"accept_{key}")
         if action is None:
             return
-        acting.command(
+        commands.command(
             source, run, action, label="Carry out", key=f"do_{key}",
             checkpoint_id=view.decision.checkpoint_id if action == "rollback" else "",
-            why=words.plain(f"as decided at step {view.decision.step}", acting.MAX_REASON),
+            why=formatting.plain(f"as decided at step {view.decision.step}", commands.MAX_REASON),
         )  # fmt: skip
         if action == "rollback" and source.control is not None and run.mode == "guard":
-            acting.command(source, run, "halt", label="Halt instead", key=f"halt_{key}")
-        acting.dismiss(source, run, view, key=f"veto_{key}")
+            commands.command(source, run, "halt", label="Halt instead", key=f"halt_{key}")
+        commands.dismiss(source, run, view, key=f"veto_{key}")
 
 
 def _numbers(view: DecisionView) -> list[str]:
     decision = view.decision
     pairs = (
-        ("rule", words.plain(rule_words(decision.rule), 80)),
-        ("cause", words.plain(decision.cause, 60)),
-        ("value", "" if decision.value is None else words.number(decision.value)),
-        ("limit", "" if decision.limit is None else words.number(decision.limit)),
+        ("rule", formatting.plain(rule_words(decision.rule), 80)),
+        ("cause", formatting.plain(decision.cause, 60)),
+        ("value", "" if decision.value is None else formatting.number(decision.value)),
+        ("limit", "" if decision.limit is None else formatting.number(decision.limit)),
         ("rank", str(decision.rank) if decision.rank >= 0 else ""),
-        ("mode", words.plain(decision.mode, 20)),
+        ("mode", formatting.plain(decision.mode, 20)),
         ("budget left", str(decision.budget_left) if decision.budget_left >= 0 else ""),
-        ("cost", words.count(decision.cost_steps, "step")),
+        ("cost", formatting.count(decision.cost_steps, "step")),
         (
             "back to step",
             f"{decision.rollback_to_step:,}" if decision.rollback_to_step >= 0 else "",
         ),
-        ("checkpoint", words.plain(decision.checkpoint_id, 60)),
+        ("checkpoint", formatting.plain(decision.checkpoint_id, 60)),
         ("hindsight", view.hindsight),
     )
     return [f"{name}: {value}" for name, value in pairs if value]
@@ -155,4 +158,4 @@ def _numbers(view: DecisionView) -> list[str]:
 def _commands(source: Source, run: RunSummary) -> None:
     sent: tuple[CommandView, ...] = source.client.commands(run.run_id)
     st.markdown(f"**Commands of people** ({len(sent):,})")
-    frame.table(tables.command_rows(sent), "Nobody has sent this run a command.", key="commands")
+    layout.table(tables.command_rows(sent), "Nobody has sent this run a command.", key="commands")

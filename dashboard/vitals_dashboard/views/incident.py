@@ -6,9 +6,9 @@ import streamlit as st
 from msgspec.structs import replace
 
 from trainvitals.views import IncidentView, RunDetail, RunSummary, SeriesRequest
-from vitals_dashboard import acting, charts, frame, maps, tables, words
-from vitals_dashboard.look import SEVERITY_BADGES
+from vitals_dashboard import charts, commands, formatting, heatmap_page, layout, tables
 from vitals_dashboard.source import Source, series_of
+from vitals_dashboard.theme import SEVERITY_BADGES
 from vitals_dashboard.views.layers import movers
 from vitals_dashboard.views.ranks import row_names
 
@@ -25,7 +25,7 @@ HEIGHT = 205
 
 def render() -> None:
     """Draw the page."""
-    frame.run_page(_body, key="incident_body")
+    layout.run_page(_body, key="incident_body")
 
 
 def _body(source: Source, run: RunSummary) -> None:
@@ -38,7 +38,7 @@ def _body(source: Source, run: RunSummary) -> None:
         return
     rows = tables.incident_rows(every)
     asked = st.query_params.get("incident")
-    picked = frame.table(
+    picked = layout.table(
         rows, "", key=f"incidents_{run.run_id}_{len(every)}", height=220, select=True
     )
     if picked is not None and every[picked].incident_id != asked:
@@ -56,9 +56,9 @@ def _body(source: Source, run: RunSummary) -> None:
     left, right = st.columns([6, 5])
     with left:
         _story(run, chosen, source.clock.time_ns())
-        healthy = acting.acceptable_step(chosen)
+        healthy = commands.acceptable_step(chosen)
         if healthy is not None:
-            acting.accept(source, run, healthy, key=f"accept_{chosen.incident_id}")
+            commands.accept(source, run, healthy, key=f"accept_{chosen.incident_id}")
     with right:
         _curves(source, detail, chosen, steps)
     _maps(source, run, detail, steps)
@@ -70,7 +70,7 @@ def _story(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
     with st.container(border=True, key="prose_story", gap="small"):
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
             with st.container(key="incident_title", width="content"):
-                st.text(words.plain(incident.title, 200))
+                st.text(formatting.plain(incident.title, 200))
             st.badge(incident.severity, color=SEVERITY_BADGES[incident.severity])  # type: ignore[arg-type]
             st.badge(
                 "open" if incident.is_open else "over",
@@ -78,13 +78,13 @@ def _story(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
             )
             st.space("stretch")
             st.page_link(
-                frame.RUN,
+                layout.RUN,
                 label="Curves around it",
                 icon=":material/zoom_in:",
-                query_params=frame.around(run.run_id, incident.onset_step, incident.last_step),
+                query_params=layout.around(run.run_id, incident.onset_step, incident.last_step),
             )
         for paragraph in incident.story:
-            st.text(words.plain(paragraph, 2_000))
+            st.text(formatting.plain(paragraph, 2_000))
         with st.container(key="facts_incident"):
             st.text(_facts(incident, now_unix_ns))
 
@@ -92,12 +92,12 @@ def _story(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
 def _facts(incident: IncidentView, now_unix_ns: int) -> str:
     facts = (
         f"steps {incident.onset_step:,} to {incident.last_step:,}",
-        f"began {words.age(incident.started_unix_ns, now_unix_ns)} ago",
-        f"cost {words.count(incident.cost_steps, 'step')}",
+        f"began {formatting.age(incident.started_unix_ns, now_unix_ns)} ago",
+        f"cost {formatting.count(incident.cost_steps, 'step')}",
         f"{incident.cost_seconds:,.0f} s" if incident.cost_seconds else "",
-        words.count(len(incident.findings), "finding"),
-        words.count(len(incident.decisions), "decision"),
-        words.count(len(incident.alerts), "alert"),
+        formatting.count(len(incident.findings), "finding"),
+        formatting.count(len(incident.decisions), "decision"),
+        formatting.count(len(incident.alerts), "alert"),
     )
     return "  |  ".join(fact for fact in facts if fact)
 
@@ -123,7 +123,7 @@ def _curves(
         spec = charts.step_chart(
             title,
             lines,
-            look=frame.present_palette(),
+            look=layout.present_palette(),
             decisions=incident.decisions,
             others=charts.alert_marks(incident.alerts),
             extent=steps,
@@ -166,13 +166,13 @@ def _map(
     key: str,
     detail: RunDetail | None = None,
 ) -> None:
-    reply = maps.ask(source, run, metric, steps)
+    reply = heatmap_page.ask(source, run, metric, steps)
     if reply is None:
         st.caption(f"{title}: not measured in these steps.")
         return
     names: Sequence[str] = row_names(reply.rows, detail) if detail else ()
-    shade = maps.SHADES["change"]
-    maps.draw(source, run, title, reply, shade=shade, key=f"incident_{key}", names=names)
+    shade = heatmap_page.SHADES["change"]
+    heatmap_page.draw(source, run, title, reply, shade=shade, key=f"incident_{key}", names=names)
 
 
 def _tables(incident: IncidentView, run: RunSummary) -> None:
@@ -193,4 +193,4 @@ def _tables(incident: IncidentView, run: RunSummary) -> None:
     )
     for number, (title, rows, empty) in enumerate(parts):
         st.markdown(f"**{title}** ({len(rows):,})")
-        frame.table(rows, empty, key=f"incident_table_{number}", height=260)
+        layout.table(rows, empty, key=f"incident_table_{number}", height=260)

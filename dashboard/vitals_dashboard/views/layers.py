@@ -3,8 +3,8 @@
 import streamlit as st
 
 from trainvitals.views import RunDetail, RunSummary
-from vitals_dashboard import frame, maps, tables
-from vitals_dashboard.maps import Choice
+from vitals_dashboard import heatmap_page, layout, tables
+from vitals_dashboard.heatmap_page import Choice
 from vitals_dashboard.source import Source
 
 CHOICES = (
@@ -31,17 +31,17 @@ CHOICES = (
 
 def render() -> None:
     """Draw the page."""
-    frame.run_page(_body, key="layers_body")
+    layout.run_page(_body, key="layers_body")
 
 
 def _body(source: Source, run: RunSummary) -> None:
     detail = source.client.run(run.run_id)
-    chosen, shade, steps = maps.controls(CHOICES, key="layers", shade="change")
-    reply = maps.ask(source, run, chosen.metric, steps)
+    chosen, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
+    reply = heatmap_page.ask(source, run, chosen.metric, steps)
     if reply is None:
         st.caption(_why_nothing(detail, chosen))
     else:
-        maps.draw(source, run, chosen.title, reply, shade=shade, key="layers")
+        heatmap_page.draw(source, run, chosen.title, reply, shade=shade, key="layers")
     movers(source, run, steps[1])
 
 
@@ -67,7 +67,7 @@ def movers(source: Source, run: RunSummary, step: int | None) -> None:
     moved = source.client.movers(run.run_id, at)
     st.markdown(f"**What moved most up to step {at:,}**")
     st.caption("Against its own median before, in robust standard deviations; set To step above.")
-    frame.table(
+    layout.table(
         tables.mover_rows(moved),
         "Nothing moved, or nothing was measured there.",
         key="movers",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from vitals_dashboard import charts, words
+from vitals_dashboard import charts, formatting
 from vitals_dashboard.charts import Line
 from vitals_dashboard.views.curves import HALF_POINTS, MAX_SOURCES, STRIP, Span, View
 
@@ -82,10 +82,10 @@ def _notes(view: View, gpus: list[str], nodes: list[str]) -> list[str]:
     notes = [] if gpus else ["No GPU reports for this run; the host is shown."]
     for sources, what in ((view.sources("rank"), "rank"), (gpus, "GPU"), (nodes, "host")):
         if len(sources) > MAX_SOURCES and (what != "host" or not gpus):
-            notes.append(f"{MAX_SOURCES} of {words.count(len(sources), what)} are drawn.")
+            notes.append(f"{MAX_SOURCES} of {formatting.count(len(sources), what)} are drawn.")
     return notes
 
 
 def _short(source: str) -> str:
     kind, _, name = source.partition(":")
-    return words.plain(f"{kind} {name}", 24)
+    return formatting.plain(f"{kind} {name}", 24)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import streamlit as st
 
 from trainvitals.views import RunSummary
-from vitals_dashboard import frame, states, tables, words
-from vitals_dashboard.look import HEALTH_WORDS, STATE_WORDS
+from vitals_dashboard import formatting, layout, states, tables
 from vitals_dashboard.source import Source, loss_curve
+from vitals_dashboard.theme import HEALTH_WORDS, STATE_WORDS
 
 PAGE_SIZE = 25
 """Runs on a page: each has a sparkline, and that is a question to the collector."""
@@ -17,7 +17,7 @@ CURVE_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RunFilter:
     """Which runs are to be seen, and in which order."""
 
     text: str
@@ -30,11 +30,11 @@ def render() -> None:
     """Draw the page."""
     with st.container(horizontal=True, vertical_alignment="center", key="fleet_controls"):
         filters = _controls()
-        live = frame.live_toggle()
-    frame.refreshing(lambda source: _body(source, filters), live=live, key="overview_body")
+        live = layout.live_toggle()
+    layout.refreshing(lambda source: _body(source, filters), live=live, key="overview_body")
 
 
-def _controls() -> Wanted:
+def _controls() -> RunFilter:
     text = st.text_input(
         "Search",
         key="q",
@@ -72,10 +72,10 @@ def _controls() -> Wanted:
         label_visibility="collapsed",
         width=170,
     )
-    return Wanted(text=str(text or ""), state=state, health=health, order=str(order))
+    return RunFilter(text=str(text or ""), state=state, health=health, order=str(order))
 
 
-def _body(source: Source, filters: Wanted) -> None:
+def _body(source: Source, filters: RunFilter) -> None:
     everything = source.client.runs()
     if not everything:
         states.no_runs()
@@ -92,7 +92,7 @@ def _body(source: Source, filters: Wanted) -> None:
     shown = runs[first : first + PAGE_SIZE]
     where = f"; {first + 1:,} to {first + len(shown):,} here" if num_pages > 1 else ""
     caption_column.caption(
-        f"{len(runs):,} of {words.count(len(everything), 'run')}{where}; select one to open it"
+        f"{len(runs):,} of {formatting.count(len(everything), 'run')}{where}; select one to open it"
     )
     _list(source, shown)
 
@@ -103,7 +103,7 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
     is_text = any(isinstance(row["Loss"], str) for row in rows)
     column = st.column_config
     loss = column.TextColumn(width=70) if is_text else column.NumberColumn(format="%.4g", width=70)
-    chosen = frame.table(
+    chosen = layout.table(
         rows,
         "No run is like that. Take something out of the search above.",
         key="runs",
@@ -116,7 +116,7 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
             "Alerts": st.column_config.NumberColumn(width=60),
             "Loss": loss,
             "Loss curve": st.column_config.LineChartColumn(
-                width=130, color=frame.present_palette().main
+                width=130, color=layout.present_palette().main
             ),
             "Seen": st.column_config.TextColumn(width=90),
             "Last decision": st.column_config.TextColumn(width=330),
@@ -127,7 +127,7 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
         },
     )
     if chosen is not None:
-        st.switch_page(frame.RUN, query_params={"run": runs[chosen].run_id})
+        st.switch_page(layout.RUN, query_params={"run": runs[chosen].run_id})
 
 
 def _curves(source: Source, runs: Sequence[RunSummary]) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ import streamlit as st
 
 from trainvitals.errors import TransportError, UnauthorizedError, UsageError
 from trainvitals.views import Branch, RunSummary, TableName, TableReply, TableRequest
-from vitals_dashboard import exports, frame, states, tables, words
+from vitals_dashboard import exports, formatting, layout, states, tables
 from vitals_dashboard.source import Source, guarded
 
 TABLES: tuple[TableName, ...] = get_args(TableName)
@@ -60,7 +60,7 @@ def _page(source: Source) -> None:
         else:
             _standing(lambda: _ask(source, request))
 
-    frame.refreshing(ask, live=live, key="query_body", every=frame.SLOW_SECONDS)
+    layout.refreshing(ask, live=live, key="query_body", every=layout.SLOW_SECONDS)
 
 
 def _ask(source: Source, request: TableRequest) -> None:
@@ -75,10 +75,10 @@ def _ask(source: Source, request: TableRequest) -> None:
 def _asked(runs: list[RunSummary]) -> tuple[TableRequest | None, bool]:
     """Draw the question; return it, and whether it is to be asked again and again.
 
-    It is None, said in words, where a run has yet to be chosen.
+    It is None, said in formatting, where a run has yet to be chosen.
     """
     names = {ALL_RUNS: ALL_RUNS} | {
-        run.run_id: f"{words.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
+        run.run_id: f"{formatting.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
         for run in runs
     }
     with st.container(horizontal=True, vertical_alignment="bottom", key="query_controls"):
@@ -88,14 +88,14 @@ def _asked(runs: list[RunSummary]) -> tuple[TableRequest | None, bool]:
         name: TableName = table if table in TABLES else "steps"
         run_id = _run_choice(names)
         branch = _branch_choice() if name in OF_ONE_RUN else "all"
-        steps = frame.step_range() if name != "runs" else (None, None)
+        steps = layout.step_range() if name != "runs" else (None, None)
         limit = st.number_input(
             "Rows at most", min_value=1, max_value=MAX_ROWS, value=1_000, step=1_000,
             key="limit", bind="query-params", width=110,
         )  # fmt: skip
         newest = st.toggle("Newest first", key="newest", bind="query-params")
         # Off: rows that move are hard to read, and most questions are of what is past.
-        live = frame.live_toggle(frame.SLOW_SECONDS, value=False)
+        live = layout.live_toggle(layout.SLOW_SECONDS, value=False)
     where, columns = _conditions(name)
     if run_id is None:
         states.no_such_run(st.query_params.get("run") or "")
@@ -147,7 +147,7 @@ def _conditions(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _run_choice(names: dict[str, str]) -> str | None:
     """Draw the choice of the run; return it, or None where the address names one not here."""
-    before = st.session_state.get(frame.LAST_RUN)
+    before = st.session_state.get(layout.LAST_RUN)
     asked = st.query_params.get("run") or (before if before in names else ALL_RUNS)
     st.session_state["query_run"] = asked if asked in names else None
 
@@ -165,9 +165,9 @@ def _answer(request: TableRequest, reply: TableReply) -> None:
     num = len(reply.data[0]) if reply.data else 0
     with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
         cut = "; raise the number of rows to see more" if num < reply.num_total else ""
-        unseen = f"; {words.count(reply.num_discarded, 'rolled-back row')} not looked at"
+        unseen = f"; {formatting.count(reply.num_discarded, 'rolled-back row')} not looked at"
         remark = cut + (unseen if reply.num_discarded else "")
-        st.caption(f"{num:,} of {words.count(reply.num_total, 'row')} that meet this{remark}")
+        st.caption(f"{num:,} of {formatting.count(reply.num_total, 'row')} that meet this{remark}")
         st.space("stretch")
         name = f"vitals_{request.table}{'_' + request.run_id if request.run_id else ''}"
         st.download_button(
@@ -204,7 +204,7 @@ def as_frame(reply: TableReply) -> pd.DataFrame:
 
 def _shown(name: str, value: Any) -> Any:
     if isinstance(value, str):
-        return words.plain(value, 500)
+        return formatting.plain(value, 500)
     if name.endswith("_unix_ns") and isinstance(value, int) and value > 0:
         return datetime.fromtimestamp(value / 1e9, tz=UTC)
     return value

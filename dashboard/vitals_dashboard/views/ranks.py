@@ -1,4 +1,4 @@
-"""Ranks, GPUs and nodes by steps as heat maps, and the stragglers by name."""
+"""Ranks, GPUs and nodes by steps as heat heatmap_page, and the stragglers by name."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import streamlit as st
 
 from trainvitals.detect.registry import kinds_about
 from trainvitals.views import RunDetail, RunSummary
-from vitals_dashboard import frame, heat, maps, stragglers, tables, words
-from vitals_dashboard.maps import Choice
+from vitals_dashboard import formatting, heatmap, heatmap_page, layout, stragglers, tables
+from vitals_dashboard.heatmap_page import Choice
 from vitals_dashboard.source import Source
 
 CHOICES = (
@@ -31,19 +31,19 @@ ABOUT_MACHINES = kinds_about("machine")
 
 def render() -> None:
     """Draw the page."""
-    frame.run_page(_body, key="ranks_body")
+    layout.run_page(_body, key="ranks_body")
 
 
 def _body(source: Source, run: RunSummary) -> None:
     detail = source.client.run(run.run_id)
-    chosen, shade, steps = maps.controls(CHOICES, key="ranks", shade="value")
+    chosen, shade, steps = heatmap_page.controls(CHOICES, key="ranks", shade="value")
     _stragglers(source, run, detail, steps)
-    reply = maps.ask(source, run, chosen.metric, steps)
+    reply = heatmap_page.ask(source, run, chosen.metric, steps)
     if reply is None:
         st.caption(_why_nothing(chosen))
     else:
         names = row_names(reply.rows, detail)
-        maps.draw(source, run, chosen.title, reply, shade=shade, key="ranks", names=names)
+        heatmap_page.draw(source, run, chosen.title, reply, shade=shade, key="ranks", names=names)
     _findings(source, run)
     _sources(source, detail)
 
@@ -70,7 +70,7 @@ def _stragglers(
 ) -> None:
     last = run.last_step if steps[1] is None else steps[1]
     first = max(steps[0] or 0, last - LAST_STEPS + 1)
-    reply = maps.ask(
+    reply = heatmap_page.ask(
         source,
         run,
         "steps.step_duration_seconds",
@@ -82,9 +82,11 @@ def _stragglers(
         if reply is None:
             st.text("No step time was measured here, so no straggler can be named.")
             return
-        sentences = stragglers.in_words(stragglers.found(heat.cells_of(reply), reply.rows, detail))
+        sentences = stragglers.in_words(
+            stragglers.found(heatmap.cells_of(reply), reply.rows, detail)
+        )
         for line in sentences:
-            st.text(words.plain(line, 300))
+            st.text(formatting.plain(line, 300))
         st.caption(f"Medians of the steps {first:,} to {last:,}.")
 
 
@@ -93,7 +95,7 @@ def _findings(source: Source, run: RunSummary) -> None:
         view for view in source.client.findings(run.run_id) if view.finding.kind in ABOUT_MACHINES
     ]
     st.markdown(f"**Told about ranks and machines** ({len(findings):,})")
-    frame.table(
+    layout.table(
         tables.finding_rows(findings),
         "The detectors have told nothing about ranks, GPUs or nodes.",
         key="rank_findings",
@@ -102,7 +104,7 @@ def _findings(source: Source, run: RunSummary) -> None:
 
 def _sources(source: Source, detail: RunDetail) -> None:
     st.markdown(f"**Who reports** ({len(detail.sources):,})")
-    frame.table(
+    layout.table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),
         "Nobody has reported yet.",
         key="sources",

@@ -13,7 +13,7 @@ from trainvitals.views import (
     EventView,
     RunDetail,
 )
-from vitals_dashboard import acting, charts, frame, tables, words
+from vitals_dashboard import charts, commands, formatting, layout, tables
 from vitals_dashboard.source import Source
 from vitals_dashboard.views import controls, curves, machines
 from vitals_dashboard.views.controls import Controls
@@ -24,14 +24,14 @@ WIDE_NUMBER, NUMBER = 185, 136
 
 def render() -> None:
     """Draw the page."""
-    frame.run_links()
+    layout.run_links()
     chosen = controls.draw()
-    frame.refreshing(lambda source: _body(source, chosen), live=chosen.live, key="run_body")
+    layout.refreshing(lambda source: _body(source, chosen), live=chosen.live, key="run_body")
 
 
 def _body(source: Source, chosen: Controls) -> None:
     controls.follow_zoom()
-    run = frame.chosen_run(source)
+    run = layout.chosen_run(source)
     if run is None:
         return
     detail = source.client.run(run.run_id)
@@ -59,7 +59,7 @@ def _view(
         source=source,
         detail=detail,
         controls=chosen,
-        look=frame.present_palette(),
+        look=layout.present_palette(),
     )
     scale = curves.scale_of(view)
     if scale is None:
@@ -120,29 +120,31 @@ def _note(control: CollectorClient, detail: RunDetail) -> None:
         last = max(0, detail.summary.last_step)
         step = st.number_input("At step", min_value=0, value=last, step=1, key="note_step")
         text = st.text_input("Note", max_chars=300, key="note_text")
-        by = st.text_input("Who", value=frame.person(), max_chars=80, key="note_by")
+        by = st.text_input("Who", value=layout.person(), max_chars=80, key="note_by")
         message = None
         if st.form_submit_button("Add the note", type="primary"):
             if not text.strip():
                 message = "A note needs a text."
             else:
-                message = acting.note(control, detail.summary, int(step), text.strip(), by.strip())
+                message = commands.note(
+                    control, detail.summary, int(step), text.strip(), by.strip()
+                )
                 message = message or f"The note is on the curves, at step {step:,}."
-        frame.answer(f"note_{detail.summary.run_id}", message)
+        layout.answer(f"note_{detail.summary.run_id}", message)
 
 
 def _facts(detail: RunDetail, now_unix_ns: int) -> None:
     summary, info = detail.summary, detail.info
     facts = (
         summary.run_id,
-        words.plain(summary.project, 60),
-        words.plain(summary.user, 40),
-        f"mode {words.plain(summary.mode, 20)}",
-        words.count(summary.world_size, "rank"),
-        f"{words.number(info.num_params / 1e6, 3)} M parameters" if info.num_params else "",
-        f"started {words.age(summary.started_unix_ns, now_unix_ns)} ago",
-        f"last seen {words.age(summary.last_seen_unix_ns, now_unix_ns)} ago",
-        words.plain(", ".join(summary.tags), 120),
+        formatting.plain(summary.project, 60),
+        formatting.plain(summary.user, 40),
+        f"mode {formatting.plain(summary.mode, 20)}",
+        formatting.count(summary.world_size, "rank"),
+        f"{formatting.number(info.num_params / 1e6, 3)} M parameters" if info.num_params else "",
+        f"started {formatting.age(summary.started_unix_ns, now_unix_ns)} ago",
+        f"last seen {formatting.age(summary.last_seen_unix_ns, now_unix_ns)} ago",
+        formatting.plain(", ".join(summary.tags), 120),
     )
     with st.container(key="run_facts"):
         st.text("  |  ".join(fact for fact in facts if fact))
@@ -154,9 +156,9 @@ def _numbers(source: Source, detail: RunDetail) -> None:
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
         ("Step", f"{summary.last_step:,}"),
-        ("Grad norm", words.number(summary.grad_norm)),
-        ("Learning rate", words.number(last.learning_rate, 3)),
-        ("Tokens/s", words.number(last.tokens_per_second, 3)),
+        ("Grad norm", formatting.number(summary.grad_norm)),
+        ("Learning rate", formatting.number(last.learning_rate, 3)),
+        ("Tokens/s", formatting.number(last.tokens_per_second, 3)),
         ("MFU", "n/a" if last.mfu is None else f"{last.mfu * 100:.1f} %"),
         ("Skips", f"{summary.num_skips:,}"),
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
@@ -164,7 +166,7 @@ def _numbers(source: Source, detail: RunDetail) -> None:
     with st.container(horizontal=True, key="run_numbers", gap="small"):  # wraps where it is narrow
         st.metric(
             "Loss",
-            words.number(summary.loss),
+            formatting.number(summary.loss),
             delta=None if delta is None else f"{delta:+.3g}",
             delta_color="inverse",
             delta_description=f"in {last.delta_steps} steps" if delta is not None else None,
@@ -193,14 +195,14 @@ def _below(
     st.markdown(f"**Decisions** ({len(decisions):,})")
     if shadow := tally(view.hindsight or None for view in decisions):
         st.caption(f"Of what was only observed, {shadow}.")
-    frame.table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
+    layout.table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
     if readings:
         st.markdown(f"**What the state said** ({len(readings):,})")
-        frame.table(tables.event_rows(readings), "", key="readings")
+        layout.table(tables.event_rows(readings), "", key="readings")
     left, right = st.columns(2)
     with left:
         st.markdown(f"**Checkpoints and snapshots** ({len(checkpoints):,})")
-        frame.table(tables.checkpoint_rows(checkpoints), "None yet.", key="checkpoints")
+        layout.table(tables.checkpoint_rows(checkpoints), "None yet.", key="checkpoints")
     with right:
         st.markdown(f"**Attempts** ({len(detail.attempts):,})")
-        frame.table(tables.attempt_rows(detail.attempts), "None yet.", key="attempts")
+        layout.table(tables.attempt_rows(detail.attempts), "None yet.", key="attempts")

@@ -12,8 +12,8 @@ from vitals_bench.dashboard import bare_page, painted
 from vitals_bench.dashboard.seen import is_sent, num_hidden
 from vitals_bench.dashboard.serving import NAMES, QUICK
 from vitals_bench.query.filling import Filling, Planted, pieces
+from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.queries.query import Query
-from vitals_collector.receiving.ingest import ingest_all
 from vitals_collector.storage.store import open_store
 
 SPIKE = 37.123458862304688

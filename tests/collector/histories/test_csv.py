@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, StorageError, UsageError, VitalsError
-from vitals_collector.replays.histories import History, Wanted, read_history
+from vitals_collector.importers import ColumnChoice, History, read_history
 
 
 def read(tmp_path: Path, content: str | bytes, **wanted: str) -> History:
     path = tmp_path / "log.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_history(path, Wanted(**wanted))
+    return read_history(path, ColumnChoice(**wanted))
 
 
 def values(history: History) -> list[tuple[object, ...]]:
@@ -143,13 +143,13 @@ def test_a_named_column_that_is_not_there_names_the_nearest(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_a_storage_error(tmp_path):
     with pytest.raises(StorageError, match="cannot be read"):
-        read_history(tmp_path / "absent.csv", Wanted())
+        read_history(tmp_path / "absent.csv", ColumnChoice())
 
 
 def test_a_pipe_is_refused_in_words(tmp_path):
     os.mkfifo(tmp_path / "pipe.csv")
     with pytest.raises(UsageError, match="neither a file nor a folder"):
-        read_history(tmp_path / "pipe.csv", Wanted())
+        read_history(tmp_path / "pipe.csv", ColumnChoice())
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import MissingDependencyError, UsageError
-from vitals_collector.replays.histories import Wanted, read_history
+from vitals_collector.importers import ColumnChoice, read_history
 
 EVENTS = "events.out.tfevents.1700000000.host.1.0"
 
@@ -20,7 +20,7 @@ def test_without_tensorboard_it_is_said_what_to_install(tmp_path, monkeypatch):
     (tmp_path / EVENTS).write_bytes(frame)
     for path in (tmp_path, tmp_path / EVENTS):
         with pytest.raises(MissingDependencyError) as caught:
-            read_history(path, Wanted())
+            read_history(path, ColumnChoice())
         assert "pip install 'trainvitals[replay]'" == caught.value.hint
 
 
@@ -58,7 +58,7 @@ ROWS = [
 def test_every_event_is_there_however_many_there_are(tmp_path, writer_of, as_tensor):
     rows = ROWS if not as_tensor else ROWS[:500]
     writer_of(tmp_path, rows, as_tensor=as_tensor)
-    history = read_history(tmp_path, Wanted())
+    history = read_history(tmp_path, ColumnChoice())
     assert [step for step, _ in rows] == [s.step for s in history.steps]
     assert (3.0, 1.0, 0.5) == (
         history.steps[0].loss, history.steps[0].grad_norm, history.steps[0].learning_rate,
@@ -74,7 +74,7 @@ def test_nan_is_itself_and_evaluations_are_no_records(tmp_path, writer_of):
         (20, {"lr": 1.0}),
     ]
     writer_of(tmp_path, rows)
-    history = read_history(tmp_path, Wanted())
+    history = read_history(tmp_path, ColumnChoice())
     assert [(10, "1.5"), (20, "nan")] == [(s.step, repr(s.loss)) for s in history.steps]
     assert 1.0 == history.steps[1].learning_rate
 
@@ -82,7 +82,7 @@ def test_nan_is_itself_and_evaluations_are_no_records(tmp_path, writer_of):
 def test_tags_written_one_after_another_are_joined_by_step(tmp_path, writer_of):
     rows = [(n, {"loss": 2.0}) for n in range(50)] + [(n, {"grad_norm": 1.0}) for n in range(50)]
     writer_of(tmp_path, rows)
-    history = read_history(tmp_path, Wanted())
+    history = read_history(tmp_path, ColumnChoice())
     assert list(range(50)) == [s.step for s in history.steps]
     assert {1.0} == {s.grad_norm for s in history.steps}
 
@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_the_steps_that_were_written_twice(tmp_path, writer_
     first = next(tmp_path.glob("*tfevents*"))
     first.rename(tmp_path / "events.out.tfevents.1000000000.host")
     writer_of(tmp_path, ROWS[60:90])
-    history = read_history(tmp_path, Wanted())
+    history = read_history(tmp_path, ColumnChoice())
     assert [*range(100), *range(60, 90)] == [s.step for s in history.steps]
     assert ["2 event files were read as one log, by the order of their names"] == history.notes
 
@@ -101,7 +101,7 @@ def test_a_torn_end_keeps_what_is_whole_and_is_said(tmp_path, writer_of):
     writer_of(tmp_path, ROWS[:100])
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    history = read_history(path, Wanted())
+    history = read_history(path, ColumnChoice())
     assert 100 == len(history.steps)  # the last event torn is the last tag's
     assert "damaged or not yet all written" in history.notes[0]
 
@@ -110,19 +110,19 @@ def test_two_runs_below_a_folder_are_one_too_many(tmp_path, writer_of):
     for name in ("a", "b"):
         writer_of(tmp_path / "runs" / name, ROWS[:20])
     with pytest.raises(UsageError, match="holds 2 logs"):
-        read_history(tmp_path, Wanted())
-    assert 20 == len(read_history(tmp_path / "runs" / "a", Wanted()).steps)
+        read_history(tmp_path, ColumnChoice())
+    assert 20 == len(read_history(tmp_path / "runs" / "a", ColumnChoice()).steps)
 
 
 def test_a_tag_that_fits_twice_must_be_named(tmp_path, writer_of):
     writer_of(tmp_path, [(n, {"loss": 1.0, "Loss": 2.0}) for n in range(5)])
     with pytest.raises(UsageError, match="2 columns may be the loss"):
-        read_history(tmp_path, Wanted())
-    assert 2.0 == read_history(tmp_path, Wanted(loss="Loss")).steps[0].loss
+        read_history(tmp_path, ColumnChoice())
+    assert 2.0 == read_history(tmp_path, ColumnChoice(loss="Loss")).steps[0].loss
 
 
 def test_the_step_is_the_events_own(tmp_path, writer_of):
     writer_of(tmp_path, [(n, {"loss": 1.0, "global_step": 9.0, "step": 8.0}) for n in range(5)])
-    assert list(range(5)) == [s.step for s in read_history(tmp_path, Wanted()).steps]
+    assert list(range(5)) == [s.step for s in read_history(tmp_path, ColumnChoice()).steps]
     with pytest.raises(UsageError, match="carries its own step"):
-        read_history(tmp_path, Wanted(step="global_step"))
+        read_history(tmp_path, ColumnChoice(step="global_step"))

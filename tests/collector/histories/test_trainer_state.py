@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, UsageError
-from vitals_collector.replays.histories import Wanted, read_history
+from vitals_collector.importers import ColumnChoice, read_history
 
 LOG = [
     {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 5e-5, "loss": 3.25, "step": 10},
@@ -27,7 +27,7 @@ def state(folder: Path, log: object = LOG, **more: object) -> Path:
 
 
 def test_evaluations_and_the_summary_are_no_records_and_nan_is_itself(tmp_path):
-    history = read_history(state(tmp_path), Wanted())
+    history = read_history(state(tmp_path), ColumnChoice())
     assert [0, 1, 3] == [s.row for s in history.steps]
     assert [10, 20, 30] == [s.step for s in history.steps]
     assert ["1.5", "nan", "inf"] == [repr(s.grad_norm) for s in history.steps]
@@ -37,17 +37,17 @@ def test_evaluations_and_the_summary_are_no_records_and_nan_is_itself(tmp_path):
 
 def test_the_folder_of_a_checkpoint_will_do(tmp_path):
     state(tmp_path / "checkpoint-30")
-    assert 3 == len(read_history(tmp_path / "checkpoint-30", Wanted()).steps)
+    assert 3 == len(read_history(tmp_path / "checkpoint-30", ColumnChoice()).steps)
 
 
 def test_of_trainers_output_folder_the_last_checkpoint_is_read(tmp_path):
     state(tmp_path / "checkpoint-9", LOG[:1])
     state(tmp_path / "checkpoint-30")
-    assert 3 == len(read_history(tmp_path, Wanted()).steps)
+    assert 3 == len(read_history(tmp_path, ColumnChoice()).steps)
 
 
 def test_what_trainer_does_to_a_loss_is_said(tmp_path):
-    notes = read_history(state(tmp_path, logging_steps=10), Wanted()).notes
+    notes = read_history(state(tmp_path, logging_steps=10), ColumnChoice()).notes
     assert "Trainer logs the mean loss of 10 steps: a spike of one is flattened" == notes[0]
     assert "logging_nan_inf_filter" in notes[1]
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_said_in_words(tmp_path, text, error, words):
     path = tmp_path / "trainer_state.json"
     path.write_text(text)
     with pytest.raises(error) as caught:
-        read_history(path, Wanted())
+        read_history(path, ColumnChoice())
     assert words in str(caught.value)
 
 
@@ -80,5 +80,5 @@ def test_a_file_that_trainer_itself_wrote_is_read(tmp_path):
     written = trainer_callback.TrainerState(log_history=LOG[:4], logging_steps=10, global_step=30)
     path = tmp_path / "trainer_state.json"
     written.save_to_json(str(path))
-    history = read_history(path, Wanted())
+    history = read_history(path, ColumnChoice())
     assert ["1.5", "nan", "inf"] == [repr(s.grad_norm) for s in history.steps]

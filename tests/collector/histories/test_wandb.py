@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainvitals.errors import FormatError, UsageError
-from vitals_collector.replays.histories import History, Wanted, read_history
-from vitals_collector.replays.histories.wandb_file import (
+from vitals_collector.importers import ColumnChoice, History, read_history
+from vitals_collector.importers.wandb_file import (
     BLOCK,
     FIRST,
     FRAME,
@@ -81,7 +81,7 @@ def write(tmp_path: Path, raw: bytes) -> Path:
 
 
 def read(tmp_path: Path, records: list[bytes], **wanted: str) -> History:
-    return read_history(write(tmp_path, framed(records)), Wanted(**wanted))
+    return read_history(write(tmp_path, framed(records)), ColumnChoice(**wanted))
 
 
 CALLS = [
@@ -103,7 +103,7 @@ def test_what_was_logged_is_read_without_wandb(tmp_path):
 @pytest.mark.parametrize("folder", [".", "wandb", "wandb/offline-run-20260101_000000-abc"])
 def test_each_folder_above_the_file_will_do(tmp_path, folder):
     write(tmp_path, framed(CALLS))
-    assert 2 == len(read_history(tmp_path / folder, Wanted()).steps)
+    assert 2 == len(read_history(tmp_path / folder, ColumnChoice()).steps)
 
 
 def test_a_step_of_the_training_goes_before_wandbs_own(tmp_path):
@@ -139,7 +139,7 @@ def test_records_longer_than_a_block_are_put_together(tmp_path):
 
 def test_a_torn_end_keeps_what_is_whole(tmp_path):
     raw = framed([call({"loss": 1.0, "_step": n}) for n in range(10)])
-    history = read_history(write(tmp_path, raw[:-5]), Wanted())
+    history = read_history(write(tmp_path, raw[:-5]), ColumnChoice())
     assert 9 == len(history.steps)
     assert "1 damaged places of the file were passed over" in history.notes[0]
 
@@ -148,7 +148,7 @@ def test_a_damaged_block_costs_its_rows_and_is_said(tmp_path):
     calls = [call({"loss": 1.0, "_step": n, "text": "x" * 1000}) for n in range(200)]
     raw = bytearray(framed(calls))
     raw[BLOCK + 500] ^= 0xFF
-    history = read_history(write(tmp_path, bytes(raw)), Wanted())
+    history = read_history(write(tmp_path, bytes(raw)), ColumnChoice())
     steps = [s.step for s in history.steps]
     assert steps == sorted(set(steps))
     assert 160 < len(steps) < 170
@@ -163,7 +163,7 @@ def test_a_message_that_is_none_is_our_error(tmp_path, cut):
 
 def test_a_file_with_no_head_of_wandbs_or_no_loss_is_an_error(tmp_path):
     with pytest.raises(FormatError, match="a file of wandb's with"):
-        read_history(write(tmp_path, b":W&B junk"), Wanted())
+        read_history(write(tmp_path, b":W&B junk"), ColumnChoice())
     with pytest.raises(UsageError, match="no column is the step"):
         read(tmp_path / "b", [field(17, b"a run")])
 
@@ -179,6 +179,6 @@ for i in range(200):
 run.finish()
 """
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
-    history = read_history(tmp_path, Wanted())
+    history = read_history(tmp_path, ColumnChoice())
     assert [2 * i for i in range(200)] == [s.step for s in history.steps]
     assert [150] == [s.row for s in history.steps if s.loss is not None and math.isnan(s.loss)]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from trainer_hooks import SignalSettings, parts
+from trainer_hooks import SignalSettings
 from trainer_hooks.measures import activations
+from trainer_hooks.step import phases
 
 ALL = SignalSettings(every=1, update_norm=True, activations=("*",))
 
@@ -21,8 +22,8 @@ def broken(*_arguments, **_named):
         lambda m, patch: patch.setattr(m._device.sampler._updates, "update_squares", broken),
         lambda m, patch: patch.setattr(m._device.sampler._activations, "begin", broken),
         lambda m, patch: patch.setattr(m._device.memory, "now", broken),
-        lambda m, patch: patch.setattr(m._host.columns, "of", broken),
-        lambda m, patch: patch.setattr(parts, "learning_rates", broken),
+        lambda m, patch: patch.setattr(m._controller.columns, "of", broken),
+        lambda m, patch: patch.setattr(phases, "learning_rates", broken),
         lambda m, patch: patch.setattr(activations, "_figures", broken),
     ],
     ids=["weights", "keep", "update", "begin", "memory", "columns", "groups", "figures"],
@@ -39,4 +40,4 @@ def test_a_signal_that_fails_is_missing_and_no_more(make_loop, monkeypatch, brea
     assert sum(errors.values()) >= 3
     for one, other in zip(plain.model.parameters(), measured.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert measured.monitor._host.judge.facts.num_skips == 0
+    assert measured.monitor._controller.judge.facts.num_skips == 0

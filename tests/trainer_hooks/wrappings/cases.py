@@ -23,9 +23,9 @@ from tests.trainer_hooks.wrappings.models import (
     Wrapping,
     not_syncing,
 )
-from trainer_hooks.pack import Reduced
-from trainer_hooks.reading import culprits, rank_losses
-from trainer_hooks.shards import local_tensor, shards_of
+from trainer_hooks.step.decode_step import culprits, rank_losses
+from trainer_hooks.step.reduce_vector import Reduced
+from trainer_hooks.step.shards import local_tensor, shards_of
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}
 PLACES = ("loss", "element", "all")

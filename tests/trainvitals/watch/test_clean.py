@@ -15,13 +15,13 @@ from tests.trainvitals.watch.worlds import (
     slower,
     with_run,
 )
+from trainvitals.detect.fleet import FleetDetectors, LearningRateWatcher
 from trainvitals.detect.merged import MergedStep
-from trainvitals.detect.watch import LearningRateWatcher, WatchSet
 from trainvitals.records import Finding
 
 
 def told(rows: Iterable[MergedStep]) -> list[Finding]:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     for sample in healthy_samples(3):
         watchers.update_node(sample)
     return [finding for row in rows for finding in watchers.update(row)]
@@ -203,5 +203,5 @@ def test_a_learning_rate_cut_by_ten_moves_all_updates_together() -> None:
 
 
 def test_healthy_nodes_are_told_nothing_about() -> None:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     assert [] == [f for sample in healthy_samples(3000) for f in watchers.update_node(sample)]

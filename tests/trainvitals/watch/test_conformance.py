@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainvitals.watch.worlds import GONE_WRONG, healthy_run, poisoned
-from trainvitals.detect.merged import MergedStep, NodeSample
-from trainvitals.detect.watch import (
+from trainvitals.detect.fleet import (
     ActivationConfig,
     ActivationWatcher,
     DataBoundConfig,
     DataBoundWatcher,
+    FleetDetectors,
     GpuErrorWatcher,
     GpuLostWatcher,
     GpuThrottleWatcher,
@@ -35,15 +35,15 @@ from trainvitals.detect.watch import (
     ThroughputConfig,
     ThroughputWatcher,
     UpdateRatioWatcher,
-    WatchSet,
 )
+from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.records import Finding
 
 QUICK_LAYERS = LayerConfig(warm_up=4, clear_after=2, accept_after=4)
 
 
 def quick_memory() -> MemoryCreepWatcher:
-    watcher = MemoryCreepWatcher(MemoryConfig(block=2, least_blocks=4, blocks=5, settle_rows=0))
+    watcher = MemoryCreepWatcher(MemoryConfig(block=2, least_blocks=4, blocks=5, warmup_rows=0))
     watcher.learn_total(100)
     return watcher
 
@@ -54,12 +54,12 @@ STEP_WATCHERS: list[Callable[[], Any]] = [
     lambda: LayerGradientWatcher(QUICK_LAYERS),
     lambda: UpdateRatioWatcher(QUICK_LAYERS),
     lambda: ActivationWatcher(ActivationConfig(warm_up=4, clear_after=2)),
-    lambda: ThroughputWatcher(ThroughputConfig(block=3, blocks=5, settle_rows=1, accept_after=3)),
+    lambda: ThroughputWatcher(ThroughputConfig(block=3, blocks=5, warmup_rows=1, accept_after=3)),
     lambda: DataBoundWatcher(DataBoundConfig(block=5, clear_after=1)),
     lambda: StragglerWatcher(StragglerConfig(steps=3)),
     quick_memory,
     lambda: RankLossWatcher(RankLossConfig(steps=10)),
-    WatchSet,
+    FleetDetectors,
 ]
 """With short memories, so that few steps reach every branch."""
 NODE_WATCHERS: list[Callable[[], Any]] = [GpuThrottleWatcher, GpuErrorWatcher, GpuLostWatcher]
@@ -169,7 +169,7 @@ def check_restoring(make: Callable[[], Any], before: list[Any], after: list[Any]
 
 
 def check_finding(finding: Finding, step: int) -> None:
-    assert ("tell", step) == (finding.level, finding.step)
+    assert ("advisory", step) == (finding.level, finding.step)
     assert finding.reason.isascii()
     assert finding.kind
     assert finding.cause
@@ -250,6 +250,6 @@ def test_a_poisoned_past_hides_nothing(name: str) -> None:
 
 
 def test_a_healthy_run_with_all_columns_is_told_nothing_about() -> None:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     found = [finding for row in healthy_run(3000) for finding in watchers.update(row)]
     assert [] == found

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.trainvitals.watch.worlds import SECOND, healthy_run, slower
-from trainvitals.detect.merged import MergedStep, NodeSample
-from trainvitals.detect.watch import (
+from trainvitals.detect.fleet import (
+    FleetDetectors,
     GpuErrorWatcher,
     GpuLostWatcher,
     LayerConfig,
@@ -15,11 +15,11 @@ from trainvitals.detect.watch import (
     RankLossConfig,
     StallConfig,
     ThroughputConfig,
-    WatchSet,
     checkpoint_overdue,
     stalled,
     usual_interval,
 )
+from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.errors import ConfigError
 from trainvitals.testing.merged import causes, merged_series
 
@@ -91,7 +91,7 @@ def test_a_stall_is_a_function_of_the_time_given() -> None:
 
 
 def test_a_stall_is_told_once_until_the_next_step() -> None:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     rows = list(healthy_run(60))
     for row in rows:
         watchers.update(row)
@@ -124,7 +124,7 @@ def test_a_checkpoint_is_overdue_after_twice_the_usual_interval() -> None:
 
 
 def test_an_overdue_checkpoint_is_told_once_until_one_comes() -> None:
-    watchers, found = WatchSet(), []
+    watchers, found = FleetDetectors(), []
     for row in merged_series("loss 1x1000"):
         if row.step in (100, 200, 300, 700):
             watchers.saved(row.step)
@@ -153,18 +153,18 @@ def test_a_setting_out_of_range_is_refused(make: object, words: str) -> None:
 
 
 def test_a_set_from_before_a_watcher_was_there_starts_that_one_anew() -> None:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     for row in healthy_run(50):
         watchers.update(row)
     state = watchers.state_dict()
     del state["watchers"]["throughput"]
-    restored = WatchSet()
+    restored = FleetDetectors()
     restored.load_state_dict(state)
-    assert set(WatchSet().state_dict()["watchers"]) == set(restored.state_dict()["watchers"])
+    assert set(FleetDetectors().state_dict()["watchers"]) == set(restored.state_dict()["watchers"])
 
 
 def test_the_period_of_evaluations_is_shown() -> None:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     for row in healthy_run(900):
         watchers.update(slower(row, 1.0))
     assert 0 < watchers.period

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.trainvitals.watch.worlds import GIB, memory_watcher
-from trainvitals.detect.merged import NodeSample
-from trainvitals.detect.watch import (
+from trainvitals.detect.fleet import (
     ActivationWatcher,
     DataBoundWatcher,
+    FleetDetectors,
     LayerGradientWatcher,
     LearningRateWatcher,
     LossScaleWatcher,
@@ -14,8 +14,8 @@ from trainvitals.detect.watch import (
     RankLossWatcher,
     StragglerWatcher,
     ThroughputWatcher,
-    WatchSet,
 )
+from trainvitals.detect.merged import NodeSample
 from trainvitals.testing.merged import causes, merged_series, watched
 
 # -------------------------------------------------------------------------- learning rate
@@ -306,12 +306,12 @@ def test_a_slow_leak_is_found_at_a_larger_scale() -> None:
 
 
 def test_without_the_devices_size_nothing_is_told() -> None:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     assert [] == watched(watchers, f"memory_allocated_bytes[0] {40 * GIB}..{60 * GIB}x2000")
 
 
 def test_the_size_is_learnt_from_a_nodes_sample() -> None:
-    watchers = WatchSet()
+    watchers = FleetDetectors()
     gpus = {"GPU-0": {"memory_total_bytes": 80.0 * GIB}}
     watchers.update_node(NodeSample(node="a", time_unix_ns=0, step=0, gpus=gpus))
     found = watched(watchers, f"memory_allocated_bytes[0] {40 * GIB}..{60 * GIB}x2000")

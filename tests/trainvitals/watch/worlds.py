@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainvitals.detect.merged import MergedStep, NodeSample
-from trainvitals.detect.watch import (
+from trainvitals.detect.fleet import (
     ActivationWatcher,
     DataBoundWatcher,
+    FleetDetectors,
     GpuErrorWatcher,
     GpuLostWatcher,
     GpuThrottleWatcher,
@@ -21,8 +21,8 @@ from trainvitals.detect.watch import (
     StragglerWatcher,
     ThroughputWatcher,
     UpdateRatioWatcher,
-    WatchSet,
 )
+from trainvitals.detect.merged import MergedStep, NodeSample
 
 SECOND = 1_000_000_000
 GIB = 1 << 30
@@ -211,7 +211,7 @@ GONE_WRONG: dict[str, Case] = {
         change=lambda row: with_run(row, learning_rate=10 * row.run["learning_rate"]),
     ),
     "the rate jumps to three times": Case(
-        make=WatchSet,
+        make=FleetDetectors,
         cause="lr_jump",
         within=0,
         change=lambda row: with_run(row, learning_rate=3 * row.run["learning_rate"]),
@@ -271,7 +271,7 @@ GONE_WRONG: dict[str, Case] = {
         change=lambda row: slower(row, 1.25),
     ),
     "throughput falls, all watch": Case(
-        make=WatchSet,
+        make=FleetDetectors,
         cause="throughput",
         within=70,
         change=lambda row: slower(row, 1.25),

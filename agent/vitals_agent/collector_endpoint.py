@@ -1,0 +1,171 @@
+"""The way to a collector: found, lost, and found again where it moved."""
+
+import ipaddress
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from trainvitals.errors import TransportError, UnauthorizedError
+from trainvitals.io.client import (
+    CollectorAddress,
+    CollectorClient,
+    Tokens,
+    default_data_dir,
+    read_tokens,
+)
+from trainvitals.views import CommandView
+from trainvitals.wire import IngestReply
+from vitals_agent.http import AgentClient
+
+LOOK_SECONDS = 5.0
+
+T = TypeVar("T")
+Find = Callable[[], CollectorAddress | None]
+
+
+class CollectorEndpoint:
+    """A collector that may come, go, and come back elsewhere. Thread-safe.
+
+    It is looked for while none is known, and again once one did not answer or knew our token no
+    more: it may have been started again, at another port.
+
+    Args:
+        find: returns where a collector is now; None where there is none.
+        connect: makes a client of that.
+    """
+
+    def __init__(
+        self, find: Find, *, connect: Callable[[CollectorAddress], CollectorClient] | None = None
+    ) -> None:
+        self._find = find
+        self._connect = connect or AgentClient
+        self._address: CollectorAddress | None = None
+        self._client: CollectorClient | None = None
+        self._lock = threading.Lock()
+        self._looked_at: float | None = None
+        self._is_doubtful = True
+
+    def reachable(self, now: float) -> bool:
+        """Return whether a collector is known, having looked for it where that is in doubt."""
+        with self._lock:
+            is_due = self._looked_at is None or now - self._looked_at >= LOOK_SECONDS
+            if self._is_doubtful and is_due:
+                self._looked_at = now
+                self._look()
+            return self._client is not None
+
+    def ingest(self, raw: bytes) -> IngestReply:
+        """Store one batch."""
+        return self._ask(lambda client: client.ingest(raw))
+
+    def ingest_all(self, raws: Sequence[bytes]) -> tuple[IngestReply, ...]:
+        """Store batches together."""
+        return self._ask(lambda client: client.ingest_all(raws))
+
+    def pending_commands(self, run_id: str) -> Sequence[CommandView]:
+        """Return the commands that wait to be delivered."""
+        return self._ask(lambda client: client.pending_commands(run_id))
+
+    def mark_delivered(self, run_id: str, number: int) -> None:
+        """Say that a command lies in the mailbox."""
+        self._ask(lambda client: client.mark_delivered(run_id, number))
+
+    def close(self) -> None:
+        """Close the connections."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+
+    def _ask(self, call: Callable[[CollectorClient], T]) -> T:
+        client = self._client
+        if client is None:
+            raise TransportError(
+                "no collector is known", hint="start one with `vitals collector`, or name one"
+            )
+        try:
+            answer = call(client)
+        except (TransportError, UnauthorizedError):
+            self._is_doubtful = True
+            raise
+        self._is_doubtful = False
+        return answer
+
+    def _look(self) -> None:
+        address = self._find()
+        if address == self._address:
+            return
+        if self._client is not None:
+            self._client.close()
+        self._client = None if address is None else self._connect(address)
+        self._address = address
+
+
+# ------------------------------------------------------------------------------- where it is
+
+
+class _CollectorFile(msgspec.Struct, frozen=True):
+    url: str
+    pid: int = 0
+    node: str = ""
+
+
+def finder(collector: str, token_file: Path | None, environ: Mapping[str, str]) -> Find:
+    """Return a search for the collector: at an address, in a data folder, or this user's own.
+
+    What lies in files is read anew at each search.
+
+    Raises:
+        UsageError: ``collector`` is neither an address nor an absolute path.
+    """
+    if collector and not Path(collector).is_absolute():
+        CollectorClient(collector).close()  # is it an address at all?
+        return lambda: CollectorAddress(url=collector, tokens=_tokens(token_file))
+    data = Path(collector) if collector else default_data_dir(environ)
+    return lambda: _in_folder(data, token_file)
+
+
+def _in_folder(data: Path, token_file: Path | None) -> CollectorAddress | None:
+    try:
+        collector_file = msgspec.json.decode(
+            (data / "collector.json").read_bytes(), type=_CollectorFile
+        )
+    except (OSError, msgspec.DecodeError):
+        return None
+    if not _is_here(collector_file):
+        return None
+    tokens = token_file or data / "tokens.json"
+    return CollectorAddress(
+        url=collector_file.url, tokens=_tokens(tokens if tokens.exists() else None)
+    )
+
+
+def _tokens(path: Path | None) -> Tokens:
+    return read_tokens(path) if path is not None else Tokens()
+
+
+def _is_here(collector_file: _CollectorFile) -> bool:
+    """Return whether the address can be that collector's: a home is shared by many machines.
+
+    Another user's program may listen at that port of this machine's loopback, or at that of a
+    collector which is dead; and it would be sent our token.
+    """
+    try:
+        is_loopback = ipaddress.ip_address(urlsplit(collector_file.url).hostname or "").is_loopback
+    except ValueError:
+        is_loopback = urlsplit(collector_file.url).hostname == "localhost"
+    if not is_loopback:
+        return True
+    if collector_file.node not in ("", socket.gethostname()):
+        return False
+    try:
+        os.kill(collector_file.pid, 0)
+    except (OSError, OverflowError):
+        return False
+    return collector_file.pid > 0

@@ -1,0 +1,134 @@
+"""Carries commands into a run's mailbox, one at a time: signed, in order, each at most once."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trainvitals.clock import Clock
+from trainvitals.errors import TransportError, VitalsError
+from trainvitals.io.mailbox import Mailbox, sign_command, verify_command
+from trainvitals.records import Command, Note
+from trainvitals.views import CommandView
+from vitals_agent.backoff import Backoff
+from vitals_agent.faults import Faults
+from vitals_agent.run import ServedRun
+
+POLL_SECONDS = 1.0
+
+
+class Commands(Protocol):
+    """What the relay needs of a collector."""
+
+    def pending_commands(self, run_id: str) -> Sequence[CommandView]:
+        """Return the commands that wait to be delivered."""
+        ...
+
+    def mark_delivered(self, run_id: str, number: int) -> object:
+        """Say that a command lies in the mailbox."""
+        ...
+
+
+@dataclass(slots=True)
+class _Desk:
+    """The commands of one run: waiting, and the one in the mailbox that rank 0 has not answered."""
+
+    waiting: deque[tuple[Command, bool]] = field(default_factory=deque)
+    in_mailbox: Command | None = None
+    newest: int = 0
+    delivered: set[int] = field(default_factory=set)
+    polled_at: float = -POLL_SECONDS
+
+
+class CommandDelivery:
+    """Brings commands from the collector, and from files in the run directory, to rank 0.
+
+    The collector asked for a control token, so what comes from it is signed here with the run's
+    key; a file must carry that signature already: to write a folder is not to steer a run.
+    """
+
+    def __init__(
+        self, client: Commands | None, *, backoff: Backoff, clock: Clock, faults: Faults
+    ) -> None:
+        self.num_delivered = 0
+        self._client = client
+        self._backoff = backoff
+        self._clock = clock
+        self._faults = faults
+        self._desks: dict[str, _Desk] = {}
+
+    def relay(self, run: ServedRun, now: float, *, reachable: bool = True) -> None:
+        """Deliver the next command of the run, if rank 0 lives here and has answered the last.
+
+        Where no collector is ``reachable``, only files are looked for.
+        """
+        if not run.holds_mailbox:
+            return
+        desk = self._desks.setdefault(run.run_id, _Desk())
+        if desk.in_mailbox is not None:
+            answered = run.acked_number() >= desk.in_mailbox.number
+            if not answered and self._clock.time_ns() < desk.in_mailbox.expires_unix_ns:
+                return
+            desk.in_mailbox = None
+        if now - desk.polled_at >= POLL_SECONDS:
+            desk.polled_at = now
+            self._collect(run, desk, now, reachable=reachable)
+        while desk.waiting and desk.in_mailbox is None:
+            command, must_be_signed = desk.waiting.popleft()
+            self._deliver(run, desk, command, must_be_signed=must_be_signed)
+
+    def forget(self, run_id: str) -> None:
+        """Drop what is known of a run that is not served any more."""
+        self._desks.pop(run_id, None)
+
+    def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:
+        commands = [(command, True) for command in run.run_dir.take_commands()]
+        if self._client is not None and reachable and self._backoff.due(now):
+            try:
+                for view in self._client.pending_commands(run.run_id):
+                    if view.command.number in desk.delivered:
+                        self._client.mark_delivered(run.run_id, view.command.number)
+                    else:
+                        commands.append((view.command, False))
+                self._backoff.succeeded()
+            except VitalsError as error:
+                asked = error.retry_after_seconds if isinstance(error, TransportError) else 0.0
+                self._backoff.failed(now, retry_after=asked)
+                self._faults.record("relay", error)
+        desk.waiting.extend(sorted(commands, key=lambda item: item[0].number))
+
+    def _deliver(
+        self, run: ServedRun, desk: _Desk, command: Command, *, must_be_signed: bool
+    ) -> None:
+        if command.number <= desk.newest:
+            return  # dealt with before; the collector has not been told yet, or did not listen
+        desk.newest = command.number
+        with Mailbox.open(run.folder / "mailbox") as mailbox:
+            already_there = mailbox.number() == command.number
+            try:
+                key = run.run_dir.command_key()
+                signed = command if must_be_signed else sign_command(command, key)
+                if not already_there:
+                    verify_command(
+                        signed,
+                        key,
+                        run_id=run.run_id,
+                        now_unix_ns=self._clock.time_ns(),
+                        last_number=mailbox.number(),
+                    )
+                    mailbox.put(signed)
+                    self.num_delivered += 1
+            except VitalsError as error:
+                self._faults.record("relay.refused", error)
+                text = (
+                    f"command {command.number} ({command.action}) was not delivered: {error.text}"
+                )
+                run.node_source.say(Note(code="command_refused", text=text, severity="warning"))
+                return
+        desk.in_mailbox = signed
+        desk.delivered.add(command.number)
+        if self._client is not None and not must_be_signed:
+            try:
+                self._client.mark_delivered(run.run_id, command.number)
+            except VitalsError as error:
+                self._faults.record("relay", error)  # it is said again at the next poll

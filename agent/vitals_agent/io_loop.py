@@ -1,0 +1,133 @@
+"""All that waits for a network or a shared disk: ships the spools, and carries commands in.
+
+It turns on a thread of its own: neither a collector that does not answer nor a folder on a server
+that is away keeps journals from being copied, or ranks from being pronounced dead.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from vitals_agent.command_delivery import CommandDelivery
+from vitals_agent.faults import Faults
+from vitals_agent.run import ServedRun
+from vitals_agent.shipper import Shipper
+
+
+class IoLoop:
+    """Serves all runs in turn. ``turn`` is called by one thread, all else by any.
+
+    Args:
+        shipper: None where there is no collector.
+        relay: brings commands.
+        runs: returns what is served now; the mapping is replaced, never changed.
+        reachable: whether there is a collector to talk to now; it may look for one.
+    """
+
+    def __init__(
+        self,
+        shipper: Shipper | None,
+        relay: CommandDelivery,
+        *,
+        runs: Callable[[], Mapping[str, ServedRun]],
+        faults: Faults,
+        reachable: Callable[[float], bool],
+    ) -> None:
+        self.can_ship: bool | None = None
+        """Whether a collector was known at the last turn; None before the first."""
+        self._shipper = shipper
+        self._relay = relay
+        self._runs = runs
+        self._faults = faults
+        self._reachable = reachable
+        self._lock = threading.Lock()
+        self._serving = ""
+        self._known: dict[str, ServedRun] = {}
+        self._sent: dict[str, tuple[ServedRun, int]] = {}
+
+    def look(self, now: float) -> None:
+        """Find out whether there is a collector to talk to."""
+        can_ship = False
+        with self._faults.contained("shipper"):
+            can_ship = self._shipper is not None and self._reachable(now)
+        self.can_ship = can_ship
+
+    def turn(self, now: float) -> None:
+        """Serve each run once; takes as long as the network does."""
+        self.look(now)
+        for run_id in list(self._runs()):
+            run = self._begin(run_id)
+            if run is None:
+                continue
+            try:
+                if self.can_ship:
+                    with self._faults.contained("shipper"):
+                        self._ship(run, now)
+                with self._faults.contained("relay"):
+                    self._relay.relay(run, now, reachable=bool(self.can_ship))
+            finally:
+                self._serving = ""
+        for run_id in set(self._known) - set(self._runs()):
+            self._forget(run_id)
+
+    def leave(self, run_id: str, remove: Callable[[], None]) -> bool:
+        """Take a run from those that are served; False where it is being served just now."""
+        with self._lock:
+            if self._serving == run_id:
+                return False
+            remove()
+            return True
+
+    def drained(self, run: ServedRun) -> bool:
+        """Return whether a collector has all that was written so far, or there is none."""
+        if self._shipper is None or self.can_ship is False:
+            return True
+        return self._sent.get(run.run_id) == (run, run.num_written)
+
+    def _begin(self, run_id: str) -> ServedRun | None:
+        with self._lock:
+            run = self._runs().get(run_id)
+            if run is not None:
+                self._serving = run_id
+                if self._known.get(run_id, run) is not run:
+                    self._forget(run_id)  # it was let go, and taken up again
+                self._known[run_id] = run
+            return run
+
+    def _ship(self, run: ServedRun, now: float) -> None:
+        assert self._shipper is not None
+        written = run.num_written  # before: what comes meanwhile may not be sent
+        self._shipper.ship(run.run_id, run.spool, now)
+        if self._shipper.drained(run.run_id):
+            self._sent[run.run_id] = (run, written)
+
+    def _forget(self, run_id: str) -> None:
+        self._known.pop(run_id, None)
+        self._sent.pop(run_id, None)
+        self._relay.forget(run_id)
+        if self._shipper is not None:
+            self._shipper.forget(run_id)
+
+
+class IoThread:
+    """Turns a courier until it is told to end; the end of the process does not wait for it."""
+
+    def __init__(self, courier: IoLoop, *, interval_seconds: float) -> None:
+        self._courier = courier
+        self._interval = interval_seconds
+        self._told_to_end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vitals-agent-courier", daemon=True)
+        self._thread.start()
+
+    def end(self, seconds: float) -> bool:
+        """Let it turn a last time; return whether it ended within the time."""
+        self._told_to_end.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            is_ending = self._told_to_end.wait(self._interval)
+            self._courier.turn(time.monotonic())
+            if is_ending:
+                return

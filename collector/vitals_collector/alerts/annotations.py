@@ -1,0 +1,73 @@
+"""Lines that people write at a step of a run: checked, stored, audited, kept as long as the run."""
+
+from sqlalchemy import func, insert, select
+
+from trainvitals.errors import UsageError
+from trainvitals.views import AnnotationRequest, AnnotationView
+from vitals_collector.alerts.commands import CONFLICT
+from vitals_collector.storage.schema import annotations, audit, runs
+from vitals_collector.storage.store import Store, clean, unknown_run
+
+MAX_TEXT = 300
+MAX_BY = 80
+MAX_OF_RUN = 10_000
+"""Lines of one run."""
+_MAX_STEP = 2**63 - 1
+
+
+def annotate(
+    store: Store, run_id: str, request: AnnotationRequest, *, caller: str, now_unix_ns: int
+) -> AnnotationView:
+    """Store the line, durably, and who wrote it.
+
+    Args:
+        store: where to.
+        run_id: of which run.
+        request: the line; where it does not say whose it is, it is the caller's.
+        caller: who asks, as far as a token can say.
+        now_unix_ns: when.
+
+    Raises:
+        UsageError: unknown run, a value out of bounds, or too many lines.
+    """
+    text, by = _checked("text", request.text, MAX_TEXT), _checked("by", request.by, MAX_BY)
+    if not text:
+        raise UsageError("text is empty; write what is to be seen at the step")
+    if not 0 <= request.step <= _MAX_STEP:
+        raise UsageError(f"step is {request.step}; it must be 0 to {_MAX_STEP}")
+    by = by or caller
+    view = AnnotationView(step=request.step, time_unix_ns=now_unix_ns, text=text, by=by)
+    values = {"run_id": run_id, "step": view.step, "time_unix_ns": now_unix_ns}
+    of_run = annotations.c.run_id == run_id
+    with store.write() as connection:
+        if connection.execute(select(runs.c.run_id).where(runs.c.run_id == run_id)).first() is None:
+            raise unknown_run(run_id)
+        num = connection.execute(select(func.count()).select_from(annotations).where(of_run))
+        if num.scalar_one() >= MAX_OF_RUN:
+            raise UsageError(
+                f"run {run_id} has {MAX_OF_RUN} annotations; no more are taken",
+                hint="is a program writing them? `monitor.observe` is for numbers",
+                code=CONFLICT,
+            )
+        connection.execute(insert(annotations).values(**values, text=text, written_by=by))
+        connection.execute(
+            insert(audit).values(
+                time_unix_ns=now_unix_ns,
+                actor=f"{by} ({caller})" if by != caller else by,
+                action="annotate",
+                subject=f"run/{run_id}/{view.step}",
+                detail=text,
+            )
+        )
+    return view
+
+
+def _checked(name: str, text: str, most: int) -> str:
+    """Return the text as it can be stored, without the white space around it."""
+    text = clean(text).encode(errors="replace").decode().strip()
+    if len(text) > most:
+        raise UsageError(f"{name} has {len(text)} characters; it may have {most}")
+    return text
+
+
+__all__ = ["annotate"]

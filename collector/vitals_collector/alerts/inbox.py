@@ -1,0 +1,343 @@
+"""The inbox of alerts: dedupe, life cycle, acknowledge and silence; all of its state is stored.
+
+The same trouble of the same run is one alert, told once, whose step and summary move on. A *point*
+alert reports a decision: it fires at once and resolves after healthy steps. A *condition* alert
+reports the run's state: it may be pending until the state has held, and resolves when it ends. A
+change that no notifier has settled is handed out again, also after a restart: alerts arrive at
+least once.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+from msgspec.structs import replace
+from sqlalchemy import select
+
+from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_is_over
+from trainvitals.clock import Clock
+from trainvitals.errors import UsageError
+from trainvitals.views import AckRequest, AlertView, RunState
+from vitals_collector.alerts.rows import (
+    Entry,
+    Life,
+    add_silence,
+    entry_of,
+    load,
+    load_open,
+    remember,
+    save,
+    silenced,
+    silences_now,
+    write_audit,
+)
+from vitals_collector.storage.schema import alerts
+from vitals_collector.storage.store import UNKNOWN, Store, clean
+
+MAX_LISTED = 1_000
+MAX_WORDS = 500
+
+Tell = Callable[[AlertView], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InboxConfig:
+    """When alerts fire and resolve."""
+
+    healthy_steps: int = 100
+    """Steps without trouble after which a point alert resolves."""
+    lost_hold_seconds: float = 15.0
+    """How long a run must be lost before that fires; every other condition fires at once."""
+    max_silence_seconds: float = 30 * 86_400.0
+    """Longest silence: each has an end, for nobody remembers one that has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNow:
+    """What the inbox needs to know of a run's present."""
+
+    run_id: str
+    state: RunState
+    last_step: int
+    last_unhealthy_step: int
+    last_seen_unix_ns: int
+    """By the run's own clocks. A run that is read months later did not recover today."""
+    conditions: tuple[Alert, ...]
+    """The condition alerts that hold now."""
+    lasting: frozenset[str] = frozenset()
+    """Fingerprints of alerts that are not over: what they are about began then and goes on, or
+    nobody knows yet whether it does."""
+
+
+class Occurrence(NamedTuple):
+    """A point alert and when it happened, by the run's own clock."""
+
+    run_id: str
+    time_unix_ns: int
+    alert: Alert
+
+
+class Inbox:
+    """Every alert there is. Thread-safe: each change is one transaction, told after its commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        tell: Tell | None = None,
+        hush: Callable[[str], None] | None = None,
+        config: InboxConfig | None = None,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._tell = tell or _nobody
+        self._hush = hush or _nobody
+        self._config = config or InboxConfig()
+        self._lock = threading.Lock()
+        self._fired: Counter[tuple[str, str]] = Counter()
+
+    # --------------------------------------------------------------------------- from the engine
+
+    def take(self, occurrences: Sequence[Occurrence], *, cursor: tuple[str, int]) -> None:
+        """Raise point alerts; remember in the same transaction how far events were consumed."""
+        now = self._clock.time_ns()
+        newly_firing: dict[str, AlertView] = {}
+        with self._store.write() as connection:
+            for occurrence in occurrences:
+                entry = load(connection, occurrence.alert.fingerprint)
+                raised = _raised(entry, occurrence, now)
+                save(connection, raised)
+                if entry is None or entry.view.state != "firing":
+                    newly_firing[raised.view.fingerprint] = raised.view
+            remember(connection, *cursor, now_unix_ns=now)
+        self._tell_all(newly_firing.values())
+
+    def update(self, runs: Iterable[RunNow]) -> None:
+        """Bring every alert to where its run's present puts it."""
+        now = self._clock.time_ns()
+        with self._store.read(settled=False) as connection:
+            open_alerts = load_open(connection)
+        changed = [
+            (before, after)
+            for run in runs
+            for before, after in self._changes(run, open_alerts.get(run.run_id, {}), now)
+        ]
+        if not changed:
+            return
+        with self._store.write() as connection:
+            for _, after in changed:
+                # Told or acknowledged in between: that part of the row is not ours.
+                present = load(connection, after.view.fingerprint)
+                save(connection, _merged(present, after))
+        changes = {after.view.fingerprint: after.view for b, after in changed if _is_news(b, after)}
+        self._tell_all(changes.values())
+
+    def _changes(
+        self, run: RunNow, open_entries: dict[str, Entry], now: int
+    ) -> list[tuple[Entry | None, Entry]]:
+        holding = {alert.fingerprint: alert for alert in run.conditions}
+        changes: list[tuple[Entry | None, Entry]] = []
+        for entry in open_entries.values():
+            if entry.view.fingerprint in run.lasting:
+                continue
+            if entry.life.point and self._is_over(entry, run):
+                changes.append((entry, _resolved(entry, now, min(now, run.last_seen_unix_ns))))
+            elif not entry.life.point and entry.view.fingerprint not in holding:
+                changes.append((entry, self._advanced(entry, None, run, now)))
+        for fingerprint, alert in holding.items():
+            before = open_entries.get(fingerprint)
+            after = self._advanced(before, alert, run, now)
+            if before is None or before.view.state != after.view.state:
+                changes.append((before, after))
+        return changes
+
+    def _is_over(self, entry: Entry, run: RunNow) -> bool:
+        return run.state == "finished" or point_is_over(
+            raised_step=entry.view.step,
+            last_step=run.last_step,
+            last_unhealthy_step=run.last_unhealthy_step,
+            healthy_steps=self._config.healthy_steps,
+        )
+
+    def _advanced(self, entry: Entry | None, alert: Alert | None, run: RunNow, now: int) -> Entry:
+        """Return a condition alert one moment on; ``alert`` is None where the condition ended."""
+        status = AlertStatus()
+        if entry is not None:
+            status = AlertStatus(
+                state=AlertState(entry.view.state), active_since=entry.life.active_since
+            )
+        is_lost = alert is not None and alert.name == "RunLost"
+        moved = advance(
+            status,
+            breached=alert is not None,
+            now=now / 1e9,
+            hold_seconds=self._config.lost_hold_seconds if is_lost else 0.0,
+        )
+        if alert is None:
+            assert entry is not None, "only a known alert ends"
+            return _resolved(entry, now, now)
+        state = cast(Literal["pending", "firing"], moved.state.value)
+        life = Life(point=False, active_since=moved.active_since)
+        return Entry(_view(alert, run.run_id, state, now, now), life)
+
+    # ------------------------------------------------------------------------------ for people
+
+    def listed(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
+        """Return alerts, the newest first."""
+        query = select(alerts).order_by(alerts.c.updated_unix_ns.desc(), alerts.c.fingerprint)
+        if run_id:
+            query = query.where(alerts.c.run_id == run_id)
+        if state:
+            query = query.where(alerts.c.state == state)
+        with self._store.read(settled=False) as connection:
+            quiet = silences_now(connection, self._clock.time_ns())
+            rows = connection.execute(query.limit(MAX_LISTED)).all()
+        return tuple(silenced(entry_of(row).view, quiet) for row in rows)
+
+    def acknowledge(self, fingerprint: str, request: AckRequest) -> AlertView:
+        """Acknowledge an alert, or silence it for a while; both are written into the audit.
+
+        Raises:
+            UsageError: no such alert, nobody's name, or a silence without reason or end.
+        """
+        self._check(request)
+        now = self._clock.time_ns()
+        with self._store.write() as connection:
+            entry = load(connection, fingerprint)
+            if entry is None:
+                raise UsageError(
+                    f"there is no alert {fingerprint[:64]!r}",
+                    hint="`vitals alerts list` shows the fingerprints",
+                    code=UNKNOWN,
+                )
+            if request.silence_seconds:
+                add_silence(connection, fingerprint, request, now)
+            else:
+                entry = Entry(replace(entry.view, acknowledged_by=request.by), entry.life)
+                save(connection, entry)
+            write_audit(connection, fingerprint, request, now)
+            quiet = silences_now(connection, now)
+        if fingerprint in quiet:
+            self._hush(fingerprint)
+        return silenced(entry.view, quiet)
+
+    def _check(self, request: AckRequest) -> None:
+        for name, text, least in (("by", request.by, 1), ("reason", request.reason, 0)):
+            if not least <= len(text.strip()) <= MAX_WORDS or not text.isprintable():
+                raise UsageError(
+                    f"{name} has {len(text)} characters; give {least} to {MAX_WORDS} printable ones"
+                )
+        longest = self._config.max_silence_seconds
+        if not 0 <= request.silence_seconds <= longest:
+            raise UsageError(
+                f"silence_seconds is {request.silence_seconds}; it must be 0 to {longest:g}"
+            )
+        if request.silence_seconds and not request.reason.strip():
+            raise UsageError("a silence needs a reason: others will ask why nobody was told")
+
+    # ---------------------------------------------------------------------------- for notifiers
+
+    def untold(self) -> tuple[list[AlertView], list[AlertView]]:
+        """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
+        with self._store.read(settled=False) as connection:
+            quiet = silences_now(connection, self._clock.time_ns())
+            query = select(alerts).where(
+                (alerts.c.state == "firing")
+                | (alerts.c.notified_unix_ns < alerts.c.updated_unix_ns)
+            )
+            entries = [entry_of(row) for row in connection.execute(query)]
+        loud = [e for e in entries if e.view.fingerprint not in quiet and e.view.state != "pending"]
+        new = [e.view for e in loud if e.life.settled != e.view.state]
+        return new, [e.view for e in loud if e.view.state == "firing" and e.view not in new]
+
+    def settle(self, view: AlertView) -> None:
+        """Note that every notifier has had this state."""
+        with self._store.write() as connection:
+            entry = load(connection, view.fingerprint)
+            if entry is not None and entry.view.state == view.state:
+                settled = replace(entry.life, settled=view.state)
+                save(connection, Entry(entry.view, settled))
+
+    def fired(self) -> dict[tuple[str, str], int]:
+        """Return how often alerts began to fire since the start, by (name, severity)."""
+        with self._lock:
+            return dict(self._fired)
+
+    def _tell_all(self, views: Iterable[AlertView]) -> None:
+        views = list(views)
+        if not views:
+            return
+        with self._lock:
+            self._fired.update((v.name, v.severity) for v in views if v.state == "firing")
+        with self._store.read(settled=False) as connection:
+            quiet = silences_now(connection, self._clock.time_ns())
+        for view in views:
+            if view.state != "pending" and view.fingerprint not in quiet:
+                self._tell(view)
+
+
+def _nobody(_what: object) -> None:
+    """Tell nobody: an inbox that is only read."""
+
+
+# ----------------------------------------------------------------------------------- life cycle
+
+
+def _view(
+    alert: Alert, run_id: str, state: Literal["pending", "firing"], started: int, now: int
+) -> AlertView:
+    return AlertView(
+        fingerprint=alert.fingerprint,
+        name=alert.name,
+        run_id=run_id,
+        severity=alert.severity,
+        state=state,
+        summary=clean(alert.summary)[:MAX_WORDS],
+        labels={key: clean(value) for key, value in alert.labels.items()},
+        step=alert.step,
+        started_unix_ns=started,
+        updated_unix_ns=now,
+    )
+
+
+def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
+    """Return the point alert after one more occurrence: a new firing, or the same one moved on."""
+    view = _view(occurrence.alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
+    if entry is None or entry.view.state != "firing":
+        return Entry(view, Life(point=True))
+    kept = replace(
+        view,
+        started_unix_ns=entry.view.started_unix_ns,
+        acknowledged_by=entry.view.acknowledged_by,
+    )
+    return Entry(kept, entry.life)
+
+
+def _resolved(entry: Entry, now: int, ended: int) -> Entry:
+    # One that was only pending was never told; it ends without a word.
+    settled = "resolved" if entry.view.state == "pending" else entry.life.settled
+    ended = max(ended, entry.view.started_unix_ns)
+    view = replace(entry.view, state="resolved", updated_unix_ns=now, ended_unix_ns=ended)
+    return Entry(view, replace(entry.life, active_since=None, settled=settled))
+
+
+def _merged(present: Entry | None, after: Entry) -> Entry:
+    """Return ``after``, keeping an acknowledgement, and the start of what already goes on."""
+    if present is None or present.view.state == "resolved":
+        return after
+    view = replace(
+        after.view,
+        started_unix_ns=present.view.started_unix_ns,
+        acknowledged_by=present.view.acknowledged_by,
+    )
+    return Entry(view, after.life)
+
+
+def _is_news(before: Entry | None, after: Entry) -> bool:
+    return after.view.state == "firing" or (before is not None and before.view.state == "firing")
+
+
+__all__ = ["Inbox", "InboxConfig", "Occurrence", "RunNow"]

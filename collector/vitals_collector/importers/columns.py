@@ -1,0 +1,323 @@
+"""Which columns of a log are which: names as the loggers write them, and what a cell may hold."""
+
+import difflib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from trainvitals.errors import FormatError, UsageError
+from trainvitals.policy.history import LoggedStep
+
+Role = Literal[
+    "step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second",
+    "data_seconds",
+]  # fmt: skip
+
+KNOWN: dict[Role, tuple[str, ...]] = {
+    "step": (
+        "global_step", "train_global_step", "trainer_global_step", "step", "steps", "iteration",
+        "iterations", "iter", "it", "train_step", "training_step",
+    ),
+    "loss": (
+        "loss", "train_loss", "training_loss", "loss_train", "train_loss_step", "lm_loss",
+        "train_lm_loss", "lm_loss_training_lm_loss", "train_ce_loss", "train_crossentropyloss",
+        "loss_train_total", "loss_metrics_global_avg_loss",
+    ),
+    "grad_norm": (
+        "grad_norm", "gradient_norm", "gradnorm", "train_grad_norm", "train_gradient_norm",
+        "global_grad_norm", "total_grad_norm", "optim_total_grad_norm", "grad_norm_total",
+        "gradient_norm_global", "l2_norm_grad_global", "grad_norm_grad_norm",
+    ),
+    "lr": (
+        "lr", "learning_rate", "train_lr", "train_learning_rate", "optim_learning_rate_group0",
+        "lr_group0", "optim_lr",
+    ),
+    "loss_scale": ("loss_scale", "train_loss_scale", "grad_scale", "scaler_scale", "amp_scale"),
+    "step_seconds": (
+        "step_seconds", "step_duration_seconds", "step_time", "train_step_time", "step_time_s",
+        "seconds_per_step", "sec_per_step", "iteration_time", "time_per_step",
+        "time_metrics_end_to_end_s",
+    ),
+    "tokens_per_second": (
+        "tokens_per_second", "train_tokens_per_second", "tokens_per_sec", "tok_per_sec",
+        "throughput_tps", "throughput_device_tokens_per_second", "tps",
+    ),
+    "data_seconds": (
+        "data_seconds", "data_wait_seconds", "data_time", "train_data_time", "data_loading_time",
+        "dataloader_time", "time_metrics_data_loading_s",
+    ),
+}  # fmt: skip
+"""Names by role, in small letters and with ``_`` for all that is no letter or digit; the first that
+a log has is taken."""
+
+_USUAL = frozenset(name for names in KNOWN.values() for name in names)
+
+MISSING = frozenset({"", "none", "null", "na", "n/a", "-", "--"})
+"""Words for "was not measured", which is not NaN."""
+
+LARGEST_STEP = 1 << 53
+_SHOWN_NAMES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnChoice:
+    """Columns that a person named; None is found by its usual names."""
+
+    step: str | None = None
+    loss: str | None = None
+    grad_norm: str | None = None
+    lr: str | None = None
+    loss_scale: str | None = None
+    step_seconds: str | None = None
+    tokens_per_second: str | None = None
+    data_seconds: str | None = None
+
+    def named(self) -> list[str]:
+        """Return the options that were given."""
+        return [_option(role) for role in KNOWN if getattr(self, role) is not None]
+
+    def may_be(self, name: str) -> bool:
+        """Say whether a column of that name may be one of those; of others no value is kept."""
+        given = tuple(getattr(self, role) for role in KNOWN)
+        plain_name = plain(name)
+        return plain_name in _USUAL or any(
+            plain_name == plain(given_name) for given_name in given if given_name is not None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A log as it was read."""
+
+    source: str
+    """The file, or the folder."""
+    form: str
+    """What it is, in words."""
+    steps: list[LoggedStep]
+    columns: Mapping[Role, str]
+    """Which column was taken for what; a role that the log does not have is absent."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know: one sentence each."""
+
+
+def choose(names: Sequence[str], column_options: ColumnChoice, source: str) -> dict[Role, str]:
+    """Return which column is which.
+
+    Raises:
+        UsageError: there is no step, neither a loss nor a gradient norm, or a name fits several.
+    """
+    chosen_columns: dict[Role, str] = {}
+    for role, usual_names in KNOWN.items():
+        given = getattr(column_options, role)
+        name = _given(names, role, given, source) if given is not None else None
+        name = name or _usual(names, role, usual_names, source)
+        if name is not None:
+            chosen_columns[role] = name
+    if "step" not in chosen_columns:
+        raise _not_found("step", KNOWN["step"], names, source)
+    if "loss" not in chosen_columns and "grad_norm" not in chosen_columns:
+        both = KNOWN["loss"][:4] + KNOWN["grad_norm"][:3]
+        raise _not_found("loss", both, names, source, what="loss or gradient norm")
+    return chosen_columns
+
+
+def _given(names: Sequence[str], role: Role, given: str, source: str) -> str:
+    matches = [name for name in names if name == given]
+    matches = matches or [name for name in names if plain(name) == plain(given)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise _ambiguous(role, matches, source)
+    near = difflib.get_close_matches(given, names, n=1)
+    raise UsageError(
+        f"{source}: {_option(role)} is {given!r}; there is no such column",
+        hint=f"did you mean {near[0]!r}?" if near else f"it has: {_listed(names)}",
+    )
+
+
+def _usual(names: Sequence[str], role: Role, usual_names: Sequence[str], source: str) -> str | None:
+    by_plain: dict[str, list[str]] = {}
+    for name in names:
+        by_plain.setdefault(plain(name), []).append(name)
+    for usual in usual_names:
+        matches = by_plain.get(usual, [])
+        if len(matches) > 1:
+            raise _ambiguous(role, matches, source)
+        if matches:
+            return matches[0]
+    return None
+
+
+def _ambiguous(role: Role, matches: Sequence[str], source: str) -> UsageError:
+    return UsageError(
+        f"{source}: {len(matches)} columns may be the {role}: {_listed(matches)}",
+        hint=f"say which with {_option(role)} NAME, or give each a name of its own",
+    )
+
+
+def _not_found(
+    role: Role, looked_for: Sequence[str], names: Sequence[str], source: str, *, what: str = ""
+) -> UsageError:
+    return UsageError(
+        f"{source}: no column is the {what or role}; looked for {', '.join(looked_for)}",
+        hint=f"say which with {_option(role)} NAME; it has: {_listed(names)}",
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [name if len(name) <= 60 else f"{name[:57]}..." for name in names]
+    more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
+    return (", ".join(repr(name) for name in shown[:_SHOWN_NAMES]) or "nothing") + more
+
+
+def _option(role: Role) -> str:
+    return "--" + role.replace("_", "-")
+
+
+@lru_cache(maxsize=4096)
+def plain(name: str) -> str:
+    """Return the name in small letters, with ``_`` for all that is no letter or digit."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+def number(value: object) -> float | None:
+    """Return what a cell holds; None where nothing was measured.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if isinstance(value, float):
+        return value
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            if value.strip().lower() in MISSING:
+                return None
+            raise
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:  # more than a float holds: infinite for every purpose here
+            return math.inf if value > 0 else -math.inf
+    raise ValueError(f"{value!r} is no number")
+
+
+def step_number(value: object) -> int | None:
+    """Return the step a cell holds; None where it holds none.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        step = value
+    else:
+        cell_number = number(value)
+        if cell_number is None or math.isnan(cell_number):
+            return None
+        if not math.isfinite(cell_number) or cell_number != int(cell_number):
+            raise ValueError(f"{value!r} is no whole number")
+        step = int(cell_number)
+    if abs(step) > LARGEST_STEP:
+        raise ValueError("it is beyond every step")
+    return step
+
+
+class Rows:
+    """Collects records; counts what cannot be one, and says where a cell is no number."""
+
+    def __init__(self, source: str, where: str) -> None:
+        self.steps: list[LoggedStep] = []
+        self._source = source
+        self._where = where
+        self._dropped: Counter[str] = Counter()
+
+    def add(
+        self,
+        row: int,
+        step: object,
+        loss: object,
+        grad_norm: object,
+        lr: object,
+        loss_scale: object = None,
+        step_seconds: object = None,
+        tokens_per_second: object = None,
+        data_seconds: object = None,
+    ) -> None:
+        """Take one record in, in the order of the log; one that says nothing is passed over.
+
+        Raises:
+            FormatError: a cell is no number.
+        """
+        try:
+            name, value = "loss", loss
+            found_loss = number(loss)
+            name, value = "gradient norm", grad_norm
+            found_norm = number(grad_norm)
+            if found_loss is None and found_norm is None:
+                return
+            name, value = "learning rate", lr
+            found_lr = number(lr)
+            name, value = "loss scale", loss_scale
+            scale = number(loss_scale)
+            name, value = "step time", step_seconds
+            seconds = number(step_seconds)
+            name, value = "tokens per second", tokens_per_second
+            speed = number(tokens_per_second)
+            name, value = "wait for data", data_seconds
+            waited = number(data_seconds)
+            name, value = "step", step
+            found_step = step_number(step)
+        except ValueError as error:
+            raise FormatError(
+                f"{self._source}: {self._where} {row}: the {name} is {_short(value)}; it must be a "
+                f"{'whole number' if name == 'step' else 'number'}",
+                hint=f"correct the log, or name another column: {', '.join(map(_option, KNOWN))}",
+            ) from error
+        if found_step is None:
+            self._dropped["without a step"] += 1
+            return
+        numbers = (found_loss, found_norm, found_lr, scale, seconds, speed, waited)
+        self.steps.append(LoggedStep(row, found_step, *numbers))
+
+    def pass_over(self, why: str) -> None:
+        """Count a row that is no record."""
+        self._dropped[why] += 1
+
+    def notes(self) -> list[str]:
+        """Return what was passed over, in words."""
+        return [f"{times} rows {why} were passed over" for why, times in self._dropped.items()]
+
+
+def take(rows: Rows, row: int, cells: Mapping[str, object], columns: Mapping[Role, str]) -> None:
+    """Add the record that a row of named cells holds."""
+    values: list[object] = [cells.get(columns[role]) if role in columns else None for role in KNOWN]
+    rows.add(row, *values)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+__all__ = [
+    "KNOWN",
+    "ColumnChoice",
+    "History",
+    "Role",
+    "Rows",
+    "choose",
+    "number",
+    "plain",
+    "step_number",
+    "take",
+]  # fmt: skip

@@ -1,0 +1,63 @@
+"""Reads a CSV file with a head: separated by commas, tabs, semicolons or bars."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainvitals.errors import FormatError
+from vitals_collector.importers.columns import KNOWN, ColumnChoice, History, Rows, choose
+from vitals_collector.importers.files import open_text, reading
+
+SEPARATORS = ",\t;|"
+
+
+def read_csv(path: Path, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are those below the head, blank lines not counted.
+
+    Raises:
+        FormatError: it is empty, or a cell is no number.
+        UsageError: no column is the step, or neither a loss nor a gradient norm.
+    """
+    with reading(path), open_text(path) as file:
+        lines = _without_nul(file)
+        first = next((line for line in lines if line.strip()), "")
+        if not first:
+            raise FormatError(f"{path} is empty; a CSV file begins with the names of its columns")
+        separator = max(SEPARATORS, key=first.count)
+        try:
+            return _read(path, [first], lines, separator, column_options)
+        except csv.Error as error:
+            raise FormatError(f"{path} is not CSV: {error}") from error
+
+
+def _read(
+    path: Path, first: list[str], lines: Iterator[str], separator: str, column_options: ColumnChoice
+) -> History:
+    head = next(csv.reader(first, delimiter=separator))
+    names = [name.strip() for name in head]
+    columns = choose(names, column_options, str(path))
+    places = [names.index(columns[role]) if role in columns else -1 for role in KNOWN]
+    rows = Rows(str(path), "row")
+    row = -1
+    for cells in csv.reader(lines, delimiter=separator):
+        if not cells:
+            continue
+        row += 1
+        if cells == head:
+            rows.pass_over("that repeat the head")
+            continue
+        rows.add(row, *(_cell(cells, place) for place in places))
+    return History(
+        source=str(path), form="CSV", steps=rows.steps, columns=columns, notes=rows.notes()
+    )
+
+
+def _cell(cells: Sequence[str], place: int) -> str | None:
+    """Return the cell; None where there is no such column, or the line ends before it."""
+    return cells[place] if 0 <= place < len(cells) else None
+
+
+def _without_nul(lines: Iterator[str]) -> Iterator[str]:
+    """Leave out what a crash leaves at a file's end: blocks that were never written."""
+    for line in lines:
+        yield line.replace("\0", "") if "\0" in line else line

@@ -1,0 +1,138 @@
+"""Says what a path holds, by its content, and reads it."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from trainvitals.errors import FormatError, UsageError
+from trainvitals.identity import check_run_id
+from trainvitals.io.rundir import RunDir
+from vitals_collector.importers.columns import ColumnChoice, History
+from vitals_collector.importers.csv_file import read_csv
+from vitals_collector.importers.files import head
+from vitals_collector.importers.tensorboard_dir import FIRST_EVENT, read_tensorboard
+from vitals_collector.importers.trainer_state import read_trainer_state
+from vitals_collector.importers.wandb_file import HEAD, read_wandb
+
+LOOKED_FOR = (
+    "a CSV file with a head, Trainer's trainer_state.json, TensorBoard's event files, or wandb's "
+    "run-ID.wandb"
+)
+TRAINER_STATE = "trainer_state.json"
+_DEPTH = 2
+"""Folders below the given one that are searched: ``wandb/offline-run-*/`` is the deepest."""
+
+Found = Callable[[ColumnChoice], History]
+
+
+def holds_runs(folder: Path) -> bool:
+    """Say whether the folder is a run directory, or one that holds run directories."""
+    try:
+        check_run_id(folder.absolute().name)
+    except UsageError:
+        return bool(RunDir.find_all(folder))
+    return True
+
+
+def read_history(path: Path, column_options: ColumnChoice) -> History:
+    """Return the log at the path: a file, or the only log in a folder.
+
+    Raises:
+        UsageError: there is none, there are several, or no column is the step or a loss.
+        FormatError: the file is damaged, or none of those that are known.
+    """
+    read = _in_folder(path) if path.is_dir() else _of_file(path)
+    history = read(column_options)
+    if not history.steps:
+        raise UsageError(
+            f"{path}: no record has a step and a loss or a gradient norm; there is nothing to judge"
+        )
+    return history
+
+
+def _of_file(path: Path) -> Found:
+    if path.exists() and not path.is_file():
+        raise UsageError(
+            f"{path} is neither a file nor a folder; it is read twice, which a pipe cannot be",
+            hint="write it into a file first",
+        )
+    begin = head(path)
+    if begin.startswith(HEAD[:4]):
+        return partial(read_wandb, path)
+    if FIRST_EVENT in begin[:64]:
+        return partial(read_tensorboard, path, [path])
+    text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith((b"{", b"[")):
+        return partial(read_trainer_state, path)
+    if not begin:
+        raise FormatError(f"{path} is empty; looked for {LOOKED_FOR}")
+    if _is_text(begin):
+        return partial(read_csv, path)
+    raise FormatError(f"{path} begins with {begin[:8]!r}; looked for {LOOKED_FOR}")
+
+
+def _is_text(begin: bytes) -> bool:
+    """Say whether these may be the first bytes of UTF-8 text; the last letter may be cut."""
+    try:
+        begin.decode()
+    except UnicodeDecodeError as error:
+        return error.start >= len(begin) - 4 > 0
+    return b"\0" not in begin.partition(b"\n")[0]
+
+
+# ------------------------------------------------------------------------------------ folders
+
+
+def _in_folder(folder: Path) -> Found:
+    """Find the log that lies nearest; two of them at one depth are one too many."""
+    level = [folder]
+    for _ in range(_DEPTH + 1):
+        logs = [log for directory in level for log in _logs(directory)]
+        if len(logs) > 1:
+            logs = _newest_checkpoint(logs)
+        if len(logs) == 1:
+            return logs[0][1]
+        if logs:
+            names = ", ".join(str(path) for path, _ in logs[:4])
+            more = f" and {len(logs) - 4} more" if len(logs) > 4 else ""
+            raise UsageError(
+                f"{folder} holds {len(logs)} logs: {names}{more}", hint="name one of them"
+            )
+        level = [child for directory in level for child in _folders(directory)]
+    raise UsageError(
+        f"{folder} holds no log; looked for run directories of Vitals, {TRAINER_STATE}, "
+        "*tfevents*, *.wandb",
+        hint="give the file itself; a CSV file is read only by its name",
+    )
+
+
+def _logs(folder: Path) -> Iterator[tuple[Path, Found]]:
+    """Yield the logs right in a folder; the event files of one are one log."""
+    names = sorted(path for path in folder.iterdir() if path.is_file())
+    for path in names:
+        if path.name == TRAINER_STATE:
+            yield path, partial(read_trainer_state, path)
+        elif path.suffix == ".wandb":
+            yield path, partial(read_wandb, path)
+    events = [path for path in names if "tfevents" in path.name]
+    if events:
+        yield folder, partial(read_tensorboard, folder, events)
+
+
+def _newest_checkpoint(logs: list[tuple[Path, Found]]) -> list[tuple[Path, Found]]:
+    """Return the last of Trainer's checkpoints alone, where all that was found are its own."""
+    steps = [_checkpoint_step(path) for path, _ in logs]
+    if any(step is None for step in steps):
+        return logs
+    return [max(logs, key=lambda log: _checkpoint_step(log[0]) or 0)]
+
+
+def _checkpoint_step(path: Path) -> int | None:
+    name, _, step = path.parent.name.rpartition("-")
+    is_one = path.name == TRAINER_STATE and name == "checkpoint" and step.isdecimal()
+    return int(step) if is_one else None
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders below; a link such as wandb's ``latest-run`` is not a second log."""
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())

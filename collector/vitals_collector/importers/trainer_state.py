@@ -1,0 +1,56 @@
+"""Reads the log that Hugging Face's Trainer keeps in ``trainer_state.json``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainvitals.errors import FormatError
+from vitals_collector.importers.columns import ColumnChoice, History, Rows, choose, take
+from vitals_collector.importers.files import open_text, reading
+
+
+def read_trainer_state(path: Path, column_options: ColumnChoice) -> History:
+    """Return the history; its rows are the entries of ``log_history``.
+
+    Raises:
+        FormatError: it is not JSON, or has no ``log_history``.
+        UsageError: no entry has a step, or none a loss or a gradient norm.
+    """
+    with reading(path), open_text(path) as file:
+        try:
+            state = json.load(file)  # takes NaN and Infinity, which Trainer writes
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UnicodeDecodeError):
+                raise
+            raise FormatError(f"{path} is not JSON: {error}") from error
+    log = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
+        raise FormatError(
+            f"{path} is JSON, but has no list of objects 'log_history'",
+            hint="of JSON files, `vitals replay` reads the trainer_state.json of a checkpoint",
+        )
+    names = list(dict.fromkeys(name for entry in log for name in entry))
+    columns = choose(names, column_options, str(path))
+    rows = Rows(str(path), "entry")
+    for row, entry in enumerate(log):
+        take(rows, row, entry, columns)
+    return History(
+        source=str(path),
+        form="trainer_state.json",
+        steps=rows.steps,
+        columns=columns,
+        notes=rows.notes() + _habits(state),
+    )
+
+
+def _habits(state: dict[str, Any]) -> list[str]:
+    """Say what Trainer does to a loss before it is logged."""
+    every = state.get("logging_steps")
+    notes = []
+    if isinstance(every, int | float) and every > 1:
+        notes.append(f"Trainer logs the mean loss of {every:g} steps: a spike of one is flattened")
+    notes.append(
+        "Trainer leaves a loss that was not finite out of the mean unless logging_nan_inf_filter "
+        "is off: only the gradient norm shows it"
+    )
+    return notes

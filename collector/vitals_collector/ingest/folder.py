@@ -1,0 +1,203 @@
+"""Reads run directories into the store: the way in where nothing ships batches over HTTP.
+
+The folder is only read. How far each spool is read lies in the store and moves in the transaction
+that stores the rows, so a restart goes on where it was and a lost position costs time, not rows.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from trainvitals.errors import NewerVersionError, StorageError, UsageError, VitalsError
+from trainvitals.identity import check_run_id
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Position, read_batches
+from trainvitals.io.spool_state import STATE_FILE
+from vitals_collector.ingest.ingest import Stored, announce, store_batches
+from vitals_collector.ingest.tail_loss import Promises
+from vitals_collector.ingest.validate import check_batches
+from vitals_collector.storage.schema import positions
+from vitals_collector.storage.store import Store, insert
+
+_LOG = logging.getLogger("vitals.collector.folder")
+_BATCHES_AT_ONCE = 256
+_MAX_TOLD = 4_096
+_BYTES_AT_ONCE = 4 << 20
+"""In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
+
+
+class FolderIngest:
+    """Follows every spool below some folders, each a VITALS_DIR or one run directory.
+
+    Raises:
+        UsageError: a folder is not there.
+    """
+
+    def __init__(self, store: Store, folders: Sequence[Path]) -> None:
+        self._store = store
+        self._folders = [folder.expanduser().absolute() for folder in folders]
+        self._told: set[str] = set()
+        self._promises = Promises(store)
+        for folder in self._folders:
+            if not folder.is_dir():
+                raise UsageError(
+                    f"{folder} is not a folder",
+                    hint="give the folder that holds the runs (VITALS_DIR), or one run's own",
+                )
+
+    def poll(self, stop: threading.Event | None = None) -> int:
+        """Store everything there is to read now, or until ``stop``; return the number of new rows.
+
+        Raises:
+            StorageError: the store refused; what was read is read again at the next poll.
+        """
+        stop = stop or threading.Event()
+        try:
+            return sum(self._read(spool, stop) for spool in self._spools())
+        finally:
+            self._store.is_reading_in = False
+
+    def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
+        """Poll until told to stop; say an error once and try again, for a disk may come back."""
+        while not stop.is_set():
+            try:
+                for spool in self._spools():
+                    self._read_or_tell(spool, stop)
+            except Exception as error:  # noqa: BLE001 - nobody but ``stop`` ends this thread
+                self._tell(error)
+            finally:
+                self._store.is_reading_in = False
+            stop.wait(interval_seconds)
+
+    def _spools(self) -> Iterator[Path]:
+        for folder in self._folders:
+            for run_dir in [RunDir(folder)] if _is_run(folder) else RunDir.find_all(folder):
+                yield from run_dir.spool_dirs().values()
+
+    def _read_or_tell(self, spool: Path, stop: threading.Event) -> None:
+        """Read a spool; one that cannot be read keeps no other back."""
+        try:
+            self._read(spool, stop)
+        except StorageError:
+            raise  # it is the store: no other spool would fare better
+        except Exception as error:  # noqa: BLE001 - counted, told, and tried again
+            self._tell(error, f"{spool}: ")
+
+    def _tell(self, error: Exception, where: str = "") -> None:
+        self._store.counters.fail("folder")
+        is_ours = isinstance(error, (VitalsError, OSError))
+        self._say_once(f"{where}{error}", None if is_ours else error)
+
+    def _read(self, spool: Path, stop: threading.Event) -> int:
+        position, now = self._position(spool), time.time()
+        if position == Position():
+            self._store.is_reading_in = True
+        promised = self._promises.read(spool)
+
+        def damaged(begin: Position, end: Position) -> None:
+            where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
+            self._count_damage(f"{where} are damaged and passed over")
+
+        # Left to the end, so that a file that grows faster than we read cannot keep us here.
+        positioned_batches = read_batches(spool, position, now=now, damaged=damaged)
+        num_new = 0
+        while not stop.is_set() and (group := _next_of(positioned_batches)):
+            stored, is_blocked = self._store_some(spool, group)
+            announce(self._store, stored)
+            num_new += sum(outcome.reply.num_new for outcome in stored)
+            if is_blocked:
+                return num_new
+            position = group[-1][0]
+        if promised is not None and not stop.is_set():
+            version, state = promised
+            if state is not None:
+                self._promises.keep(spool, version, state, position, now)
+            else:
+                where = f"{spool / STATE_FILE} is damaged"
+                self._count_damage(f"{where}: rows lost at the end of a stream are not counted")
+        return num_new
+
+    def _count_damage(self, text: str) -> None:
+        if self._say_once(text):
+            with self._store.counters.lock:
+                self._store.counters.num_damaged += 1
+
+    def _store_some(
+        self, spool: Path, group: Sequence[tuple[Position, bytes]]
+    ) -> tuple[list[Stored], bool]:
+        """Store batches and the position after them; stop before one of a newer version."""
+        checked = check_batches([raw for _, raw in group])
+        newer = next(
+            (
+                i
+                for i, batch_or_error in enumerate(checked)
+                if isinstance(batch_or_error, NewerVersionError)
+            ),
+            -1,
+        )
+        if newer >= 0:
+            self._say_once(f"{spool}: {checked[newer]}")
+            checked = checked[:newer]
+        if not checked:
+            return [], True
+        with self._store.exclusive():
+            with self._store.write() as connection:
+                stored = store_batches(connection, checked)
+                _remember(connection, spool, group[len(checked) - 1][0])
+            self._store.note_stored([outcome.batch for outcome in stored if outcome.batch])
+        for outcome in stored:
+            if outcome.error is not None:
+                self._say_once(f"{spool}: a batch is passed over: {outcome.error}")
+        return stored, newer >= 0
+
+    def _position(self, spool: Path) -> Position:
+        query = select(positions.c.position).where(positions.c.spool == str(spool))
+        with self._store.read(settled=False) as connection:
+            body = connection.execute(query).scalar()
+        if body is None:
+            return Position()
+        position = msgspec.msgpack.decode(body, type=Position)
+        file = spool / f"{position.file:06d}.tvs"
+        if file.exists() and file.stat().st_size < position.offset:
+            return Position()  # another spool took its place; the store knows what it knows
+        return position
+
+    def _say_once(self, text: str, bug: Exception | None = None) -> bool:
+        if text in self._told:
+            return False
+        if len(self._told) >= _MAX_TOLD:
+            self._told.clear()
+        self._told.add(text)
+        _LOG.warning("%s", text, exc_info=bug)
+        return True
+
+
+def _next_of(positioned_batches: Iterator[tuple[Position, bytes]]) -> list[tuple[Position, bytes]]:
+    """Return the batches of one transaction, bounded by number and size; none at the end."""
+    group: list[tuple[Position, bytes]] = []
+    num_bytes = 0
+    for positioned_batch in positioned_batches:
+        group.append(positioned_batch)
+        num_bytes += len(positioned_batch[1])
+        if len(group) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
+            break
+    return group
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        check_run_id(folder.name)
+    except UsageError:
+        return False
+    return True
+
+
+def _remember(connection: Connection, spool: Path, position: Position) -> None:
+    values = {"position": msgspec.msgpack.encode(position)}
+    statement = insert(connection, positions).values(spool=str(spool), **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

@@ -1,0 +1,187 @@
+"""One thread writes what all requests bring: what waits is stored together, then all are answered.
+
+A commit is fsynced, and statements cost more by the call than by the row. While one group is being
+written the next one queues up, so the more come at once the less each costs. The queue is bounded
+by bytes and by number: what does not fit is refused at once, to be sent again, and nothing waits in
+memory that was not asked for. An answer is given after the commit, never before.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trainvitals.clock import Clock
+from trainvitals.errors import StorageError, VitalsError
+from trainvitals.wire import IngestReply
+from vitals_collector.ingest.ingest import ingest_bodies
+from vitals_collector.ingest.staging import WriteAheadBuffer
+from vitals_collector.storage.store import Store
+
+BUSY = "V304"
+"""Error code: more came than is written; try again later."""
+
+_MAX_GATHER_SECONDS = 0.01
+
+_LOG = logging.getLogger("vitals.collector.intake")
+
+Outcome = tuple[IngestReply, ...] | Exception
+"""What became of a body: a reply for each batch, or why there is none."""
+
+Tell = Callable[[list[tuple["PendingBody", Outcome]]], None]
+"""Takes the outcomes of a whole group at once; called in the writing thread."""
+
+
+@dataclass(eq=False, slots=True)
+class PendingBody:
+    """One body's batches, and the future of the asker's event loop that is told the outcome."""
+
+    raws: Sequence[bytes]
+    num_bytes: int
+    turn: "asyncio.Future[Outcome]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntakeLimits:
+    """How much may wait, and how much is written together."""
+
+    max_bytes: int = 64 << 20
+    """Of bodies that wait or are being written; one body alone is always taken."""
+    max_bodies: int = 4_096
+    group_bytes: int = 8 << 20
+    """Taken into one transaction, so that it does not take long."""
+    group_batches: int = 4_096
+
+
+class CommitQueue:
+    """A queue of bodies and the thread that writes them. ``close`` writes what waits first.
+
+    Args:
+        store: where to.
+        clock: says when a body was received.
+        tell: gives the answers on.
+        limits: the bounds.
+        arrivals: takes them in where not all are to be placed at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        tell: Tell,
+        limits: IntakeLimits | None = None,
+        arrivals: WriteAheadBuffer | None = None,
+    ) -> None:
+        self._store = store
+        self._arrivals = arrivals
+        self._clock = clock
+        self._tell = tell
+        self._limits = limits or IntakeLimits()
+        self._changed = threading.Condition()
+        self._waiting: deque[PendingBody] = deque()
+        self._num_bytes = 0
+        self._is_closed = False
+        self._closing = threading.Event()
+        self._gather_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="vitals-intake")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that wait or are being written."""
+        return self._num_bytes
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, waiting: PendingBody) -> None:
+        """Queue a body; its outcome comes through ``tell``. Never blocks.
+
+        Raises:
+            StorageError: there is no room, or the intake is closed; send it again later.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise StorageError("the collector is shutting down", code=BUSY)
+            is_full = self._num_bytes + waiting.num_bytes > self._limits.max_bytes
+            if self._num_bytes and (is_full or len(self._waiting) >= self._limits.max_bodies):
+                self._store.counters.defer()
+                raise StorageError(
+                    f"{len(self._waiting)} bodies wait to be stored, {self._num_bytes} bytes",
+                    hint="try again later; agents keep their spools and do so by themselves",
+                    code=BUSY,
+                )
+            self._num_bytes += waiting.num_bytes
+            self._waiting.append(waiting)
+            if len(self._waiting) == 1:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Take no more, store what waits, and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._closing.set()
+        if self._thread.ident is not None:  # was started
+            self._thread.join()
+
+    def _run(self) -> None:
+        while group := self._next_group():
+            began = time.monotonic()
+            outcomes = self._store_group(group)
+            took = time.monotonic() - began
+            # Where several come at once they do so again: the next group waits for all of them, no
+            # longer than this one took. A single client waits for nobody.
+            self._gather_seconds = min(took, _MAX_GATHER_SECONDS) if len(group) > 1 else 0.0
+            with self._changed:
+                self._num_bytes -= sum(waiting.num_bytes for waiting in group)
+            try:
+                self._tell(list(zip(group, outcomes, strict=True)))
+            except Exception:  # noqa: BLE001 - nobody may end this thread but close
+                self._store.counters.fail("ingest")
+                _LOG.exception("answers_not_given num=%d", len(group))
+
+    def _next_group(self) -> list[PendingBody]:
+        """Wait for something, then take what is there up to the bounds; none when closed."""
+        with self._changed:
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+        if self._gather_seconds:
+            self._closing.wait(self._gather_seconds)
+        with self._changed:
+            group: list[PendingBody] = []
+            num_bytes = num_batches = 0
+            while self._waiting:
+                waiting = self._waiting[0]
+                num_bytes += waiting.num_bytes
+                num_batches += len(waiting.raws)
+                is_large = num_bytes > self._limits.group_bytes
+                if group and (is_large or num_batches > self._limits.group_batches):
+                    break
+                group.append(self._waiting.popleft())
+            return group
+
+    def _store_group(self, group: Sequence[PendingBody]) -> Sequence[Outcome]:
+        try:
+            bodies, now = [waiting.raws for waiting in group], self._clock.time_ns()
+            if self._arrivals is not None:
+                return self._arrivals.ingest_bodies(bodies, now)
+            return ingest_bodies(self._store, bodies, now)
+        except VitalsError as error:
+            return [error] * len(group)
+        except Exception as error:  # noqa: BLE001 - said to every asker, and this thread goes on
+            self._store.counters.fail("ingest")
+            _LOG.exception("ingest_failed num=%d", len(group))
+            return [error] * len(group)
+
+
+__all__ = ["BUSY", "CommitQueue", "IntakeLimits", "Outcome", "PendingBody"]

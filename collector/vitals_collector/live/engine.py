@@ -1,0 +1,448 @@
+"""Turns what was stored into alerts: decisions and findings once, runs' states as they change.
+
+The ladder inside the job decided, and its decisions arrive as events; the detectors there found,
+and so do their findings. What shows only in the steps of all ranks, and in the nodes' samples, the
+engine has looked at by ``watching``, whose findings lie beside the others. What the job cannot say
+(that it is gone) comes from the run's state. It works from the store alone, with a cursor per
+writer kept beside the alerts, so a collector that died between storing and alerting goes on where
+it was.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, func, select
+
+from trainvitals.alerting import (
+    ALERTED_KINDS,
+    Alert,
+    alert_for_cap,
+    alerts_for_decision,
+    alerts_for_finding,
+    alerts_for_run_state,
+    is_answered,
+)
+from trainvitals.clock import Clock
+from trainvitals.errors import VitalsError
+from trainvitals.records import (
+    CheckpointChanged,
+    Decision,
+    DecisionMade,
+    EventRow,
+    Finding,
+    FindingRaised,
+    NamesDefined,
+    RunEnded,
+)
+from trainvitals.wire import Batch
+from vitals_collector.alerts import commands
+from vitals_collector.alerts.delivery import Dispatcher
+from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.alerts.notifiers import Notifier
+from vitals_collector.ingest.projections import loss_kind_of
+from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor, LiveMonitorConfig
+from vitals_collector.live.run_status import RunStatus, RunStatusCache
+from vitals_collector.live.state import Liveness
+from vitals_collector.live.tail_reader import WATCHED
+from vitals_collector.storage.schema import decisions, engine_state, findings
+from vitals_collector.storage.store import Store
+
+_AT_ONCE = 500
+_MAX_TOLD = 100
+"""Errors of our own that are logged whole; those beyond are only counted."""
+_LOG = logging.getLogger("vitals.collector.engine")
+_decision = msgspec.msgpack.Decoder(Decision).decode
+_finding = msgspec.msgpack.Decoder(Finding).decode
+
+Writer = tuple[str, str]
+"""A run and an incarnation in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine looks at runs."""
+
+    lost_after_seconds: float = 60.0
+    """A run that is silent for longer, and its agent too, is lost."""
+    interval_seconds: float = 2.0
+    """How often all runs that go on are looked at; silence tells too."""
+    pause_seconds: float = 0.2
+    """Time between two looks at what just arrived: a large run's rows arrive all the time."""
+    resend_interval: float = 60.0
+    """How often a change that no notifier has settled is handed out again: the end of a silence,
+    and the start of this process."""
+    watching: LiveMonitorConfig = field(default_factory=LiveMonitorConfig)
+    """How the steps of all ranks are watched."""
+
+
+class Engine:
+    """Reads the store after ingests and at intervals; writes alerts. ``poll`` is one look."""
+
+    def __init__(
+        self,
+        store: Store,
+        inbox: Inbox,
+        *,
+        clock: Clock,
+        dispatcher: Dispatcher | None = None,
+        config: EngineConfig | None = None,
+        up_since_unix_ns: int = 0,
+    ) -> None:
+        self._store = store
+        self._inbox = inbox
+        self._clock = clock
+        self._dispatcher = dispatcher
+        self._config = config or EngineConfig()
+        self._up_since_unix_ns = up_since_unix_ns
+        self._lock = threading.Lock()
+        self._dirty: set[Writer] = set()
+        self._watching = LiveMonitor(store, self._config.watching)
+        self._statuses = RunStatusCache()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._has_more = False
+        self._thread: threading.Thread | None = None
+        self._retold_ns: int | None = None
+        self._is_first = True
+        self._told: set[str] = set()
+        store.after_ingest.append(self.after_ingest)
+
+    def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
+        """Note who wrote what, and have it looked at soon; reads and writes nothing."""
+        rows: list[Batch] = []
+        run_ids: set[str] = set()
+        changed: set[str] = set()
+        noted: set[str] = set()
+        dirty: set[Writer] = set()
+        for batch, events in new:
+            identity = batch.header.identity
+            run_ids.add(identity.run_id)
+            if batch.header.stream_schema.stream in WATCHED:
+                rows.append(batch)
+            for row in events:
+                if isinstance(row.event, DecisionMade | FindingRaised):
+                    dirty.add((identity.run_id, identity.incarnation))
+                if isinstance(row.event, DecisionMade | RunEnded):
+                    changed.add(identity.run_id)
+                if isinstance(row.event, CheckpointChanged | NamesDefined):
+                    noted.add(identity.run_id)
+        self._watching.add(rows)
+        for run_id in noted:
+            self._watching.note(run_id)
+        self._statuses.touch(run_ids, at_once=False)
+        self._statuses.touch(changed, at_once=True)
+        with self._lock:
+            self._dirty |= dirty
+        self._wake.set()
+
+    def poll(self, *, only_new: bool = False) -> None:
+        """Consume decisions and findings, watch, follow the runs' states, tell what was not told.
+
+        Commands that nobody took in time expire.
+
+        Args:
+            only_new: look only at what arrived since the last look, which costs little.
+
+        Raises:
+            StorageError: the store refused; nothing is lost, call again.
+        """
+        if self._is_first:
+            self._mark_unread()
+            self._is_first = False
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        try:
+            for writer in sorted(dirty):
+                self._consume(writer)
+            looked = self._look_at_runs(only_new=only_new)
+            runs_with_findings = self._watch(only_new=only_new)
+            dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
+            looks = self._statuses.known(looked | runs_with_findings if only_new else None)
+            if looks:
+                self._inbox.update(self._run_now(look) for look in looks)
+            # Last: steps that are stored already must not resolve what was not told yet.
+            finished = {look.run_id for look in self._statuses.known() if look.state == "finished"}
+            for writer in sorted(dirty):
+                self._consume_findings(writer, is_finished=writer[0] in finished)
+                dirty.discard(writer)
+        finally:
+            with self._lock:
+                self._dirty |= dirty
+        if not only_new:
+            commands.expire(self._store, self._clock.time_ns())
+            self._retell()
+
+    def _watch(self, *, only_new: bool) -> frozenset[str]:
+        """Have the watchers look, and return of which runs they told anything."""
+        look = self._watching.poll(
+            now_ns=self._clock.monotonic_ns(), running=self._statuses.running, only_new=only_new
+        )
+        self._has_more = look.has_more
+        return look.told
+
+    @property
+    def watching(self) -> LiveMonitor:
+        """What looks at the steps of all ranks."""
+        return self._watching
+
+    def start(self) -> None:
+        """Start the thread that polls."""
+        self._thread = threading.Thread(target=self._run, name="vitals-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread after its present look."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        interval = int(self._config.interval_seconds * 1e9)
+        due = self._clock.monotonic_ns()
+        while not self._stopping.is_set():
+            self._wake.clear()  # before: what comes from here on is looked at next time
+            is_due = self._clock.monotonic_ns() >= due
+            if is_due:
+                due = self._clock.monotonic_ns() + interval
+            try:
+                self.poll(only_new=not is_due)
+            except Exception as error:  # noqa: BLE001 - a bug of ours must not end alerting
+                self._store.counters.fail("engine")
+                self._say(error)
+                self._stopping.wait(self._config.interval_seconds)
+                continue
+            if not self._has_more:
+                self._stopping.wait(self._config.pause_seconds)
+                self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
+
+    def _say(self, error: Exception) -> None:
+        """Log what stopped a look; of an error that is ours, once, where it happened."""
+        if isinstance(error, VitalsError):
+            _LOG.warning("engine: %s", error)
+            return
+        text = repr(error)
+        if text not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(text)
+            _LOG.error("engine: a look failed, the next one goes on", exc_info=error)
+
+    # --------------------------------------------------------------------------------- decisions
+
+    def _mark_unread(self) -> None:
+        """Mark every writer whose words were stored and not consumed, before a restart."""
+        queries = {
+            "decisions": select(
+                decisions.c.run_id, decisions.c.incarnation, func.max(decisions.c.seq)
+            ).group_by(decisions.c.run_id, decisions.c.incarnation),
+            "findings": select(findings.c.run_id, findings.c.incarnation, func.max(findings.c.seq))
+            .where(findings.c.kind.in_(ALERTED_KINDS))
+            .group_by(findings.c.run_id, findings.c.incarnation),
+        }
+        with self._store.read(settled=False) as connection:
+            unread = {
+                (run_id, incarnation)
+                for what, query in queries.items()
+                for cursors in [_cursors(connection, what)]
+                for run_id, incarnation, seq in connection.execute(query)
+                if seq > cursors.get(_cursor_name((run_id, incarnation), what), -1)
+            }
+        with self._lock:
+            self._dirty |= unread
+
+    def _consume(self, writer: Writer) -> None:
+        run_id, incarnation = writer
+        name = _cursor_name(writer)
+        while True:
+            with self._store.read(settled=False) as connection:
+                query = (
+                    select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
+                    .where(
+                        decisions.c.run_id == run_id,
+                        decisions.c.incarnation == incarnation,
+                        decisions.c.seq > _cursor(connection, name),
+                    )
+                    .order_by(decisions.c.seq)
+                    .limit(_AT_ONCE)
+                )
+                rows = connection.execute(query).all()
+            if not rows:
+                return
+            occurrences = [
+                Occurrence(run_id, row.time_unix_ns, alert)
+                for row in rows
+                if row.body
+                for alert in alerts_for_decision(_decision(row.body), run_id=run_id)
+                if alert.point  # the others follow the run's state
+            ]
+            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+
+    def _consume_findings(self, writer: Writer, *, is_finished: bool) -> None:
+        """Raise what a writer's findings tell by themselves; a finished run has nothing to fire."""
+        run_id, incarnation = writer
+        name = _cursor_name(writer, "findings")
+        while True:
+            with self._store.read(settled=False) as connection:
+                query = (
+                    select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
+                    .where(
+                        findings.c.run_id == run_id,
+                        findings.c.incarnation == incarnation,
+                        findings.c.kind.in_(ALERTED_KINDS),
+                        findings.c.seq > _cursor(connection, name),
+                    )
+                    .order_by(findings.c.seq)
+                    .limit(_AT_ONCE)
+                )
+                rows = connection.execute(query).all()
+                timed_findings = [
+                    (row.time_unix_ns, _finding(row.body)) for row in rows if row.body
+                ]
+                decided = _decided_steps(connection, writer) if rows else {}
+                loss_kind = loss_kind_of(connection, run_id) if rows else ""
+            if not rows:
+                return
+            occurrences = [
+                Occurrence(run_id, time_unix_ns, alert)
+                for time_unix_ns, finding in timed_findings
+                if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
+                for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
+                if alert.point  # the others hold as long as the watchers say so
+            ]
+            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+
+    # -------------------------------------------------------------------------------------- runs
+
+    def _look_at_runs(self, *, only_new: bool) -> set[str]:
+        when = Liveness(
+            now_unix_ns=self._clock.time_ns(),
+            up_since_unix_ns=self._up_since_unix_ns,
+            lost_after_seconds=self._config.lost_after_seconds,
+            is_reading_in=self._store.is_reading_in,
+        )
+        with self._store.read(settled=self._statuses.has_urgent) as connection:
+            return self._statuses.look(connection, when, only_new=only_new)
+
+    def _run_now(self, run: RunStatus) -> RunNow:
+        conditions: list[Alert] = [
+            *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
+        ]
+        lasting: set[str] = set()
+        if run.state == "running":
+            for finding in self._watching.conditions(run.run_id):
+                conditions += alerts_for_finding(finding, run_id=run.run_id)
+            for finding in self._watching.lasting(run.run_id):
+                alerts = alerts_for_finding(finding, run_id=run.run_id)
+                lasting.update(alert.fingerprint for alert in alerts)
+        over_cap = self._store.counters.over_cap
+        if over_cap is None:
+            lasting.add(alert_for_cap(run.run_id).fingerprint)
+        elif run.run_id in over_cap:
+            conditions.append(alert_for_cap(run.run_id, over_cap[run.run_id]))
+        return RunNow(
+            run_id=run.run_id,
+            state=run.state,
+            last_step=run.last_step,
+            last_unhealthy_step=run.last_trouble,
+            last_seen_unix_ns=run.last_seen_unix_ns,
+            conditions=tuple(conditions),
+            lasting=frozenset(lasting),
+        )
+
+    def _retell(self) -> None:
+        now = self._clock.monotonic_ns()
+        if self._dispatcher is None or (self._retold_ns is not None and now < self._retold_ns):
+            return
+        self._retold_ns = now + int(self._config.resend_interval * 1e9)
+        new, posted = self._inbox.untold()
+        for view in new:
+            self._dispatcher.resume(view)
+        for view in posted:
+            self._dispatcher.keep_posting(view)
+
+
+class Acting(NamedTuple):
+    """The parts that act, wired to each other; close them before the store."""
+
+    inbox: Inbox
+    engine: Engine
+    dispatcher: Dispatcher
+
+    def start(self) -> None:
+        """Start both threads."""
+        self.dispatcher.start()
+        self.engine.start()
+
+    def close(self) -> None:
+        """Stop both; what was not delivered is handed out again at the next start."""
+        self.engine.close()
+        self.dispatcher.close()
+
+
+def assemble(
+    store: Store,
+    notifiers: Iterable[Notifier],
+    *,
+    clock: Clock,
+    config: EngineConfig | None = None,
+    inbox_config: InboxConfig | None = None,
+    up_since_unix_ns: int = 0,
+) -> Acting:
+    """Return inbox, engine and dispatcher over one store; nothing runs yet."""
+    dispatcher = Dispatcher(notifiers, clock=clock)
+    inbox = Inbox(
+        store,
+        clock=clock,
+        tell=dispatcher.submit,
+        hush=dispatcher.withdraw,
+        config=inbox_config,
+    )
+    dispatcher.on_settled = inbox.settle
+    engine = Engine(
+        store,
+        inbox,
+        clock=clock,
+        dispatcher=dispatcher,
+        config=config,
+        up_since_unix_ns=up_since_unix_ns,
+    )
+    return Acting(inbox, engine, dispatcher)
+
+
+def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]]:
+    """Return what a writer's policy decided, by the step it is about."""
+    query = select(decisions.c.step, decisions.c.action).where(
+        decisions.c.run_id == writer[0],
+        decisions.c.incarnation == writer[1],
+        decisions.c.action != "continue",
+    )
+    actions: dict[int, set[str]] = {}
+    for step, action in connection.execute(query):
+        actions.setdefault(step, set()).add(action)
+    return actions
+
+
+def _cursor_name(writer: Writer, what: str = "decisions") -> str:
+    return f"{what}/{writer[0]}/{writer[1]}"
+
+
+def _cursor(connection: Connection, name: str) -> int:
+    query = select(engine_state.c.body).where(engine_state.c.name == name)
+    body = connection.execute(query).scalar()
+    return -1 if body is None else msgspec.msgpack.decode(body, type=int)
+
+
+def _cursors(connection: Connection, what: str) -> dict[str, int]:
+    query = select(engine_state.c.name, engine_state.c.body).where(
+        engine_state.c.name.startswith(f"{what}/")
+    )
+    return {
+        name: msgspec.msgpack.decode(body, type=int) for name, body in connection.execute(query)
+    }
+
+
+__all__ = ["Acting", "Engine", "EngineConfig", "assemble"]

@@ -1,0 +1,168 @@
+"""The list of runs: one line each, in a number of queries that does not grow with the runs."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import Column, Connection, Row, Select, and_, func, select
+
+from trainvitals.records import Decision, RunInfo
+from trainvitals.views import RunSummary
+from vitals_collector.ingest.tombstones import is_being_removed
+from vitals_collector.live.state import Liveness, SourceState, health, run_state
+from vitals_collector.storage.schema import alerts, attempts, decisions, runs, sources
+
+RECENT_STEPS = 50
+"""An action this many steps back still makes a run ``acting``."""
+_LAST_STEPS = 5
+"""A run that ended so few steps after a step was skipped ended in trouble."""
+
+_decision = msgspec.msgpack.Decoder(Decision).decode
+_info = msgspec.msgpack.Decoder(RunInfo).decode
+
+
+def summaries(
+    connection: Connection, when: Liveness, run_id: str | None = None
+) -> tuple[RunSummary, ...]:
+    """Return the line of every run, or of one; the newest run first."""
+    shown = select(runs).where(~is_being_removed())
+    rows = connection.execute(
+        _of(shown, runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
+    ).all()
+    by_run = defaultdict(list)
+    for source in connection.execute(_of(select(sources), sources.c.run_id, run_id)):
+        by_run[source.run_id].append(source)
+    last = _last_decisions(connection, run_id)
+    counts = _Counts(connection, run_id)
+    return tuple(_summary(row, by_run[row.run_id], last, counts, when) for row in rows)
+
+
+def info_of(row: Row[Any]) -> RunInfo:
+    """Return the attributes of a row of ``runs``; the defaults, where none came yet."""
+    return _info(row.info) if row.info else RunInfo(mode="", world_size=row.world_size)
+
+
+class _Counts:
+    """How many of what each run has."""
+
+    def __init__(self, connection: Connection, run_id: str | None) -> None:
+        self.actions = _counted(
+            connection,
+            _of(select(decisions.c.run_id, decisions.c.action), decisions.c.run_id, run_id).where(
+                decisions.c.acted
+            ),
+            (decisions.c.run_id, decisions.c.action),
+        )
+        self.attempts = _counted(
+            connection,
+            _of(select(attempts.c.run_id), attempts.c.run_id, run_id),
+            (attempts.c.run_id,),
+        )
+        self.firing = _counted(
+            connection,
+            _of(select(alerts.c.run_id, alerts.c.severity), alerts.c.run_id, run_id).where(
+                alerts.c.state == "firing"
+            ),
+            (alerts.c.run_id, alerts.c.severity),
+        )
+
+
+def _counted(
+    connection: Connection, query: Select[Any], by: Iterable[Column[Any]]
+) -> dict[tuple[str, ...], int]:
+    rows = connection.execute(query.add_columns(func.count()).group_by(*by))
+    return {tuple(row[:-1]): int(row[-1]) for row in rows}
+
+
+def _of(query: Select[Any], column: Column[Any], run_id: str | None) -> Select[Any]:
+    return query if run_id is None else query.where(column == run_id)
+
+
+def _last_decisions(connection: Connection, run_id: str | None) -> dict[str, Decision]:
+    newest = (
+        _of(
+            select(decisions.c.run_id, func.max(decisions.c.ledger_seq).label("ledger_seq")),
+            decisions.c.run_id,
+            run_id,
+        )
+        .group_by(decisions.c.run_id)
+        .subquery()
+    )
+    joined = and_(
+        decisions.c.run_id == newest.c.run_id, decisions.c.ledger_seq == newest.c.ledger_seq
+    )
+    rows = connection.execute(select(decisions.c.run_id, decisions.c.body).join(newest, joined))
+    return {of: _decision(body) for of, body in rows if body}
+
+
+def _summary(
+    row: Row[Any],
+    of_run: Sequence[Row[Any]],
+    decided: dict[str, Decision],
+    counts: _Counts,
+    when: Liveness,
+) -> RunSummary:
+    run_id = row.run_id
+    state = run_state([_state_of(source) for source in of_run], when)
+    head = _head(of_run)
+    loss = None if head is None else _float(head.loss)
+    last = decided.get(run_id)
+    num_pages = counts.firing.get((run_id, "page"), 0)
+    return RunSummary(
+        run_id=run_id,
+        name=row.name,
+        project=row.project,
+        user=row.user_name,
+        tags=info_of(row).tags,
+        mode=row.mode,
+        state=state,
+        health=health(
+            state,
+            has_steps=head is not None,
+            recent_action=head is not None and _is_recent(last, head.last_step),
+            ended_in_trouble=head is not None and _is_recent(last, head.last_step, _LAST_STEPS),
+            lr_factor=1.0 if last is None else last.lr_factor,
+            firing_pages=num_pages,
+            is_broken=loss is not None and not math.isfinite(loss),
+        ),
+        world_size=row.world_size or max((source.world_size for source in of_run), default=0),
+        started_unix_ns=row.started_unix_ns,
+        last_seen_unix_ns=max((source.last_seen_unix_ns for source in of_run), default=0),
+        last_step=-1 if head is None else head.last_step,
+        loss=loss,
+        grad_norm=None if head is None else _float(head.grad_norm),
+        num_skips=counts.actions.get((run_id, "skip_step"), 0),
+        num_rollbacks=counts.actions.get((run_id, "rollback"), 0),
+        num_attempts=max(1, counts.attempts.get((run_id,), 0)),
+        num_firing_alerts=sum(num for key, num in counts.firing.items() if key[0] == run_id),
+        last_decision="" if last is None else f"{last.action} at step {last.step}: {last.reason}",
+    )
+
+
+def _float(stored: float | str | None) -> float | None:
+    """Return the number; SQLite holds NaN as text."""
+    return None if stored is None else float(stored)
+
+
+def _head(of_run: Sequence[Row[Any]]) -> Row[Any] | None:
+    """Return rank 0's incarnation with the newest step: it speaks for the run."""
+    heads = [source for source in of_run if source.source == "rank:0" and source.last_step >= 0]
+    return max(heads, key=lambda source: source.last_step_unix_ns, default=None)
+
+
+def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> bool:
+    return last is not None and last.acted and abs(step - last.decided_at_step) <= steps
+
+
+def _state_of(source: Row[Any]) -> SourceState:
+    return SourceState(
+        source=source.source,
+        started_unix_ns=source.started_unix_ns,
+        last_seen_unix_ns=source.last_seen_unix_ns,
+        last_received_unix_ns=source.last_received_unix_ns,
+        alive=source.alive,
+        ended_state=source.ended_state,
+        world_size=source.world_size,
+    )

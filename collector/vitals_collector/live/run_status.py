@@ -1,0 +1,240 @@
+"""Knows what every run is doing, and asks the store again only where that may have changed.
+
+A run that ended stays what it was until something of it comes. A run that goes on is asked after at
+intervals, for silence tells too; its decisions only when one came.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, Row, func, select
+
+from trainvitals.records import Decision
+from trainvitals.views import RunState
+from vitals_collector.live.state import Liveness, SourceState, run_state
+from vitals_collector.storage.schema import decisions, events, runs, sources
+
+_RUNS_AT_ONCE = 100
+_decision = msgspec.msgpack.Decoder(Decision).decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """What one run is doing."""
+
+    run_id: str
+    state: RunState
+    reason: str = ""
+    """Why it ended as it did, where that is known."""
+    last_step: int = -1
+    step: int = -1
+    """The step that the state is about."""
+    last_trouble: int = -1
+    """The step of its newest skip or rollback."""
+    last_seen_unix_ns: int = 0
+    """When it was last heard of, by its own clocks."""
+
+
+class _Decided(NamedTuple):
+    last_trouble: int = -1
+    halt: Decision | None = None
+
+
+class RunStatusCache:
+    """What every run is doing. ``touch`` is for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._touched: dict[str, bool] = {}
+        self._known: dict[str, RunStatus] = {}
+        self._decided: dict[str, _Decided] = {}
+
+    def touch(self, run_ids: Iterable[str], *, at_once: bool) -> None:
+        """Remember that something of these runs came; ``at_once``: what may change their state."""
+        with self._lock:
+            for run_id in run_ids:
+                self._touched[run_id] = at_once or self._touched.get(run_id, False)
+
+    @property
+    def has_urgent(self) -> bool:
+        """Whether something came that may have changed a run's state."""
+        with self._lock:
+            return any(self._touched.values())
+
+    @property
+    def running(self) -> set[str]:
+        """The runs that go on."""
+        return {look.run_id for look in self._known.values() if look.state == "running"}
+
+    def known(self, run_ids: Iterable[str] | None = None) -> list[RunStatus]:
+        """Return what was last seen of some runs, or of all."""
+        if run_ids is None:
+            return list(self._known.values())
+        return [self._known[run_id] for run_id in run_ids if run_id in self._known]
+
+    def look(self, connection: Connection, when: Liveness, *, only_new: bool) -> set[str]:
+        """Ask after runs and return which; ``only_new``: after those of which that cannot wait."""
+        with self._lock:
+            touched = self._touched
+            due_runs = {run_id for run_id, at_once in touched.items() if at_once or not only_new}
+            self._touched = {
+                run_id: now for run_id, now in touched.items() if run_id not in due_runs
+            }
+        try:
+            if not only_new:
+                every = set(connection.execute(select(runs.c.run_id)).scalars())
+                for gone in self._known.keys() - every:
+                    del self._known[gone]
+                    self._decided.pop(gone, None)
+                due_runs = (due_runs | self.running | (every - self._known.keys())) & every
+            order = sorted(due_runs)
+            for first in range(0, len(order), _RUNS_AT_ONCE):
+                self._look_at(connection, order[first : first + _RUNS_AT_ONCE], touched, when)
+        except BaseException:
+            self.touch(due_runs, at_once=True)
+            raise
+        return due_runs
+
+    def _look_at(
+        self,
+        connection: Connection,
+        run_ids: Sequence[str],
+        touched: dict[str, bool],
+        when: Liveness,
+    ) -> None:
+        running = self.running
+        for run_id in run_ids:
+            if touched.get(run_id) or run_id not in running:
+                self._decided[run_id] = _decided(connection, run_id)
+        of_run: dict[str, list[Row[Any]]] = defaultdict(list)
+        for row in connection.execute(select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))):
+            of_run[row.run_id].append(row)
+        for run_id in run_ids:
+            self._known[run_id] = _look_of(
+                connection, run_id, of_run[run_id], self._decided[run_id], when
+            )
+
+
+_COLUMNS = tuple(
+    sources.c[name]
+    for name in (
+        "run_id",
+        "source",
+        "started_unix_ns",
+        "last_seen_unix_ns",
+        "last_received_unix_ns",
+        "alive",
+        "ended_state",
+        "world_size",
+        "last_step",
+        "last_step_unix_ns",
+    )
+)
+
+
+def _look_of(
+    connection: Connection,
+    run_id: str,
+    rows: Sequence[Row[Any]],
+    decided: _Decided,
+    when: Liveness,
+) -> RunStatus:
+    state = run_state([SourceState._make(row[1:8]) for row in rows], when)
+    heads = [row for row in rows if row.source == "rank:0" and row.last_step >= 0]
+    head = max(heads, key=lambda row: row.last_step_unix_ns, default=None)
+    last_step = -1 if head is None else head.last_step
+    look = RunStatus(
+        run_id=run_id,
+        state=state,
+        last_step=last_step,
+        step=last_step,
+        last_trouble=decided.last_trouble,
+        last_seen_unix_ns=max((row.last_seen_unix_ns for row in rows), default=0),
+    )
+    if decided.halt is not None:
+        # The rank may have died before it could say goodbye; its last decision says it for it.
+        halt = decided.halt
+        return replace(look, state="halted", reason=halt.reason, step=halt.step)
+    if state in ("failed", "lost"):
+        started = max((row.started_unix_ns for row in rows if row.source == "rank:0"), default=0)
+        return replace(look, reason=_why(connection, run_id, state, started))
+    return look
+
+
+def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: int) -> str:
+    """Return what the first rank that failed said, else what an agent said of one that is gone."""
+    if state == "failed":
+        query = (
+            select(sources.c.source, sources.c.ended_reason)
+            .where(
+                sources.c.run_id == run_id,
+                sources.c.ended_state == "failed",
+                sources.c.ended_reason != "",
+                sources.c.ended_unix_ns >= started_unix_ns,
+            )
+            .order_by(sources.c.ended_unix_ns)
+            .limit(1)
+        )
+        failure = connection.execute(query).first()
+        if failure is not None:
+            return f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
+    gone = (
+        select(events.c.summary)
+        .where(
+            events.c.run_id == run_id,
+            events.c.kind == "Note",
+            events.c.summary.endswith(_GONE),
+            events.c.time_unix_ns >= started_unix_ns,
+        )
+        .order_by(events.c.time_unix_ns)
+        .limit(1)
+    )
+    note: str = connection.execute(gone).scalar() or ""
+    return note.removesuffix(_GONE)
+
+
+_GONE = " [rank_gone]"
+"""How a line about an agent's note of that code ends."""
+
+
+def _decided(connection: Connection, run_id: str) -> _Decided:
+    """Return a run's newest trouble, and the halt that its newest start of rank 0 decided."""
+    mine = decisions.c.run_id == run_id
+    trouble = (
+        select(decisions.c.step)
+        .where(mine, decisions.c.action.in_(("skip_step", "rollback")))
+        .order_by(decisions.c.ledger_seq.desc())
+        .limit(1)
+    )
+    newest = (
+        select(func.max(sources.c.started_unix_ns))
+        .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
+        .scalar_subquery()
+    )
+    halts = (
+        select(decisions.c.body)
+        .join(
+            sources,
+            (sources.c.run_id == decisions.c.run_id)
+            & (sources.c.incarnation == decisions.c.incarnation),
+        )
+        .where(
+            mine,
+            decisions.c.action == "halt",
+            decisions.c.acted,
+            sources.c.source == "rank:0",
+            sources.c.started_unix_ns == newest,
+        )
+        .order_by(decisions.c.ledger_seq.desc())
+        .limit(1)
+    )
+    step = connection.execute(trouble).scalar()
+    body = connection.execute(halts).scalar()
+    return _Decided(-1 if step is None else step, _decision(body) if body else None)
+
+
+__all__ = ["RunStatus", "RunStatusCache"]

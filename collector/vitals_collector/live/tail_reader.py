@@ -1,0 +1,369 @@
+"""Gives a run's new rows: from memory where they were just committed, else from the store.
+
+Rows of many writers come as one block, for what is done with them costs little by the row and much
+by the call. Of each writer every row comes once and in its order.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import Connection, ScalarSelect, func, select
+
+from trainvitals.rows import Schema, rows_of
+from trainvitals.wire import Batch, BatchHeader
+from vitals_collector.live.step_join import BEFORE_ALL, Writer
+from vitals_collector.live.step_merge import Key, Origin
+from vitals_collector.storage.read_rows import read_pages
+from vitals_collector.storage.schema import batches, names, sources, streams
+
+STEPS = ("steps", "layers")
+HOSTS = ("node", "gpu")
+WATCHED = frozenset((*STEPS, *HOSTS))
+"""The streams whose rows are given out."""
+_WRITERS_AT_ONCE = 500
+_LEAST_WINDOW = 128
+"""Rows of a writer that are read at once: a stored page may hold hundreds."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One writer's stream, how far it is read, and how far it is known to be stored."""
+
+    writer: Writer
+    source: str
+    node: str
+    rank: int
+    world_size: int
+    started_unix_ns: int
+    number: int
+    """What rows of it name it by."""
+    read_seq: int
+    last_seq: int = -1
+    position: Key = BEFORE_ALL
+    """Of steps and layers the key, of hosts the monotonic time, that the store was read to."""
+
+
+class RowBlock(NamedTuple):
+    """Rows of one schema, of one or several streams one after the other."""
+
+    streams: Sequence[Stream]
+    counts: Sequence[int]
+    schema: Schema
+    rows: npt.NDArray[np.void]
+
+    @property
+    def origin(self) -> Origin:
+        """Who wrote each row."""
+        of = [(s.rank, s.world_size, s.number) for s in self.streams]
+        rank, world_size, writer = np.repeat(np.array(of, dtype=np.int64), self.counts, axis=0).T
+        return Origin(rank, world_size.copy(), writer)
+
+    def by_stream(self) -> Iterator[tuple[Stream, npt.NDArray[np.void]]]:
+        """Yield the rows of each stream."""
+        first = 0
+        for stream, num in zip(self.streams, self.counts, strict=True):
+            yield stream, self.rows[first : first + num]
+            first += num
+
+
+@dataclass(slots=True)
+class _Open:
+    schema: Schema
+    streams: list[Stream] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    raws: list[bytes] = field(default_factory=list)
+
+
+class _Blocks:
+    """Puts rows of the same schema together; one stream's stay in their order."""
+
+    def __init__(self) -> None:
+        self._closed: list[RowBlock] = []
+        self._open: dict[int, _Open] = {}
+        self._schema_of: dict[int, int] = {}
+
+    def add(self, stream: Stream, schema: Schema, raw: bytes, num_rows: int) -> None:
+        which = id(schema)
+        if self._schema_of.setdefault(stream.number, which) != which:
+            self._close()
+            self._schema_of[stream.number] = which
+        open_block = self._open.get(which)
+        if open_block is None:
+            open_block = self._open[which] = _Open(schema)
+        open_block.streams.append(stream)
+        open_block.counts.append(num_rows)
+        open_block.raws.append(raw)
+
+    def all(self) -> list[RowBlock]:
+        self._close()
+        return self._closed
+
+    def _close(self) -> None:
+        self._closed += [
+            RowBlock(
+                open_block.streams,
+                open_block.counts,
+                open_block.schema,
+                rows_of(open_block.schema, b"".join(open_block.raws)),
+            )
+            for open_block in self._open.values()
+        ]
+        self._open.clear()
+        self._schema_of.clear()
+
+
+class TailReader:
+    """What of a run's streams was given out, and what comes next.
+
+    Args:
+        run_id: of which run.
+        done: by ``incarnation/stream``, the sequence number up to which nothing need be read.
+        number_of: gives a writer the number by which rows name it.
+    """
+
+    def __init__(
+        self, run_id: str, done: Mapping[str, int], number_of: Callable[[Writer], int]
+    ) -> None:
+        self.names: dict[str, dict[int, str]] = {}
+        """By incarnation, what the numbers of its layers are called."""
+        self._run_id = run_id
+        self._done = done
+        self._number_of = number_of
+        self._streams: dict[Writer, Stream] = {}
+        self._behind: dict[Writer, Stream] = {}
+        self._nameless: dict[Writer, Stream] = {}
+        self._schemas: dict[str, Schema] = {}
+        self._head: tuple[int, int] = (-1, 0)
+        self._largest = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the newest start of rank 0, as far as it is known."""
+        return self._head[1] or self._largest
+
+    def behind(self, kinds: Sequence[str]) -> list[Stream]:
+        """Return the streams of these kinds of which the store has more than was given out."""
+        return [stream for stream in self._behind.values() if stream.writer[1] in kinds]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all that is known to be stored was given out."""
+        return not self._behind
+
+    # --------------------------------------------------------------------------------- from memory
+
+    def take(self, committed: Iterable[Batch], *, is_full: bool = False) -> list[RowBlock]:
+        """Return the rows of batches that were just committed.
+
+        Where rows before them were not given out, both are left to the store; where ``is_full``,
+        all are.
+        """
+        blocks, stream_of = _Blocks(), self._streams
+        for batch in committed:
+            header = batch.header
+            kind, incarnation = header.stream_schema.stream, header.identity.incarnation
+            stream = stream_of.get((incarnation, kind))
+            if stream is None:
+                if kind not in WATCHED:
+                    continue
+                stream = self._introduce(header)
+            last = header.first_seq + header.num_rows - 1
+            if last <= stream.read_seq:
+                continue
+            is_next = header.first_seq == stream.read_seq + 1
+            if not is_next or is_full or (kind == "layers" and not self.names.get(incarnation)):
+                self._store_has(stream, last)
+                continue
+            stream.read_seq = last
+            blocks.add(stream, header.stream_schema, batch.rows, header.num_rows)
+            if self._behind and last >= stream.last_seq:
+                self._behind.pop(stream.writer, None)
+        return blocks.all()
+
+    def _introduce(self, header: BatchHeader) -> Stream:
+        who = header.identity
+        return self._add(
+            (who.incarnation, header.stream),
+            who.source,
+            who.node,
+            who.rank,
+            who.world_size,
+            who.started_unix_ns,
+        )
+
+    def _add(
+        self, writer: Writer, source: str, node: str, rank: int, world_size: int, started: int
+    ) -> Stream:
+        done = self._done.get("/".join(writer), -1)
+        number = self._number_of(writer)
+        stream = Stream(writer, source, node, rank, world_size, started, number, done)
+        self._streams[writer] = stream
+        self._largest = max(self._largest, world_size)
+        if source == "rank:0" and writer[1] == "steps" and started >= self._head[0]:
+            self._head = (started, world_size)
+        return stream
+
+    def _store_has(self, stream: Stream, last_seq: int) -> None:
+        stream.last_seq = max(last_seq, stream.last_seq)
+        if stream.last_seq > stream.read_seq:
+            self._behind[stream.writer] = stream
+
+    # ------------------------------------------------------------------------------ from the store
+
+    def look(self, connection: Connection) -> None:
+        """Find the writers, and how far each is stored."""
+        at = (streams.c.run_id == sources.c.run_id) & (
+            streams.c.incarnation == sources.c.incarnation
+        )
+        table = sources.c
+        query = (
+            select(
+                streams.c.incarnation,
+                streams.c.stream,
+                streams.c.last_seq,
+                *(table.source, table.node, table.rank, table.world_size, table.started_unix_ns),
+            )
+            .join(sources, at)
+            .where(streams.c.run_id == self._run_id, streams.c.stream.in_(sorted(WATCHED)))
+            .order_by(table.started_unix_ns)
+        )
+        for incarnation, kind, last_seq, *about in connection.execute(query):
+            writer = (incarnation, kind)
+            stream = self._streams.get(writer) or self._add(writer, *about)
+            if writer not in self._nameless:
+                self._store_has(stream, last_seq)
+
+    def read(self, connection: Connection, kinds: Sequence[str], budget: int) -> list[RowBlock]:
+        """Return more rows of these kinds from the store, of the writers that are furthest behind.
+
+        That is about ``budget`` of them; none where there are none.
+        """
+        self._learn_names(connection)
+        blocks = _Blocks()
+        while front := self._front(kinds):
+            for kind in kinds:
+                kind_streams = [stream for stream in front if stream.writer[1] == kind]
+                self._read_kind(connection, kind, kind_streams, budget // len(front), blocks)
+            for stream in front:
+                if stream.read_seq >= stream.last_seq:
+                    self._behind.pop(stream.writer, None)
+            if blocks_read := blocks.all():
+                return blocks_read
+        return []
+
+    def _front(self, kinds: Sequence[str]) -> list[Stream]:
+        """Return who is furthest behind, and who is hardly before them."""
+        behind = self.behind(kinds)
+        if behind and behind[0].writer[1] in STEPS:
+            attempt, step = min(stream.position for stream in behind)
+            near = (attempt, step + _LEAST_WINDOW)
+            behind = [stream for stream in behind if stream.position < near]
+        return behind[:_WRITERS_AT_ONCE]
+
+    def _read_kind(
+        self,
+        connection: Connection,
+        kind: str,
+        kind_streams: Sequence[Stream],
+        window: int,
+        blocks: _Blocks,
+    ) -> None:
+        """Read about ``window`` rows of each stream; those that are equally far at once."""
+        left = sorted(kind_streams, key=lambda stream: stream.read_seq)
+        while left:
+            until = left[0].read_seq + max(_LEAST_WINDOW, window)
+            alike = [stream for stream in left if stream.read_seq < until]
+            left = left[len(alike) :]
+            self._read_window(connection, kind, alike, until, blocks)
+
+    def _read_window(
+        self,
+        connection: Connection,
+        kind: str,
+        alike: Sequence[Stream],
+        until: int,
+        blocks: _Blocks,
+    ) -> None:
+        """Read rows of some streams of one kind, up to the number ``until``."""
+        of = {stream.writer[0]: stream for stream in alike}
+        first = alike[0].read_seq + 1
+        if first:  # a page may have begun before it
+            query = select(func.min(_page_at(first))).where(*self._where(streams.c, kind, of))
+            first = connection.execute(query).scalar() or 0
+        where = self._where(batches.c, kind, of)
+        between = (batches.c.first_seq >= first, batches.c.first_seq <= until)
+        empty = dict(of)
+        for page in read_pages(connection, *where, *between, schemas=self._schemas):
+            stream = of[page.incarnation]
+            begin = max(0, stream.read_seq + 1 - page.first_seq)
+            end = min(page.num_rows, until + 1 - page.first_seq)
+            if begin >= end:
+                continue
+            empty.pop(page.incarnation, None)
+            rows = page.rows[begin:end]
+            stream.read_seq = page.first_seq + end - 1
+            stream.position = max(stream.position, _position(kind, page.schema, rows))
+            blocks.add(stream, page.schema, rows.tobytes(), end - begin)
+        for stream in alike:
+            stream.read_seq = max(stream.read_seq, min(until, stream.last_seq))
+        left = [inc for inc, stream in empty.items() if stream.read_seq < stream.last_seq]
+        if left:
+            self._pass_over(connection, kind, left, of)
+
+    def _pass_over(
+        self, connection: Connection, kind: str, left: Sequence[str], of: Mapping[str, Stream]
+    ) -> None:
+        """Go on where the next rows are, for what lay before is not in the store any more."""
+        for incarnation in left:
+            stream = of[incarnation]
+            query = select(func.min(batches.c.first_seq)).where(
+                *self._where(batches.c, kind, [incarnation]),
+                batches.c.first_seq > stream.read_seq,
+            )
+            first = connection.execute(query).scalar()
+            stream.read_seq = stream.last_seq if first is None else first - 1
+
+    def _where(self, table: Any, kind: str, incarnations: Iterable[str]) -> tuple[Any, ...]:
+        return (
+            table.run_id == self._run_id,
+            table.stream == kind,
+            table.incarnation.in_(list(incarnations)),
+        )
+
+    def _learn_names(self, connection: Connection) -> None:
+        """Let layers wait for their names: they come in another stream."""
+        for stream in [*self._nameless.values(), *self.behind(("layers",))]:
+            writer = stream.writer
+            if not self.names.get(writer[0]):
+                query = select(names.c.id, names.c.name).where(
+                    names.c.run_id == self._run_id,
+                    names.c.incarnation == writer[0],
+                    names.c.stream == "layers",
+                )
+                self.names[writer[0]] = {row.id: row.name for row in connection.execute(query)}
+            has, lacks = self._behind, self._nameless
+            if not self.names[writer[0]]:
+                has, lacks = lacks, has
+            lacks.pop(writer, None)
+            has[writer] = stream
+
+
+def _page_at(seq: int) -> ScalarSelect[Any]:
+    """Return the number of the first row of the page that a row of a stream would be in."""
+    # One look into the index for each stream; to group would read all of its entries.
+    mine = (batches.c[key] == streams.c[key] for key in ("run_id", "incarnation", "stream"))
+    newest = select(func.max(batches.c.first_seq)).where(*mine, batches.c.first_seq <= seq)
+    return newest.correlate(streams).scalar_subquery()
+
+
+def _position(kind: str, schema: Schema, rows: npt.NDArray[np.void]) -> Key:
+    def last(name: str) -> int:
+        return int(rows[f"c{schema.index[name]}"][-1])
+
+    return (last("monotonic_ns"), 0) if kind in HOSTS else (last("attempt"), last("step"))
+
+
+__all__ = ["HOSTS", "STEPS", "WATCHED", "RowBlock", "Stream", "TailReader"]

@@ -1,0 +1,262 @@
+"""Heat maps: one metric of every rank, GPU, node or layer over the steps of a run.
+
+A column of the map stands for some steps. Of these a cell shows the value that lies furthest from
+the row's middle thereabouts, so that a spike of one step is as visible among a million steps as it
+is in a hundred. Steps that were rolled back are in it unless they are not asked for: the trouble
+lies in them, and a cell then shows the worst of all attempts.
+
+Ranks, GPUs and nodes come out of the summaries beside the stored columns; layers have none and are
+decoded.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from sqlalchemy import Connection, select
+
+from trainvitals import catalog
+from trainvitals.errors import UsageError
+from trainvitals.identity import Source
+from trainvitals.views import Branch, CellsReply
+from vitals_collector.queries import heatmap_layers, metrics
+from vitals_collector.queries.heatmap_cells import (
+    Drawn,
+    Extremes,
+    furthest,
+    nanmedian,
+    of_curves,
+    starts_of,
+)
+from vitals_collector.queries.ledger import attempt_rows
+from vitals_collector.queries.load_curve import Selection, load_outline, load_outlines_by_source
+from vitals_collector.queries.series import (
+    AttemptRow,
+    Floats,
+    Points,
+    by_time,
+    ends,
+    is_of_lineage,
+    join,
+)
+from vitals_collector.storage.schema import measured_columns
+from vitals_collector.storage.store import UNKNOWN
+
+MAX_COLUMNS = 2_000
+MAX_ROWS = 1_024
+MAX_CELLS = 200_000
+STREAMS = ("steps", "gpu", "node", "layers")
+_POINTS_A_COLUMN = 4
+"""A summary's entry stands for 256 values: it is taken where a column holds two of them."""
+_TIMED = ("loss", "step_duration_seconds", "grad_norm")
+
+
+def cells(
+    connection: Connection,
+    run_id: str,
+    metric: str,
+    *,
+    points: int,
+    rows: int,
+    branch: Branch = "all",
+    from_step: int | None = None,
+    to_step: int | None = None,
+) -> CellsReply:
+    """Return the heat map.
+
+    Args:
+        connection: one moment of the store.
+        run_id: of which run.
+        metric: ``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``.
+        points: at most so many columns.
+        rows: at most so many rows: those that deviate most.
+        branch: of which attempts; of a step that several trained, a cell has all their values.
+        from_step: first step wanted.
+        to_step: last step wanted, inclusive.
+
+    Raises:
+        UsageError: no such metric, or a number out of bounds.
+    """
+    _check(points, rows)
+    stream, column = _known(connection, run_id, metric)
+    attempts = attempt_rows(connection, run_id)
+    selection = Selection(
+        run_id=run_id, stream=stream, column=column, from_step=from_step, to_step=to_step
+    )
+    load = heatmap_layers.load if stream == "layers" else _of_sources
+    names, starts, extremes, rolled_back = load(connection, selection, attempts, branch, points)
+    value = furthest(extremes)
+    chosen = _most(value, extremes, rows, is_alike=stream != "layers")
+    marks, left = (np.argwhere(mask[chosen]) for mask in (extremes.is_marked, extremes.is_left))
+    return CellsReply(
+        run_id=run_id,
+        metric=metric,
+        unit="ratio" if metric == f"layers.{heatmap_layers.RATIO}" else metrics.unit_of(metric),
+        rows=tuple(names[i] for i in chosen),
+        num_rows=len(names),
+        step=tuple(starts.tolist()),
+        value=tuple(tuple(None if v != v else v for v in row) for row in value[chosen].tolist()),
+        nonfinite=tuple((int(r), int(c)) for r, c in marks),
+        rolled_back=rolled_back,
+        nonfinite_rolled_back=tuple((int(r), int(c)) for r, c in left),
+    )
+
+
+def _check(points: int, rows: int) -> None:
+    if not 1 <= points <= MAX_COLUMNS:
+        raise UsageError(f"points is {points}; it must be 1 to {MAX_COLUMNS}")
+    if not 1 <= rows <= MAX_ROWS:
+        raise UsageError(f"rows is {rows}; it must be 1 to {MAX_ROWS}")
+    if points * rows > MAX_CELLS:
+        raise UsageError(f"{points} points of {rows} rows; at most {MAX_CELLS} cells are drawn")
+
+
+def _known(connection: Connection, run_id: str, metric: str) -> tuple[str, str]:
+    """Return the stream and column of the metric."""
+    table = measured_columns.c
+    there = select(table.stream, table.name).where(
+        table.run_id == run_id, table.stream.in_(STREAMS)
+    )
+    plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
+    metric_names = sorted(
+        f"{s}.{name}" for s, name in connection.execute(there) if name not in plain
+    )
+    if {"layers.update_norm", "layers.weight_norm"} <= set(metric_names):
+        metric_names.append("layers.update_ratio")
+    if metric in metric_names:
+        stream, _, column = metric.partition(".")
+        return stream, column
+    close = difflib.get_close_matches(metric[:200], metric_names, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise UsageError(
+        f"run {run_id} has no heat map of {metric[:200]!r}",
+        hint=f"{meant}it has {', '.join(metric_names)}"
+        if metric_names
+        else "the run has no rows yet",
+        code=UNKNOWN,
+    )
+
+
+def _of_sources(
+    connection: Connection,
+    selection: Selection,
+    attempts: Sequence[AttemptRow],
+    branch: Branch,
+    points: int,
+) -> Drawn:
+    """Return the rows of ranks, GPUs or nodes."""
+    num = _POINTS_A_COLUMN * points
+    if selection.stream == "steps":
+        curves = load_outlines_by_source(connection, selection, attempts, branch, num)
+    else:
+        curves = _host(connection, selection, attempts, num)
+    end_of = ends(attempts)
+    names: list[str] = []
+    kept: list[Points] = []
+    left: list[Points] = []
+    for name in _ordered(curves):
+        curve = curves[name]
+        is_kept = is_of_lineage(curve.attempt, curve.step, end_of)
+        of_lineage = curve.take(is_kept) if branch != "discarded" else join([])
+        discarded = curve.take(~is_kept) if branch != "lineage" else join([])
+        if len(of_lineage) or len(discarded):
+            names.append(name)
+            kept.append(of_lineage)
+            left.append(discarded)
+    starts = starts_of([curve for curve in (*kept, *left) if len(curve)], points)
+    cells = of_curves(kept, starts).with_discarded(of_curves(left, starts))
+    again = join(left).step
+    rolled_back = (int(again.min()), int(again.max())) if len(again) else None
+    return Drawn(names, starts, cells, rolled_back)
+
+
+def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
+    """Return ranks by their number, all others in their own order."""
+
+    def key(name: str) -> tuple[str, int]:
+        kind, _, rest = name.partition(":")
+        if kind == "rank" and rest.isdigit():
+            return "", Source.parse(name).rank or 0
+        return name, 0
+
+    is_of_sources = all(name.partition(":")[0] in ("rank", "gpu", "node") for name in names)
+    return sorted(names, key=key) if is_of_sources else list(names)
+
+
+def _most(value: Floats, extremes: Extremes, num: int, *, is_alike: bool) -> list[int]:
+    """Return which rows deviate most, in their order.
+
+    Rows that measure the same are compared with each other, layers with themselves.
+    """
+    if len(value) <= num or not value.size:
+        return list(range(len(value)))
+
+    def middle_of(values: Floats) -> Floats:
+        return nanmedian(values.T)[np.newaxis, :] if is_alike else nanmedian(values)[:, None]
+
+    middle = middle_of(value)
+    with np.errstate(over="ignore", invalid="ignore"):
+        away = np.abs(value - middle)
+        scale = 1.4826 * middle_of(away)
+        score = away / np.maximum(scale, np.maximum(np.abs(middle) * 1e-6, 1e-300))
+    score = np.where(np.isnan(score), 0.0, score).max(axis=1)
+    score = np.where(extremes.is_marked.any(axis=1), np.inf, score)
+    return sorted(np.argsort(-score, kind="stable")[:num].tolist())
+
+
+# ------------------------------------------------------------------------------- GPUs and nodes
+
+
+def _host(
+    connection: Connection, selection: Selection, attempts: Sequence[AttemptRow], num_points: int
+) -> dict[str, Points]:
+    """Return the curves of GPUs or nodes with the steps that ran as they were measured.
+
+    What was measured before the first step ended, or after the last, belongs to none.
+    """
+    clock = _clock(connection, selection.run_id, attempts, num_points)
+    if not len(clock):
+        return {}
+    of_host = Selection(run_id=selection.run_id, stream=selection.stream, column=selection.column)
+    outlines = load_outlines_by_source(connection, of_host, attempts, "all", num_points)
+    curves = {}
+    for name, curve in outlines.items():
+        with_steps = _with_steps(curve, clock)
+        is_in = np.ones(len(with_steps), dtype=np.bool_)
+        if selection.from_step is not None:
+            is_in &= with_steps.step >= selection.from_step
+        if selection.to_step is not None:
+            is_in &= with_steps.step <= selection.to_step
+        curves[name] = with_steps.take(is_in)
+    return curves
+
+
+def _clock(
+    connection: Connection, run_id: str, attempts: Sequence[AttemptRow], num_points: int
+) -> Points:
+    """Return steps of all attempts by the moments at which they ended."""
+    for column in _TIMED:
+        selection = Selection(run_id=run_id, stream="steps", column=column, source="rank:0")
+        curve, _ = load_outline(connection, selection, attempts, "all", max(num_points, 1_000))
+        if len(curve):
+            return by_time(curve)
+    return join([])
+
+
+def _with_steps(curve: Points, clock: Points) -> Points:
+    """Return what was measured while steps ran, with their numbers and attempts.
+
+    While a run goes back, no step ends: what is measured then is of the last one before.
+    """
+    time = curve.time_unix_ns
+    at = np.searchsorted(clock.time_unix_ns, time, side="right") - 1
+    is_in = (at >= 0) & (time <= clock.time_unix_ns[-1])
+    at, time, value = at[is_in], time[is_in], curve.value[is_in]
+    after = np.minimum(at + 1, len(clock) - 1)
+    begun, step = clock.time_unix_ns[at], clock.step[at]
+    part = (time - begun) / np.maximum(clock.time_unix_ns[after] - begun, 1)
+    ended = np.floor(part * np.maximum(clock.step[after] - step, 0)).astype(np.int64)
+    return Points(step + ended, clock.attempt[at], time, value)
+
+
+__all__ = ["MAX_COLUMNS", "MAX_ROWS", "cells"]

@@ -1,0 +1,301 @@
+"""Reads what was recorded of a run out of its rows, as the views that answers are made of."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from sqlalchemy import Connection, Row, func, select
+
+from trainvitals.identity import Source
+from trainvitals.records import BatchNoted, Decision, Finding, StateRead
+from trainvitals.rows import Schema
+from trainvitals.views import (
+    AlertView,
+    AttemptView,
+    CheckpointView,
+    DecisionView,
+    EventView,
+    FindingView,
+    SourceView,
+    StepData,
+    StepRow,
+)
+from vitals_collector.alerts.rows import entry_of
+from vitals_collector.ingest.tail_loss import num_lost_rows
+from vitals_collector.ingest.tombstones import is_being_removed
+from vitals_collector.queries import series
+from vitals_collector.retention.rollup import RANKS
+from vitals_collector.storage.columns import whole
+from vitals_collector.storage.read_rows import read_pages, rows_at_step
+from vitals_collector.storage.schema import (
+    alerts,
+    attempts,
+    batches,
+    checkpoints,
+    decisions,
+    events,
+    findings,
+    runs,
+    sources,
+    streams,
+)
+from vitals_collector.storage.store import unknown_run
+
+MAX_EVENTS = 10_000
+UNREAD = "unread"
+"""In a source's place: its rows were written, and none could be read."""
+_SHOWN_ELSEWHERE = (
+    "FindingRaised", "DecisionMade", "CheckpointChanged", "NamesDefined", "BatchNoted",
+)  # fmt: skip
+
+_decision = msgspec.msgpack.Decoder(Decision).decode
+_finding = msgspec.msgpack.Decoder(Finding).decode
+_batch = msgspec.msgpack.Decoder(BatchNoted).decode
+_reading = msgspec.msgpack.Decoder(StateRead).decode
+
+
+def run_row(connection: Connection, run_id: str) -> Row[Any]:
+    """Return the row of a run, or raise that there is none."""
+    query = select(runs).where(runs.c.run_id == run_id, ~is_being_removed())
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        raise unknown_run(run_id)
+    return row
+
+
+def attempt_rows(connection: Connection, run_id: str) -> list[series.AttemptRow]:
+    """Return what stitching needs to know of the run's branches."""
+    table = attempts.c
+    query = select(table.id, table.parent, table.fork_step).where(table.run_id == run_id)
+    return [series.AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
+
+
+def attempts_of(connection: Connection, run_id: str) -> tuple[AttemptView, ...]:
+    """Return every branch of the lineage, the oldest first."""
+    query = select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.id)
+    rows = connection.execute(query).all()
+    last = _last_steps(connection, run_id)
+    return tuple(
+        AttemptView(
+            id=row.id,
+            ordinal=ordinal,
+            parent=row.parent,
+            fork_step=row.fork_step,
+            started_unix_ns=row.started_unix_ns,
+            last_step=last.get(row.id, -1),
+            reason=row.reason,
+        )
+        for ordinal, row in enumerate(rows, start=1)
+    )
+
+
+def _last_steps(connection: Connection, run_id: str) -> dict[int, int]:
+    """Return each attempt's last step; only the few batches that hold two attempts are decoded."""
+    table = batches.c
+    of_steps = (table.run_id == run_id, table.stream == "steps")
+    is_pure = table.min_attempt == table.max_attempt
+    query = select(table.min_attempt, func.max(table.max_step)).where(*of_steps, is_pure)
+    last = {row[0]: row[1] for row in connection.execute(query.group_by(table.min_attempt))}
+    for page in read_pages(connection, *of_steps, ~is_pure):
+        steps, ids = (whole(page.schema, page.rows, name) for name in ("step", "attempt"))
+        for attempt in np.unique(ids).tolist():
+            step = int(steps[ids == attempt].max())
+            last[attempt] = max(last.get(attempt, -1), step)
+    return last
+
+
+def sources_of(connection: Connection, run_id: str) -> tuple[SourceView, ...]:
+    """Return every incarnation of a source; ``UNREAD`` are those of which no row could be read."""
+    own = streams.c
+    query = select(own.incarnation, own.stream, own.num_rows, num_lost_rows().label("num_lost"))
+    by_incarnation = defaultdict(list)
+    for row in connection.execute(query.where(own.run_id == run_id)):
+        by_incarnation[row.incarnation].append(row)
+    query = select(sources).where(sources.c.run_id == run_id)
+    rows = connection.execute(query.order_by(sources.c.source, sources.c.started_unix_ns))
+    views = [_source_view(row._asdict(), by_incarnation.pop(row.incarnation, ())) for row in rows]
+    unread = {"source": UNREAD, "node": "", "pid": 0, "started_unix_ns": 0, "last_seen_unix_ns": 0}
+    for incarnation, stream_rows in sorted(by_incarnation.items()):
+        views.append(_source_view(unread | {"incarnation": incarnation}, stream_rows))
+    return tuple(views)
+
+
+def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> SourceView:
+    return SourceView(
+        source=of["source"],
+        incarnation=of["incarnation"],
+        node=of["node"],
+        pid=of["pid"],
+        started_unix_ns=of["started_unix_ns"],
+        last_seen_unix_ns=of["last_seen_unix_ns"],
+        num_rows=sum(stream.num_rows for stream in stream_rows),
+        num_lost_rows=sum(stream.num_lost for stream in stream_rows),
+        streams=tuple(sorted(stream.stream for stream in stream_rows)),
+    )
+
+
+def decisions_of(
+    connection: Connection, run_id: str, step: int | None = None
+) -> tuple[DecisionView, ...]:
+    """Return the ledger in its order, or what it says about one step."""
+    table = decisions.c
+    query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
+    if step is not None:
+        query = query.where(table.step == step)
+    rows = connection.execute(query.order_by(table.ledger_seq, table.time_unix_ns))
+    return tuple(
+        DecisionView(run_id=run_id, time_unix_ns=time, decision=_decision(body))
+        for time, body in rows
+        if body
+    )
+
+
+def findings_of(
+    connection: Connection, run_id: str, step: int | None = None
+) -> tuple[FindingView, ...]:
+    """Return what detectors said, of one step or all; by step."""
+    table = findings.c
+    query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
+    if step is not None:
+        query = query.where(table.step == step)
+    rows = connection.execute(query.order_by(table.step, table.time_unix_ns, table.seq))
+    return tuple(
+        FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body))
+        for time, body in rows
+        if body
+    )
+
+
+def data_of(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...]:
+    """Return which samples fed a bad step, on each rank that told."""
+    table = events.c
+    query = (
+        select(table.source, table.attempt, table.body)
+        .where(table.run_id == run_id, table.kind == "BatchNoted", table.step == step)
+        .order_by(table.attempt, table.source)
+    )
+    return tuple(
+        StepData(source=source, attempt=attempt, batch=_batch(body))
+        for source, attempt, body in connection.execute(query)
+        if body
+    )
+
+
+def readings_of(connection: Connection, run_id: str, step: int) -> tuple[EventView, ...]:
+    """Return what was said of the state, of every trouble that a step lies in."""
+    table = events.c
+    query = (
+        select(events)
+        .where(table.run_id == run_id, table.kind == "StateRead", table.step >= step)
+        .order_by(table.step, table.time_unix_ns)
+        .limit(MAX_EVENTS)
+    )
+    return tuple(
+        event_view(row)
+        for row in connection.execute(query)
+        if row.body and _reading(row.body).onset_step <= step
+    )
+
+
+def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView, ...]:
+    """Return the latest state of each checkpoint and snapshot, by step."""
+    table = checkpoints.c
+    query = select(checkpoints).where(table.run_id == run_id)
+    rows = connection.execute(query.order_by(table.step, table.time_unix_ns)).all()
+    return tuple(
+        CheckpointView(
+            checkpoint_id=row.checkpoint_id,
+            step=row.step,
+            attempt=row.attempt,
+            state=row.state,
+            where=row.place,
+            num_bytes=row.num_bytes,
+            detail=row.detail,
+            time_unix_ns=row.time_unix_ns,
+        )
+        for row in rows
+    )
+
+
+def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[EventView, ...]:
+    """Return other events, all or of one kind, as lines for people; the newest, by time."""
+    table = events.c
+    chosen = [table.kind == kind] if kind else []
+    chosen += [table.kind.not_in(_SHOWN_ELSEWHERE)]
+    query = (
+        select(events)
+        .where(table.run_id == run_id, *chosen)
+        .order_by(table.time_unix_ns.desc(), table.id.desc())
+        .limit(MAX_EVENTS)
+    )
+    return tuple(event_view(row) for row in reversed(connection.execute(query).all()))
+
+
+def event_view(row: Row[Any]) -> EventView:
+    """Return the line of a row of ``events``."""
+    return EventView(
+        time_unix_ns=row.time_unix_ns,
+        source=row.source,
+        step=row.step,
+        attempt=row.attempt,
+        kind=row.kind,
+        text=row.summary,
+    )
+
+
+def alerts_of(
+    connection: Connection, *, run_id: str = "", state: str = ""
+) -> tuple[AlertView, ...]:
+    """Return the alerts of one run or all, in one state or any, the newest first."""
+    query = select(alerts).order_by(alerts.c.started_unix_ns.desc(), alerts.c.fingerprint)
+    if run_id:
+        query = query.where(alerts.c.run_id == run_id)
+    if state:
+        query = query.where(alerts.c.state == state)
+    rows = connection.execute(query.limit(MAX_EVENTS))
+    return tuple(entry_of(row).view for row in rows)
+
+
+def step_rows(
+    connection: Connection, run_id: str, step: int, stream: str = "steps"
+) -> tuple[StepRow, ...]:
+    """Return the sources' rows of a step; of one written again, the newest."""
+    newest: dict[tuple[str, int], StepRow] = {}
+    for page, row in rows_at_step(connection, run_id, step, stream):
+        step_row = _step_row(page.schema, row, page.source, page.incarnation)
+        newest[step_row.source, step_row.attempt] = step_row  # of one written again, the newest
+    return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
+
+
+def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:
+    return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
+
+
+def _step_row(schema: Schema, raw: bytes, source: str, incarnation: str) -> StepRow:
+    values: dict[str, float | int | None] = {}
+    nonfinite: list[str] = []
+    fields = schema.unpack(raw)
+    for name, value in fields.items():
+        if isinstance(value, bytes) or value is None:
+            continue
+        is_finite = isinstance(value, int) or math.isfinite(value)
+        values[name] = value if is_finite else None
+        if not is_finite:
+            nonfinite.append(f"{name}={series.kind_of(value)}")
+    return StepRow(
+        source=source,
+        incarnation=incarnation,
+        attempt=int(values.pop("attempt", 0) or 0),
+        values=values,
+        nonfinite=tuple(nonfinite),
+    )
+
+
+__all__ = [
+    *("alerts_of", "attempt_rows", "attempts_of", "checkpoints_of", "data_of", "decisions_of"),
+    *("event_view", "events_of", "findings_of", "readings_of", "run_row"),
+    *("sources_of", "step_rows"),
+]

@@ -1,0 +1,261 @@
+"""Which layers and ranks moved before a step: the last steps against those before them.
+
+The scale is robust (1.4826 times the median distance from the median), so that the trouble itself
+does not widen it; what jumps now and then anyway, such as a wait for data, has the wider one of its
+own jumps. What was not finite comes first, and of these what was so at the earliest step.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from sqlalchemy import Connection, func, select
+
+from trainvitals.views import MoverView
+from vitals_collector.queries.heatmap_layers import RATIO, layer_names, value_of
+from vitals_collector.queries.ledger import attempt_rows
+from vitals_collector.queries.read_columns import (
+    KEYS,
+    ColumnBlock,
+    find_parts,
+    join_blocks,
+    read_blocks,
+)
+from vitals_collector.queries.series import AttemptRow, Floats, Ints, Mask, Points, stitch
+from vitals_collector.storage.schema import batches, decisions, findings, measured_columns
+
+WINDOW_STEPS = 50
+BEFORE_STEPS = 500
+MAX_MOVERS = 50
+MIN_SCORE = 4.0
+"""Scales below which nothing is said to have moved."""
+MAX_SCORE = 1e6
+NONFINITE_SCORE = 1e9
+"""Of a value that is not finite: it is further than anything."""
+_MIN_BEFORE = 8
+"""Values without which there is no middle to compare with."""
+_MOVED = 5.0
+"""Scales from which a row is said to have begun to move."""
+_USUAL = 0.99
+"""Part of the steps before of which no distance counts as a move."""
+_USUAL_SCALES = 3.0
+"""Scales at least of the furthest of these: of normal noise it is 2.6."""
+
+RUN = "run"
+"""Row of what is equal on all ranks."""
+_OF_RUN = ("loss", "grad_norm", "learning_rate", "loss_scale", "update_ratio", "weight_norm")
+_OF_RANK = (
+    "rank_loss", "step_duration_seconds", "data_wait_seconds", "communication_seconds",
+    "forward_backward_seconds", "memory_allocated_bytes",
+)  # fmt: skip
+_OF_LAYER = (
+    "grad_norm", RATIO, "weight_norm", "activation_rms", "activation_max", "activation_dead_ratio",
+)  # fmt: skip
+_SOURCES_OF = {RATIO: ("update_norm", "weight_norm")}
+OF_SPEED = frozenset(name for name in _OF_RANK if name.endswith("_seconds"))
+"""Metrics that say how fast it went, not what was learned."""
+
+
+class Moved(NamedTuple):
+    """A mover, with the step at which it began to move."""
+
+    view: MoverView
+    first_step: int
+
+
+def movers(connection: Connection, run_id: str, step: int) -> tuple[MoverView, ...]:
+    """Return what moved most up to a step, on the branch where there was trouble at it."""
+    attempt = attempt_of(connection, run_id, step)
+    return tuple(mover.view for mover in moved(connection, run_id, step, attempt))
+
+
+def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
+    """Return the newest attempt with trouble at the step: the lineage may know nothing of it.
+
+    Trouble are findings and decisions about it, and the steps that led to a rollback.
+    """
+    for table in (decisions, findings):
+        query = select(func.max(table.c.attempt)).where(
+            table.c.run_id == run_id, table.c.step == step
+        )
+        attempt = connection.execute(query).scalar()
+        if attempt is not None:
+            return int(attempt)
+    query = select(func.max(decisions.c.attempt)).where(
+        decisions.c.run_id == run_id,
+        decisions.c.action == "rollback",
+        decisions.c.acted,
+        decisions.c.step <= step + WINDOW_STEPS,
+        decisions.c.decided_at_step >= step,
+    )
+    return connection.execute(query).scalar()
+
+
+def moved(connection: Connection, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
+    """Return what moved up to a step of an attempt, or of the lineage."""
+    branch = ancestry(attempt_rows(connection, run_id), attempt)
+    there = _measured(connection, run_id)
+    first = step - WINDOW_STEPS - BEFORE_STEPS + 1
+    candidates: list[Moved] = []
+    candidates += _of_layers(connection, run_id, (first, step), branch, there)
+    candidates += _of_ranks(connection, run_id, (first, step), branch, there)
+    candidates = [mover for mover in candidates if mover.view.score >= MIN_SCORE]
+    return tuple(sorted(candidates, key=_order)[:MAX_MOVERS])
+
+
+def _order(mover: Moved) -> tuple[float, int, bool, str, str]:
+    # The run's own number says what its layers and ranks say more exactly: they come first.
+    return (
+        -mover.view.score,
+        mover.first_step,
+        mover.view.row == RUN,
+        mover.view.row,
+        mover.view.metric,
+    )
+
+
+def ancestry(attempts: Sequence[AttemptRow], attempt: int | None) -> list[AttemptRow]:
+    """Return the attempt and those it came from; all, where none is asked for."""
+    by_id = {row.id: row for row in attempts}
+    if attempt is None or attempt not in by_id:
+        return list(attempts)
+    ancestors: dict[int, AttemptRow] = {}
+    current: int | None = attempt
+    while current is not None and current in by_id and current not in ancestors:
+        ancestors[current] = by_id[current]
+        current = by_id[current].parent
+    return list(ancestors.values())
+
+
+def _measured(connection: Connection, run_id: str) -> set[tuple[str, str]]:
+    table = measured_columns.c
+    query = select(table.stream, table.name).where(table.run_id == run_id)
+    return {(stream, name) for stream, name in connection.execute(query)}
+
+
+def _of_layers(
+    connection: Connection,
+    run_id: str,
+    steps: tuple[int, int],
+    branch: Sequence[AttemptRow],
+    there: set[tuple[str, str]],
+) -> list[Moved]:
+    columns_of = {name: _SOURCES_OF.get(name, (name,)) for name in _OF_LAYER}
+    columns_of = {
+        m: c for m, c in columns_of.items() if all(("layers", column) in there for column in c)
+    }
+    if not columns_of:
+        return []
+    columns = sorted({column for needed in columns_of.values() for column in needed})
+    named = layer_names(connection, run_id)
+    rows: list[tuple[ColumnBlock, list[str]]] = []
+    parts = find_parts(connection, run_id, "layers", from_step=steps[0], to_step=steps[1])
+    names = [*KEYS, "layer", *columns]
+    for block in read_blocks(connection, parts, names, from_step=steps[0], to_step=steps[1]):
+        numbers = block.whole("layer").tolist()
+        rows.append((block, [named.get((block.incarnation, n), f"layer {n}") for n in numbers]))
+    order = {
+        name: i for i, name in enumerate(dict.fromkeys(n for _, labels in rows for n in labels))
+    }
+    key = np.array([order[name] for _, labels in rows for name in labels], dtype=np.int64)
+    whole = join_blocks([block for block, _ in rows], names)
+    return _judged(whole, key, list(order), columns_of, steps[1], branch)
+
+
+def _of_ranks(
+    connection: Connection,
+    run_id: str,
+    steps: tuple[int, int],
+    branch: Sequence[AttemptRow],
+    there: set[tuple[str, str]],
+) -> list[Moved]:
+    candidates: list[Moved] = []
+    for metrics, where in ((_OF_RUN, (batches.c.source == "rank:0",)), (_OF_RANK, ())):
+        names = [name for name in metrics if ("steps", name) in there]
+        parts = find_parts(
+            connection, run_id, "steps", *where, from_step=steps[0], to_step=steps[1]
+        )
+        columns = [*KEYS, *names]
+        blocks = read_blocks(connection, parts, columns, from_step=steps[0], to_step=steps[1])
+        rows = list(blocks) if names else []
+        labels = [RUN if where else block.source for block in rows]
+        order = {name: i for i, name in enumerate(dict.fromkeys(labels))}
+        nums = [len(block) for block in rows]
+        key = np.repeat(np.array([order[name] for name in labels], dtype=np.int64), nums)
+        whole = join_blocks(rows, columns)
+        candidates += _judged(whole, key, list(order), {n: (n,) for n in names}, steps[1], branch)
+    return candidates
+
+
+def _judged(
+    rows: ColumnBlock,
+    key: Ints,
+    labels: Sequence[str],
+    columns_of: Mapping[str, Sequence[str]],
+    step: int,
+    branch: Sequence[AttemptRow],
+) -> list[Moved]:
+    """Return how far each row of each metric moved; ``key`` says which row a value is of."""
+    if not len(rows):
+        return []
+    points = Points(
+        rows.whole("step"),
+        rows.whole("attempt"),
+        rows.whole("time_unix_ns"),
+        np.arange(len(rows), dtype=np.float64),
+    )
+    is_of_branch = np.isin(points.attempt, [attempt.id for attempt in branch]) | (not branch)
+    candidates = []
+    for number, label in enumerate(labels):
+        mine = points.take(is_of_branch & (key == number))
+        which = stitch(mine, branch, "lineage").value.astype(np.int64)
+        own_rows = rows.take(which)
+        at = own_rows.whole("step")
+        for metric, columns in columns_of.items():
+            value, is_there = value_of(own_rows, list(columns))
+            mover = judge(label, metric, at[is_there], value[is_there], step)
+            candidates += [] if mover is None else [mover]
+    return candidates
+
+
+def judge(row: str, metric: str, steps: Ints, values: Floats, step: int) -> Moved | None:
+    """Return how far the values of the window before ``step`` are from those before it. Pure.
+
+    None: nothing was measured in the window, or there is too little to compare it with.
+    """
+    is_late: Mask = steps > step - WINDOW_STEPS
+    at, late, before = steps[is_late], values[is_late], values[~is_late]
+    before = before[np.isfinite(before)]
+    if not len(late):
+        return None
+    middle = float(np.median(before)) if len(before) else None
+    is_bad = ~np.isfinite(late)
+    if is_bad.any():
+        first = int(at[is_bad][0])
+        view = MoverView(
+            row=row, metric=metric, before=middle, peak=None, peak_step=first, score=NONFINITE_SCORE
+        )
+        return Moved(view, first)
+    if middle is None or len(before) < _MIN_BEFORE:
+        return None
+    with np.errstate(over="ignore"):
+        usual = np.abs(before - middle)
+        scale = 1.4826 * float(np.median(usual))
+        if metric in OF_SPEED:
+            scale = max(scale, float(np.quantile(usual, _USUAL)) / _USUAL_SCALES)
+        away = np.abs(late - middle) / max(scale, abs(middle) * 1e-3, 1e-12)
+    peak = int(np.argmax(away))
+    score = min(float(away[peak]), MAX_SCORE)
+    begins = np.flatnonzero(away >= min(_MOVED, score))
+    view = MoverView(
+        row=row,
+        metric=metric,
+        before=middle,
+        peak=float(late[peak]),
+        peak_step=int(at[peak]),
+        score=score,
+    )
+    return Moved(view, int(at[begins[0]]))
+
+
+__all__ = ["OF_SPEED", "RUN", "Moved", "ancestry", "attempt_of", "judge", "moved", "movers"]

@@ -1,0 +1,57 @@
+"""What a report is made of, whatever it is written as."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainvitals.views import CellsReply
+from vitals_collector.report.curves import Curve, CurveMark
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A title; of level 1 there is one."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells below names."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A curve with what was decided along it; the spans are steps of incidents."""
+
+    curve: Curve
+    marks: Sequence[CurveMark]
+    spans: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """One metric of all ranks or layers over steps."""
+
+    title: str
+    reply: CellsReply
+    onset_step: int
+
+
+def rolled_back(steps: tuple[int, int]) -> str:
+    """Say what a heat map shows between the first and the last step that was rolled back."""
+    first, last = steps
+    return f"of steps {first} to {last} some were rolled back: a cell has the worst of all attempts"
+
+
+Block = Heading | Words | Table | Plot | HeatMap

@@ -1,0 +1,82 @@
+"""Writes a report as Markdown for a ticket; its curves are drawn with characters."""
+
+import re
+from collections.abc import Sequence
+
+from trainvitals.cli.output import printable
+from vitals_collector.report import text_plot
+from vitals_collector.report.postmortem.blocks import (
+    Block,
+    Heading,
+    HeatMap,
+    Plot,
+    Table,
+    Words,
+    rolled_back,
+)
+
+_ACTIVE = re.compile(r"([\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_]))")
+"""What means something within a line: emphasis, code, links, cells, formulas."""
+_AT_FIRST = re.compile(r"^(?=[-+#>=:])|^(\d+)(?=[.)])")
+"""What means something where a line begins: lists, titles, quotes."""
+_WIDTH = 100
+
+
+def write(blocks: Sequence[Block]) -> str:
+    """Return the report as Markdown."""
+    return "\n\n".join(_text(block) for block in blocks) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Return a stranger's text so that it is read as text: no link, no tag, nobody called."""
+    clean = printable(text).strip().replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
+    return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
+
+
+def _text(block: Block) -> str:
+    match block:
+        case Heading():
+            return f"{'#' * block.level} {escaped(block.text)}"
+        case Words():
+            return escaped(block.text)
+        case Table():
+            return _table(block.header, block.rows)
+        case Plot():
+            lines = text_plot.draw(block.curve, block.marks, width=_WIDTH)
+            shown = [m for m in block.marks if block.curve.span[0] <= m.step <= block.curve.span[1]]
+            return "\n".join(["```text", *lines, text_plot.legend(shown), "```"])
+        case HeatMap():
+            return _heat_map(block)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(map(escaped, header)) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _heat_map(block: HeatMap) -> str:
+    """Return the rows in numbers: what each had at most, where, and whether all was finite."""
+    reply = block.reply
+    lost = {row for row, _ in reply.nonfinite}
+    rows = []
+    for number, (name, values) in enumerate(zip(reply.rows, reply.value, strict=True)):
+        cells = zip(values, reply.step, strict=True)
+        measured_points = [(value, step) for value, step in cells if value is not None]
+        least, most = (
+            min(measured_points, default=(None, None)),
+            max(measured_points, default=(None, None)),
+        )
+        rows.append((name, least[0], most[0], most[1], "yes" if number in lost else "no"))
+    header = (block.title, "least", "greatest", "about step", "not finite values")
+    left = reply.num_rows - len(reply.rows)
+    more = [f"{left} rows that deviate less are left out."] if left > 0 else []
+    if reply.rolled_back is not None:
+        more.append(f"{rolled_back(reply.rolled_back).capitalize()}.")
+    return "\n\n".join([_table(header, rows), *more])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return escaped(f"{value:.6g}" if isinstance(value, float) else str(value))

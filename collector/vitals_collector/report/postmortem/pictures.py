@@ -1,0 +1,251 @@
+"""Draws curves and heat maps as SVG that takes its colors from the page, light or dark.
+
+A curve has a column for each pixel: its least and its greatest value, and a cross where one was not
+finite. What was decided is told by a letter above its line, so that nothing depends on color.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from trainvitals.cli.output import printable
+from trainvitals.views import CellsReply, SeriesReply
+from vitals_collector.report.curves import KINDS, Curve, CurveMark, columns, place
+from vitals_collector.report.postmortem.tree import Node, node
+from vitals_collector.report.scales import Column, Scale
+
+WIDTH, HEIGHT = 880, 170
+_LEFT, _TOP, _RIGHT, _BELOW = 70, 22, 14, 24
+_NUM_TICKS = 5
+NUM_SHADES = 9
+_CELL = 14
+_NAMES = 190
+_NAME_CHARACTERS = 28
+_LETTERS = 24
+"""Letters above a curve stand so far apart."""
+
+
+def draw_curve(
+    curve: Curve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]] = ()
+) -> Node:
+    """Return the picture of a curve; ``spans`` are steps that are shaded."""
+    span = curve.span
+    lineage, left, scale = _drawn(curve)
+    inside = [
+        *_shaded(spans, span),
+        node("rect", class_="frame", width=WIDTH, height=HEIGHT),
+        *_ticks([lineage, *left], scale),
+        *_steps(span),
+        *_decided(marks, span),  # below the curves: a spike is on top of the line that marks it
+        _limit(curve.limit, span, scale),
+        *(node("path", class_="left", d=_path(branch, scale)) for branch in left),
+        node("path", class_="line", d=_path(lineage, scale)),
+        *_nonfinite([lineage, *left]),
+    ]
+    picture = node("g", *inside, transform=f"translate({_LEFT},{_TOP})")
+    size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
+    return node("svg", picture, viewBox=size, role="img", aria_label=caption(curve))
+
+
+def caption(curve: Curve) -> str:
+    """Return what the picture shows, in words."""
+    series, scale = curve.series, _drawn(curve)[2]
+    words = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
+    words += f"{series.num_total} steps, {series.num_nonfinite} of them not finite"
+    if curve.discarded is not None and curve.discarded.num_total:
+        words += f"; {curve.discarded.num_total} left behind by rollbacks"
+    return words
+
+
+def _drawn(curve: Curve) -> tuple[dict[int, Column], list[dict[int, Column]], Scale]:
+    """Return the columns of the lineage, those of each branch left behind, and their scale."""
+    lineage, left = columns(curve.series, curve.span, WIDTH), curve.left_behind(WIDTH)
+    return (
+        lineage,
+        left,
+        Scale([column for branch in (lineage, *left) for column in branch.values()]),
+    )
+
+
+def draw_cells(reply: CellsReply, onset_step: int) -> Node:
+    """Return a heat map; the column of ``onset_step`` has a mark above it."""
+    num_columns = max(1, len(reply.step))
+    wide = (WIDTH + _LEFT - _NAMES) / num_columns
+    scale = shades(reply)
+    paths: dict[int, list[str]] = {}
+    for row, values in enumerate(reply.value):
+        for at, value in enumerate(values):
+            if value is not None:
+                shade = min(NUM_SHADES - 1, int(scale.part(value) * NUM_SHADES))
+                paths.setdefault(shade, []).append(_box(at, row, wide))
+    inside = [node("path", class_=f"q{shade}", d="".join(d)) for shade, d in sorted(paths.items())]
+    crosses = "".join(
+        f"M{round((at + 0.5) * wide - 3, 1)},{row * _CELL + 3}l6,6m0,-6l-6,6"
+        for row, at in reply.nonfinite
+    )
+    high = len(reply.rows) * _CELL
+    inside += [
+        node("path", class_="nan", d=crosses),
+        *(_row_name(name, row) for row, name in enumerate(reply.rows)),
+        *_onset(reply, onset_step, wide, high),
+    ]
+    inside += [
+        node("text", str(reply.step[at]), x=round(at * wide, 1), y=high + 14)
+        for at in sorted({i * num_columns // _NUM_TICKS for i in range(_NUM_TICKS)})
+        if at < len(reply.step)
+    ]
+    picture = node("g", *inside, transform=f"translate({_NAMES},{_TOP})")
+    size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + high + _BELOW}"
+    return node("svg", picture, viewBox=size, role="img", aria_label=reply.metric)
+
+
+def shades(reply: CellsReply) -> Scale:
+    """Return the scale by which a heat map's values become shades."""
+    every = Column()
+    for values in reply.value:
+        for value in values:
+            if value is not None:
+                every.add(value)
+    return Scale([every])
+
+
+# ------------------------------------------------------------------------------------- curves
+
+
+def _y(scale: Scale, value: float) -> float:
+    return round((1.0 - scale.part(value)) * (HEIGHT - 20) + 10, 1)
+
+
+def _path(branch: dict[int, Column], scale: Scale) -> str:
+    """Return the line through the columns' ends; it is broken where a value is not finite."""
+    parts, is_broken = [], True
+    for at in sorted(branch):
+        column = branch[at]
+        if column.has_value:
+            ends = dict.fromkeys((_y(scale, column.low), _y(scale, column.high)))
+            points = [f"{at},{y}" for y in ends]
+            parts.append(f"M{points[0]}l0,0" if is_broken else f"L{points[0]}")
+            parts += [f"L{point}" for point in points[1:]]
+            is_broken = False
+        is_broken = is_broken or bool(column.num_nonfinite)
+    return "".join(parts)
+
+
+def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: Scale) -> Node | None:
+    """Return the limit in force, where it lies within what is drawn."""
+    if limit is None:
+        return None
+    parts, before = [], None
+    top = scale.ticks()[-1]
+    for at, column in sorted(columns(limit, span, WIDTH).items()):
+        if column.has_value and column.low <= top:
+            parts.append(f"{'L' if before else 'M'}{at},{_y(scale, column.low)}")
+            before = at
+        else:
+            before = None
+    return node("path", class_="limit", d="".join(parts)) if parts else None
+
+
+def _ticks(branches: Sequence[dict[int, Column]], scale: Scale) -> list[Node]:
+    if not any(column.has_value for branch in branches for column in branch.values()):
+        return []
+    return [
+        node("text", f"{value:.4g}", x=-6, y=_y(scale, value) + 4, text_anchor="end")
+        for value in scale.ticks()
+    ]
+
+
+def _steps(span: tuple[int, int]) -> list[Node]:
+    first, last = span
+    num = min(_NUM_TICKS, last - first + 1)
+    shown = [first + i * (last - first) // max(1, num - 1) for i in range(num)]
+    return [
+        node(
+            "text",
+            f"step {step}" if number == 0 else str(step),
+            x=place(step, span, WIDTH),
+            y=HEIGHT + 15,
+            text_anchor="start" if number == 0 else "end" if number == num - 1 else "middle",
+        )
+        for number, step in enumerate(shown)
+    ]
+
+
+def _shaded(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[Node]:
+    made = []
+    for first, last in spans:
+        if last < span[0] or first > span[1]:
+            continue
+        x, end = (place(min(max(s, span[0]), span[1]), span, WIDTH) for s in (first, last))
+        made.append(
+            node("rect", class_="incident", x=x - 1, width=max(3, end - x + 2), height=HEIGHT)
+        )
+    return made
+
+
+def _nonfinite(branches: Sequence[dict[int, Column]]) -> list[Node]:
+    lost = Counter[int]()
+    for branch in branches:
+        lost.update({at: c.num_nonfinite for at, c in branch.items() if c.num_nonfinite})
+    return [
+        node(
+            "path",
+            node("title", f"{num} not finite"),
+            class_="nan",
+            d=f"M{at - 4},{HEIGHT - 10}l8,8m0,-8l-8,8",
+        )
+        for at, num in sorted(lost.items())
+    ]
+
+
+def _decided(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
+    """Return a line for each column with decisions, and above it, where there is room, letters."""
+    order = list(KINDS)
+    by_column: dict[int, list[CurveMark]] = {}
+    for mark in marks:
+        if span[0] <= mark.step <= span[1]:
+            by_column.setdefault(place(mark.step, span, WIDTH), []).append(mark)
+    made, groups = [], list[tuple[int, list[CurveMark]]]()
+    for at, here in sorted(by_column.items()):
+        kind = min((mark.kind for mark in here), key=order.index)
+        words = node("title", "; ".join(mark.words for mark in here[:5]))
+        line = node("line", x1=at, x2=at, y1=0, y2=HEIGHT)
+        made.append(node("g", words, line, class_=f"mark {kind}"))
+        if groups and at - groups[-1][0] < _LETTERS:
+            groups[-1][1].extend(here)
+        else:
+            groups.append((at, list(here)))
+    for at, here in groups:
+        kinds = dict.fromkeys(mark.kind for mark in here)
+        letters = "".join(KINDS[kind][0] for kind in kinds)
+        words = node("title", "; ".join(mark.words for mark in here[:5]))
+        text = node("text", letters, words, x=at, y=-5, text_anchor="middle")
+        made.append(node("g", text, class_=f"mark {min(kinds, key=order.index)}"))
+    return made
+
+
+# ---------------------------------------------------------------------------------- heat maps
+
+
+def _box(at: int, row: int, wide: float) -> str:
+    x = round(at * wide, 1)
+    across = round((at + 1) * wide - x, 1)
+    return f"M{x},{row * _CELL}h{across}v{_CELL - 1}h-{across}z"
+
+
+def _row_name(name: str, row: int) -> Node:
+    text = printable(name)
+    is_long = len(text) > _NAME_CHARACTERS
+    short = f"...{text[3 - _NAME_CHARACTERS :]}" if is_long else text
+    words = node("title", text) if is_long else None
+    return node("text", short, words, x=-6, y=row * _CELL + 11, text_anchor="end")
+
+
+def _onset(reply: CellsReply, onset_step: int, wide: float, high: int) -> list[Node]:
+    before = [at for at, step in enumerate(reply.step) if step <= onset_step]
+    if not before:
+        return []
+    x = round(before[-1] * wide, 1)
+    return [
+        node("text", "onset", x=x, y=-6, text_anchor="middle", class_="onset"),
+        node("path", class_="onset", d=f"M{x},-4V{high}"),
+    ]

@@ -1,0 +1,154 @@
+"""Asks for everything that the post-mortem of a run tells, of a collector or of a folder alike."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from trainvitals.errors import UsageError
+from trainvitals.views import (
+    AnnotationView,
+    CellsReply,
+    CheckpointView,
+    DecisionView,
+    EventView,
+    IncidentView,
+    MoverView,
+    RunDetail,
+)
+from vitals_collector.queries.open import Reader
+from vitals_collector.report.curves import Curve, curves
+
+Answer = TypeVar("Answer")
+
+MAX_INCIDENTS = 10
+"""Incidents that are told whole: the gravest, and of these the newest. Others are one line each."""
+AROUND = 100
+"""Steps before and after an incident that its curves show."""
+HEAT_MAPS = {
+    "steps.rank_loss": "Loss of each rank",
+    "steps.step_duration_seconds": "Step time of each rank",
+    "layers.grad_norm": "Gradient norm of each layer",
+}
+_COLUMNS, _ROWS = 120, 24
+_GRAVITY = ("page", "notify", "log")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentFacts:
+    """One incident, and what was measured around it."""
+
+    incident: IncidentView
+    curves: tuple[Curve, ...]
+    heat_maps: tuple[CellsReply, ...]
+    movers: tuple[MoverView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """Everything a post-mortem tells."""
+
+    detail: RunDetail
+    made_unix_ns: int
+    curves: tuple[Curve, ...]
+    ledger: tuple[DecisionView, ...]
+    checkpoints: tuple[CheckpointView, ...]
+    events: tuple[EventView, ...]
+    annotations: tuple[AnnotationView, ...]
+    all_incidents: tuple[IncidentView, ...]
+    """Of the run, the newest first."""
+    incidents: tuple[IncidentFacts, ...]
+    """Those that are told whole."""
+    missing: tuple[str, ...]
+    """What could not be asked for, and why."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Keeps what a run cannot answer, so that the report says what it lacks."""
+
+    missing: list[str] = field(default_factory=list)
+
+    def or_none(self, name: str, ask: Callable[[], Answer]) -> Answer | None:
+        """Return the answer; None where the run has no such numbers."""
+        try:
+            return ask()
+        except UsageError as error:
+            words = f"{name}: {error.text}"
+            if words not in self.missing:
+                self.missing.append(words)
+            return None
+
+
+def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = "") -> ReportData:
+    """Return everything about the run, or about one incident of it.
+
+    Raises:
+        UsageError: no such run, or no incident of that id.
+    """
+    asked = _Asked()
+    detail = reader.run(run_id)
+    everything = reader.incidents(run_id)
+    detailed_incidents = _told(everything, incident_id)
+    return ReportData(
+        detail=detail,
+        made_unix_ns=now_unix_ns,
+        curves=curves(reader, run_id, detail.metrics),
+        ledger=reader.decisions(run_id),
+        checkpoints=reader.checkpoints(run_id),
+        events=reader.events(run_id),
+        annotations=reader.annotations(run_id),
+        all_incidents=everything,
+        incidents=tuple(
+            _around(reader, detail, incident, asked) for incident in detailed_incidents
+        ),
+        missing=tuple(asked.missing),
+    )
+
+
+def _told(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
+    """Return the incidents to be told whole, by time."""
+    if incident_id:
+        matches = [incident for incident in incidents if incident.incident_id == incident_id]
+        if not matches:
+            newest_ids = ", ".join(incident.incident_id for incident in incidents[:5])
+            raise UsageError(
+                f"there is no incident {incident_id!r} of this run",
+                hint=f"its newest are {newest_ids}" if newest_ids else "the run never had one",
+            )
+        return matches
+    gravest = sorted(incidents, key=lambda incident: _GRAVITY.index(incident.severity))
+    return sorted(
+        gravest[:MAX_INCIDENTS],
+        key=lambda incident: (incident.started_unix_ns, incident.onset_step),
+    )
+
+
+def _around(
+    reader: Reader, detail: RunDetail, incident: IncidentView, asked: _Asked
+) -> IncidentFacts:
+    run_id = detail.summary.run_id
+    first, last = max(0, incident.onset_step - AROUND), incident.last_step + AROUND
+    replies = [
+        asked.or_none(
+            name,
+            lambda metric=metric: reader.cells(  # type: ignore[misc]
+                run_id, metric, points=_COLUMNS, rows=_ROWS, from_step=first, to_step=last
+            ),
+        )
+        for metric, name in HEAT_MAPS.items()
+        if _is_known(metric, detail.metrics)
+    ]
+    moved = asked.or_none("Movers", lambda: reader.movers(run_id, incident.onset_step))
+    return IncidentFacts(
+        incident=incident,
+        curves=curves(reader, run_id, detail.metrics, first, last),
+        heat_maps=tuple(reply for reply in replies if reply is not None and reply.rows),
+        movers=moved or (),
+    )
+
+
+def _is_known(metric: str, metrics: Sequence[str]) -> bool:
+    """Say whether the run has it; a layer's numbers are known by the layers' names."""
+    return metric in metrics or (
+        metric.startswith("layers.") and any(name.startswith("layers.") for name in metrics)
+    )

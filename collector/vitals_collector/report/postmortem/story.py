@@ -1,0 +1,349 @@
+"""Tells what was gathered as blocks: the run, each incident, the ledger, what it all rests on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from trainvitals.cli.output import moment
+from trainvitals.policy.hindsight import tally
+from trainvitals.policy.rules import rule_words
+from trainvitals.views import DecisionView, IncidentView, MoverView
+from vitals_collector.ingest.projections import samples
+from vitals_collector.report.curves import CurveMark, marks
+from vitals_collector.report.postmortem.blocks import Block, Heading, HeatMap, Plot, Table, Words
+from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
+
+MAX_LINES = 200
+"""Rows of the longest tables; what is left out is said."""
+_MOVERS = 10
+_TITLE = 120
+
+Row = Sequence[object]
+
+
+def tell(facts: ReportData) -> list[Block]:
+    """Return the report."""
+    summary = facts.detail.summary
+    made = marks(facts.ledger)
+    spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
+    ordinals = {attempt.id: attempt.ordinal for attempt in facts.detail.attempts}
+    return [
+        Heading(1, f"Post-mortem of {_short(summary.name or summary.run_id)}"),
+        Words(_in_short(facts)),
+        Table(("what", "value"), _about(facts)),
+        *(Plot(curve, made, spans) for curve in facts.curves),
+        *_incidents(facts),
+        *chain.from_iterable(
+            _incident(incident_facts, made, ordinals) for incident_facts in facts.incidents
+        ),
+        *_decisions(facts),
+        *_timeline(facts),
+        *_checkpoints(facts),
+        *_settings(facts),
+        *_end(facts),
+    ]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
+
+
+def _in_short(facts: ReportData) -> str:
+    summary, num = facts.detail.summary, len(facts.all_incidents)
+    ended = "is running" if summary.state == "running" else f"is {summary.state}"
+    words = f"The run {ended} at step {summary.last_step}, its health is {summary.health}. "
+    if not num:
+        return words + "It never had an incident."
+    open_now = sum(incident.is_open for incident in facts.all_incidents)
+    steps, seconds = _cost(facts.all_incidents)
+    words += f"It had {_num(num, 'incident')}"
+    if num == 1:
+        words += ", which is not over" if open_now else ", which is over"
+    else:
+        words += f", {open_now} of them not over" if open_now else ", all of them over"
+    return words + f". Trained in vain: {_num(steps, 'step')}, {seconds:.4g} seconds."
+
+
+def _cost(incidents: Sequence[IncidentView]) -> tuple[int, float]:
+    return (
+        sum(incident.cost_steps for incident in incidents),
+        sum(incident.cost_seconds for incident in incidents),
+    )
+
+
+def _about(facts: ReportData) -> list[Row]:
+    summary, info = facts.detail.summary, facts.detail.info
+    rows: list[Row] = [
+        ("run", summary.run_id),
+        ("name", summary.name),
+        ("project", summary.project),
+        ("user", summary.user),
+        ("tags", ", ".join(summary.tags)),
+        ("state", summary.state),
+        ("health", summary.health),
+        ("mode", summary.mode),
+        ("ranks", summary.world_size),
+        ("started", moment(summary.started_unix_ns)),
+        ("last seen", moment(summary.last_seen_unix_ns)),
+        ("last step", summary.last_step),
+        ("loss, gradient norm", _pair(summary.loss, summary.grad_norm)),
+        ("skips, rollbacks", f"{summary.num_skips}, {summary.num_rollbacks}"),
+        ("attempts", len(facts.detail.attempts)),
+        ("rows lost on the way", sum(source.num_lost_rows for source in facts.detail.sources)),
+        ("git commit", info.git_commit),
+        ("torch", info.torch_version),
+        ("folder", info.run_dir),
+        ("observed decisions", tally(view.hindsight or None for view in facts.ledger)),
+    ]
+    return [row for row in rows if row[1] != ""]
+
+
+def _pair(*values: float | None) -> str:
+    return ", ".join("not measured" if value is None else f"{value:.6g}" for value in values)
+
+
+def _incidents(facts: ReportData) -> Iterator[Block]:
+    if not facts.all_incidents:
+        return
+    yield Heading(2, "Incidents")
+    shown = facts.all_incidents[:MAX_LINES]
+    yield Table(
+        ("incident", "what", "severity", "steps", "began", "state", "in vain"),
+        [
+            (
+                incident.incident_id,
+                incident.title,
+                incident.severity,
+                _steps(incident),
+                moment(incident.started_unix_ns),
+                "open" if incident.is_open else "over",
+                _num(incident.cost_steps, "step"),
+            )
+            for incident in shown
+        ],
+    )
+    yield from _left_out(len(facts.all_incidents) - len(shown), "older incidents")
+    if len(facts.incidents) < len(facts.all_incidents):
+        yield Words(f"Told whole below: {len(facts.incidents)}; --incident ID tells another.")
+
+
+def _steps(incident: IncidentView) -> str:
+    alone = incident.onset_step == incident.last_step
+    return str(incident.onset_step) if alone else f"{incident.onset_step} to {incident.last_step}"
+
+
+def _num(num: int, what: str) -> str:
+    return f"{num} {what}" + ("" if num == 1 else "s")
+
+
+def _left_out(num: int, what: str) -> list[Block]:
+    return [Words(f"{num} {what} are left out here.")] if num > 0 else []
+
+
+def _incident(
+    incident_facts: IncidentFacts, made: Sequence[CurveMark], ordinals: Mapping[int, int]
+) -> Iterator[Block]:
+    incident = incident_facts.incident
+    yield Heading(2, incident.title or f"Incident {incident.incident_id}")
+    state = "not over" if incident.is_open else "over"
+    yield Words(f"Incident {incident.incident_id}, of severity {incident.severity}, {state}.")
+    for paragraph in incident.story:
+        yield Words(paragraph)
+    span = (incident.onset_step, incident.last_step)
+    for curve in incident_facts.curves:
+        yield Plot(curve, made, (span,))
+    for reply in incident_facts.heat_maps:
+        yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, incident.onset_step)
+    if incident_facts.movers:
+        yield Heading(3, "What moved first")
+        header = ("layer or rank", "metric", "before", "peak", "at step", "scales away")
+        yield Table(
+            header,
+            [
+                (m.row, m.metric, m.before, _peak(m.peak), m.peak_step, _score(m))
+                for m in incident_facts.movers[:_MOVERS]
+            ],
+        )
+    yield from _found(incident)
+    yield from _of_time(incident, ordinals)
+
+
+def _peak(peak: float | None) -> object:
+    return "not finite" if peak is None else peak
+
+
+def _score(mover: MoverView) -> float | None:
+    return None if mover.peak is None else round(mover.score, 1)
+
+
+def _found(incident: IncidentView) -> Iterator[Block]:
+    if incident.decisions:
+        yield Heading(3, "Decisions and their evidence")
+        yield Table(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])
+        yield from _left_out(len(incident.decisions) - MAX_LINES, "decisions")
+    if incident.findings:
+        yield Heading(3, "Findings")
+        findings = [view.finding for view in incident.findings[:MAX_LINES]]
+        yield Table(
+            ("step", "level", "found", "rank", "value", "limit", "reason"),
+            [
+                (f.step, f.level, f.kind, _rank(f.rank), f.value, f.limit, f.reason)
+                for f in findings
+            ],
+        )
+        yield from _left_out(len(incident.findings) - MAX_LINES, "findings")
+    if incident.alerts:
+        yield Heading(3, "Alerts")
+        yield Table(
+            ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
+            [
+                (
+                    a.name, a.severity, a.state, a.step, moment(a.started_unix_ns),
+                    moment(a.ended_unix_ns or 0), a.acknowledged_by, a.summary,
+                )
+                for a in incident.alerts[:MAX_LINES]
+            ],
+        )  # fmt: skip
+        yield from _left_out(len(incident.alerts) - MAX_LINES, "alerts")
+
+
+def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
+    if incident.events:
+        yield Heading(3, "Events")
+        yield Table(
+            ("time", "source", "step", "what was said"),
+            [
+                (moment(e.time_unix_ns), e.source, e.step, e.text)
+                for e in incident.events[:MAX_LINES]
+            ],
+        )
+        yield from _left_out(len(incident.events) - MAX_LINES, "events")
+    if incident.data:
+        yield Heading(3, "What fed the bad steps")
+        yield Table(
+            ("source", "attempt", "epoch", "batch", "samples", "file"),
+            [
+                (
+                    d.source,
+                    d.attempt,
+                    d.batch.epoch,
+                    d.batch.first_batch,
+                    samples(d.batch),
+                    d.batch.file,
+                )
+                for d in incident.data[:MAX_LINES]
+            ],
+        )
+        yield from _left_out(len(incident.data) - MAX_LINES, "batches")
+
+
+_DECIDED = ("step", "decision", "because of", "rank", "done", "reason", "evidence", "budget left")
+
+
+def _decided(view: DecisionView) -> Row:
+    decision = view.decision
+    done = "yes" if decision.acted else f"observed, {_HINDSIGHT.get(view.hindsight, 'not done')}"
+    evidence = [f"{name} {value:.6g}" for name, value in decision.evidence.items()]
+    if decision.rollback_to_step >= 0:
+        evidence.append(f"back to step {decision.rollback_to_step} by {decision.checkpoint_id}")
+    budget = decision.budget_left if decision.budget_left >= 0 else None
+    rank = _rank(decision.rank)
+    because = rule_words(decision.rule)
+    return (
+        decision.step,
+        decision.action,
+        because,
+        rank,
+        done,
+        decision.reason,
+        ", ".join(evidence),
+        budget,
+    )
+
+
+_HINDSIGHT = {
+    "needed": "would have been needed",
+    "unneeded": "would not have been needed",
+    "open": "cannot be told yet",
+}
+
+
+def _rank(rank: int) -> object:
+    return rank if rank >= 0 else "all"
+
+
+def _decisions(facts: ReportData) -> Iterator[Block]:
+    yield Heading(2, "All decisions")
+    if not facts.ledger:
+        yield Words("Nothing was ever decided.")
+        return
+    yield Table(_DECIDED, [_decided(view) for view in facts.ledger[-MAX_LINES:]])
+    yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier decisions")
+
+
+def _timeline(facts: ReportData) -> Iterator[Block]:
+    rows: list[tuple[int, str, int, str]] = [
+        (e.time_unix_ns, e.source, e.step, e.text) for e in facts.events
+    ]
+    rows += [(n.time_unix_ns, n.by or "training", n.step, n.text) for n in facts.annotations]
+    rows += [
+        (d.time_unix_ns, "decision", d.decision.step, f"{d.decision.action}: {d.decision.reason}")
+        for d in facts.ledger
+    ]
+    alerts = {a.fingerprint: a for incident in facts.all_incidents for a in incident.alerts}
+    for alert in alerts.values():
+        rows.append((alert.started_unix_ns, "alert", alert.step, f"{alert.name} is firing"))
+        if alert.ended_unix_ns:
+            rows.append((alert.ended_unix_ns, "alert", -1, f"{alert.name} is resolved"))
+    rows.sort(key=lambda row: row[0])
+    if not rows:
+        return
+    yield Heading(2, "Timeline")
+    yield from _left_out(len(rows) - MAX_LINES, "earlier lines")
+    shown = [
+        (moment(time), who, step if step >= 0 else None, text)
+        for time, who, step, text in rows[-MAX_LINES:]
+    ]
+    yield Table(("time", "who", "step", "what"), shown)
+
+
+def _checkpoints(facts: ReportData) -> Iterator[Block]:
+    if not facts.checkpoints:
+        return
+    yield Heading(2, "Checkpoints")
+    yield from _left_out(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
+    yield Table(
+        ("checkpoint", "step", "state", "where", "bytes", "detail"),
+        [
+            (c.checkpoint_id, c.step, c.state, c.where, c.num_bytes, c.detail)
+            for c in facts.checkpoints[-MAX_LINES:]
+        ],
+    )
+
+
+def _settings(facts: ReportData) -> Iterator[Block]:
+    info = facts.detail.info
+    if info.config:
+        yield Heading(2, "Configuration")
+        yield Table(("key", "value"), [*info.config.items()][:MAX_LINES])
+        yield from _left_out(len(info.config) - MAX_LINES, "keys")
+    judged: list[Row] = []
+    for section, settings in info.judge.items():
+        if isinstance(settings, dict):
+            judged += [(f"{section}.{key}", value) for key, value in settings.items()]
+        else:
+            judged.append((section, settings))
+    if judged:
+        yield Heading(2, "Judged by")
+        yield Table(("setting", "value"), judged[:MAX_LINES])
+
+
+def _end(facts: ReportData) -> Iterator[Block]:
+    if facts.missing:
+        yield Heading(2, "Not in this report")
+        for words in facts.missing:
+            yield Words(f"{words}.")
+    version = facts.detail.info.vitals_version
+    by = f"Vitals {version}" if version else "Vitals"
+    yield Words(
+        f"Written by `vitals postmortem` at {moment(facts.made_unix_ns)}; recorded by {by}."
+    )

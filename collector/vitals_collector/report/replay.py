@@ -1,0 +1,502 @@
+"""Judges a stored run again with the very code that judged it live, and compares the decisions.
+
+The inputs are the reduced rows of rank 0 in the order they were written, the checkpoints as the run
+announced them, announced changes, what the probe and evaluations answered, and the commands the
+ladder took. The outputs are findings and
+decisions; the recorded ones are compared with them and never used to make them.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import msgspec
+from sqlalchemy import Connection, func, select
+
+from trainvitals.detect import Limits
+from trainvitals.errors import UsageError
+from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
+from trainvitals.policy.evidence import NO_READING, Ask, Reading
+from trainvitals.policy.history import JudgedStep, document
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    CLIPS,
+    OVERFLOW,
+    RANK_FAILED,
+    WITHHELD,
+    AttemptStarted,
+    ChangeExpected,
+    CheckpointChanged,
+    Decision,
+    DecisionMade,
+    Event,
+    RunStarted,
+    StateRead,
+    StepRecord,
+)
+from trainvitals.rows import Value
+from vitals_collector.ingest.tail_loss import num_lost_rows
+from vitals_collector.storage.read_rows import read_pages, rows_at_step
+from vitals_collector.storage.schema import batches, events, sources, streams, thinned
+from vitals_collector.storage.store import Store
+
+COMPARED = (
+    "action", "step", "attempt", "rule", "cause", "rank", "value", "acted", "checkpoint_id",
+    "rollback_to_step", "skip_batches", "lr_factor", "command_number",
+)  # fmt: skip
+"""What makes two decisions the same; words and budgets follow from these."""
+
+_KINDS = (
+    "RunStarted", "AttemptStarted", "CheckpointChanged", "ChangeExpected", "DecisionMade",
+    "StateRead",
+)  # fmt: skip
+
+_decode_event = msgspec.msgpack.Decoder(Event).decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a replay said, beside what was recorded."""
+
+    records: tuple[StepRecord, ...]
+    judgements: tuple[Judgement, ...]
+    """One for each record, in the same order."""
+    recorded: tuple[Decision, ...]
+    num_lost_rows: int
+    """Rows of rank 0 that never arrived: a replay without them may differ."""
+    num_thinned_rows: int
+    """Rows of other ranks that were thinned: what they named, a replay cannot name."""
+    thinned_to_step: int
+    """The last step of which any was; -1 for none."""
+    other_limits: tuple[int, ...]
+    """Steps whose recorded limits are not those the replayed detectors had computed by then."""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The decisions of the replay, in order."""
+        return tuple(j.decision for j in self.judgements if j.decision is not None)
+
+    def differences(self) -> list[str]:
+        """Return what differs from the record, in words; nothing, where it was reproduced."""
+        mine, theirs = self.decisions, self.recorded
+        words = [
+            difference
+            for number, (a, b) in enumerate(zip(mine, theirs, strict=False), start=1)
+            if (difference := _difference(number, a, b))
+        ]
+        if self.other_limits:
+            num, first = len(self.other_limits), self.other_limits[0]
+            words.append(f"other limits than recorded in {num} steps, the first {first}")
+        if len(mine) != len(theirs):
+            words.append(f"{len(mine)} decisions replayed, {len(theirs)} recorded")
+        return words
+
+    def document(self) -> dict[str, Any]:
+        """Return findings and decisions as plain values, each with the row it is about.
+
+        Beside them stands of how many rows the replay had to do without.
+        """
+        missing = {
+            "lost_rows": self.num_lost_rows,
+            "thinned_rows": self.num_thinned_rows,
+            "thinned_to_step": self.thinned_to_step,
+        }
+        return {**document(self.judged()), "missing": missing}
+
+    def missing(self) -> list[str]:
+        """Return in words which rows the replay had to do without."""
+        words = []
+        if self.num_lost_rows:
+            lost = f"{self.num_lost_rows} rows of rank 0 were lost"
+            words.append(f"{lost}: a replay without them may differ")
+        if self.num_thinned_rows:
+            thinned = f"{self.num_thinned_rows} rows of other ranks were thinned"
+            words.append(
+                f"{thinned}, to step {self.thinned_to_step}: where only they told which rank it "
+                "was, the replay does not name it"
+            )
+        return words
+
+    def judged(self) -> list[JudgedStep]:
+        """Return each record with what was said about it; its row is its place from 0."""
+        pairs = enumerate(zip(self.records, self.judgements, strict=True))
+        return [JudgedStep(row, record, judgement) for row, (record, judgement) in pairs]
+
+
+def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> Replay:
+    """Judge a stored run again, with the same code and, unless given, the same settings.
+
+    Raises:
+        UsageError: no step of rank 0 is stored for the run.
+    """
+    with store.read() as connection:
+        starts = _incarnations(connection, run_id)
+        pages = [_read_incarnation(connection, run_id, start) for start in starts]
+        records = [list(_records(connection, run_id, start)) for start in starts]
+        lost = sum(_num_lost(connection, run_id, start) for start in starts)
+        num_thinned, thinned_to_step = _thinned(connection, run_id)
+    if not any(records):
+        raise UsageError(
+            f"no step of rank 0 of run {run_id} is stored; there is nothing to replay",
+            hint="`vitals runs` lists the runs there are",
+        )
+    replayer = _Replayer(config, pages)
+    for incarnation, rows in enumerate(records):
+        replayer.begin(incarnation)
+        for record in rows:
+            replayer.take(record)
+        replayer.take_what_is_left()
+    return Replay(
+        records=tuple(record for rows in records for record in rows),
+        judgements=tuple(replayer.judgements),
+        recorded=tuple(replayer.recorded),
+        num_lost_rows=lost,
+        num_thinned_rows=num_thinned,
+        thinned_to_step=thinned_to_step,
+        other_limits=tuple(replayer.other_limits),
+    )
+
+
+# ------------------------------------------------------------------------------------ judging
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An event with the columns of its row that matter here."""
+
+    step: int
+    attempt: int
+    event: Event
+
+
+@dataclass(slots=True)
+class _Saved:
+    """A checkpoint's share of the detectors' memory."""
+
+    attempt: int
+    step: int
+    state: dict[str, Any] | None = None
+
+
+def _recorded_config(started: RunStarted | None) -> JudgeConfig | None:
+    """Return the settings the run was judged by; None where it did not say: the defaults."""
+    if started is None or not started.info.judge:
+        return None
+    return msgspec.convert(started.info.judge, JudgeConfig)
+
+
+class _Replayer:
+    """Feeds one judge in the order in which the run fed its own."""
+
+    def __init__(self, config: JudgeConfig | None, pages: Sequence[list[_Entry]]) -> None:
+        self._config = config
+        self._pages = pages
+        self._judge: Judge | None = None
+        self._pending: list[_Entry] = []
+        self._lag = 1
+        self._refs: dict[tuple[str, str], CheckpointRef] = {}
+        self._saved: list[_Saved] = []
+        every = [entry for page in pages for entry in page]
+        self.recorded = [e.event.decision for e in every if isinstance(e.event, DecisionMade)]
+        self.judgements: list[Judgement] = []
+        self.other_limits: list[int] = []
+        self._waiting: deque[StepRecord] = deque()
+        self._knows_limits = False
+        self._commands = {
+            (d.attempt, d.step): _proposal(d) for d in self.recorded if d.command_number
+        }
+        self._readings = {
+            (e.attempt, e.step, e.event.trigger): e.event
+            for e in every
+            if isinstance(e.event, StateRead)
+        }
+        self._has_probe = any(trigger != "evaluation" for _, _, trigger in self._readings)
+        self._attempts = {e.event.id: e.event for e in every if isinstance(e.event, AttemptStarted)}
+        announced = ((e, e.event) for e in every if isinstance(e.event, CheckpointChanged))
+        for entry, event in announced:
+            saved = _Saved(entry.attempt, event.checkpoint_step)
+            if all((s.attempt, s.step) != (saved.attempt, saved.step) for s in self._saved):
+                self._saved.append(saved)
+
+    def begin(self, incarnation: int) -> None:
+        """Go on with the next start of rank 0: mode and lag may be others, facts go on."""
+        self._pending = list(self._pages[incarnation])
+        started = next((e.event for e in self._pending if isinstance(e.event, RunStarted)), None)
+        mode: Mode = cast(Mode, started.info.mode) if started else "guard"
+        self._lag = started.info.readback_lag if started else 1
+        facts = self._judge.facts if self._judge else None
+        if facts is not None and facts.halted:
+            facts = msgspec.structs.replace(facts, halted="")  # it was started again: resumed
+        recorded = _recorded_config(started)
+        config = self._config or recorded
+        if config is not None and recorded is not None:
+            # Other settings are tried; what the loss is good for stays the run's own word.
+            config = replace(config, loss_kind=recorded.loss_kind)
+        self._judge = Judge(config, mode, facts=facts)
+        self._knows_limits = False
+
+    def take(self, record: StepRecord) -> None:
+        """Let one step be made, and judge those whose numbers come back then.
+
+        They come ``lag`` steps late, but at once while outliers follow each other.
+        """
+        judge = self._judge
+        assert judge is not None, "begin comes first"
+        if record.attempt != judge.attempt and judge.attempt:
+            self.take_what_is_left()
+            self._fork(judge, record)
+        for saved in self._saved:
+            # A snapshot before a step holds what was known when that step began.
+            is_due = saved.attempt == record.attempt and record.step >= saved.step
+            if is_due and saved.state is None:
+                saved.state = judge.detector_state()
+        self._compare_limits(judge, record)
+        self._waiting.append(record)
+        while len(self._waiting) > self._lag or (self._waiting and judge.is_suspicious):
+            self._judge_next(judge, now_step=record.step)
+
+    def take_what_is_left(self) -> None:
+        """Judge the steps whose numbers are still on their way."""
+        judge = self._judge
+        assert judge is not None, "begin comes first"
+        while self._waiting:
+            self._judge_next(judge, now_step=self._waiting[-1].step)
+
+    def _judge_next(self, judge: Judge, *, now_step: int) -> None:
+        record = self._waiting.popleft()
+        self._apply_events(judge, record)
+        place = (record.attempt, record.step)
+        evaluation = self._readings.get((*place, "evaluation"))
+        child = (a.id for a in self._attempts.values() if a.parent == record.attempt)
+        self.judgements.append(
+            judge.judge(
+                record,
+                decided_at_step=now_step,
+                checkpoints=tuple(self._refs.values()),
+                command=self._commands.get(place),
+                now_attempt_id=min(child, default=record.attempt + 1),
+                probe=self._answer(record.attempt) if self._has_probe else None,
+                evaluation=None if evaluation is None else evaluation.ratio,
+            )
+        )
+        self._knows_limits = True
+
+    def _answer(self, attempt: int) -> Callable[[Ask], Reading]:
+        """Return what answers a question as it was answered in the run."""
+
+        def answer(ask: Ask) -> Reading:
+            read = self._readings.get((attempt, ask.step, ask.trigger))
+            if read is None or read.now is None:
+                return NO_READING
+            return Reading(
+                num_batches=read.num_batches,
+                then=math.nan if read.then is None else read.then,
+                now=read.now,
+                detail=read.detail,
+            )
+
+        return answer
+
+    def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
+        """Limits are every digit of the detectors' memory: equal ones are equal windows."""
+        mine = Limits() if self._is_expecting(record) else judge.limits()
+        theirs = Limits(record.loss_limit, record.grad_norm_limit)
+        if self._knows_limits and record.attempt == judge.attempt and mine != theirs:
+            self.other_limits.append(record.step)
+
+    def _is_expecting(self, record: StepRecord) -> bool:
+        """Say whether a change was announced before this step and not yet taken in by a judgement.
+
+        Rank 0 gives no limits from its announcement on.
+        """
+        place = (record.attempt, record.step)
+        return any(
+            isinstance(entry.event, ChangeExpected) and (entry.attempt, entry.step) <= place
+            for entry in self._pending
+        )
+
+    def _fork(self, judge: Judge, record: StepRecord) -> None:
+        """A new branch begins, with the detectors of the checkpoint it started from."""
+        attempt = self._attempts.get(record.attempt)
+        fork, parent = (attempt.fork_step, attempt.parent) if attempt else (record.step, None)
+        states = [s for s in self._saved if s.step == fork and s.state is not None]
+        own = [s for s in states if s.attempt == parent]
+        state = (own or states or [_Saved(0, 0)])[-1].state
+        judge.rolled_back(detector_state=state, attempt=record.attempt, step=fork)
+        self._knows_limits = False
+
+    def _apply_events(self, judge: Judge, record: StepRecord) -> None:
+        """Take in what the run knew when it judged this record, in the order of the events."""
+        while self._pending and self._is_known(self._pending[0], record):
+            event = self._pending.pop(0).event
+            if isinstance(event, ChangeExpected):
+                judge.rebaseline(event.steps)
+            elif isinstance(event, CheckpointChanged):
+                self._refs[event.checkpoint_id, event.where] = CheckpointRef(
+                    id=event.checkpoint_id,
+                    step=event.checkpoint_step,
+                    state=event.state,
+                    where=event.where,
+                )
+
+    def _is_known(self, entry: _Entry, record: StepRecord) -> bool:
+        if entry.attempt != record.attempt:
+            return entry.attempt < record.attempt  # ids of attempts grow with time
+        if isinstance(entry.event, ChangeExpected):
+            return record.step >= entry.step  # the step's own numbers bring it to all ranks
+        if isinstance(entry.event, CheckpointChanged):
+            return entry.step < record.step or entry.event.checkpoint_step >= entry.step
+        return entry.step <= record.step
+
+
+def _proposal(decision: Decision) -> Proposal:
+    is_rollback = decision.action == "rollback"
+    if decision.action == "accept_level":
+        step = decision.evidence.get("accepted_step", float(decision.step))
+        return Proposal(number=decision.command_number, action="accept", argument=step)
+    return Proposal(
+        number=decision.command_number,
+        action="rollback" if is_rollback else "halt",
+        argument=float(decision.rollback_to_step) if is_rollback else 0.0,
+        checkpoint_id=decision.checkpoint_id,
+    )
+
+
+def _difference(number: int, mine: Decision, theirs: Decision) -> str:
+    parts = [
+        f"{name} {getattr(mine, name)!r} instead of {getattr(theirs, name)!r}"
+        for name in COMPARED
+        if not _same(getattr(mine, name), getattr(theirs, name))
+    ]
+    return f"decision {number} (step {theirs.step}): {', '.join(parts)}" if parts else ""
+
+
+def _same(a: object, b: object) -> bool:
+    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return both_nan or a == b
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def _incarnations(connection: Connection, run_id: str) -> list[str]:
+    """Return the starts of rank 0, oldest first."""
+    query = (
+        select(sources.c.incarnation)
+        .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
+        .order_by(sources.c.started_unix_ns, sources.c.incarnation)
+    )
+    return list(connection.execute(query).scalars())
+
+
+def _num_lost(connection: Connection, run_id: str, incarnation: str) -> int:
+    query = select(num_lost_rows()).where(
+        streams.c.run_id == run_id,
+        streams.c.incarnation == incarnation,
+        streams.c.stream.in_(("steps", "events")),
+    )
+    return sum(connection.execute(query).scalars())
+
+
+def _thinned(connection: Connection, run_id: str) -> tuple[int, int]:
+    """Return how many rows of ranks were thinned, and up to which step."""
+    query = select(func.sum(thinned.c.num_rows), func.max(thinned.c.to_step)).where(
+        thinned.c.run_id == run_id, thinned.c.stream == "steps"
+    )
+    num, to_step = connection.execute(query).one()
+    return int(num or 0), -1 if to_step is None else int(to_step)
+
+
+def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_Entry]:
+    query = (
+        select(events.c.step, events.c.attempt, events.c.body)
+        .where(
+            events.c.run_id == run_id,
+            events.c.incarnation == incarnation,
+            events.c.kind.in_(_KINDS),
+        )
+        .order_by(events.c.seq)
+    )
+    event_rows = connection.execute(query)
+    return [_Entry(step, at, _decode_event(body)) for step, at, body in event_rows if body]
+
+
+def _records(connection: Connection, run_id: str, incarnation: str) -> Iterator[StepRecord]:
+    table = batches.c
+    mine = (table.run_id == run_id, table.incarnation == incarnation, table.stream == "steps")
+    for page in read_pages(connection, *mine):
+        view, size = memoryview(page.rows.tobytes()), page.schema.row_size
+        for start in range(0, len(view), size):
+            yield step_record(connection, run_id, page.schema.unpack(view[start : start + size]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """What the ranks' own rows add to the reduced one, where it names no rank."""
+
+    nonfinite: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+
+
+def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> StepRecord:
+    """Return the step as detectors saw it: rank 0's reduced row, merged with the ranks' own."""
+    step, attempt = _int(row, "step", 0), _int(row, "attempt", 0)
+    bits, culprit = _int(row, "verdict", 0), _int(row, "culprit_rank", -1)
+    is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
+    ranks = _Ranks(nonfinite=(culprit,) if is_bad and culprit >= 0 else ())
+    if (is_bad and culprit < 0) or bits & RANK_FAILED:
+        own_ranks = _own_rows(connection, run_id, step, attempt)
+        ranks = _Ranks(
+            nonfinite=ranks.nonfinite or (own_ranks.nonfinite if is_bad else ()),
+            failed=own_ranks.failed if bits & RANK_FAILED else (),
+        )
+    factor = _float(row, "lr_factor")
+    return StepRecord(
+        step=step,
+        attempt=attempt,
+        loss=_float(row, "loss"),
+        loss_max=_float(row, "loss_max"),
+        loss_max_rank=_int(row, "loss_max_rank", -1),
+        grad_norm=_float(row, "grad_norm"),
+        loss_limit=_float(row, "loss_limit"),
+        grad_norm_limit=_float(row, "grad_norm_limit"),
+        nonfinite_ranks=ranks.nonfinite,
+        failed_ranks=ranks.failed,
+        nonfinite_params=_int(row, "nonfinite_params", 0),
+        skipped=bool(_int(row, "skipped", 0)),
+        withheld=bool(bits & WITHHELD),
+        overflow=bool(bits & OVERFLOW),
+        learning_rate=_float(row, "learning_rate"),
+        lr_factor=1.0 if factor is None else factor,
+        clips=bool(bits & CLIPS),
+    )
+
+
+def _own_rows(connection: Connection, run_id: str, step: int, attempt: int) -> _Ranks:
+    losses: dict[int, float | None] = {}
+    for page, raw in rows_at_step(connection, run_id, step):
+        row = page.schema.unpack(raw)
+        if _int(row, "attempt", 0) == attempt:
+            losses[int(page.source.partition(":")[2])] = _float(row, "rank_loss")
+    return _Ranks(
+        nonfinite=tuple(
+            r for r, x in sorted(losses.items()) if x is not None and not math.isfinite(x)
+        ),
+        failed=tuple(r for r, x in sorted(losses.items()) if x is None),
+    )
+
+
+def _float(row: dict[str, Value], name: str) -> float | None:
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _int(row: dict[str, Value], name: str, default: int) -> int:
+    value = row.get(name)
+    return int(value) if isinstance(value, int) else default
+
+
+__all__ = ["COMPARED", "Replay", "replay", "step_record"]

@@ -1,0 +1,145 @@
+"""Draws a curve in a terminal: each column its least and greatest value, marks below the axis.
+
+A spike of one step reaches its full height and a NaN is marked, however many steps a column stands
+for. What is marked is told by letters, so that nothing depends on telling colors apart.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from vitals_collector.report.curves import KINDS, Curve, CurveMark, columns, place
+from vitals_collector.report.scales import Column, Scale
+
+HEIGHT = 10
+LABEL = 10
+"""Characters left of the axis."""
+NONFINITE = "x"
+LEFT = "~"
+"""Where there is only what a rollback left behind."""
+
+BRAILLE = "\u2800"
+"""The empty one; each dot is a bit."""
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bit of each dot of a braille character, by row and column."""
+_PLAIN = " '.:"
+"""Where there is no braille: the upper half, the lower half, both."""
+
+
+def draw(
+    curve: Curve, marks: Sequence[CurveMark], *, width: int = 100, has_braille: bool = True
+) -> list[str]:
+    """Return the lines of a picture at most ``width`` wide."""
+    num = max(10, width - LABEL - 2)
+    across, down = (2, 4) if has_braille else (1, 2)
+    span = curve.span
+    lineage = columns(curve.series, span, num * across)
+    left = curve.left_behind(num * across)
+    everything = [column for branch in (lineage, *left) for column in branch.values()]
+    scale = Scale(everything)
+    dots = _dots(lineage, scale, HEIGHT * down)
+    behind = {
+        (row // down, at // across)
+        for branch in left
+        for row, at in _dots(branch, scale, HEIGHT * down)
+    }
+    lines = [_title(curve, scale)]
+    shown = scale.ticks() if any(column.has_value for column in everything) else ()
+    ticks = {round((HEIGHT - 1) * (1 - scale.part(value))): f"{value:.4g}" for value in shown}
+    for row in range(HEIGHT):
+        drawn = (_character(dots, row, at, has_braille=has_braille) for at in range(num))
+        cells = (
+            LEFT if cell == " " and (row, at) in behind else cell for at, cell in enumerate(drawn)
+        )
+        lines.append(f"{ticks.get(row, ''):>{LABEL}} |{''.join(cells)}".rstrip())
+    lines.append(f"{'step':>{LABEL}} +{_axis(span, num)}")
+    pairs = [pair for branch in (lineage, *left) for pair in branch.items()]
+    lost = {at // across for at, c in pairs if c.num_nonfinite}
+    lines += _below(lost, marks, span, num, across)
+    return lines
+
+
+def legend(marks: Iterable[CurveMark]) -> str:
+    """Return what the letters below the axes say, and how often."""
+    counts = Counter(mark.kind for mark in marks)
+    entries = [f"{NONFINITE} not finite", f"{LEFT} left behind by a rollback"]
+    entries += [
+        f"{letter} {words} ({counts[kind]})"
+        for kind, (letter, words) in KINDS.items()
+        if counts[kind]
+    ]
+    return f"{'':>{LABEL}}  {'   '.join(entries)}"
+
+
+def _title(curve: Curve, scale: Scale) -> str:
+    series = curve.series
+    words = f"{curve.name}{', logarithmic' if scale.is_log else ''}: {series.num_total} steps"
+    if series.num_nonfinite:
+        words += f", {series.num_nonfinite} not finite"
+    if curve.discarded is not None and curve.discarded.num_total:
+        words += f"; {curve.discarded.num_total} left behind"
+    return f"{'':>{LABEL}}  {words}"
+
+
+def _dots(branch: dict[int, Column], scale: Scale, height: int) -> set[tuple[int, int]]:
+    """Return (row, column) of every dot: a bar from least to greatest, and lines between bars."""
+    dots: set[tuple[int, int]] = set()
+    before: tuple[int, int, int] | None = None
+    for at in sorted(branch):
+        column = branch[at]
+        if column.has_value:
+            high, low = (
+                round((height - 1) * (1 - scale.part(v))) for v in (column.high, column.low)
+            )
+            dots |= {(row, at) for row in range(high, low + 1)}
+            if before is not None:
+                dots |= _joined(before, (at, high, low))
+            before = (at, high, low)
+        if column.num_nonfinite:
+            before = None  # nothing is drawn across a NaN
+    return dots
+
+
+def _joined(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tuple[int, int]]:
+    """Return the dots of a line from one bar's nearest end to the next one's."""
+    (x, high, low), (to, to_high, to_low) = a, b
+    start = min(max(high, to_high), low)
+    end = min(max(to_high, start), to_low)
+    start = min(max(high, end), low)
+    dots: set[tuple[int, int]] = set()
+    row = start
+    for at in range(x + 1, to + 1):
+        then = start + round((end - start) * (at - x) / (to - x))
+        dots |= {(dot_row, at) for dot_row in range(min(row, then), max(row, then) + 1)}
+        row = then
+    return dots
+
+
+def _character(dots: set[tuple[int, int]], row: int, at: int, *, has_braille: bool) -> str:
+    if not has_braille:
+        return _PLAIN[((2 * row, at) in dots) + 2 * ((2 * row + 1, at) in dots)]
+    bits = sum(
+        bit
+        for down, pair in enumerate(_DOTS)
+        for across, bit in enumerate(pair)
+        if (4 * row + down, 2 * at + across) in dots
+    )
+    return chr(ord(BRAILLE) + bits) if bits else " "
+
+
+def _axis(span: tuple[int, int], num: int) -> str:
+    first, last = (str(step) for step in span)
+    return first if span[0] == span[1] else f"{first}{last:>{num - len(first)}}"
+
+
+def _below(
+    lost: set[int], marks: Sequence[CurveMark], span: tuple[int, int], num: int, across: int
+) -> list[str]:
+    """Return the rows below the axis: where values are not finite, and what was decided."""
+    nonfinite = "".join(NONFINITE if at in lost else " " for at in range(num))
+    decided = [" "] * num
+    for kind in reversed(KINDS):  # of several in one place, the gravest
+        for mark in marks:
+            if mark.kind == kind and span[0] <= mark.step <= span[1]:
+                decided[place(mark.step, span, num * across) // across] = KINDS[kind][0]
+    rows = (("not finite", nonfinite), ("decided", "".join(decided)))
+    return [f"{name:>{LABEL}} |{row.rstrip()}" for name, row in rows if row.strip()]

@@ -1,0 +1,195 @@
+"""Removes whole runs: those that ended long ago, and those that a person names.
+
+First the run is gone for every reader, in one transaction, and it is written down that it was
+removed, and up to which batch; then its rows go little by little, so that a full disk needs no room
+for them. An agent that was away may send
+such a run again, weeks later: rows of starts before the removal are acknowledged, counted and not
+stored, so that no half of a run comes back. A start after it, such as a resumed job, is new.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+from sqlalchemy import Connection, delete, func, select, update
+
+from trainvitals.errors import UsageError
+from trainvitals.records import RunInfo
+from vitals_collector.ingest.tombstones import is_being_removed
+from vitals_collector.live import overview
+from vitals_collector.live.progress import forget_progress
+from vitals_collector.live.state import Liveness
+from vitals_collector.retention.rollup_candidates import run_bytes
+from vitals_collector.storage.schema import (
+    audit,
+    batches,
+    forgotten,
+    metadata,
+    runs,
+    sources,
+    streams,
+)
+from vitals_collector.storage.store import Store, insert, unknown_run
+
+KEEP_TAG = "keep"
+"""A run with this tag is kept whatever its age."""
+_LOG = logging.getLogger("vitals.collector.retention")
+_FREED_AT_ONCE = 64
+_KEPT_TABLES = (runs, batches, forgotten)
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A run that was removed."""
+
+    run_id: str
+    name: str
+    num_bytes: int
+
+
+def forget(
+    store: Store, run_id: str, *, by: str, when: Liveness, reason: str = "asked"
+) -> Forgotten:
+    """Remove everything of a run that does not run, for good, and return what it was.
+
+    Raises:
+        UsageError: there is no such run, or it is running.
+        StorageError: the store refused; what was begun is ended by ``finish``.
+    """
+    with store.write() as connection:
+        gone = _begun(connection, run_id)
+        if gone is None:
+            summaries = overview.summaries(connection, when, run_id)
+            if not summaries:
+                raise unknown_run(run_id)
+            if summaries[0].state == "running":
+                raise UsageError(
+                    f"run {run_id} is running; only a run that ended is removed",
+                    hint="halt it first (`vitals command`), or wait until it is lost",
+                )
+            gone = Forgotten(run_id, summaries[0].name, run_bytes(connection, run_id))
+            _remove(connection, gone, by, reason, when.now_unix_ns)
+    counters = store.counters
+    with counters.lock:
+        counters.removed_runs[reason] = counters.removed_runs.get(reason, 0) + 1
+    _LOG.warning("run_removed run=%s reason=%s bytes=%d by=%s", run_id, reason, gone.num_bytes, by)
+    _free(store, run_id)
+    return gone
+
+
+def finish(store: Store) -> None:
+    """Free what is left of removed runs: a collector may have died in between."""
+    query = select(forgotten.c.run_id).where(forgotten.c.is_gone.is_(False))
+    with store.read() as connection:
+        begun = list(connection.execute(query).scalars())
+    for run_id in begun:
+        _free(store, run_id)
+
+
+def forget_old(store: Store, keep_days: float, when: Liveness) -> list[Forgotten]:
+    """Remove the runs that were silent for so many days and are not pinned; 0 removes none."""
+    if not keep_days:
+        return []
+    before = when.now_unix_ns - int(keep_days * 86_400e9)
+    seen = (sources.c.last_seen_unix_ns, sources.c.last_received_unix_ns)
+    query = (
+        select(runs.c.run_id, runs.c.info)
+        .join(sources, sources.c.run_id == runs.c.run_id)
+        .where(runs.c.pinned_unix_ns == 0)
+        .group_by(runs.c.run_id, runs.c.info)
+        .having(*(func.max(column) < before for column in seen))
+    )
+    with store.read() as connection:
+        old = connection.execute(query.order_by(runs.c.run_id)).all()
+        states = {run.run_id: run.state for run in overview.summaries(connection, when)}
+    return [
+        forget(store, row.run_id, by="collector", when=when, reason="age")
+        for row in old
+        if states[row.run_id] != "running" and not _has_keep_tag(row.info)
+    ]
+
+
+def pin(store: Store, run_id: str, *, by: str, now_unix_ns: int, is_kept: bool = True) -> None:
+    """Keep a run whatever its age, or no longer.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    values = {"pinned_unix_ns": now_unix_ns if is_kept else 0}
+    with store.write() as connection:
+        done = connection.execute(update(runs).where(runs.c.run_id == run_id).values(values))
+        if not done.rowcount:
+            raise unknown_run(run_id)
+        _note(connection, by, "pin" if is_kept else "unpin", run_id, "", now_unix_ns)
+
+
+def _has_keep_tag(info: bytes) -> bool:
+    return bool(info) and KEEP_TAG in msgspec.msgpack.decode(info, type=RunInfo).tags
+
+
+def _remove(
+    connection: Connection, gone: Forgotten, by: str, reason: str, now_unix_ns: int
+) -> None:
+    """Take all of a run away from readers; its row in ``runs`` goes when the room is free."""
+    run_id = gone.run_id
+    last = connection.execute(select(func.max(batches.c.id)).where(batches.c.run_id == run_id))
+    for table in reversed(metadata.sorted_tables):
+        if "run_id" in table.c and table not in _KEPT_TABLES:
+            connection.execute(delete(table).where(table.c.run_id == run_id))
+    forget_progress(connection, run_id)
+    values = {
+        "forgotten_unix_ns": now_unix_ns,
+        "is_gone": False,
+        "last_batch": last.scalar() or 0,
+    }
+    statement = insert(connection, forgotten).values(run_id=run_id, **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
+    detail = f"{reason}: {gone.name!r}, {gone.num_bytes} bytes"
+    _note(connection, by, "forget", run_id, detail, now_unix_ns)
+
+
+def _begun(connection: Connection, run_id: str) -> Forgotten | None:
+    """Return the run whose removal was begun and not ended, such as for want of room."""
+    query = select(runs.c.name).where(runs.c.run_id == run_id, is_being_removed())
+    name = connection.execute(query).scalar()
+    return None if name is None else Forgotten(run_id, name, run_bytes(connection, run_id))
+
+
+def _note(
+    connection: Connection, by: str, action: str, run_id: str, detail: str, now_unix_ns: int
+) -> None:
+    values = {
+        "time_unix_ns": now_unix_ns,
+        "actor": by,
+        "action": action,
+        "subject": f"run/{run_id}",
+        "detail": detail,
+    }
+    connection.execute(audit.insert().values(values))
+
+
+def _free_some(store: Store, run_id: str) -> bool:
+    """Remove some of a removed run's batches; return whether there may be more."""
+    last = select(forgotten.c.last_batch).where(forgotten.c.run_id == run_id).scalar_subquery()
+    # From the first on: while the last is there, no later start is given a number before it.
+    query = select(batches.c.id).where(batches.c.run_id == run_id, batches.c.id <= last)
+    with store.write() as connection:
+        ids = connection.execute(query.order_by(batches.c.id).limit(_FREED_AT_ONCE)).scalars().all()
+        if ids:
+            connection.execute(delete(batches).where(batches.c.id.in_(ids)))
+    return len(ids) == _FREED_AT_ONCE
+
+
+def _free(store: Store, run_id: str) -> None:
+    while _free_some(store, run_id):
+        store.checkpoint()
+    with store.write() as connection:
+        is_new = select(streams.c.run_id).where(streams.c.run_id == run_id).limit(1)
+        # Where a later start has come meanwhile, the run's row is its own.
+        if connection.execute(is_new).first() is None:
+            connection.execute(delete(runs).where(runs.c.run_id == run_id))
+        own = forgotten.c.run_id == run_id
+        connection.execute(update(forgotten).where(own).values(is_gone=True))
+
+
+__all__ = ["KEEP_TAG", "Forgotten", "finish", "forget", "forget_old", "pin"]

@@ -1,0 +1,188 @@
+"""What a person may do to a run: which command fits, and how it is sent. The ladder answers."""
+
+from typing import Literal
+
+import streamlit as st
+
+from trainvitals.detect.registry import KINDS
+from trainvitals.errors import VitalsError
+from trainvitals.io.client import CollectorClient
+from trainvitals.views import (
+    AnnotationRequest,
+    AnnotationView,
+    CommandRequest,
+    DecisionView,
+    IncidentView,
+    RunSummary,
+)
+from vitals_dashboard import formatting, layout
+from vitals_dashboard.source import Source
+from vitals_dashboard.theme import ACTIONS
+
+MAX_REASON = 300
+TTL_SECONDS = 300.0
+LAST_WORD = (
+    "The run itself decides at its next step; no budget keeps a person's command back. Its answer"
+    " is listed on the page of decisions."
+)
+HEALTHY = "This was healthy"
+HEALTHY_HELP = (
+    "Says that step {step:,} was healthy: its level becomes normal, and Vitals neither withholds"
+    " updates nor goes back for it again. " + LAST_WORD
+)
+LOOK_ONLY = (
+    "This dashboard can only look: it was started without a control token. Give it the collector's"
+    " token file with --token-file, or use `vitals command`."
+)
+Action = Literal["halt", "rollback", "accept"]
+ICONS: dict[Action, str] = {
+    "halt": ":material/gavel:",
+    "rollback": ":material/gavel:",
+    "accept": ":material/check_circle:",
+}
+FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
+"""Rules of decisions on finite numbers; who knows better may call those healthy."""
+ACCEPTABLE_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.may_be_accepted)
+"""Findings that are told of finite numbers."""
+
+
+def refused(run: RunSummary, action: Action) -> str:
+    """Return why the run would refuse a command as it is now; "" where it would hear it."""
+    if run.state != "running":
+        return f"The run is {run.state}: it takes no command."
+    if run.mode == "observe":
+        return "The run's mode is 'observe': it acts on nothing, so it would refuse the command."
+    if action == "rollback" and run.mode != "heal":
+        return (
+            f"The run's mode is '{formatting.plain(run.mode, 20)}': it would refuse a rollback,"
+            " which needs mode 'heal' and checkpoints. It can be halted."
+        )
+    return ""
+
+
+def is_acceptable(view: DecisionView) -> bool:
+    """Say whether a person may call what a decision was about healthy: NaN never is."""
+    return view.decision.rule in FINITE_RULES
+
+
+def acceptable_step(incident: IncidentView) -> int | None:
+    """Return the step of an incident that a person may call healthy; None: there is none."""
+    judged = [view.decision.step for view in incident.decisions if is_acceptable(view)]
+    raised = [
+        view.finding.step for view in incident.findings if view.finding.kind in ACCEPTABLE_KINDS
+    ]
+    return max(judged + raised, default=None)
+
+
+def proposed(view: DecisionView) -> Action | None:
+    """Return the command that would carry a decision out; None where there is none any more."""
+    decision = view.decision
+    if decision.acted:
+        return None
+    if decision.action == "rollback":
+        return "rollback"
+    return "halt" if decision.action == "halt" else None
+
+
+def veto_text(view: DecisionView, by: str, reason: str) -> str:
+    """Return the note that says that a proposed decision is not to be carried out."""
+    return f"{_head(view)}: vetoed by {by}: {reason}"
+
+
+def word_of(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
+    """Return what a person said of a decision; "" where nobody did."""
+    head = f"{_head(view)}: "
+    texts = [note.text for note in notes if note.text.startswith(head)]
+    return formatting.plain(texts[-1].removeprefix(head), 200) if texts else ""
+
+
+def _head(view: DecisionView) -> str:
+    look = ACTIONS.get(view.decision.action)
+    return f"Decision {view.decision.ledger_seq} ({look.word if look else view.decision.action})"
+
+
+def command(
+    source: Source,
+    run: RunSummary,
+    action: Action,
+    *,
+    label: str,
+    key: str,
+    checkpoint_id: str = "",
+    step: int = -1,
+    why: str = "",
+) -> None:
+    """Draw the way to send a command; formatting, where the run would refuse it or we may not."""
+    if source.control is None:
+        st.caption(LOOK_ONLY)
+        return
+    if no := refused(run, action):
+        st.caption(no)
+        return
+    with (
+        st.popover(label, icon=ICONS[action], key=f"open_{key}"),
+        st.form(key=f"form_{key}", border=False, enter_to_submit=False),
+    ):
+        st.caption(HEALTHY_HELP.format(step=step) if action == "accept" else LAST_WORD)
+        reason = st.text_input("Reason", value=why, max_chars=MAX_REASON, key=f"reason_{key}")
+        answer = None
+        if st.form_submit_button(f"Send: {action}", type="primary"):
+            if not reason.strip():
+                answer = "A command needs a reason: it is kept in the run's ledger."
+            else:
+                request = CommandRequest(
+                    action=action,
+                    reason=reason.strip(),
+                    checkpoint_id=checkpoint_id,
+                    argument=float(step) if action == "accept" else None,
+                    ttl_seconds=TTL_SECONDS,
+                )
+                answer = _send(source.control, run, request)
+        layout.answer(key, answer)
+
+
+def accept(source: Source, run: RunSummary, step: int, *, key: str) -> None:
+    """Draw the way to say that a step was healthy; nothing where it cannot be said."""
+    if source.control is not None and not refused(run, "accept"):
+        command(source, run, "accept", label=HEALTHY, key=key, step=step)
+
+
+def _send(control: CollectorClient, run: RunSummary, request: CommandRequest) -> str:
+    try:
+        sent = control.send_command(run.run_id, request)
+    except VitalsError as error:
+        return f"Not sent: {error.text}. {error.hint}"
+    message = f"Sent. Command {sent.command.number} is {sent.status}."
+    st.toast(message)
+    return message
+
+
+def dismiss(source: Source, run: RunSummary, view: DecisionView, *, key: str) -> None:
+    """Draw the way to say that a proposed decision is not to be carried out, and why."""
+    if source.control is None:
+        return
+    with (
+        st.popover("Dismiss", icon=":material/block:", key=f"open_{key}"),
+        st.form(key=f"form_{key}", border=False, enter_to_submit=False),
+    ):
+        st.caption("Kept as a note at its step, drawn on the curves. Nothing is sent to the run.")
+        by = st.text_input("Who", value=layout.person(), max_chars=80, key=f"by_{key}")
+        reason = st.text_input("Reason", max_chars=MAX_REASON, key=f"reason_{key}")
+        message = None
+        if st.form_submit_button("Dismiss", type="primary"):
+            if not (by.strip() and reason.strip()):
+                message = "Give a name and a reason: others will ask."
+            else:
+                text = veto_text(view, by.strip(), reason.strip())
+                message = note(source.control, run, view.decision.step, text, by.strip())
+                message = message or "Dismissed, and noted."
+        layout.answer(key, message)
+
+
+def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: str) -> str:
+    """Write a note at a step; return why it could not be written, "" where it was."""
+    try:
+        control.annotate(run.run_id, AnnotationRequest(step=step, text=text, by=by))
+    except VitalsError as error:
+        return f"Not written: {error.text}"
+    return ""

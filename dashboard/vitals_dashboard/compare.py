@@ -1,0 +1,108 @@
+"""What differs between runs, as rows of a table."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
+from vitals_dashboard import formatting
+from vitals_dashboard.source import POINTS, Source, last_value, series_of
+from vitals_dashboard.tables import Row
+
+NAME = 40
+HEADS = ("Value", "Setting")
+"""Of the columns that say what a row is: no run is called so."""
+_NO_STEPS = ("gpu.", "node.", "process.")
+_SHOWN = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.tokens_per_second")
+_NOT_SET = frozenset({"name", "config", "judge", "run_dir"})
+"""Of a run's attributes: its name heads the column, config and judge are rows of their own."""
+
+
+def has_steps(metric: str) -> bool:
+    """Return whether a metric has a curve over steps."""
+    return not metric.startswith(_NO_STEPS)
+
+
+def distinct_names(details: Sequence[RunDetail]) -> list[str]:
+    """Return what each run is called; runs of one name are told apart by their ids' ends."""
+    names = [formatting.run_label(d.summary.name, d.summary.run_id, NAME) for d in details]
+    return [
+        name
+        if names.count(name) == 1 and name not in HEADS
+        else f"{name[: NAME - 10]} ({d.summary.run_id[-6:]})"
+        for name, d in zip(names, details, strict=True)
+    ]
+
+
+def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]:
+    """Return what was set differently: attributes, the config's keys, the judge's settings."""
+    settings = [_settings(detail) for detail in details]
+    rows = []
+    for key in dict.fromkeys(key for of_run in settings for key in of_run):
+        values = [_said(of_run[key]) if key in of_run else "" for of_run in settings]
+        if len(set(values)) > 1:
+            rows.append(
+                {"Setting": formatting.plain(key, 80), **dict(zip(names, values, strict=True))}
+            )
+    return rows
+
+
+def _settings(detail: RunDetail) -> dict[str, Any]:
+    info = msgspec.to_builtins(detail.info)
+    settings = {key.replace("_", " "): v for key, v in info.items() if key not in _NOT_SET}
+    settings |= _flat(detail.info.config, "config")
+    settings |= _flat(detail.info.judge, "judge")
+    return settings
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}.{key}")
+        else:
+            flat[f"{prefix}.{key}"] = value
+    return flat
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return formatting.plain(", ".join(map(str, value)), 200)
+    return formatting.plain(str(value), 200)
+
+
+def value_rows(
+    source: Source, details: Sequence[RunDetail], names: Sequence[str], metric: str
+) -> list[Row]:
+    """Return a row for each number: where the runs are now, and the metric's range."""
+    rows: list[Row] = []
+
+    def add(what: str, values: Sequence[str]) -> None:
+        rows.append({"Value": what, **dict(zip(names, values, strict=True))})
+
+    add("state", [d.summary.state for d in details])
+    add("last step", [f"{d.summary.last_step:,}" for d in details])
+    shown = list(dict.fromkeys((metric, *_SHOWN)))
+    requests = [SeriesRequest(metric=shown_metric, points=POINTS) for shown_metric in shown]
+    series = [series_of(source, d, requests) for d in details]
+    for shown_metric, replies in zip(shown, zip(*series, strict=True), strict=True):
+        last = [last_value(reply) for reply in replies]
+        if any(value is not None for value in last):
+            add(
+                f"{formatting.plain(shown_metric, 60)}, last",
+                [formatting.number(value, 5) for value in last],
+            )
+    for word, most in (("lowest", min), ("highest", max)):
+        values = [most(_finite(of_run[0]), default=last_value(of_run[0])) for of_run in series]
+        add(
+            f"{formatting.plain(metric, 60)}, {word}",
+            [formatting.number(value) for value in values],
+        )
+    add("skips", [f"{d.summary.num_skips:,}" for d in details])
+    add("rollbacks", [f"{d.summary.num_rollbacks:,}" for d in details])
+    return rows
+
+
+def _finite(reply: SeriesReply | None) -> list[float]:
+    return [] if reply is None else [value for value in reply.value if value is not None]

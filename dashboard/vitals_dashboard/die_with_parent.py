@@ -1,0 +1,35 @@
+"""Runs a module as a program that ends with the one that started it, however that ended.
+
+``python -m vitals_dashboard.die_with_parent MODULE ARGUMENTS`` is ``python -m MODULE ARGUMENTS``,
+but standard input is a pipe of which the starter holds the other end: it closes even where that is
+killed.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+END_SECONDS = 5.0
+
+
+def end_with_the_starter() -> None:
+    """Wait until standard input ends; then end this process in order, or else at once."""
+    while os.read(0, 4096):
+        pass  # nobody writes there; what comes all the same says that the starter lives
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Run the module that the arguments name."""
+    threading.Thread(target=end_with_the_starter, name="end-with-the-starter", daemon=True).start()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Heat maps as ECharts options: ranks or layers by steps. Pure.
+
+A cell that holds a NaN or an infinite value is told by a shape, a red cross, not by a colour. What
+was not measured is an empty cell. Names become axis labels and tooltip values only, which ECharts
+shows as plain text.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from trainvitals.views import CellsReply, DecisionView
+from vitals_dashboard import formatting
+from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR, SEQUENTIAL, UNITS, Palette
+
+Spec = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+Shade = Literal["size", "change", "others"]
+"""What the colour tells: the value; how far it is from the row's own middle; or from the middle of
+all rows at that step."""
+
+CROSS = "path://M2 0L5 3L8 0L10 2L7 5L10 8L8 10L5 7L2 10L0 8L3 5L0 2Z"
+ROW_PIXELS, MIN_HEIGHT, MAX_HEIGHT, AROUND = 17, 170, 1_200, 96
+WIDE = 1.5
+"""Powers of ten between the smallest and the largest value from which colours follow those."""
+MOST, TINY = 1e300, 1e-300
+"""Cells beyond are drawn as the first; below the second there is no ratio any more."""
+CALM, WILD = 0.25, 1_000.0
+"""Logarithms to 2 that a diverging scale reaches at least, for noise must not look like news, and
+at most."""
+CALM_SHARE = 0.1
+"""Part of the largest value that a scale of values spans at least, for the same reason."""
+MAX_MARKS = 200
+MAX_CROSSES = 5_000
+LABEL_PIXELS = 230
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts ``layers.2`` before ``layers.10``."""
+    parts = re.split(r"(\d{1,18})", name)
+    return [(0, int(p), "") if p.isdigit() and p.isascii() else (1, 0, p) for p in parts]
+
+
+def cells_of(reply: CellsReply) -> Floats:
+    """Return the cells as numbers in the unit people read; NaN where there is none."""
+    factor = UNITS.get(reply.unit, ("", 1.0))[1]
+    shape = (len(reply.rows), len(reply.step))
+    cells = np.array(
+        [[np.nan if v is None else v for v in row] for row in reply.value], dtype=np.float64
+    )
+    return np.clip(cells.reshape(shape) * factor, -MOST, MOST)
+
+
+def middle(cells: Floats, axis: int) -> Floats:
+    """Return the median along an axis; NaN where nothing was measured."""
+    none = np.isnan(cells).all(axis=axis, keepdims=True)
+    medians = np.nanmedian(np.where(none, 0.0, cells), axis=axis, keepdims=True)
+    result: Floats = np.where(none, np.nan, medians)
+    return result
+
+
+def shades(cells: Floats, shade: Shade) -> Floats:
+    """Return what the colours tell: values, or how many times the middle (as a logarithm to 2).
+
+    Where values may be zero or negative, it is the distance from the middle instead.
+    """
+    if shade == "size":
+        return np.log10(cells) if _is_wide(cells) else cells.copy()
+    centre = middle(cells, 1 if shade == "change" else 0)
+    if _all_positive(cells):
+        return np.log2(cells) - np.log2(centre)
+    return cells - centre
+
+
+def _all_positive(cells: Floats) -> bool:
+    finite = cells[np.isfinite(cells)]
+    return bool(finite.size) and bool((finite > TINY).all())
+
+
+def _is_wide(cells: Floats) -> bool:
+    finite = cells[np.isfinite(cells)]
+    return _all_positive(cells) and bool(np.log10(finite.max()) - np.log10(finite.min()) > WIDE)
+
+
+def scale_of(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
+    """Return the colour scale with words at its ends; outliers do not squeeze the rest."""
+    shaded = shades(cells, shade)
+    finite = shaded[np.isfinite(shaded)]
+    low, high = (0.0, 1.0) if not finite.size else np.percentile(finite, (0.5, 99.5)).tolist()
+    if shade == "size":
+        colours: Sequence[str] = SEQUENTIAL
+        if not _is_wide(cells):
+            low = min(low, high - CALM_SHARE * max(abs(low), abs(high)))
+        ends = [10.0**v if _is_wide(cells) else v for v in (high, low)]
+        text = [f"{formatting.number(v, 3)} {unit}".strip() for v in ends]
+    else:
+        colours = look.diverging
+        high = max(abs(low), abs(high), CALM if _all_positive(cells) else 0.0)
+        high = min(high, WILD) if _all_positive(cells) else high
+        low = -high
+        if _all_positive(cells):
+            text = [f"{2**high:.3g} times the middle", f"{2**low:.2g} times"]
+        else:
+            text = [f"{formatting.number(v, 3)} {unit}".strip() for v in (high, low)]
+    if high - low < 1e-12:
+        low, high = low - 0.5, high + 0.5
+    return {
+        "type": "continuous",
+        "seriesIndex": 0,
+        "dimension": "shade",
+        "min": low,
+        "max": high,
+        "calculable": False,
+        "hoverLink": False,
+        "orient": "horizontal",
+        "right": 10,
+        "top": 4,
+        "itemWidth": 10,
+        "itemHeight": 120,
+        "text": [text[0], text[1]],
+        "textStyle": {"color": look.quiet, "fontSize": 11},
+        "inRange": {"color": list(colours)},
+    }
+
+
+def height(reply: CellsReply) -> int:
+    """Return how many pixels the rows need."""
+    return max(MIN_HEIGHT, min(MAX_HEIGHT, AROUND + ROW_PIXELS * len(reply.rows)))
+
+
+def heat_map(
+    title: str,
+    reply: CellsReply,
+    *,
+    shade: Shade,
+    look: Palette,
+    decisions: Iterable[DecisionView] = (),
+    names: Sequence[str] = (),
+) -> Spec:
+    """Return the heat map.
+
+    Args:
+        title: our own words.
+        reply: the cells; its rows are drawn in natural order.
+        shade: what the colour tells.
+        look: the colours of the theme.
+        decisions: marked above the column of their step.
+        names: what the rows are called, where not by their own names.
+    """
+    unit = UNITS.get(reply.unit, (reply.unit, 1.0))[0]
+    order = sorted(range(len(reply.rows)), key=lambda i: natural(reply.rows[i]))
+    called = _distinct([formatting.plain((names or reply.rows)[i], 90) for i in order])
+    cells = cells_of(reply)[order]
+    steps = [f"{step:,}" for step in reply.step]
+    quiet = {"color": look.quiet, "fontSize": 11}
+    scale = scale_of(cells, shade, unit, look)
+    return {
+        "animation": False,
+        "dataset": [{"source": _long(cells, shade, scale, called, steps)}],
+        "title": {
+            "text": f"{title}, {unit}" if unit else title,
+            "left": 2,
+            "top": 2,
+            "textStyle": {"fontSize": 13, "fontWeight": 600},
+        },
+        "grid": {"left": 6, "right": 14, "top": 48, "bottom": 4, "containLabel": True},
+        "xAxis": _axis(steps, quiet | {"hideOverlap": True}) | {"name": ""},
+        "yAxis": _axis(called, quiet | {"width": LABEL_PIXELS, "overflow": "truncate"})
+        | {"inverse": True},
+        "visualMap": scale,
+        "tooltip": {"trigger": "item", "confine": True},
+        "series": [
+            _cells_series(steps, unit, look, decisions, reply),
+            *_crosses(reply, order),
+        ],
+    }
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names so that no two are alike: a category axis knows its rows by name."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result
+
+
+def _axis(names: Sequence[str], label: Spec) -> Spec:
+    return {
+        "type": "category",
+        "data": list(names),
+        "axisLabel": label,
+        "axisTick": {"show": False},
+        "axisLine": {"show": False},
+        "splitLine": {"show": False},
+        "splitArea": {"show": False},
+    }
+
+
+def _long(
+    cells: Floats, shade: Shade, scale: Spec, called: Sequence[str], steps: Sequence[str]
+) -> pd.DataFrame:
+    """Return a row for each measured cell; it travels as Arrow, its names once each."""
+    rows, columns = np.nonzero(np.isfinite(cells))
+    shaded = np.clip(shades(cells, shade), scale["min"], scale["max"])[rows, columns]
+    values = cells[rows, columns]
+    return pd.DataFrame(
+        {
+            "step": pd.Categorical.from_codes(columns, categories=list(steps)),
+            "row": pd.Categorical.from_codes(rows, categories=list(called)),
+            "shade": np.nan_to_num(shaded),
+            "value": np.array([formatting.number(v) for v in values.tolist()], dtype=object),
+        }
+    )
+
+
+def _cells_series(
+    steps: Sequence[str],
+    unit: str,
+    look: Palette,
+    decisions: Iterable[DecisionView],
+    reply: CellsReply,
+) -> Spec:
+    return {
+        "type": "heatmap",
+        "datasetIndex": 0,
+        "encode": {"x": "step", "y": "row", "value": "shade"},
+        "progressive": 0,
+        "tooltip": {"formatter": f"{{@row}}<br>from step {{@step}}: <b>{{@value}}</b> {unit}"},
+        "emphasis": {"itemStyle": {"borderColor": look.over, "borderWidth": 1}},
+        "markLine": _marks(decisions, reply.step, look),
+    }
+
+
+def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
+    """Return the cells that are not finite: a shape, so that no colour has to tell it.
+
+    It is small where all such values were rolled back.
+    """
+    left = set(reply.nonfinite_rolled_back)
+    kept = [cell for cell in reply.nonfinite if cell not in left]
+    crosses = [_cross("not finite", 11, "NaN or infinite", kept, order)]
+    if left:
+        tooltip = "NaN or infinite, only in steps that were rolled back"
+        crosses.append(
+            _cross("not finite, rolled back", 7, tooltip, reply.nonfinite_rolled_back, order)
+        )
+    return crosses
+
+
+def _cross(
+    name: str, size: int, tooltip: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
+) -> Spec:
+    place = {row: at for at, row in enumerate(order)}
+    seen = [[column, place[row]] for row, column in cells if row in place]
+    return {
+        "type": "scatter",
+        "name": name,
+        "symbol": CROSS,
+        "symbolSize": size,
+        "z": 4,
+        "itemStyle": {"color": NON_FINITE_COLOUR, "borderColor": "#FFFFFF", "borderWidth": 1},
+        "tooltip": {"formatter": tooltip},
+        "data": seen[:MAX_CROSSES],
+    }
+
+
+def _marks(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palette) -> Spec:
+    """Return a line at the column of each decision, headed by the sign of its action."""
+    marks: dict[tuple[int, str], Spec] = {}
+    for view in decisions:
+        action = ACTIONS.get(view.decision.action)
+        column = column_of(view.decision.step, steps)
+        if action is None or column is None:
+            continue
+        marks[column, action.word] = {
+            "xAxis": column,
+            "lineStyle": {"type": "dashed", "color": look.quiet, "width": 1.2},
+            "label": {
+                "position": "start",
+                "formatter": action.icon,
+                "color": action.colour,
+                "fontSize": 12,
+            },
+        }
+    return {
+        "silent": True,
+        "symbol": "none",
+        "animation": False,
+        "data": list(marks.values())[:MAX_MARKS],
+    }
+
+
+def column_of(step: int, steps: Sequence[int]) -> int | None:
+    """Return the column a step lies in; None where it lies outside of what is drawn."""
+    if not steps or step < steps[0]:
+        return None
+    column = int(np.searchsorted(np.asarray(steps), step, side="right")) - 1
+    width = steps[-1] - steps[-2] if len(steps) > 1 else 1
+    return column if step < steps[-1] + max(1, width) else None

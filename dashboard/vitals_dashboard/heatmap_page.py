@@ -1,0 +1,134 @@
+"""The two pages of heat maps in common: which metrics there are, and how one is drawn."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import streamlit as st
+
+from trainvitals.errors import UsageError
+from trainvitals.views import Branch, CellsReply, RunSummary
+from vitals_dashboard import formatting, heatmap, layout
+from vitals_dashboard.source import Source
+
+POINTS, ROWS = 160, 64
+SHADES: dict[str, heatmap.Shade] = {
+    "value": "size",
+    "change": "change",
+    "vs. others": "others",
+}
+"""Words, in the address too, to what the colour tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One metric that can be drawn."""
+
+    word: str
+    metric: str
+    title: str
+
+
+def ask(
+    source: Source,
+    run: RunSummary,
+    metric: str,
+    steps: tuple[int | None, int | None],
+    *,
+    points: int = POINTS,
+    branch: Branch = "all",
+) -> CellsReply | None:
+    """Return a heat map's cells; None where the run has no number of it in these steps."""
+    try:
+        reply = source.client.cells(
+            run.run_id,
+            metric,
+            points=points,
+            rows=ROWS,
+            branch=branch,
+            from_step=steps[0],
+            to_step=steps[1],
+        )
+    except UsageError:
+        return None  # this run never measured it
+    return reply if reply.rows and reply.step else None
+
+
+def controls(
+    choices: Sequence[Choice], *, key: str, shade: str
+) -> tuple[Choice, heatmap.Shade, tuple[int | None, int | None]]:
+    """Draw what chooses metric, colour and steps; return what was chosen."""
+    by_word = {choice.word: choice for choice in choices}
+    with st.container(horizontal=True, vertical_alignment="bottom", key=f"{key}_controls"):
+        word = st.segmented_control(
+            "Shown",
+            list(by_word),
+            default=next(iter(by_word)),
+            required=True,
+            key=f"{key}_metric",
+            bind="query-params",
+        )
+        colour = st.segmented_control(
+            "Colour",
+            list(SHADES),
+            default=shade,
+            required=True,
+            key=f"{key}_colour",
+            bind="query-params",
+            help="value: as it is. change: against the median of the row's own steps. vs. others:"
+            " against the median of all rows at that step. Blue lies below, orange above.",
+        )
+        steps = layout.step_range()
+    chosen = by_word.get(str(word), choices[0])
+    return chosen, SHADES.get(str(colour), SHADES[shade]), steps
+
+
+def draw(
+    source: Source,
+    run: RunSummary,
+    title: str,
+    reply: CellsReply,
+    *,
+    shade: heatmap.Shade,
+    key: str,
+    names: Sequence[str] = (),
+) -> None:
+    """Draw a heat map, and say what is left out of it."""
+    spec = heatmap.heat_map(
+        title,
+        reply,
+        shade=shade,
+        look=layout.present_palette(),
+        decisions=source.client.decisions(run.run_id),
+        names=names,
+    )
+    st.echarts_chart(
+        spec, key=f"heat_{key}", height=heatmap.height(reply), alt=f"{title} over steps"
+    )
+    st.caption(" ".join(_notes(reply)))
+
+
+def _notes(reply: CellsReply) -> list[str]:
+    apart = sorted(b - a for a, b in pairwise(reply.step))
+    width = apart[len(apart) // 2] if apart else 1  # where steps go bad, more of them are measured
+    num_rows = formatting.count(len(reply.rows), "row")
+    notes = [f"{num_rows}, {formatting.count(len(reply.step), 'column')}."]
+    if reply.num_rows > len(reply.rows):
+        notes[0] = f"The {len(reply.rows)} most deviating of {reply.num_rows:,} rows."
+    if width > 1:
+        notes.append(
+            f"A column is about {width:,} steps; a cell shows the value of them that is furthest"
+            " from the row's middle."
+        )
+    if reply.rolled_back is not None:
+        notes.append(
+            "Between the steps {:,} and {:,} some were rolled back: a cell there shows what is"
+            " furthest of all attempts.".format(*reply.rolled_back)
+        )
+    if reply.nonfinite:
+        notes.append(
+            f"{formatting.count(len(reply.nonfinite), 'cell')} with NaN or infinity: red crosses."
+        )
+    if left := len(reply.nonfinite_rolled_back):
+        notes.append(f"{left:,} of them, small, only in steps that were rolled back.")
+    return notes

@@ -1,0 +1,248 @@
+"""What all pages share: the bar of a run's pages, the choice of the run, what refreshes itself."""
+
+import getpass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from trainvitals.views import RunSummary
+from vitals_dashboard import formatting, states, tables
+from vitals_dashboard.source import Source, guarded
+from vitals_dashboard.theme import (
+    HEALTH_BADGES,
+    HEALTH_WORDS,
+    STATE_BADGES,
+    STATE_WORDS,
+    STYLE,
+    Palette,
+    palette,
+)
+
+REFRESH_SECONDS = 2.0
+SLOW_SECONDS = 10.0
+"""Of pages that draw thousands of cells."""
+
+RUN = "vitals_page_run.py"
+LAYERS, RANKS = "vitals_page_layers.py", "vitals_page_ranks.py"
+DECISIONS, CHECKPOINTS = "vitals_page_decisions.py", "vitals_page_checkpoints.py"
+INCIDENTS = "vitals_page_incident.py"
+RUN_PAGES = {
+    RUN: ("Curves", ":material/monitor_heart:"),
+    INCIDENTS: ("Incidents", ":material/emergency:"),
+    LAYERS: ("Layers", ":material/layers:"),
+    RANKS: ("Ranks and nodes", ":material/hub:"),
+    DECISIONS: ("Decisions", ":material/gavel:"),
+    CHECKPOINTS: ("Checkpoints", ":material/save:"),
+}
+"""The pages of one run: what each is called in the bar."""
+LAST_RUN = "last_run"
+"""The run this browser looked at last: a page whose address names none shows it."""
+AROUND_STEPS = 100
+STEP_COLUMNS = ("Step", "To step", "Since step", "Back to", "At step", "Last step")
+_PICKED = "run_picked"
+
+
+def style() -> None:
+    """Send our constant style sheet."""
+    st.html(STYLE)
+
+
+def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
+    """Draw the switch and return whether the page refreshes itself; ``value`` is how it begins."""
+    help_text = f"Refresh every {every:.0f} seconds. Off: the page stands still."
+    return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
+
+
+def refreshing(
+    draw: Callable[[Source], None], *, live: bool, key: str, every: float = REFRESH_SECONDS
+) -> None:
+    """Draw now and, while ``live``, again every few seconds; only this part of the page."""
+    st.fragment(guarded, run_every=every if live else None, key=key)(draw)
+
+
+def present_palette() -> Palette:
+    """Return the palette of the theme this browser shows."""
+    return palette(st.context.theme.type)
+
+
+def person() -> str:
+    """Return who sits here, as far as the machine knows: what forms are filled with."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in containers
+        return ""
+
+
+# ------------------------------------------------------------------------------- pages of a run
+
+
+def run_links() -> None:
+    """Draw the bar with the pages of the run in the address; each link keeps the run."""
+    run_id = st.query_params.get("run") or st.session_state.get(LAST_RUN)
+    query = {"run": str(run_id)} if run_id else None
+    with st.container(horizontal=True, key="run_links", gap="xxsmall"):
+        for page, (label, icon) in RUN_PAGES.items():
+            st.page_link(page, label=label, icon=icon, query_params=query)
+
+
+def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:
+    """Draw a page of one run: the bar, the choice of the run, and what ``draw`` makes of it."""
+    with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
+        run_links()
+        live = live_toggle(SLOW_SECONDS)
+
+    def body(source: Source) -> None:
+        run = chosen_run(source)
+        if run is not None:
+            draw(source, run)
+
+    refreshing(body, live=live, key=key, every=SLOW_SECONDS)
+
+
+def chosen_run(source: Source) -> RunSummary | None:
+    """Draw the choice of a run and return it; None, said in formatting, where there is none."""
+    runs = tables.matching(source.client.runs(), "", None)
+    if not runs:
+        states.no_runs()
+        return None
+    by_id = {run.run_id: run for run in runs}
+    before = st.session_state.get(LAST_RUN)
+    asked = st.query_params.get("run") or (before if before in by_id else runs[0].run_id)
+    head, choice = st.columns([3, 1], vertical_alignment="center")
+    with choice:
+        chosen = _choice(by_id, asked)
+    if chosen is None:
+        states.no_such_run(asked)
+        return None
+    st.session_state[LAST_RUN] = chosen
+    if st.session_state.pop(_PICKED, False) or st.query_params.get("run") != chosen:
+        st.query_params["run"] = chosen
+        st.rerun()  # the bar above links to this run from now on
+    with head:
+        run_head(by_id[chosen])
+    return by_id[chosen]
+
+
+def _choice(by_id: Mapping[str, RunSummary], asked: str) -> str | None:
+    # The address leads: another one is another widget, which has no memory of its own.
+    key = f"run_of_page_{asked}"
+
+    def follow() -> None:
+        st.query_params["run"] = st.session_state[key]
+        st.query_params.pop("incident", None)  # one of the run before
+        st.session_state[_PICKED] = True
+
+    def label(run_id: str) -> str:
+        # Nothing in it may change: a browser names its choice by these very words.
+        return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
+
+    chosen = st.selectbox(
+        "Run",
+        list(by_id),
+        index=list(by_id).index(asked) if asked in by_id else None,
+        key=key,
+        format_func=label,
+        on_change=follow,
+        label_visibility="collapsed",
+        placeholder="Choose a run",
+    )
+    return None if chosen is None else str(chosen)
+
+
+def run_head(run: RunSummary) -> None:
+    """Draw a run's name, state and health in one line."""
+    with st.container(horizontal=True, vertical_alignment="center", key="run_head", gap="small"):
+        with st.container(key="run_title", width="content"):
+            st.text(formatting.run_label(run.name, run.run_id, 160))
+        st.badge(STATE_WORDS[run.state], color=STATE_BADGES[run.state])  # type: ignore[arg-type]
+        st.badge(HEALTH_WORDS[run.health], color=HEALTH_BADGES[run.health])  # type: ignore[arg-type]
+        if run.num_firing_alerts:
+            st.badge(formatting.count(run.num_firing_alerts, "firing alert"), color="red")
+
+
+def step_range() -> tuple[int | None, int | None]:
+    """Draw the first and last step to be shown, both in the address; None is the run's own."""
+    entered = [
+        st.number_input(
+            label,
+            min_value=0,
+            value=None,
+            step=1,
+            key=key,
+            bind="query-params",
+            width=115,
+            placeholder=empty,
+        )
+        for label, key, empty in (
+            ("From step", "from", "first"),
+            ("To step", "to", "last"),
+        )
+    ]
+    first, last = (None if value is None else int(value) for value in entered)
+    if first is not None and last is not None and last < first:
+        first, last = last, first
+    return first, last
+
+
+def around(run_id: str, first: int, last: int) -> dict[str, str]:
+    """Return the address of a run's curves around some steps."""
+    margin = {"from": str(max(0, first - AROUND_STEPS)), "to": str(last + AROUND_STEPS)}
+    return {"run": run_id, "window": "range"} | margin
+
+
+# ---------------------------------------------------------------------------------------- parts
+
+
+def table(
+    rows: Sequence[tables.Row],
+    empty: str,
+    *,
+    key: str,
+    height: int = 360,
+    columns: Mapping[str, Any] | None = None,
+    select: bool = False,
+) -> int | None:
+    """Draw a table, or ``empty`` where it has no row; return the selected row's index.
+
+    A selection is kept by its place: where rows may come to stand above it, ``key`` must change
+    with them.
+    """
+    if not rows:
+        st.caption(empty)
+        return None
+    how: dict[str, Any] = {"on_select": "rerun", "selection_mode": "single-row"} if select else {}
+    picked = st.dataframe(
+        list(rows),
+        key=key,
+        hide_index=True,
+        placeholder="",
+        height=min(38 + 35 * len(rows), height),
+        column_config=_columns(rows[0]) | dict(columns or {}),
+        **how,
+    )
+    chosen = picked.selection.rows if select else []
+    return chosen[0] if chosen and chosen[0] < len(rows) else None
+
+
+def _columns(row: tables.Row) -> dict[str, Any]:
+    """Return how columns of these names are shown everywhere."""
+    number = st.column_config.NumberColumn(format="localized")
+    time = st.column_config.DatetimeColumn(format="distance")
+    text = st.column_config.TextColumn(width="large")
+    kinds = dict.fromkeys(STEP_COLUMNS, number)
+    kinds |= dict.fromkeys(("When", "Started", "Began", "Ended"), time)
+    kinds |= dict.fromkeys(("Reason", "Summary", "What"), text)
+    return {name: kind for name, kind in kinds.items() if name in row}
+
+
+def answer(key: str, message: str | None) -> None:
+    """Draw what came of a form: ``message`` now, else what was said last.
+
+    It is kept because the page is drawn anew every few seconds, maybe before anyone has read it.
+    """
+    kept = f"answer_{key}"
+    if message is not None:
+        st.session_state[kept] = message
+    if text := st.session_state.get(kept):
+        st.text(formatting.plain(text, 400))

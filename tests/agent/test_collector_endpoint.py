@@ -1,0 +1,158 @@
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from tests.agent.builders import RUN
+from tests.agent.stub_collector import StubCollector
+from trainvitals.errors import TransportError, UsageError
+from trainvitals.io.client import CollectorAddress, Tokens
+from vitals_agent.collector_endpoint import LOOK_SECONDS, CollectorEndpoint, finder
+
+
+@pytest.fixture
+def stub():
+    made = StubCollector()
+    yield made
+    made.close()
+
+
+def address_file(data, url: str, **fields) -> None:
+    data.mkdir(exist_ok=True)
+    found = {"url": url, "pid": os.getpid(), "node": socket.gethostname()} | fields
+    (data / "collector.json").write_text(json.dumps(found))
+
+
+def tokens_file(data, **tokens: str) -> None:
+    (data / "tokens.json").write_text(json.dumps(tokens))
+    (data / "tokens.json").chmod(stat.S_IRUSR | stat.S_IWUSR)
+
+
+def test_a_collector_that_comes_later_gets_everything(world, stub, tmp_path):
+    world.rank().step(0)
+    link = CollectorEndpoint(finder(str(tmp_path / "data"), None, {}))
+    agent = world.agent(client=link, reachable=link.reachable)
+    agent.cycle(0.0)
+    assert ({}, 0) == (agent.faults.counts, agent.shipper.num_errors)
+    address_file(tmp_path / "data", stub.url)
+    agent.cycle(LOOK_SECONDS)
+    assert stub.batches
+    link.close()
+
+
+def test_a_collector_that_came_back_at_another_port_is_found_again(world, stub, tmp_path):
+    rank = world.rank()
+    rank.step(0)
+    address_file(tmp_path, stub.url)
+    link = CollectorEndpoint(finder(str(tmp_path), None, {}))
+    agent = world.agent(client=link, reachable=link.reachable)
+    agent.cycle(0.0)
+    num_before = len(stub.batches)
+    stub.close()
+    rank.step(1)
+    agent.cycle(10.0)
+    assert 1 == agent.shipper.num_errors
+    stub.port = 0
+    stub.open()
+    address_file(tmp_path, stub.url)
+    agent.cycle(100.0)
+    assert len(stub.batches) > num_before
+    assert agent.courier.drained(agent.runs[RUN])
+    link.close()
+
+
+def test_a_token_that_was_renewed_is_read_again(tmp_path, stub):
+    address_file(tmp_path, stub.url)
+    tokens_file(tmp_path, ingest="old")
+    find = finder(str(tmp_path), None, {})
+    assert CollectorAddress(url=stub.url, tokens=Tokens(ingest="old")) == find()
+    tokens_file(tmp_path, ingest="new")
+    assert "new" == find().tokens.ingest
+
+
+def test_it_is_looked_for_only_while_it_is_in_doubt_and_not_at_every_turn(stub):
+    looked = []
+
+    def find():
+        looked.append(1)
+        return CollectorAddress(url=stub.url)
+
+    link = CollectorEndpoint(find)
+    assert link.reachable(0.0)
+    link.pending_commands(RUN)
+    assert all(link.reachable(float(now)) for now in range(1, 60))
+    assert 1 == len(looked)
+    stub.close()
+    with pytest.raises(TransportError):
+        link.pending_commands(RUN)
+    assert all(link.reachable(now / 2) for now in range(120, 141))
+    assert 1 + 3 == len(looked)
+    link.close()
+
+
+def test_a_collector_that_is_gone_is_talked_to_no_more(tmp_path, stub):
+    address_file(tmp_path, stub.url)
+    link = CollectorEndpoint(finder(str(tmp_path), None, {}))
+    assert link.reachable(0.0)
+    (tmp_path / "collector.json").unlink()
+    stub.close()
+    with pytest.raises(TransportError):
+        link.ingest_all([])
+    assert not link.reachable(10.0)
+    with pytest.raises(TransportError, match="no collector is known"):
+        link.mark_delivered(RUN, 1)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"])
+def test_a_loopback_address_that_another_node_wrote_is_nobodys(tmp_path, url):
+    address_file(tmp_path, url, node="another-node")
+    assert finder(str(tmp_path), None, {})() is None
+    address_file(tmp_path, url)
+    assert url == finder(str(tmp_path), None, {})().url
+
+
+def test_the_port_of_a_collector_that_is_dead_is_nobodys_either(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for pid in (gone.pid, 0, -1, 1 << 70):
+        address_file(tmp_path, "http://127.0.0.1:1", pid=pid)
+        assert finder(str(tmp_path), None, {})() is None
+
+
+def test_an_address_that_all_can_reach_is_taken_from_any_node(tmp_path):
+    address_file(tmp_path, "https://collector.example:8470", node="another-node", pid=1 << 20)
+    assert "https://collector.example:8470" == finder(str(tmp_path), None, {})().url
+
+
+def test_without_a_name_it_is_the_users_own(tmp_path):
+    (tmp_path / "trainvitals").mkdir()
+    address_file(tmp_path / "trainvitals", "http://127.0.0.1:1")
+    find = finder("", None, {"XDG_DATA_HOME": str(tmp_path)})
+    assert "http://127.0.0.1:1" == find().url
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_a_file_that_is_torn_is_no_collector(tmp_path, text):
+    (tmp_path / "collector.json").write_text(text)
+    assert finder(str(tmp_path), None, {})() is None
+
+
+def test_what_is_no_address_is_refused_at_once():
+    with pytest.raises(UsageError, match="it must be http://host:port"):
+        finder("collector", None, {})
+
+
+def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, stub):
+    rank = world.rank()
+    rank.step(0)
+    link = CollectorEndpoint(lambda: CollectorAddress(url=stub.url))
+    agent = world.agent(client=link, reachable=link.reachable, keeps_history=True)
+    agent.cycle(0.0)
+    assert agent.courier.drained(agent.runs[RUN])
+    assert agent.runs[RUN].spool.keep
+    assert [0] == world.steps()
+    link.close()

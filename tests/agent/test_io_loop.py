@@ -1,0 +1,148 @@
+import threading
+
+import pytest
+
+from tests.agent.builders import RUN
+from tests.agent.stub_collector import StubCollector
+from trainvitals.errors import TransportError
+from trainvitals.io.client import CollectorClient
+from trainvitals.wire import IngestReply, decode_batch
+from vitals_agent.io_loop import IoThread
+
+
+class Stalled:
+    """A collector whose answer to ingest comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def ingest_all(self, raws):
+        self.asked.set()
+        assert self.go_on.wait(60.0)
+        headers = [decode_batch(raw).header for raw in raws]
+        return [IngestReply(durable_seq=h.last_seq, num_new=1, num_duplicate=0) for h in headers]
+
+    def pending_commands(self, run_id):
+        return []
+
+    def mark_delivered(self, run_id, number):
+        raise TransportError("away")
+
+
+@pytest.fixture
+def stalled():
+    made = Stalled()
+    yield made
+    made.go_on.set()
+
+
+@pytest.fixture
+def stub():
+    made = StubCollector()
+    yield made
+    made.close()
+
+
+def test_while_the_collector_keeps_the_courier_waiting_journals_are_copied_and_ranks_buried(
+    world, stalled
+):
+    rank, dead = world.rank(), world.rank(1, pid=0)
+    rank.step(0)
+    dead.step(0)
+    agent = world.agent(client=stalled)
+    agent.turn(0.0)
+    courier = IoThread(agent.courier, interval_seconds=0.0)
+    assert stalled.asked.wait(20.0)
+    rank.step(1, 2)
+    agent.turn(1.0)
+    agent.turn(2.0)
+    assert [0, 1, 2] == world.steps()
+    assert 1 == world.notes().count("rank_gone")
+    assert not agent.drained
+    stalled.go_on.set()
+    assert courier.end(20.0)
+
+
+def test_a_run_is_not_closed_under_the_courier_that_serves_it(world, stalled):
+    rank = world.rank()
+    rank.step(0)
+    agent = world.agent(client=stalled)
+    agent.turn(0.0)
+    courier = IoThread(agent.courier, interval_seconds=0.0)
+    assert stalled.asked.wait(20.0)
+    assert not courier.end(0.0)
+    agent.stop()
+    assert {RUN} == set(agent.runs)  # its lock ends with the process
+    stalled.go_on.set()
+    assert courier.end(20.0)
+    agent.stop()
+    assert {} == agent.runs
+
+
+def test_what_is_written_after_a_delivery_is_not_called_drained(world, stub):
+    rank = world.rank(1)
+    rank.step(0)
+    with CollectorClient(stub.url) as client:
+        agent = world.agent(client=client)
+        agent.cycle(0.0)
+        run = agent.runs[RUN]
+        assert agent.courier.drained(run)
+        rank.step(1)
+        agent.turn(0.5)
+        assert not agent.courier.drained(run)
+        agent.courier.turn(0.5)
+        assert agent.courier.drained(run)
+
+
+def test_a_run_that_was_let_go_and_taken_up_again_is_drained_anew(world, stub):
+    rank = world.rank()
+    rank.step(0)
+    rank.close()
+    with CollectorClient(stub.url) as client:
+        agent = world.agent(client=client, retire_seconds=0.0)
+        agent.cycle(0.0)
+        agent.cycle(1.0)
+        assert {} == agent.runs
+        world.rank().step(1)
+        agent.turn(2.0)
+        assert not agent.courier.drained(agent.runs[RUN])
+        agent.courier.turn(2.0)
+        assert agent.courier.drained(agent.runs[RUN])
+
+
+def test_without_a_collector_to_talk_to_everything_is_drained_and_nothing_is_tried(world, stub):
+    world.rank().step(0)
+    with CollectorClient(stub.url) as client:
+        agent = world.agent(client=client, reachable=lambda now: now >= 10.0)
+        agent.turn(0.0)
+        assert not agent.courier.drained(agent.runs[RUN])  # nobody has looked yet
+        agent.courier.turn(0.0)
+        assert agent.courier.drained(agent.runs[RUN])
+        assert [] == stub.requests
+        agent.cycle(10.0)
+        assert stub.batches
+
+
+def test_runs_that_ended_before_a_collector_came_are_shipped_when_it_comes(world, stub):
+    rank = world.rank()
+    rank.step(0, 1)
+    rank.close()
+    alone = world.agent()
+    alone.cycle(0.0)
+    alone.stop()
+    with CollectorClient(stub.url) as client:
+        agent = world.agent(client=client, reachable=lambda now: 10.0 <= now < 1e6)
+        agent.cycle(1.0)
+        assert {} == agent.runs
+        agent.cycle(10.0)
+        agent.cycle(11.0)
+        assert any(decode_batch(raw).header.stream == "steps" for raw in stub.batches)
+
+
+def test_a_courier_that_fails_is_counted_and_turns_again(world):
+    world.rank().step(0)
+    agent = world.agent(client=Stalled(), reachable=lambda now: 1 / 0)
+    agent.cycle(0.0)
+    agent.cycle(1.0)
+    assert agent.faults.counts["shipper"] >= 2
+    assert [0] == world.steps()

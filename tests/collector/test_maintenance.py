@@ -1,0 +1,159 @@
+import math
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.collector.alerting import decision
+from tests.collector.conftest import Served
+from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, Writer
+from tests.collector.volume_runs import (
+    HOUR,
+    numbers,
+    ranks,
+    ranks_of_steps,
+    settled,
+    steps_left,
+    write_steps,
+)
+from trainvitals.records import RunEnded
+from trainvitals.testing import ManualClock
+from vitals_collector.api.app import CollectorSettings
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.queries.query import Query
+from vitals_collector.queries.why import explain
+from vitals_collector.retention.maintenance import INTERVAL_SECONDS, Upkeep
+from vitals_collector.retention.rollup import VolumeSettings
+from vitals_collector.retention.sizes import measure
+from vitals_collector.storage.store import open_data_store
+
+CAP = 220_000
+
+
+class LongStepped(Writer):
+    """A writer whose steps take ten seconds."""
+
+    def time_of(self, step: int) -> int:
+        return self.started + 10 * step * SECOND
+
+
+@pytest.mark.slow
+def test_hours_of_sixteen_ranks_stay_below_the_cap_and_lose_no_spike(tmp_path: Path):
+    store = open_data_store(tmp_path / "data")
+    clock = ManualClock(time_ns=START)
+    settings = VolumeSettings(
+        keep_hours=1.5, max_run_bytes=CAP, window_steps=60, margin_steps=60, num_worst_ranks=3
+    )
+    upkeep = Upkeep(store, settings, clock=clock)
+    writers = [LongStepped(f"rank:{rank}", world_size=16) for rank in range(16)]
+    rng = np.random.default_rng(5)
+    spikes = {(1 + step % 15, step): 90.0 + step for step in range(7, 1_050, 97)}
+    spikes[9, 400] = math.nan
+    noise = rng.normal(1.0, 0.01, (16, 1_080))
+
+    for start in range(0, 1_080, 90):  # a quarter of an hour
+        write_steps(
+            store,
+            writers,
+            range(start, start + 90),
+            seconds=lambda rank, step: float(noise[rank, step]),
+            loss=lambda rank, step: spikes.get((rank, step), 2.0 + float(noise[rank, step])),
+            at_once=90,
+        )
+        if start == 720:
+            ingest(store, writers[0].events(decision(step=700), step=701))
+        clock.advance(900)
+        settled(store)
+        upkeep(threading.Event())
+        (volume,) = measure(store, settings).values()
+        assert volume.num_bytes <= CAP, f"after {start + 90} steps"
+    assert {} == store.counters.failures
+    assert {"age", "size"} == {one.reason for one in volume.thinned}
+    to_step = max(one.to_step for one in volume.thinned)
+    assert to_step > 600
+    assert list(range(1_080)) == steps_left(store, "rank:0"), "the run's curve is whole"
+    whole = {step for step, num in ranks_of_steps(store).items() if num == 15}
+    assert set(range(640, 763)) <= whole, "the incident's steps are whole"
+    assert set(range(to_step + 1, 1_080)) <= whole
+    assert len(whole) < 700
+    highest, broken = numbers(store, "rank_loss:max"), numbers(store, "rank_loss:nonfinite")
+    for (_, step), value in spikes.items():
+        if step <= to_step and math.isnan(value):
+            assert 1 == broken[step]
+        elif step <= to_step:
+            assert value == highest[step]
+    reply = Query(store, clock=clock).series(RUN, "ranks.rank_loss:max", points=50)
+    drawn = {value for value in reply.value if value is not None}
+    assert max(v for (_, s), v in spikes.items() if s <= to_step) in drawn
+    store.close()
+
+
+def test_a_thinned_step_says_so_and_tells_the_numbers_over_all_ranks(tmp_path: Path):
+    store = open_data_store(tmp_path / "data")
+    write_steps(store, ranks(12), range(60))
+    settled(store)
+    settings = VolumeSettings(window_steps=10, margin_steps=10, num_worst_ranks=2)
+    Upkeep(store, settings, clock=ManualClock(time_ns=START + 48 * HOUR))(threading.Event())
+    query = Query(store, clock=ManualClock(), volumes=settings)
+    thinned, whole = query.step(RUN, 5), query.step(RUN, 55)
+    assert ["rank:0", "rank:10", "rank:11"] == [row.source for row in thinned.rows]
+    summary = query.runs()[0]
+    assert "Thinned: of 11 ranks beside 0, 2 have" in " ".join(
+        explain(summary, thinned, ()).split()
+    )
+    assert "Thinned" not in explain(summary, whole, ())
+    (over,) = thinned.over_ranks
+    assert 11 == over.values["num_ranks"]
+    assert (12, ()) == (len(whole.rows), whole.over_ranks)
+    volume = query.run(RUN).volume
+    assert volume is not None
+    (said,) = volume.thinned
+    assert ("steps", "age", 9 * 40) == (said.stream, said.reason, said.num_rows)
+    assert "2 worst ranks of every 10 steps" in said.rule
+    assert "seconds" == query.series(RUN, "ranks.step_duration_seconds:max").unit
+    store.close()
+
+
+def test_old_runs_are_removed_only_where_that_is_asked(tmp_path: Path):
+    store = open_data_store(tmp_path / "data")
+    for run in (RUN, OTHER_RUN):
+        (writer,) = ranks(1, run=run)
+        write_steps(store, [writer], range(5))
+        ingest(store, writer.events(RunEnded(state="finished"), step=5))
+        settled(store, run)
+    clock = ManualClock(time_ns=START + 20 * 24 * HOUR)
+    Upkeep(store, VolumeSettings(), clock=clock)(threading.Event())
+    assert 2 == len(Query(store, clock=clock).runs())
+    Upkeep(store, VolumeSettings(keep_days=10), clock=clock)(threading.Event())
+    assert 0 == len(Query(store, clock=clock).runs())
+    store.close()
+
+
+def test_an_error_ends_a_round_and_not_the_thread(tmp_path: Path, monkeypatch):
+    store = open_data_store(tmp_path / "data")
+    clock = ManualClock()
+    upkeep = Upkeep(store, VolumeSettings(), clock=clock)
+
+    def broken(*_: object, **__: object) -> int:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(upkeep.volumes, "maintain", broken)
+    upkeep(threading.Event())
+    upkeep(threading.Event())
+    assert {"upkeep": 1} == store.counters.failures, "it is not called again at once"
+    clock.advance(INTERVAL_SECONDS)
+    upkeep(threading.Event())
+    assert {"upkeep": 2} == store.counters.failures
+    store.close()
+
+
+def test_metrics_count_what_was_taken_away(tmp_path: Path):
+    settings = CollectorSettings(data=tmp_path / "data")
+    with Served(settings) as served:
+        served.store.counters.thinned["steps", "age"] = 7
+        served.store.counters.removed_runs["asked"] = 1
+        text = served.request("GET", "/metrics").text
+    assert 'collector_thinned_rows_total{reason="age",stream="steps"} 7.0' in text
+    assert 'collector_removed_runs_total{reason="asked"} 1.0' in text
+    assert "collector_runs_over_cap 0.0" in text

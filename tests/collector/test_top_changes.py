@@ -1,0 +1,72 @@
+"""Which layers and ranks moved before a step."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.collector.lookback import BAD, ONSET, troubled_run
+from tests.collector.rows import RUN, Writer
+from tests.collector.test_query import query
+from trainvitals.errors import UsageError
+from vitals_collector.ingest.ingest import ingest
+from vitals_collector.queries.top_changes import NONFINITE_SCORE, judge
+from vitals_collector.storage.store import Store
+
+
+def test_what_was_not_finite_comes_first_and_then_what_moved_most(store: Store):
+    troubled_run(store)
+    found = query(store).movers(RUN, BAD)
+    assert {"h.1", "rank:1", "run"} == {one.row for one in found if one.score == NONFINITE_SCORE}
+    assert ("h.1", "grad_norm") == (found[0].row, found[0].metric)
+    assert all(one.peak is None for one in found[:3])
+    before = query(store).movers(RUN, BAD - 1)
+    assert [("h.1", "grad_norm", ONSET, 500.0)] == [
+        (one.row, one.metric, one.peak_step, one.peak) for one in before
+    ]
+    assert before[0].before == pytest.approx(3.03, abs=0.02)
+
+
+def test_the_branch_with_the_trouble_is_looked_at_and_not_the_one_that_went_on(store: Store):
+    troubled_run(store)
+    assert () == query(store).movers(RUN, BAD + 30)  # of the lineage: nothing moved there
+    assert any(one.row == "h.1" for one in query(store).movers(RUN, BAD))
+
+
+def test_a_run_without_numbers_has_no_movers_and_an_unknown_one_is_an_error(store: Store):
+    ingest(store, Writer().steps([0], loss=1.0))
+    assert () == query(store).movers(RUN, 10**15)
+    assert () == query(store).movers(RUN, -5)
+    with pytest.raises(UsageError, match="there is no run"):
+        query(store).movers("01JD0000000000000000000009", 0)
+
+
+def test_among_equals_the_first_to_leave_its_course_is_first():
+    steps = np.arange(600)
+    values = np.where(steps % 2, 1.0, 1.1)
+    late, early = values.copy(), values.copy()
+    late[590:], early[570:] = math.nan, math.nan
+    found = [judge(row, "loss", steps, v, 599) for row, v in (("late", late), ("early", early))]
+    assert {"late": 590, "early": 570} == {one.view.row: one.first_step for one in found if one}
+
+
+def test_what_jumps_now_and_then_anyway_has_not_moved_by_jumping_once_more():
+    steps = np.arange(600)
+    waits = np.where(steps % 2, 0.010, 0.011)
+    waits[steps % 60 == 30] = 0.5
+    jumped = judge("rank:0", "data_wait_seconds", steps, waits, 599)
+    assert jumped is not None
+    assert 3.0 == pytest.approx(jumped.view.score, rel=1e-3)  # less than is told of
+    waits[590] = 5.0
+    moved = judge("rank:0", "data_wait_seconds", steps, waits, 599)
+    assert moved is not None
+    assert (590, 590) == (moved.first_step, moved.view.peak_step)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(), max_size=40), st.integers(-10, 60))
+def test_whatever_was_measured_a_score_is_a_number(values: list[float], step: int):
+    found = judge("h.0", "loss", np.arange(len(values)), np.array(values, dtype=float), step)
+    assert found is None or (math.isfinite(found.view.score) and found.view.score >= 0)

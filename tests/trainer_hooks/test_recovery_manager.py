@@ -1,0 +1,98 @@
+"""The ways back that the ladder sees, against what is on disk by the time it goes there."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
+from trainer_hooks import CheckpointSettings, EarlyStopping
+from trainvitals.errors import TrainingHalted
+from trainvitals.testing.clock import ManualClock
+
+BROKEN_AT, STEPS = 30, 50
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITALS_LADDER_MARGIN", "2")
+    checkpoints = CheckpointSettings(
+        directory=tmp_path / "checkpoints",
+        healthy_after=3,
+        snapshot_every=4,
+        save_every=4,
+        keep=2,
+    )
+    stopping = EarlyStopping(patience=STEPS)
+    return Loop(mode="heal", checkpoints=checkpoints, early_stopping=stopping)
+
+
+def train(loop, breaks=3, before_break=lambda store: None):
+    """Train, break the weights so often at one step; return where each rollback went."""
+    store, back = loop.monitor._controller.recovery.keepers()[1], []
+    while loop.monitor.step_index < STEPS:
+        step = loop.monitor.step_index
+        store.wait()
+        if step % 3 == 0:  # each is a new best, and is saved
+            loop.monitor.evaluate(loss=-float(step))
+        if step == BROKEN_AT and breaks:
+            breaks -= 1
+            before_break(store)
+            with torch.no_grad():
+                loop.model[0].weight.fill_(float("nan"))
+        outcome = loop.monitor.step(loop.forward())
+        back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
+    return back
+
+
+def test_what_was_evaluated_takes_no_place_of_what_the_ladder_goes_back_to(loop):
+    healthy = []
+
+    def look(store):
+        healthy.append([ref.step for ref in store.folder.refs() if ref.state == "healthy"])
+
+    with loop.monitor:
+        back = train(loop, before_break=look)
+    assert [2, 2, 2] == [len(steps) for steps in healthy]
+    assert back[1] < back[0]
+
+
+def test_where_all_older_ones_are_gone_the_oldest_that_is_left_is_taken_again(loop):
+    def lose(store):
+        for ref in store.folder.refs():
+            shutil.rmtree(store.folder.path / ref.id)
+
+    with loop.monitor:
+        back = train(loop, before_break=lose)
+    assert 3 == len(back)
+    assert {} == loop.monitor.swallowed_errors
+
+
+def test_a_fourth_break_of_the_same_cause_still_halts(loop):
+    with (
+        loop.monitor,
+        pytest.raises(TrainingHalted, match=r"3 rollbacks \(the limit\) did not fix it"),
+    ):
+        train(loop, breaks=4)
+
+
+def test_a_checkpoint_is_written_once_each_time_its_seconds_are_over_whatever_the_steps(tmp_path):
+    checkpoints = CheckpointSettings(
+        directory=tmp_path / "checkpoints",
+        healthy_after=3,
+        snapshot_every=2,
+        save_every=10**6,
+        save_seconds=60,
+    )
+    loop, clock, counts = Loop(mode="heal", checkpoints=checkpoints), ManualClock(), []
+    recovery = loop.monitor._controller.recovery
+    store = recovery.keepers()[1]
+    recovery._clock, recovery._saved_ns = clock, clock.monotonic_ns()
+    with loop.monitor:
+        for seconds in (59.0, 1.0, 0.0, 60.0):
+            clock.advance(seconds)
+            for _ in range(12):
+                loop.monitor.step(loop.forward())
+                assert store.wait()
+            counts.append(len(store.folder.refs()))
+    assert [0, 1, 1, 2] == counts

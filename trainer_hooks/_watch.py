@@ -1,0 +1,357 @@
+"""``watch``: puts a monitor together around an existing loop. Collective; it may raise.
+
+Everything that reads the environment, makes files, or talks to other ranks at the start is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_hooks.arguments import Arguments, Mode, as_list
+from trainer_hooks.callbacks.early_stopping import Evaluations, NoEarlyStopping
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
+from trainer_hooks.lifecycle.attributes import run_info
+from trainer_hooks.lifecycle.run_paths import Place, open_inbox, open_journal, open_run
+from trainer_hooks.measures.settings import SignalSettings
+from trainer_hooks.monitor import Monitor
+from trainer_hooks.probe.probe import Probe
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager
+from trainer_hooks.recovery.plan_journal import PlanJournal
+from trainer_hooks.recovery.snapshots import Restored
+from trainer_hooks.step.columns import RootColumns
+from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.device import Device, lay_out
+from trainer_hooks.step.emit import Emitter
+from trainer_hooks.step.layers import Layers
+from trainer_hooks.step.shards import unwrap
+from trainer_hooks.step.signals import Utilization
+from trainvitals.clock import Clock, SystemClock
+from trainvitals.detect.outliers import LossKind
+from trainvitals.policy import Judge
+from trainvitals.policy.stopping import EarlyStopping
+from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
+
+_LOG = logging.getLogger("trainvitals")
+
+
+def watch(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    schedulers: Any | Sequence[Any] | None = None,
+    *,
+    run: str | None = None,
+    mode: Mode = "guard",
+    scaler: torch.amp.GradScaler | None = None,
+    checkpoints: CheckpointSettings | str | Path | bool | None = None,
+    dir: str | Path | None = None,
+    tokens_per_step: int | None = None,
+    config: Mapping[str, object] | None = None,
+    tags: Sequence[str] = (),
+    state: Mapping[str, Any] | None = None,
+    signals: SignalSettings | None = None,
+    early_stopping: EarlyStopping | None = None,
+    loss_kind: LossKind = "minimize",
+) -> Monitor:
+    """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
+
+    Args:
+        model: the module, wrapped (DDP) or not.
+        optimizers: one or several; every watched parameter is in exactly one. What a class from
+            elsewhere keeps outside of its ``state`` and ``param_groups`` is left by a skip, as its
+            ``step()`` is not called; a rollback restores it where it is named in ``state`` as well.
+        schedulers: advanced once per attempted step.
+        run: a name for people.
+        mode: ``observe`` decides and records, ``guard`` also skips, ``heal`` also rolls back (and
+            needs ``checkpoints``); ``off`` does nothing but train. ``VITALS_MODE=off|observe``
+            overrides the code.
+        scaler: the gradient scaler, not yet unscaled.
+        checkpoints: where verified checkpoints go; True puts them into the run directory. They
+            are kept, and a relaunch of the run resumes from them, in every mode but ``off``.
+        dir: where run directories go; else ``VITALS_DIR``, else ``./vitals_runs``.
+        tokens_per_step: tokens of all ranks in one step, for throughput and utilization.
+        config: hyperparameters to keep with the run.
+        tags: words to find the run by.
+        state: further objects with ``state_dict``/``load_state_dict`` that a rollback restores.
+            Three kinds are guarded in each step as well, so that a skip leaves no trace in them: an
+            ``EMA``, which the step updates itself, an ``AveragedModel`` (call its
+            ``update_parameters`` after ``monitor.step``), and the state of a communication hook
+            (``PowerSGDState``; it needs no ``state_dict``).
+        signals: what to measure beside what costs nothing, and how often.
+        early_stopping: ends the run where ``monitor.evaluate(...)`` gets no better: ``should_stop``
+            becomes True, and ``monitor.batches`` ends. With ``checkpoints`` the best state that was
+            evaluated is kept as well, for ``monitor.restore_best()``.
+        loss_kind: ``minimize`` for a loss whose fall is the aim. Of ``rl`` (a policy's loss) and
+            ``adversarial`` (a GAN's) the level says little: the loss keeps no update back, and what
+            its level does is only told; gradient norms are judged as ever.
+
+    Raises:
+        UsageError: an argument cannot work; the text says which and what to do.
+        TrainingHalted: this run was stopped by its ladder and not resumed by a person.
+    """
+    given = Arguments(
+        model=model,
+        optimizers=tuple(as_list(optimizers)),
+        schedulers=tuple(as_list(schedulers)),
+        run=run,
+        mode=mode,
+        scaler=scaler,
+        checkpoints=checkpoints,
+        dir=dir,
+        tokens_per_step=tokens_per_step,
+        config=config,
+        tags=tags,
+        state=state,
+        signals=signals,
+        early_stopping=early_stopping,
+        loss_kind=loss_kind,
+    )
+    made = set_up(given)
+    if made is None:
+        from trainer_hooks.noop import NullMonitor
+
+        return cast(Monitor, NullMonitor(given.optimizers, given.schedulers, scaler, state))
+    return Monitor(
+        made.device,
+        made.controller,
+        tokens_per_step=made.tokens_per_step,
+        restored=made.restored,
+        sums_in_buckets=unwrap(model)[1],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a guarded loop is put together from."""
+
+    device: Device
+    controller: StepController
+    tokens_per_step: int | None
+    restored: Restored | None
+
+
+def set_up(given: Arguments) -> Made | None:
+    """Put together what ``watch`` and ``attach`` share, and begin the run; None where it is off.
+
+    Collective.
+    """
+    environ = dict(os.environ)
+    tokens, config = given.tokens(), given.hyperparameters()
+    ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
+    mode = given.agreed_mode(ranks, environ)
+    if mode == "off":
+        return None
+    device = lay_out(
+        given.model,
+        given.optimizers,
+        given.schedulers,
+        given.scaler,
+        ranks,
+        faults,
+        given.state,
+        given.signals,
+        given.engine,
+    )
+    with ExitStack() as undo:
+        undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
+        place = open_run(ranks, environ, given.dir, clock, faults)
+        controller = _controller(mode, given, ranks, device, place, faults, clock)
+        info = run_info(
+            name=given.run or "",
+            environ=environ,
+            mode=mode,
+            config=config,
+            tags=given.tags,
+            world_size=ranks.world_size,
+            readback_lag=device.readback.lag,
+            num_params=device.norms.num_parameters,
+            run_dir=str(place.run_dir.path),
+            judge=controller.judge.config,
+        )
+        restored = _begin(controller, place, info)
+        for text in device.warnings:
+            _warn(controller, text)
+        if place.is_first:
+            _start_agent(controller, place, environ)
+        undo.pop_all()
+    return Made(device=device, controller=controller, tokens_per_step=tokens, restored=restored)
+
+
+def _emitter(
+    ranks: Ranks, device: Device, place: Place, faults: FaultCounter, clock: Clock
+) -> Emitter:
+    """Open this rank's journal and return the way into it."""
+    return Emitter(
+        open_journal(place, ranks, faults, clock, device.norms.device),
+        clock=clock,
+        faults=faults,
+        is_rank0=ranks.rank == 0,
+        num_groups=sum(len(o.param_groups) for o in device.optimizers),
+        layers=Layers(device.norms.names, device.sampler.activation_names),
+    )
+
+
+def _recovery(
+    given: Arguments,
+    ranks: Ranks,
+    device: Device,
+    place: Place,
+    plan: PlanJournal,
+    emitter: Emitter,
+    clock: Clock,
+) -> RecoveryManager | None:
+    """Lay out snapshots and checkpoints, where they are kept. Collective."""
+    settings, stopping = given.checkpoint_settings(place.run_dir), given.early_stopping
+    if settings is None:
+        return None
+    return RecoveryManager.make(
+        settings,
+        model=given.model,
+        device=device,
+        ranks=ranks,
+        plan=plan,
+        emitter=emitter,
+        clock=clock,
+        keep_evaluated=stopping is not None and stopping.keep_best,
+    )
+
+
+def _controller(
+    mode: Mode,
+    given: Arguments,
+    ranks: Ranks,
+    device: Device,
+    place: Place,
+    faults: FaultCounter,
+    clock: Clock,
+) -> StepController:
+    """Put the host's part together, with what earlier starts of the run have spent. Collective."""
+    assert mode != "off", "an unwatched run has no host part"
+    emitter = _emitter(ranks, device, place, faults, clock)
+    plan = PlanJournal(
+        plan=place.plan, run_dir=place.run_dir, is_rank0=ranks.rank == 0, faults=faults
+    )
+    recovery = _recovery(given, ranks, device, place, plan, emitter, clock)
+    config = replace(place.judge, loss_kind=given.loss_kind)
+    judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
+    norms, world_size, sampler = device.norms, ranks.world_size, device.sampler
+    flops_per_token = sampler.settings.flops_per_token
+    utilization = Utilization(norms.num_parameters, world_size, norms.device, flops_per_token)
+    probe = Probe(
+        given.model,
+        given.optimizers,
+        ranks=ranks,
+        emitter=emitter,
+        faults=faults,
+        rewind=lambda: device.shadow.buffers.put_back(torch.ones((), device=norms.device)),
+    )
+    controller = StepController(
+        mode=mode,
+        ranks=ranks,
+        layout=device.packer.layout,
+        judge=judge,
+        recovery=recovery,
+        emitter=emitter,
+        inbox=open_inbox(place, ranks, clock),
+        run_dir=place.run_dir,
+        plan=plan,
+        faults=faults,
+        clock=clock,
+        sampler=sampler,
+        probe=probe,
+        columns=RootColumns(utilization, sampler, world_size),
+        attempt=place.attempt,
+    )
+    controller.evaluations = _evaluations(given.early_stopping, controller)
+    return controller
+
+
+def _evaluations(
+    early_stopping: EarlyStopping | None, controller: StepController
+) -> NoEarlyStopping:
+    if early_stopping is None:
+        return NoEarlyStopping()
+    ring, store = (None, None) if controller.recovery is None else controller.recovery.keepers()
+    return Evaluations(
+        early_stopping, ranks=controller.ranks, emitter=controller.emitter, ring=ring, store=store
+    )
+
+
+def _begin(controller: StepController, place: Place, info: RunInfo) -> Restored | None:
+    """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
+    recovery = controller.recovery
+    restored = recovery.resume() if recovery is not None else None
+    attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
+    if restored is not None:
+        controller.take_meta(restored.meta)
+        reason = f"resumed from {restored.id}"
+        attempt = AttemptStarted(
+            id=place.attempt, parent=restored.attempt, fork_step=restored.step, reason=reason
+        )
+    controller.first_step = attempt.fork_step
+    controller.start_branch(attempt, None if restored is None else restored.meta["judge"])
+    _emit_start_events(controller, place, info, attempt)
+    if recovery is not None:
+        meta = restored.meta if restored is not None else controller.snapshot_meta(None)
+        recovery.first(attempt.fork_step, place.attempt, meta)
+    return restored
+
+
+def _emit_start_events(
+    controller: StepController, place: Place, info: RunInfo, attempt: AttemptStarted
+) -> None:
+    ranks, step = controller.ranks, attempt.fork_step
+    started = RankStarted(
+        rank=ranks.rank,
+        local_rank=ranks.local_rank,
+        world_size=ranks.world_size,
+        pid=os.getpid(),
+        node=place.node,
+    )
+    events: list[Event] = [started]
+    if ranks.rank == 0:
+        with controller.faults.fail_open("run.json"):
+            place.run_dir.write_info(info)
+        events += [RunStarted(info=info), attempt]
+        if info.readback_lag == 0:
+            text = "an optimizer takes the verdict on the host: each step waits for it"
+            events.append(Note(code="host_path", text=text))
+    for event in events:
+        controller.emitter.event(event, step=step, attempt=place.attempt)
+
+
+def _warn(controller: StepController, text: str) -> None:
+    """Say what watch() sees and cannot help: once, in the log and among the run's events."""
+    if controller.is_rank0:
+        _LOG.warning("vitals: %s", text)
+        event = Note(code="unseen_state", text=text, severity="warning")
+        controller.emitter.event(event, step=controller.first_step, attempt=controller.attempt)
+
+
+def _start_agent(controller: StepController, place: Place, environ: Mapping[str, str]) -> None:
+    if environ.get("VITALS_AGENT") == "off" or place.folder is None:
+        return
+    missing = missing_packages()
+    if missing:
+        text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
+        controller.emitter.event(Note(code="no_agent", text=text), step=0, attempt=place.attempt)
+        return
+    with controller.faults.fail_open("agent.start"):
+        controller.agent = NodeAgent(
+            Starter(place, environ),
+            emitter=controller.emitter,
+            faults=controller.faults,
+            now_ns=controller.clock.monotonic_ns(),
+        )

@@ -1,0 +1,1 @@
+"""What a loop may add: averaged weights, early stopping."""

@@ -1,0 +1,327 @@
+"""Validation that ends a run: a metric's values reach all ranks, and the best state is kept.
+
+Rank 0's value travels with the next step's numbers and counts when it comes back, ``lag`` steps
+later, on all ranks alike. So no rank may say then what the state was that had it: each copies its
+own when ``monitor.evaluate`` is called, and the copy goes to disk where all ranks hold one and the
+value was a new best. None of this is a collective of its own but ``restore_best``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.snapshots import Meta, Snapshot, SnapshotRing
+from trainer_hooks.step.emit import Emitter
+from trainer_hooks.step.reduce_vector import Reduced
+from trainvitals.errors import UsageError, VitalsError
+from trainvitals.policy.stopping import EarlyStopping, Stopper
+from trainvitals.records import Note
+
+if TYPE_CHECKING:
+    from trainer_hooks.recovery.checkpoints.index import BestMark
+    from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+
+
+class RestoredBest(NamedTuple):
+    """The state that ``monitor.restore_best`` has put back."""
+
+    id: str
+    """Of its checkpoint."""
+    step: int
+    """The step that was trained next from it."""
+    metric: str
+    value: float
+
+
+class Given(NamedTuple):
+    """A value of the metric, and before which step of which branch it was given."""
+
+    step: int
+    attempt: int
+    value: float
+
+
+class NoEarlyStopping:
+    """Has the methods of ``Evaluations``, for a run without early stopping; they do nothing."""
+
+    should_stop = False
+
+    def evaluated(
+        self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
+    ) -> None:
+        """Do nothing."""
+
+    def root_value(self, step: int, attempt: int) -> float | None:
+        """Return that there is none."""
+        return None
+
+    def holds(self, step: int, attempt: int) -> bool:
+        """Return that there is no copy."""
+        return False
+
+    def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return that there is none."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Do nothing: a run that stops early may go on as one that does not."""
+
+    def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise nothing_kept("the run has no early stopping, which would know the best state")
+
+
+class Evaluations(NoEarlyStopping):
+    """One rank's part in early stopping; the same number comes back to all."""
+
+    def __init__(
+        self,
+        settings: EarlyStopping,
+        *,
+        ranks: Ranks,
+        emitter: Emitter,
+        ring: SnapshotRing | None = None,
+        store: CheckpointStore | None = None,
+    ) -> None:
+        """Without ``ring`` and ``store`` no state is kept."""
+        self._settings = settings
+        self._stopper = Stopper(settings)
+        self._ranks = ranks
+        self._emitter = emitter
+        self._ring = ring if settings.keep_best else None
+        self._store = store if settings.keep_best else None
+        self._given: Given | None = None
+        self._asked = (-1, -1)
+        """Step and attempt of the state that was evaluated last on this rank."""
+        self._copy: Snapshot | None = None
+        self._missed = ""
+        self._said: set[str] = set()
+        self._calls_without: int | None = 0
+
+    @property
+    def should_stop(self) -> bool:  # type: ignore[override]
+        """Whether the run shall end: the same on all ranks at the same step."""
+        return self._stopper.should_stop
+
+    # ------------------------------------------------------------------- before the next step
+
+    def evaluated(
+        self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
+    ) -> None:
+        """Take the metric from ``values``, and a copy of the state that has it.
+
+        Args:
+            values: what ``monitor.evaluate`` was given; without the metric nothing happens.
+            step: the step that is trained next.
+            attempt: the branch it lies on.
+            meta: what a snapshot keeps beside tensors.
+        """
+        metric = self._settings.metric
+        if metric not in values:
+            self._came_without(step, attempt)
+            return
+        self._calls_without, self._asked = None, (step, attempt)
+        if self._ring is not None:
+            self._take_copy(self._ring, step, attempt, meta)
+        if self._is_root:
+            self._given = Given(step, attempt, float(values[metric]))
+
+    def _came_without(self, step: int, attempt: int) -> None:
+        """Say once that the metric does not come: a wrong name would never end a run."""
+        if self._calls_without is None:
+            return
+        self._calls_without += 1
+        if self._calls_without == self._settings.patience:
+            text = (
+                f"early stopping waits for {self._settings.metric!r}, which was in none of "
+                f"{self._calls_without} calls of monitor.evaluate()"
+            )
+            self._say_once("early_stopping_waits", text, step, attempt)
+
+    def _take_copy(
+        self, ring: SnapshotRing, step: int, attempt: int, meta: Callable[[], Meta]
+    ) -> None:
+        """Fill the slot, unless another evaluation of this branch is under way in it."""
+        before, self._missed = self._copy, ""
+        if before is not None and before.attempt == attempt and before.step != step:
+            self._missed = f"what was evaluated at step {before.step} is not decided yet"
+            return
+        if before is not None:
+            before.give_up()
+        self._copy = None
+        try:
+            self._copy = ring.take_evaluated(step, attempt, meta())
+        except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
+            kind = type(error).__name__
+            self._missed = error.text if isinstance(error, VitalsError) else f"{kind}: {error}"
+
+    def root_value(self, step: int, attempt: int) -> float | None:
+        """Return the value that rank 0's words carry with ``step``; None where there is none."""
+        given = self._given
+        return given.value if given is not None and given[:2] == (step, attempt) else None
+
+    def holds(self, step: int, attempt: int) -> bool:
+        """Return whether this rank has a copy of the state that was evaluated before ``step``."""
+        copy = self._copy
+        return copy is not None and (copy.step, copy.attempt) == (step, attempt)
+
+    # ------------------------------------------------------------------------- when it is back
+
+    def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
+        """Take in what all ranks said with ``step``, which is a step of the present branch."""
+        holders = int(sum(reduced.by_rank("holds_evaluated")))
+        value = reduced.root["evaluation"] if reduced.root["evaluated"] else None
+        if value is not None or holders:
+            self._take_in(value, holders, step, attempt)
+
+    def _take_in(self, value: float | None, holders: int, step: int, attempt: int) -> None:
+        metric = self._settings.metric
+        if value is None:
+            text = (
+                f"{holders} of {self._ranks.world_size} ranks evaluated {metric} before step "
+                f"{step}, and not rank 0, whose value counts"
+            )
+            self._say_once("evaluated_without_rank_0", text, step, attempt)
+            self._settle(step, attempt, None)
+            return
+        stopped = self._stopper.should_stop
+        improved = self._stopper.update(value, step=step)
+        if not math.isfinite(value):
+            text = f"{metric} is {value} at step {step}: no improvement"
+            self._say("early_stopping_not_finite", text, step, attempt, "warning")
+        complete = holders == self._ranks.world_size
+        self._settle(step, attempt, value if improved and complete else None)
+        if improved and not complete and self._ring is not None:
+            self._not_kept(value, holders, step, attempt)
+        if self._stopper.should_stop and not stopped:
+            self._say("early_stopping", self._stopper.why(value, step=step), step, attempt)
+
+    def _settle(self, step: int, attempt: int, best: float | None) -> None:
+        """Begin to write the copy where it is the best; the slot is free again afterwards."""
+        copy = self._copy
+        if copy is None or not self.holds(step, attempt):
+            return
+        self._copy = None
+        if best is not None and self._store is not None:
+            copy.state, copy.best = "verified", (self._settings.metric, best)
+            self._store.save(copy)  # holds the copy until it is written
+        copy.give_up()
+
+    def _not_kept(self, value: float, holders: int, step: int, attempt: int) -> None:
+        best = f"the best state so far ({self._settings.metric} {value:g}, step {step}) is not kept"
+        if self._missed:
+            self._say("best_not_kept", f"{best}: {self._missed}", step, attempt, "warning")
+        else:
+            text = (
+                f"{best}: {holders} of {self._ranks.world_size} ranks have a copy of it; "
+                "monitor.evaluate() must be called on all of them"
+            )
+            self._say_once("best_not_on_all_ranks", text, step, attempt)
+
+    # ------------------------------------------------------------------------------- its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values, equal on all ranks."""
+        return self._stopper.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a state: after a rollback that of the snapshot, in a relaunch the saved one.
+
+        What was evaluated on the branch that is left has no part in it.
+        """
+        self._given = None
+        self._stopper.load_state_dict(state)
+
+    # --------------------------------------------------------------------------------- the end
+
+    def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
+        """Put the best state back, for which a last evaluation counts as well. Collective.
+
+        Call on all ranks, once nothing is in flight: the numbers of all steps are back.
+
+        Args:
+            step: the step that would be trained next.
+            attempt: the branch it lies on.
+            meta: as of ``evaluated``.
+
+        Raises:
+            UsageError: no best state was kept.
+            CheckpointCorruptError: it is damaged; nothing has changed.
+            CheckpointError: it could not be read on some rank.
+        """
+        from trainer_hooks.recovery.checkpoints.agree import Agreement
+
+        ring, store = self._ring, self._store
+        if ring is None or store is None:
+            raise nothing_kept("no best state is kept in this run")
+        store.wait(None)  # a save talks to the other ranks over the same group
+        if self._asked == (step, attempt) and not self.holds(step, attempt):
+            self._take_copy(ring, step, attempt, meta)  # there is room by now; no step came between
+        words = self._ranks.gather((self.root_value(step, attempt), self.holds(step, attempt)))
+        holders = sum(holds for _, holds in words)
+        if words[0][0] is not None or holders:
+            self._take_in(words[0][0], holders, step, attempt)
+            store.wait(None)
+        self._given = None
+        marks: list[tuple[str, BestMark] | None] = []
+        Agreement(self._ranks).on_root(lambda: marks.append(store.folder.best()))
+        best = self._ranks.broadcast(marks[0] if marks else None)
+        metric = self._settings.metric
+        if best is None or best[1].metric != metric:
+            raise UsageError(
+                f"restore_best(): no state was kept as the best of {metric}",
+                hint=f"monitor.evaluate({metric}=...) must be called on all ranks, and be finite; "
+                "the run's events say where a state was not kept",
+            )
+        restored = store.load(best[0])
+        self._tell_restored(restored.id, restored.step, best[1].value, step, attempt)
+        return RestoredBest(restored.id, restored.step, metric, best[1].value)
+
+    def _tell_restored(self, name: str, at: int, value: float, step: int, attempt: int) -> None:
+        stopper, metric = self._stopper, self._settings.metric
+        text = f"the best state is back: {metric} {value:g} of step {at} ({name})"
+        if stopper.best is not None and stopper.best_step != at:
+            text += f"; that of step {stopper.best_step} ({stopper.best:g}) was not kept"
+        self._say("best_restored", text, step, attempt)
+
+    # ----------------------------------------------------------------------------------- words
+
+    @property
+    def _is_root(self) -> bool:
+        return self._ranks.rank == 0
+
+    def _say_once(self, code: str, text: str, step: int, attempt: int) -> None:
+        if code not in self._said:
+            self._said.add(code)
+            self._say(code, text, step, attempt, "warning")
+
+    def _say(
+        self,
+        code: str,
+        text: str,
+        step: int,
+        attempt: int,
+        severity: Literal["info", "warning"] = "info",
+    ) -> None:
+        if self._is_root:
+            event = Note(code=code, text=text, severity=severity)
+            self._emitter.event(event, step=step, attempt=attempt)
+
+
+def nothing_kept(why: str) -> UsageError:
+    """Return the error of a ``restore_best`` that has nothing to put back."""
+    return UsageError(
+        f"restore_best(): {why}",
+        hint="watch(..., checkpoints=True, early_stopping=EarlyStopping(keep_best=True)), and call "
+        "it at the end of the `with`",
+    )

@@ -1,0 +1,413 @@
+"""``EMA``: the exponential moving average of the weights, which a skipped step leaves alone.
+
+    ema = trainer_hooks.EMA(model)
+    with trainer_hooks.watch(model, optimizer, state={"ema": ema}) as monitor:
+        ...
+        with ema.swap():
+            validate(model)
+
+Each rank averages what it holds (a DTensor's shard, FSDP1's pieces): no collective, no gather.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_hooks.callbacks.averaging import Late, Pair, fused_update, in_chunks, start
+from trainer_hooks.step.shards import clean_name, local_tensor, reshard, unwrap
+from trainvitals.errors import CheckpointError, UsageError
+
+_HALVES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, *_HALVES)
+_COUNTER = "num_steps"
+
+
+class EMA(nn.Module):
+    """Average of a model's floating parameters: ``average += (1 - decay) * (weight - average)``.
+
+    Make it after wrapping and moving the model, before the first step, on all ranks. Registered
+    with ``watch(state={"ema": ema})`` or ``attach`` it is updated by each step, right after the
+    optimizers, and restored by a rollback; elsewhere call ``update`` after each optimizer step.
+
+    Buffers are not averaged: the model's own are used, and ``copy_to`` copies them. Parameters that
+    no watched optimizer holds stay in it as they were at ``watch()``.
+
+    It is a module so that its tensors are saved and restored in place; it has no forward, and
+    ``to()`` does not move it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float = 0.999,
+        *,
+        warmup: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        every: int = 1,
+    ) -> None:
+        """Start the average at the weights as they are.
+
+        Args:
+            model: wrapped or not; a part of what is trained will do.
+            decay: between 0 and 1, both excluded; how much of the average an update leaves.
+            warmup: begin with the smaller decay ``(1 + n) / (10 + n)`` after n updates, as
+                ``num_updates`` of TensorFlow's ``ExponentialMovingAverage`` does.
+            device: where it is kept; None is where the weights are. ``"cpu"`` under weights on a
+                GPU costs pinned memory of their size, a copy that no one waits for, and an update
+                by the CPU one step later: use it with ``every``.
+            dtype: None is float32 for weights of half precision, else their own.
+            every: update once in so many applied steps.
+
+        Raises:
+            UsageError: an argument is out of range, or there is nothing to average.
+        """
+        super().__init__()
+        _refuse_settings(decay, dtype, every)
+        self.decay, self.warmup, self.every = float(decay), bool(warmup), operator.index(every)
+        reshard(model)
+        self._of = (model,)  # in a tuple: the model is no part of this module
+        self._weights = {
+            clean_name(name): param
+            for name, param in unwrap(model)[0].named_parameters()
+            if param.is_floating_point() or param.is_complex()
+        }
+        _refuse_weights(self._weights)
+        where = None if device is None else torch.device(device)
+        self._averages = {n: start(p, where, dtype) for n, p in self._weights.items()}
+        first = next(iter(self._averages.values()))
+        self._steps = torch.zeros((), dtype=torch.int64, device=first.device)
+        self._rates: dict[torch.device, Pair] = {}
+        self._late: Late | None = None
+        self._swapped = False
+        self.is_watched = False
+        """Whether a monitor updates it."""
+
+    # -------------------------------------------------------------------------------- updates
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Average the weights in; call after an optimizer step that nothing watches.
+
+        Raises:
+            UsageError: a monitor does so, or the weights are swapped at the moment.
+        """
+        if self.is_watched:
+            raise UsageError(
+                "ema.update() was called, and the monitor updates this average in each step",
+                hint="leave the call out, or leave the average out of watch(state=...)",
+            )
+        self.refuse_swapped()
+        self.begin(torch.zeros((), device=next(iter(self._weights.values())).device))
+        self.follow(list(self._weights))
+
+    @torch.no_grad()
+    def begin(self, bad: Tensor) -> None:
+        """Take a step's verdict, 0.0 or 1.0 on the device. For the monitor; waits for no step."""
+        self._rates = {}
+        if self._is_far(bad):
+            self._settle()
+            due = (int(self._steps) + 1) % self.every == 0
+            self._late = self._late or Late()
+            self._late.begin(bad, due=due)
+        else:
+            self._rates = {self._steps.device: self._advance(bad.to(self._steps.device))}
+
+    @torch.no_grad()
+    def follow(self, names: Sequence[str]) -> None:
+        """Average these weights in, after their update and under the verdict that ``begin`` took.
+
+        For the monitor. Without a trace where the step was bad: not one element is written.
+        """
+        if self._late is not None and self._late.pending:
+            self._late.take({name: local_tensor(self._weights[name].detach()) for name in names})
+            return
+        weights = {name: self._weights[name] for name in names}
+        self._average(weights)
+
+    def forget(self) -> None:
+        """Drop what is on its way to the average: a rollback has restored it."""
+        if self._late is not None:
+            self._late.pending = False
+
+    def _is_far(self, bad: Tensor) -> bool:
+        """Whether host memory averages what is on a device: the host must not wait for it."""
+        weight = next(iter(self._weights.values()))
+        return self._steps.device.type == "cpu" and {"cpu"} != {weight.device.type, bad.device.type}
+
+    def _advance(self, bad: Tensor) -> Pair:
+        """Count the step if it was applied; return the update's rate and whether to leave it."""
+        applied = bad == 0
+        self._steps += applied
+        num_before = self._steps - 1
+        if self.every > 1:
+            applied = applied & (self._steps % self.every == 0)
+            num_before = self._steps // self.every - 1
+        decay = torch.full_like(bad, self.decay, dtype=torch.float64)
+        if self.warmup:
+            decay = decay.minimum((1 + num_before).double() / (10 + num_before))
+        return (1 - decay).float(), (~applied).float()
+
+    def _average(self, weights: Mapping[str, Tensor]) -> None:
+        """Average the weights in, one fused pass for each device and type."""
+        rate, skip = self._rates[self._steps.device]
+        groups: dict[tuple[torch.device, torch.dtype], list[Pair]] = defaultdict(list)
+        for name, weight in weights.items():
+            pair = local_tensor(self._averages[name]), local_tensor(weight.detach())
+            if pair[0].is_complex():
+                pair = torch.view_as_real(pair[0]), torch.view_as_real(pair[1])
+            if pair[0].numel():
+                groups[pair[0].device, pair[0].dtype].append(pair)
+        for (device, _), pairs in groups.items():
+            if device not in self._rates:
+                self._rates[device] = rate.to(device), skip.to(device)
+            for chunk in in_chunks(pairs):
+                fused_update(chunk, *self._rates[device])
+
+    def _settle(self) -> None:
+        """Finish an update whose weights are on their way; waits for that step alone."""
+        if self._late is not None and self._late.pending:
+            bad, weights = self._late.arrived()
+            self._rates = {self._steps.device: self._advance(bad)}
+            self._average(weights)
+
+    # --------------------------------------------------------------------------- the weights
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Put the averages into the model for the body, and the weights back, bit for bit.
+
+        Costs a copy of the weights, kept where the average is. Call on all ranks that forward.
+
+        Raises:
+            UsageError: they are swapped already.
+        """
+        self.refuse_swapped()
+        with torch.no_grad():
+            self._settle()
+            parts = self._parts()
+            kept = [w.to(a.device, copy=True) for a, w in parts]
+        self._swapped = True
+        try:
+            with torch.no_grad():
+                _copy(parts)
+            yield
+        finally:
+            with torch.no_grad():
+                _copy([(k, w) for k, (_, w) in zip(kept, self._parts(), strict=True)])
+                reshard(self._of[0])
+            self._swapped = False
+
+    def _parts(self) -> list[Pair]:
+        """Return the average's parts with the live ones of the weights, safe to write to."""
+        reshard(self._of[0])
+        torch.clear_autocast_cache()
+        return [
+            (local_tensor(self._averages[name]), local_tensor(weight.detach()))
+            for name, weight in self._weights.items()
+        ]
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Write the averages, and the buffers of the averaged model, into ``model``.
+
+        Raises:
+            UsageError: it has other parameters or buffers, or holds other parts of them.
+        """
+        self._settle()
+        reshard(model)
+        target, source = unwrap(model)[0], unwrap(self._of[0])[0]
+        target_tensors = _tensors_of(target)
+        source_tensors = _tensors_of(source) | self._averages
+        problem = _misfit(source_tensors, target_tensors)
+        if problem:
+            raise UsageError(
+                f"the averages do not fit this model: {problem}",
+                hint="give a model of the same architecture, sharded in the same way",
+            )
+        _copy(
+            [
+                (local_tensor(source_tensors[name]), local_tensor(t))
+                for name, t in target_tensors.items()
+            ]
+        )
+        reshard(model)
+
+    # ----------------------------------------------------------------------------- its state
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the live averages by their parameters' names, and the counter of applied steps."""
+        with torch.no_grad():
+            self._settle()
+        dot = "." if prefix else ""
+        for name, tensor in {**self._averages, _COUNTER: self._steps}.items():
+            yield f"{prefix}{dot}{name}", tensor
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Make ``state_dict``: the live averages by name; DTensors where the weights are."""
+        destination.update({prefix + name: tensor for name, tensor in self.named_buffers()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load as a part of another module's state."""
+        mine = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        try:
+            self.load_state_dict(mine)
+        except CheckpointError as error:
+            error_msgs.append(str(error))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Copy a state in: averages and counter. Decay and the rest are this one's own.
+
+        Raises:
+            CheckpointError: it is of another model or other shards; nothing was changed.
+        """
+        live = dict(self.named_buffers())
+        problem = _misfit(live, state_dict)
+        if problem:
+            raise CheckpointError(
+                f"the state is not of this average: {problem}",
+                hint="load what state_dict() of an average of the same model, sharded in the same "
+                "way, returned",
+            )
+        _copy([(local_tensor(state_dict[n]), local_tensor(tensor)) for n, tensor in live.items()])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle as an average that nothing watches."""
+        with torch.no_grad():
+            self._settle()
+        return {**self.__dict__, "_late": None, "is_watched": False, "_swapped": False}
+
+    # ------------------------------------------------------------------------- for the monitor
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the model holds the averages at the moment."""
+        return self._swapped
+
+    def refuse_swapped(self) -> None:
+        """Refuse what must not meet the averages in the weights' place.
+
+        Raises:
+            UsageError: the weights are swapped.
+        """
+        if self._swapped:
+            raise UsageError(
+                "the model holds its averages at the moment: a step would train them, and be lost",
+                hint="leave `with ema.swap():` before the next step, update or swap",
+            )
+
+    def refuse_watch(self, params: Iterable[Tensor]) -> None:
+        """Refuse to be updated by a monitor over these parameters.
+
+        Raises:
+            UsageError: another does so already, the weights are swapped, or none of its parameters
+                is trained.
+        """
+        self.refuse_swapped()
+        if self.is_watched:
+            raise UsageError(
+                "the average is registered already: each step would update it twice",
+                hint="register it once; close() the earlier monitor first",
+            )
+        if not self.names_of(params):
+            raise UsageError(
+                "no optimizer holds a parameter of the average: it would never move",
+                hint="make the EMA after wrapping (fully_shard replaces the parameters), of the "
+                "model that the optimizers train",
+            )
+
+    @torch.no_grad()
+    def watch(self) -> None:
+        """Be updated by a monitor from now on; before any update, start at the weights anew.
+
+        They may have been loaded since, those that are not trained included.
+        """
+        self._settle()
+        self.is_watched = True
+        if int(self._steps) == 0:
+            _copy([(weight, average) for average, weight in self._parts()])
+
+    def names_of(self, params: Iterable[Tensor]) -> list[str]:
+        """Return the names of those of its parameters that are among these."""
+        ids = {id(param) for param in params}
+        return [name for name, weight in self._weights.items() if id(weight) in ids]
+
+
+def _copy(pairs: Sequence[Pair]) -> None:
+    """Copy the first of each pair into the second."""
+    for source, target in pairs:
+        target.copy_(source)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {clean_name(name): tensor.detach() for name, tensor in named}
+
+
+def _misfit(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
+    """Return in words where two sets of tensors differ in names or shapes; empty: nowhere."""
+    odd = sorted(expected.keys() ^ actual.keys())[:4]
+    if odd:
+        return f"{', '.join(odd)} {'is' if len(odd) == 1 else 'are'} in one of them alone"
+    for name, tensor in expected.items():
+        other = actual[name]
+        if not isinstance(other, Tensor):
+            return f"{name} is a {type(other).__name__}"
+        if (tensor.shape, local_tensor(tensor).shape) != (other.shape, local_tensor(other).shape):
+            return f"{name} has shape {_shape(tensor)} in the average and {_shape(other)} there"
+    return ""
+
+
+def _shape(tensor: Tensor) -> str:
+    local = local_tensor(tensor)
+    part = f" (this rank's part {tuple(local.shape)})" if local is not tensor else ""
+    return f"{tuple(tensor.shape)}{part}"
+
+
+def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> None:
+    if not 0.0 < decay < 1.0:
+        raise UsageError(
+            f"decay is {decay!r}; it must lie between 0 and 1, both excluded",
+            hint="0.999 averages over about the last 1,000 updates, 0.9999 over 10,000",
+        )
+    if every < 1:
+        raise UsageError(f"every is {every!r}; it must be a number of steps of at least 1")
+    if dtype is not None and dtype not in _DTYPES:
+        names = ", ".join(str(allowed) for allowed in _DTYPES)
+        raise UsageError(f"dtype is {dtype}; it must be one of {names}, or None")
+
+
+def _refuse_weights(weights: Mapping[str, Tensor]) -> None:
+    if not weights:
+        raise UsageError("the model has no floating parameters, so there is nothing to average")
+    odd = [name for name, weight in weights.items() if weight.layout != torch.strided]
+    odd += [name for name, weight in weights.items() if weight.is_meta]
+    odd += [name for name, weight in weights.items() if hasattr(weight, "ds_numel")]
+    odd += [_COUNTER] if _COUNTER in weights else []
+    if odd:
+        raise UsageError(
+            f"{odd[0]!r} cannot be averaged: it is sparse, on the meta device, kept by DeepSpeed's "
+            f"ZeRO-3, or named {_COUNTER!r} as the average's own counter",
+            hint="average the rest: EMA(model.backbone), or make it after the weights exist",
+        )

@@ -1,0 +1,430 @@
+"""Batches with a position: times the wait, owns epochs, passes over poisoned windows, goes back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import islice
+from typing import Any, NamedTuple
+
+import msgspec
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer_hooks.data.order import (
+    Draws,
+    Opening,
+    comes_in_order,
+    is_plain,
+    is_seekable,
+    opening_of,
+    own_states,
+    sampler_epoch,
+    sampler_with_state,
+    set_own_states,
+)
+from trainer_hooks.data.windows import MAX_WINDOWS, carry_over, holds
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.recovery.state import Stateful
+from trainvitals.clock import Clock
+from trainvitals.policy.plan import Window
+
+DataState = dict[str, Any]
+"""Where a loop is in its data, as plain values and tensors; see ``Batches.state_dict``."""
+
+_Found = tuple[int, tuple[Any, ...] | None, Any]
+"""A batch with its index in the epoch, and the indices of its samples where they are known."""
+
+_MOST_WAITING = 4096
+"""Batches that are remembered until a step asks what fed it: their places, not their data."""
+
+
+class Position(NamedTuple):
+    """A batch: its epoch and its index there, both from 0."""
+
+    epoch: int
+    batch: int
+
+
+class Fed(NamedTuple):
+    """What fed a step: its last batch, and how many there were."""
+
+    epoch: int
+    batch: int
+    num_batches: int
+
+
+class Batch(NamedTuple):
+    """A batch that was handed out."""
+
+    position: Position
+    indices: tuple[Any, ...] | None
+    """Of its samples in the dataset, where the loader's sampler tells them."""
+    content: Any
+    """None where nobody asks for it: whoever accumulates would hold them all."""
+
+
+class Batches:
+    """Iterates ``loader`` for ``epochs`` epochs; can pass over windows of it, and go back.
+
+    Over a map-style ``DataLoader`` all of this is by index: nothing that is passed over is loaded,
+    and an epoch keeps the order it was first drawn in, whatever the random state has become since.
+    A loader with a state of its own goes back by that; passing over, it draws and drops. Any other
+    iterable draws and drops, and does not go back.
+
+    Args:
+        loader: what is iterated.
+        epochs: how often; with more than one the sampler's ``set_epoch`` is called.
+        clock: times the wait.
+        waited: told of each wait, in nanoseconds.
+        windows: batches that are never handed out.
+        state: of an equal loader, to go on from.
+        loop: which loop over data of the run this is, from 0.
+        num_ranks: ranks that share the data.
+        goes_back: whether ``go_back`` will be asked for: the beginning is then kept.
+        faults: counts what a loader's own ``state_dict`` raises.
+        keeps_content: whether the steps' batches are asked for, and not their places alone.
+        seen: given each batch before the loop has it, and may do to it what it likes.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int,
+        clock: Clock,
+        waited: Callable[[int], None],
+        windows: Iterable[Window] = (),
+        state: DataState | None = None,
+        loop: int = 0,
+        num_ranks: int = 1,
+        goes_back: bool = False,
+        faults: FaultCounter | None = None,
+        keeps_content: bool = False,
+        seen: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._loader = loader
+        self._epochs = epochs
+        self._clock = clock
+        self._waited = waited
+        self.loop = loop
+        self._num_ranks = num_ranks
+        self._faults = faults or FaultCounter()
+        self._keeps_content = keeps_content
+        self._seen = seen
+        self._total = _num_samples(loader)
+        self._length = _length(loader)
+        self._samples: int | None = 0
+        self._num_seen = 0
+        """Batches of the epoch up to now, those passed over included."""
+        self._opening: Opening | None = None
+        self._sampler_state: dict[str, Any] | None = None
+        self._next = Position(0, 0)
+        self._back: DataState | None = None
+        self._beginning = state
+        self._keeps_beginning = goes_back
+        self.windows: list[Window] = []
+        saved_windows = [] if state is None else [Window(*kept) for kept in state["windows"]]
+        for window in (*saved_windows, *windows):
+            self.pass_over(window)
+        self.handed_out: deque[Batch] = deque(maxlen=_MOST_WAITING)
+        """What was handed out and not taken by a step yet."""
+        self.position: Position | None = None
+        """The batch that was last handed out."""
+        self.ended = False
+        """Whether nobody iterates any more."""
+        self.beside = False
+        """Whether another loop feeds the same steps, and would not go back with this one."""
+        if state is not None:
+            self._take(state)
+
+    # --------------------------------------------------------------------------- where it goes on
+
+    @property
+    def next_position(self) -> Position:
+        """The batch that comes next, but for windows."""
+        return self._next
+
+    def move_to(self, target: Position) -> Position:
+        """Go on at ``target``, which is ahead; an index past the epoch goes on in the next."""
+        while self._length and target.batch >= self._length:
+            target = Position(target.epoch + 1, target.batch - self._length)
+        self._next = max(self._next, target)
+        return target
+
+    def pass_over(self, window: Window) -> list[Window]:
+        """Never hand out these batches (again); return the window's part in each epoch."""
+        parts = [window]
+        if self._length:
+            while parts[-1].first_batch + parts[-1].num_batches > self._length:
+                parts[-1:] = carry_over(parts[-1:], parts[-1].epoch, self._length)
+        self.windows += [part for part in parts if part not in self.windows]
+        del self.windows[:-MAX_WINDOWS]
+        return parts
+
+    def why_not_exact(self, state: DataState | None) -> str:
+        """Return why the data cannot go on exactly where ``state`` was kept; empty if it can."""
+        loader, kept = self._loader, state or self._beginning
+        if kept is None:
+            return "the checkpoint holds no position"
+        if kept["loop"] != self.loop:
+            return "the checkpoint is of another loop over data"
+        if self.beside or kept.get("beside"):
+            return "another loop over data feeds the same steps"
+        if self._epochs == 1 and kept.get("sampler_epoch") != sampler_epoch(loader):
+            was, now = kept.get("sampler_epoch"), sampler_epoch(loader)
+            return f"the sampler was at epoch {was}, and is set to {now}"
+        if kept["num_ranks"] != self._num_ranks:
+            return f"{kept['num_ranks']} ranks shared the data, now {self._num_ranks} do"
+        if kept["length"] != self._length:
+            return f"the loader had {kept['length']} batches, now it has {self._length}"
+        if isinstance(loader, DataLoader) and is_seekable(loader):
+            if kept["opening"] is None and sampler_with_state(loader) is not None:
+                return "the sampler's state before its first batch is not one to go on from"
+            return "" if comes_in_order(loader) else "workers hand out in any order (in_order)"
+        if isinstance(loader, Sequence):
+            return ""
+        if not isinstance(loader, Stateful):
+            return "the loader has no state_dict"
+        if kept["loader"] is None:
+            return "the loader's state_dict could not be kept as plain values and tensors"
+        return ""
+
+    def go_back(self, state: DataState | None) -> str:
+        """Hand out again what followed ``state``, in the same order; None is the beginning.
+
+        Windows stay passed over. Returns why it does not, and does nothing, where that would not be
+        exact.
+        """
+        reason = self.why_not_exact(state)
+        kept = state or self._beginning
+        if not reason and kept is not None:
+            self._take(kept)
+        return reason
+
+    def _take(self, state: DataState) -> None:
+        # Each rank then took a share of another size.
+        batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
+        self._next, self._back = Position(state["epoch"], batch), state
+
+    def state_dict(self) -> DataState | None:
+        """Return all that says which batches come next; None before the first was handed out.
+
+        Where a loader's own state cannot be kept, it is left out.
+        """
+        if self.position is None:
+            return self._beginning
+        last = self.position
+        return self._state(last.epoch, last.batch + 1) | {"opening": self._opening}
+
+    def _state(self, epoch: int, batch: int) -> DataState:
+        state: DataState = {
+            "loop": self.loop,
+            "num_ranks": self._num_ranks,
+            "length": self._length,
+            "epoch": epoch,
+            "batch": batch,
+            "beside": self.beside,
+            "sampler_epoch": sampler_epoch(self._loader),
+            "opening": None,
+            "own": own_states(self._loader),
+            "windows": [list(msgspec.structs.astuple(window)) for window in self.windows],
+            "sampler": self._sampler_state if is_plain(self._sampler_state) else None,
+            "loader": None,
+        }
+        loader = self._loader
+        if isinstance(loader, Stateful) and not is_seekable(loader):
+            with self._faults.fail_open("data.state_dict"):
+                own = deepcopy(loader.state_dict())
+                state["loader"] = own if is_plain(own) else None
+        return state
+
+    # --------------------------------------------------------------------------- what a step took
+
+    def take_samples(self) -> int | None:
+        """Return the samples of the batches handed out since the last call; None if not known."""
+        taken, self._samples = self._samples, 0
+        return taken
+
+    def take_batches(self) -> list[Batch]:
+        """Return the batches handed out since the last call."""
+        taken = list(self.handed_out)
+        self.handed_out.clear()
+        return taken
+
+    # ---------------------------------------------------------------------------------- iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches; after each, look whether another one is wanted next."""
+        epoch, seekable = self._next.epoch, is_seekable(self._loader)
+        try:
+            while epoch < self._epochs:
+                yield from self._epoch(epoch)
+                # Orders are drawn one after another: an epoch is not left out of that.
+                by_one = seekable and self._back is None
+                epoch = epoch + 1 if by_one else self._next.epoch
+        finally:
+            self.ended = True
+
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        seekable = is_seekable(self._loader)
+        begin = self._clock.monotonic_ns()
+        for index, indices, batch in self._open(epoch):
+            if self._passes_over(epoch, index):
+                continue
+            self._waited(self._clock.monotonic_ns() - begin)
+            self.position = Position(epoch, index)
+            self._next = Position(epoch, index + 1)
+            self._count(index, indices)
+            content = batch if self._keeps_content else None
+            if self._seen is not None:
+                self._seen(batch)
+            self.handed_out.append(Batch(self.position, indices, content))
+            yield batch
+            # A sampler is drawn to its end, so that the next epoch finds it as ever.
+            if self._back is not None or (self._next.epoch > epoch and not seekable):
+                return
+            begin = self._clock.monotonic_ns()
+        self._finish(epoch)
+
+    def _finish(self, epoch: int) -> None:
+        """Go on in the next epoch, and pass over there what is left to be passed over."""
+        self.windows = carry_over(self.windows, epoch, self._num_seen)
+        if self._next.epoch == epoch:
+            self._next = Position(epoch + 1, max(0, self._next.batch - self._num_seen))
+
+    def _passes_over(self, epoch: int, index: int) -> bool:
+        return Position(epoch, index) < self._next or holds(self.windows, epoch, index)
+
+    def _count(self, index: int, indices: tuple[Any, ...] | None) -> None:
+        """Add the batch to the samples handed out; the last one of an epoch may be smaller."""
+        if self._samples is None or (indices is None and self._total is None):
+            self._samples = None
+        elif indices is not None:
+            self._samples += len(indices)
+        elif self._total is not None:
+            size: int = self._loader.batch_size  # type: ignore[attr-defined]
+            self._samples += min(size, self._total - index * size)
+
+    # ------------------------------------------------------------------------------------ opening
+
+    def _open(self, epoch: int) -> Iterator[_Found]:
+        """Return the epoch's batches with their index; some of them may still be passed over."""
+        state, self._back = self._back, None
+        self._set_epoch(epoch)
+        if state is not None and state["opening"] is None:
+            self._as_at_the_beginning(state)
+        elif state is not None:
+            self._opening = state["opening"]
+            return self._reopen(state)
+        self._opening = opening_of(self._loader)
+        if begins := self._keeps_beginning and self._beginning is None:
+            self._beginning = self._state(epoch, self._next.batch) | {"first": self._opening}
+        if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
+            draws = Draws(self._loader, lambda index: self._passes_over(epoch, index))
+            return self._drawn(draws.open(self._loader), draws)
+        made = iter(self._loader)
+        if state is not None:
+            set_own_states(self._loader, state["own"])
+        elif begins and self._beginning is not None:
+            self._beginning["own"] = own_states(self._loader)
+        return self._counted(made, 0)
+
+    def _counted(self, made: Iterator[Any], start: int) -> Iterator[_Found]:
+        self._num_seen = start
+        for batch in made:
+            self._num_seen += 1
+            yield self._num_seen - 1, None, batch
+
+    def _drawn(self, made: Iterator[Any], draws: Draws) -> Iterator[_Found]:
+        in_order = comes_in_order(self._loader)  # type: ignore[arg-type]
+        try:
+            for batch in made:
+                drawn = draws.given.popleft()
+                self._sampler_state = drawn.sampler_state
+                yield drawn.number, drawn.indices if in_order else None, batch
+        finally:
+            self._num_seen = draws.num_drawn
+            draws.close()
+
+    def _set_epoch(self, epoch: int) -> None:
+        if self._epochs > 1 and isinstance(self._loader, DataLoader):  # else the loop has its own
+            for sampler in (self._loader.sampler, self._loader.batch_sampler):
+                set_epoch = getattr(sampler, "set_epoch", None)
+                if set_epoch is not None:
+                    set_epoch(epoch)
+
+    def _as_at_the_beginning(self, state: DataState) -> None:
+        """Let the loop begin once more: the process's generators too are as they were then."""
+        loader, first = self._loader, state["first"]
+        restore_rng(first["rng"])
+        set_own_states(loader, first["own"])
+        if isinstance(loader, DataLoader) and loader.persistent_workers and first["fresh"]:
+            loader._iterator = None  # new workers get their seeds as the first ones did
+        if state["loader"] is not None:
+            loader.load_state_dict(deepcopy(state["loader"]))  # type: ignore[attr-defined]
+
+    def _reopen(self, state: DataState) -> Iterator[_Found]:
+        """Open an epoch again, behind what ``state`` had handed out of it."""
+        loader, start = self._loader, self._next.batch
+        epoch = self._next.epoch
+        source: Iterator[_Found]
+        if isinstance(loader, DataLoader) and is_seekable(loader):
+            draws = Draws(loader, lambda index: self._passes_over(epoch, index))
+            sampler = state["sampler"] if start == state["batch"] else None
+            made = draws.reopen(loader, state["opening"], start, sampler)
+            source = self._drawn(made, draws)
+        else:
+            with _kept_rng():
+                made = self._at_state(state) or self._dropped(state["opening"], start)
+            source = self._counted(made, start)
+        set_own_states(loader, state["own"])
+        return source
+
+    def _at_state(self, state: DataState) -> Iterator[Any] | None:
+        """Return the loader's iterator by its own state; None where it has or takes none."""
+        if state["loader"] is None or not isinstance(self._loader, Stateful):
+            return None
+        with self._faults.fail_open("data.load_state_dict"):
+            self._loader.load_state_dict(deepcopy(state["loader"]))
+            return iter(self._loader)
+        return None
+
+    def _dropped(self, opening: Opening, start: int) -> Iterator[Any]:
+        """Return the iterator once ``start`` batches were drawn from it."""
+        restore_rng(opening["rng"])
+        set_own_states(self._loader, opening["own"])
+        made = iter(self._loader)
+        for _ in islice(made, start):
+            pass
+        return made
+
+
+@contextmanager
+def _kept_rng() -> Iterator[None]:
+    now = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(now)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _num_samples(loader: Iterable[Any]) -> int | None:
+    """Return the samples of one epoch, where a plain DataLoader knows them by its sampler."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if loader.batch_size is None:
+        return None
+    try:
+        return len(loader.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,212 @@
+"""The order a loader hands its data out in: drawn once, noted, and drawn again the same way.
+
+Only for a ``DataLoader`` that iterates as torch made it, over a dataset with indices: its sampler
+says what each batch is made of before anything is loaded, so what is passed over costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.recovery.state import Stateful
+
+Opening = dict[str, Any]
+"""What an epoch's order was drawn from, as plain values and tensors."""
+
+
+def is_seekable(loader: object) -> bool:
+    """Return whether a loader's batches are known by index before they are loaded."""
+    return (
+        isinstance(loader, DataLoader)
+        # What a subclass does to the batches could merge them, or leave some out.
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a state can be kept in a checkpoint, which runs no code when it is read."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if type(value) in (list, tuple, set):
+        return all(map(is_plain, value))  # type: ignore[call-overload]
+    return value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor)
+
+
+def sampler_with_state(loader: DataLoader[Any]) -> Stateful | None:
+    """Return what draws the loader's order, where it has a state of its own."""
+    both: tuple[object, object] = (loader.batch_sampler, loader.sampler)
+    return next((sampler for sampler in both if isinstance(sampler, Stateful)), None)
+
+
+def sampler_epoch(loader: object) -> int | None:
+    """Return the epoch that the loader's sampler was last set to; None where it has none."""
+    samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    epochs = (getattr(sampler, "epoch", None) for sampler in samplers)
+    return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+
+def comes_in_order(loader: DataLoader[Any]) -> bool:
+    """Return whether batches are handed out in the order in which they were drawn."""
+    return loader.in_order or not loader.num_workers
+
+
+def opening_of(loader: Iterable[Any]) -> Opening:
+    """Return what the epoch that is opened next is drawn from; call before ``iter(loader)``."""
+    rng = capture_rng()
+    rng.pop("cuda", None)  # no sampler draws there
+    kept = isinstance(loader, DataLoader) and loader.persistent_workers
+    return {
+        "rng": rng,
+        "own": own_states(loader),
+        # Persistent workers are seeded once: later their iterator is only reset.
+        "fresh": not (kept and loader._iterator is not None),  # type: ignore[attr-defined]
+    }
+
+
+def own_states(loader: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the states of the generators that the loader and its samplers have for themselves."""
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def set_own_states(loader: Iterable[Any], states: list[torch.Tensor]) -> None:
+    """Put back what ``own_states`` returned of an equal loader."""
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)
+    generators = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
+
+
+class Drawn(NamedTuple):
+    """A batch before it is loaded."""
+
+    number: int
+    """Its index in the epoch."""
+    indices: tuple[Any, ...]
+    """Of the samples in the dataset."""
+    sampler_state: dict[str, Any] | None
+    """Of a sampler with state, once it has drawn this batch."""
+
+
+class Draws:
+    """Stands in for a loader's sampler while its iterator is made: passes over, and notes.
+
+    ``given`` holds what was drawn and is not handed out yet: as many as the loader prefetches.
+    """
+
+    def __init__(self, loader: DataLoader[Any], passed_over: Callable[[int], bool]) -> None:
+        self._key = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._sampler: Any = loader.__dict__[self._key]
+        self._passed_over = passed_over
+        self._source: Iterator[Any] | None = None
+        self._reopened = False
+        self._stateful = sampler_with_state(loader)
+        self.given: deque[Drawn] = deque()
+        self.num_drawn = 0
+        """Batches of the epoch that were drawn, those passed over included."""
+
+    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Return the loader's iterator, which draws through this."""
+        kept = loader._iterator if loader.persistent_workers else None
+        with _in_place(loader, self._key, self):
+            if kept is not None:
+                kept._index_sampler = self
+            made = iter(loader)
+        made._index_sampler = self._sampler
+        return made
+
+    def reopen(
+        self,
+        loader: DataLoader[Any],
+        opening: Opening,
+        num_drawn: int,
+        sampler_state: dict[str, Any] | None,
+    ) -> Iterator[Any]:
+        """Return an iterator over the rest of an epoch, in the order it was first drawn.
+
+        Workers get the seeds they had. The process's own generators are left as they are; the
+        loader's move to where they were when so much was drawn.
+        """
+        now = capture_rng()
+        try:
+            restore_rng(opening["rng"])
+            set_own_states(loader, opening["own"])
+            self._begin(loader, opening, num_drawn, sampler_state)
+        finally:
+            restore_rng(now)
+        seeds = torch.Generator()
+        seeds.set_state(opening["rng"]["torch"] if loader.generator is None else opening["own"][0])
+        with _in_place(loader, "generator", seeds):
+            return self.open(loader)
+
+    def _begin(
+        self,
+        loader: DataLoader[Any],
+        opening: Opening,
+        num_drawn: int,
+        sampler_state: dict[str, Any] | None,
+    ) -> None:
+        """Draw what was drawn already, with the generators' calls in torch's own order."""
+        if sampler_state is not None and self._stateful is not None:
+            self._stateful.load_state_dict(deepcopy(sampler_state))
+            self._source = iter(self._sampler)
+        else:
+            self._source = iter(self._sampler)
+            if opening["fresh"]:
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+                if loader.num_workers:
+                    self._source = iter(self._sampler)
+            for _ in range(num_drawn):
+                next(self._source, None)
+        self.num_drawn, self._reopened = num_drawn, True
+
+    def close(self) -> None:
+        """Let go of the loop: persistent workers keep their loader, and it keeps this."""
+        self._passed_over = lambda _: False
+
+    def __len__(self) -> int:
+        assert isinstance(self._sampler, Sized), "asked of a loader with a length only"
+        return len(self._sampler)
+
+    def __iter__(self) -> Draws:
+        if not self._reopened:  # torch asks twice where there are workers
+            self._source = iter(self._sampler)
+        return self
+
+    def __next__(self) -> Any:
+        assert self._source is not None, "the loader iterates it first"
+        while True:
+            indices = next(self._source)
+            index, self.num_drawn = self.num_drawn, self.num_drawn + 1
+            if not self._passed_over(index):
+                break
+        ids = tuple(indices) if isinstance(indices, list | tuple) else (indices,)
+        state = None if self._stateful is None else deepcopy(self._stateful.state_dict())
+        self.given.append(Drawn(index, ids, state))
+        return indices
+
+
+@contextmanager
+def _in_place(loader: DataLoader[Any], key: str, stand_in: object) -> Iterator[None]:
+    """Put ``stand_in`` in an attribute's place; torch guards them against a plain assignment."""
+    own = loader.__dict__[key]
+    loader.__dict__[key] = stand_in
+    try:
+        yield
+    finally:
+        loader.__dict__[key] = own

@@ -1,0 +1,244 @@
+"""A loop's data as its monitor keeps it: where it is, what it passes over, what fed each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from trainer_hooks.data.files import DataWriter
+from trainer_hooks.data.ledger import DataLedger, SampleIds
+from trainer_hooks.data.loader import Batches, DataState, Fed, Position
+from trainer_hooks.data.windows import among
+from trainer_hooks.probe.probe import LossOf
+from trainer_hooks.recovery.snapshots import Restored
+from trainer_hooks.step.controller import StepController
+from trainvitals.errors import UsageError
+from trainvitals.identity import new_incarnation
+from trainvitals.policy import Judgement
+from trainvitals.policy.plan import Window
+from trainvitals.records import DataWindowSkipped, Decision, Note
+
+AfterRollback = Literal["move_on", "replay"]
+_MOST_STEPS = 4096
+"""Steps whose place in the data is remembered: an onset lies within them."""
+
+
+class DataPosition:
+    """The loops over data of one monitor, one within another where it comes to that.
+
+    Args:
+        host: the monitor's.
+        waited: told of each wait for data, in nanoseconds.
+        lag: steps between an update and its verdict.
+        restored: what this start went on from.
+    """
+
+    def __init__(
+        self,
+        controller: StepController,
+        waited: Callable[[int], None],
+        *,
+        lag: int,
+        restored: Restored | None,
+    ) -> None:
+        self._controller = controller
+        self._waited = waited
+        self._num_ranks = controller.ranks.world_size
+        self._resumes = restored is not None
+        self._resumed: DataState | None = None if restored is None else restored.meta.get("data")
+        self._resume = self._resumed
+        self._loops = 0 if self._resume is None else self._resume["loop"]
+        self._stream: Batches | None = None
+        self._outer: Batches | None = None
+        """The loop around the present one."""
+        self._replays = False
+        self._firsts: dict[int, tuple[Position, int]] = {}
+        """The first batch of each step, and how many it took."""
+        writer = DataWriter(
+            controller.run_dir.path,
+            rank=controller.ranks.rank,
+            incarnation=controller.emitter.incarnation or new_incarnation(),
+            faults=controller.faults,
+        )
+        self._ledger = DataLedger(
+            controller.emitter, writer, controller.faults, rank=controller.ranks.rank, lag=lag
+        )
+
+    @property
+    def position(self) -> Position | None:
+        """The batch that was handed out last."""
+        return None if self._stream is None else self._stream.position
+
+    def state(self) -> DataState | None:
+        """Return where the data goes on; None where no loop over it has begun."""
+        return self._resume if self._stream is None else self._stream.state_dict()
+
+    # ----------------------------------------------------------------------------------- a loop
+
+    def batches(
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int,
+        after_rollback: str,
+        sample_ids: SampleIds | bool | None,
+        keep_batches: bool,
+        step: int,
+        probe: LossOf | None = None,
+    ) -> Iterator[Any]:
+        """Begin a loop over data; one within another has no part in what the outer one keeps.
+
+        Raises:
+            UsageError: an argument is none that can be.
+        """
+        _check(after_rollback, sample_ids, probe)
+        outer = self._stream if self._stream is not None and not self._stream.ended else None
+        state, self._resume = self._resume, None
+        loop, self._loops = self._loops, self._loops + 1
+        windows = [among(w, self._num_ranks) for w in self._controller.plan.plan.windows]
+        stream = Batches(
+            loader,
+            epochs=epochs,
+            clock=self._controller.clock,
+            waited=self._waited,
+            windows=[window for window in windows if window.loop == loop],
+            state=state,
+            loop=loop,
+            num_ranks=self._num_ranks,
+            goes_back=after_rollback == "replay",
+            faults=self._controller.faults,
+            keeps_content=outer is None and (keep_batches or callable(sample_ids)),
+            seen=None if probe is None else self._controller.probe.keep,
+        )
+        if self._resumes:
+            self._resumes = False
+            self._say(stream.why_not_exact(state), stream, step)
+        if probe is not None:
+            self._controller.probe.use(probe, step=step)
+        self._stream, self._outer = stream, outer
+        if outer is None:
+            self._firsts.clear()  # they count the batches of a loop that is over
+            self._replays = after_rollback == "replay"
+            self._ledger.sample_ids, self._ledger.keep_batches = sample_ids, keep_batches
+        return self._handed_out(stream, outer)
+
+    def _handed_out(self, stream: Batches, outer: Batches | None) -> Iterator[Any]:
+        try:
+            yield from stream
+        finally:
+            if outer is not None and self._stream is stream:
+                self._stream, self._outer = outer, None  # it was a validation, say
+
+    # ----------------------------------------------------------------------------------- a step
+
+    def take(self, step: int, attempt: int) -> Fed | None:
+        """Return what fed the step, and remember it for a rollback and for whoever asks.
+
+        Call before the step's update.
+        """
+        stream = self._stream
+        if stream is None or stream.position is None:
+            return None
+        taken = stream.take_batches()
+        if self._outer is not None and self._outer.take_batches():
+            stream.beside = True
+        self._ledger.fed(step, attempt, taken)
+        self._controller.probe.fed(step, len(taken), attempt=attempt)
+        first = taken[0].position if taken else stream.position
+        self._firsts[step] = first, max(1, len(taken))
+        self._firsts.pop(step - _MOST_STEPS, None)
+        return Fed(*stream.position, len(taken))
+
+    def take_samples(self) -> int | None:
+        """Return the samples that fed the step; None where they are not known."""
+        return None if self._stream is None else self._stream.take_samples()
+
+    def judged(self, step: int, judgement: Judgement) -> None:
+        """Tell what fed a step that something was found in, or that was skipped."""
+        decision = judgement.decision
+        skipped = decision is not None and decision.action == "skip_step"
+        self._ledger.judged(step, bool(judgement.findings) or skipped)
+
+    # ------------------------------------------------------------------------------- a rollback
+
+    def window_of(self, decision: Decision | None) -> Window | None:
+        """Return the batches that a decided rollback passes over; None where there are none."""
+        if decision is None or decision.action != "rollback" or not decision.acted:
+            return None
+        stream = self._stream
+        if stream is None or stream.position is None or not decision.skip_batches:
+            return None
+        onset_step = self._controller.judge.facts.skipped_windows[-1].onset_step
+        first, num_a_step = self._firsts.get(onset_step, (stream.position, 1))
+        num_batches = decision.skip_batches * num_a_step
+        return Window(*first, num_batches, stream.loop, self._num_ranks)
+
+    def can_go_again(self) -> bool:
+        """Return whether this rank could hand out once more, exactly, what followed the resume."""
+        stream = self._stream
+        if stream is None or stream.position is None or self._resumed is None:
+            return False
+        return not stream.why_not_exact(self._resumed)
+
+    def again(self) -> None:
+        """Do so, where it can."""
+        if self._stream is not None:
+            self._stream.go_back(self._resumed)
+            self._stream.take_batches()
+            self._stream.take_samples()
+
+    def rolled_back(
+        self, decision: Decision, state: DataState | None, window: Window | None, *, step: int
+    ) -> None:
+        """Hand out again what followed the checkpoint, or move on; past the window either way."""
+        stream = self._stream
+        if stream is None or stream.position is None:
+            return
+        if window is not None:
+            for part in stream.pass_over(window):
+                event = DataWindowSkipped(
+                    epoch=part.epoch,
+                    first_batch=part.first_batch,
+                    last_batch=part.first_batch + part.num_batches,
+                    reason=decision.reason,
+                )
+                if self._controller.is_rank0:
+                    self._controller.emitter.event(
+                        event, step=step, attempt=self._controller.attempt
+                    )
+        reason = stream.go_back(state) if self._replays else "the loop is not to replay"
+        if reason and window is not None:
+            past = window.first_batch + window.num_batches
+            stream.move_to(Position(window.epoch, past))
+        stream.take_batches()
+        stream.take_samples()
+        self._say(reason, stream, step)
+
+    def _say(self, reason: str, stream: Batches, step: int) -> None:
+        """Write into the ledger whether the data goes on exactly, and where."""
+        at = stream.next_position
+        where = f"batch {at.batch} of epoch {at.epoch}"
+        text = f"data: moved on to {where}: {reason}" if reason else f"data: exact, from {where}"
+        if self._controller.is_rank0:
+            event = Note(code="data", text=text)
+            self._controller.emitter.event(event, step=step, attempt=self._controller.attempt)
+
+    def close(self) -> None:
+        """Wait, for a bounded time, for what is being written."""
+        self._ledger.close()
+
+
+def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
+    if probe is not None and not callable(probe):
+        raise UsageError(
+            f"probe is a {type(probe).__name__}; it must be a function",
+            hint="probe=loss_of, where loss_of(batch) gives the loss that the loop trains on",
+        )
+    if after_rollback not in ("move_on", "replay"):
+        raise UsageError(f"after_rollback is {after_rollback!r}; it must be 'move_on' or 'replay'")
+    if not (sample_ids is None or isinstance(sample_ids, bool) or callable(sample_ids)):
+        raise UsageError(
+            f"sample_ids is a {type(sample_ids).__name__}; it must be True or a function",
+            hint="sample_ids=lambda batch: batch['id'] gives the ids of a batch's samples; True "
+            "takes the indices in the dataset",
+        )

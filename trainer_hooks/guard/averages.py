@@ -1,0 +1,185 @@
+"""Averages of the weights under the verdict: a skipped step leaves no trace in them.
+
+``EMA`` is updated with each step; torch's ``AveragedModel`` by the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from trainer_hooks.callbacks.ema import EMA
+from trainer_hooks.guard.optimizer_state import true_elements
+from trainer_hooks.step.async_copy import AsyncCopy
+from trainvitals.errors import UsageError
+
+
+class Averages:
+    """The registered averages: each follows the verdict of the step.
+
+    An ``AveragedModel`` costs one more copy of the average while it is updated, and one pass over
+    it; an ``EMA`` nothing.
+    """
+
+    def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        self._emas = emas_in(state)
+        self._names = {
+            id(optimizer): [ema.names_of(_held_by([optimizer])) for ema in self._emas]
+            for optimizer in optimizers
+        }
+        self._updates = [
+            _GuardedUpdate(averaged)
+            for averaged in state.values()
+            if isinstance(averaged, AveragedModel)
+        ]
+        for ema in self._emas:
+            ema.watch()
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether averages are in the weights' place."""
+        return any(ema.is_swapped for ema in self._emas)
+
+    def refuse_swapped(self) -> None:
+        """Refuse a step while averages are in the weights' place.
+
+        Raises:
+            UsageError: they are.
+        """
+        for ema in self._emas:
+            ema.refuse_swapped()
+
+    def judged(self, bad: Tensor) -> None:
+        """Take a step's verdict, 0.0 or 1.0 on the device; call before its update."""
+        for update in self._updates:
+            update.judged(bad)
+        for ema in self._emas:
+            ema.begin(bad)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Average in what an optimizer holds; call right after its step, applied or held back."""
+        for ema, names in zip(self._emas, self._names[id(optimizer)], strict=True):
+            if names:
+                ema.follow(names)
+
+    def rolled_back(self) -> None:
+        """The averages are the checkpoint's: what the loop adds before the next step is void."""
+        for update in self._updates:
+            update.rolled_back()
+        for ema in self._emas:
+            ema.forget()
+
+    def release(self) -> None:
+        """Leave the averages as they were found."""
+        for update in self._updates:
+            update.release()
+        for ema in self._emas:
+            ema.is_watched = False
+
+
+def refuse_averages(
+    state: Mapping[str, Any], optimizers: Sequence[Optimizer], *, has_engine: bool
+) -> None:
+    """Refuse an ``EMA`` that the steps to come would not move, or would move twice.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for ema in emas_in(state):
+        if has_engine:
+            raise UsageError(
+                "an EMA is registered, and a framework's engine makes the steps: it would not move",
+                hint="leave it out of state, and call ema.update() after each step of the engine",
+            )
+        ema.refuse_watch(_held_by(optimizers))
+
+
+def emas_in(state: Mapping[str, Any]) -> list[EMA]:
+    """Return each of them once, under however many names it was registered."""
+    return [*{id(ema): ema for ema in state.values() if isinstance(ema, EMA)}.values()]
+
+
+def _held_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
+
+class _GuardedUpdate:
+    """Stands in for one average's ``update_parameters``."""
+
+    def __init__(self, average: AveragedModel) -> None:
+        self._average = average
+        self._bad: Tensor | None = None
+        self._late: AsyncCopy[tuple[Tensor, Tensor]] | None = None
+        self._waits = False
+        average.update_parameters = self  # type: ignore[method-assign]
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as the plain method of the average's copy."""
+        return partial, (type(self._average).update_parameters, self._average)
+
+    def __call__(self, model: nn.Module) -> None:
+        """Average the model in, unless its last step was skipped; waits for nothing."""
+        plain = type(self._average).update_parameters
+        if self._bad is None:
+            plain(self._average, model)
+            return
+        with torch.no_grad():
+            live = [true_elements(t) for t in _tensors_of(self._average)]
+            kept = [tensor.clone() for tensor in live]
+            plain(self._average, model)
+            for tensor, before in zip(live, kept, strict=True):
+                if is_far_counter(tensor, self._bad):
+                    self._settle_later(tensor, before, self._bad)
+                else:
+                    bad = self._bad.to(tensor.device) != 0
+                    tensor.copy_(torch.where(bad, before, tensor))
+
+    def _settle_later(self, counter: Tensor, before: Tensor, bad: Tensor) -> None:
+        """Torch keeps ``n_averaged`` on the host: it is put right when the verdict is there."""
+        if self._late is None:
+            self._late = AsyncCopy(lag=1, size=1, device=bad.device)
+        if not self._waits:  # a second update in one step has the same verdict
+            self._late.push(bad.reshape(1), (counter, before))
+            self._waits = True
+
+    def judged(self, bad: Tensor) -> None:
+        """Put right what waited for the verdict before this one, and take this one."""
+        self._settle()
+        self._bad = bad
+
+    def rolled_back(self) -> None:
+        """Drop what waited for a verdict, and let nothing in until the next one."""
+        if self._late is not None:
+            self._late.pop()
+            self._waits = False
+        if self._bad is not None:
+            self._bad = torch.ones_like(self._bad)
+
+    def _settle(self, patience_seconds: float | None = None) -> None:
+        """Take back the counter of a step that was skipped; waits for that step alone, not this."""
+        if self._late is None:
+            return
+        ready, self._waits = self._late.pop(patience_seconds=patience_seconds), False
+        if ready is not None and ready[0][0]:
+            counter, before = ready[1]
+            counter.copy_(before)
+
+    def release(self) -> None:
+        """Give the average its own method back."""
+        self._settle(patience_seconds=2.0)
+        vars(self._average).pop("update_parameters", None)
+
+
+def _tensors_of(average: AveragedModel) -> tuple[Tensor, ...]:
+    return (*average.parameters(), *average.buffers())
+
+
+def is_far_counter(tensor: Tensor, bad: Tensor) -> bool:
+    """Whether it is a counter on the host under a verdict on a device: reading that would wait."""
+    return tensor.dim() == 0 and tensor.device != bad.device

@@ -1,0 +1,111 @@
+"""What is known of optimizer state: how it starts, how large it gets, and whether it is finite."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_hooks.recovery.finite import is_finite
+
+_FROM_ZEROS = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.SparseAdam,
+    torch.optim.Adafactor,
+)
+
+
+def starts_from_zeros(optimizer: Optimizer) -> bool:
+    """Return whether zeros equal the state that this optimizer makes at its first step.
+
+    Exactly these classes. NAdam and ASGD start at 1, Rprop at the learning rate, SGD with dampening
+    takes its first gradient whole, and of an optimizer from elsewhere nothing is known.
+    """
+    return type(optimizer) in _FROM_ZEROS and not any(
+        group.get("dampening") for group in optimizer.param_groups
+    )
+
+
+def expected_bytes(optimizer: Optimizer) -> int:
+    """Return how large the state of an optimizer that has none yet will be, roughly."""
+    total = 0
+    for group in optimizer.param_groups:
+        size = sum(p.numel() * p.element_size() for p in group["params"])
+        if type(optimizer) is torch.optim.SGD:
+            total += size if group["momentum"] else 0
+        else:
+            total += size * (3 if group.get("amsgrad") else 2)
+    return total
+
+
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, like: Tensor
+) -> Tensor:
+    """Return zeros for a parameter's state; sharded as the parameter is, where the shape agrees."""
+    local = torch.zeros(shape, dtype=dtype, device=device)
+    to_local = getattr(like, "to_local", None)
+    if to_local is None:
+        if shape == tuple(like.shape):
+            return torch.zeros_like(like, dtype=dtype, device=device, requires_grad=False)
+        return local
+    if shape != tuple(to_local().shape):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements lie in one memory of the tensor's own; a sparse one has none."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def true_elements(tensor: Tensor) -> Tensor:
+    """Return this rank's part without the repeats of an expanded tensor: safe to write to."""
+    tensor = tensor.detach()
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is not None:
+        tensor = to_local()
+    if tensor.layout == torch.strided:
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+@torch.no_grad()
+def nonfinite_count(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return on ``device`` how many of the tensors hold a NaN or Inf.
+
+    It does not wait for a GPU: there one fused pass gives the extremes, which are finite exactly
+    when all of a tensor is.
+    """
+    on_host = 0
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            on_host += not is_finite(tensor)
+        elif tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            plain = plain.float() if plain.element_size() == 1 else plain
+            alike[plain.device, plain.dtype].append(plain)
+    count = torch.full((), float(on_host), device=device)
+    for group in alike.values():
+        extremes = torch.stack(torch._foreach_norm(group, float("inf")))
+        count += (~torch.isfinite(extremes)).sum().to(device, non_blocking=True)
+    return count

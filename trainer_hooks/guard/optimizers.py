@@ -1,0 +1,376 @@
+"""Applies an update, or leaves no trace of it: parameters, moments, counters and buffers.
+
+Fused optimizers take the verdict on the device through ``found_inf``: nothing waits for it. For all
+others the host reads the verdict and does not call ``step()``. Never a multiplication by zero: 0 *
+NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+
+from trainer_hooks.guard.optimizer_state import is_dense, true_elements
+from trainer_hooks.step.shards import unwrap
+
+_HONOURS_FOUND_INF = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer.step()`` itself honours ``found_inf`` on the device.
+
+    Only these classes exactly: several others carry the attribute and ignore it, and a subclass, or
+    whoever put another ``step`` into the instance, may do anything. SGD with dampening cannot be
+    skipped on its first step.
+    """
+    return (
+        type(optimizer) in _HONOURS_FOUND_INF
+        and _has_own_step(optimizer)
+        and all(g.get("fused") and not g.get("dampening") for g in optimizer.param_groups)
+    )
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` is the class's own; a scheduler's wrapper only counts its calls."""
+    step = vars(optimizer).get("step")
+    step = getattr(step, "stands_in_for", step)  # attach's own: it passes on what is set
+    if step is None:
+        return True
+    file = getattr(getattr(step, "__code__", None), "co_filename", "")
+    return file == lr_scheduler.__file__ and step.__wrapped__ is type(optimizer).step
+
+
+class Kept(Protocol):
+    """Something that forward or backward writes."""
+
+    def keep(self) -> None:
+        """Copy it; call after the update, before the next forward."""
+
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set it to what was kept. Does not wait."""
+
+
+class Shadows:
+    """All that forward and backward write besides gradients, as one."""
+
+    def __init__(self, *parts: Kept) -> None:
+        self._parts = parts
+
+    def keep(self) -> None:
+        """Copy all; call after the update, before the next forward."""
+        for part in self._parts:
+            part.keep()
+
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set all to what was kept. Does not wait."""
+        for part in self._parts:
+            part.put_back(bad)
+
+    @property
+    def buffers(self) -> Kept:
+        """The part that keeps the model's buffers."""
+        return self._parts[0]
+
+
+class AfterLoad:
+    """Keeps what a ``load_state_dict`` of the model brings: a skip must not undo it."""
+
+    def __init__(self, model: nn.Module, shadow: Kept) -> None:
+        self._shadow = shadow
+        self._handle = unwrap(model)[0].register_load_state_dict_post_hook(self)
+
+    def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
+        """Keep all; called when the whole model was loaded."""
+        self._shadow.keep()
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle with the model as what does nothing, and needs no Vitals to be read."""
+        return partial, (operator.setitem, {})
+
+    def release(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+
+class BufferShadow:
+    """Keeps the model's buffers as they were before forward; a bad step gets them back.
+
+    Floating buffers and scalar counters, all of them each time: batch norm's kernel writes its
+    running statistics without raising their version counter, so change cannot be seen cheaply.
+    Other integers are mostly constants (positions, masks): they are copied only where their version
+    says that they were written. All are looked up by their place in the module, since a forward may
+    put a new tensor there.
+
+    What the loop itself writes into a buffer between two steps is undone by a skip too: from here
+    it cannot be told from what forward writes (but for a load: ``AfterLoad``). A sparse or nested
+    buffer is left as it is: a graph's adjacency, which no forward writes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._seen: list[tuple[Tensor | None, int]] = []
+        self._live: dict[int, Tensor] = {}
+        self._constant: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._kept_of: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self.keep()
+
+    def _look(self) -> dict[int, Tensor]:
+        """Return the buffers by place, each as its true elements; looked at anew where one moved.
+
+        A buffer moved if its place holds another tensor, or that tensor another memory.
+        """
+        each_now = [buffers.get(name) for buffers, name in self._places]
+        dense = [b if b is not None and is_dense(b) else None for b in each_now]
+        seen = [(b, 0 if b is None else b.data_ptr()) for b in dense]
+        if len(seen) != len(self._seen) or any(
+            now[0] is not before[0] or now[1] != before[1]
+            for now, before in zip(seen, self._seen, strict=True)
+        ):
+            each = {i: true_elements(b) for i, b in enumerate(dense) if b is not None and b.numel()}
+            self._seen, self._live = seen, each
+            self._constant = {i: b for i, b in each.items() if _tells_writes(dense[i], b)}
+        return self._live
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the buffers; call after the update, before the next forward."""
+        live = self._look()
+        if live is not self._kept_of and not self._fits(live):
+            self._kept = {i: buffer.clone() for i, buffer in live.items()}
+        elif written := self._written(live):
+            torch._foreach_copy_([self._kept[i] for i in written], list(written.values()))
+        self._kept_of = live
+        self._versions = {i: buffer._version for i, buffer in self._constant.items()}
+
+    def _fits(self, live: dict[int, Tensor]) -> bool:
+        kept = self._kept
+        return live.keys() == kept.keys() and all(_alike(kept[i], live[i]) for i in live)
+
+    def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return the buffers that may differ from what is kept."""
+        if live is not self._kept_of:
+            return live
+        versions = self._versions
+        return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
+
+    @torch.no_grad()
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set every buffer to what was kept. Does not wait.
+
+        A buffer that forward gave another shape or type has nothing to go back to, and is left.
+        """
+        live = self._look()
+        for i, buffer in self._written(live).items():
+            kept = self._kept.get(i)
+            if kept is not None and (live is self._kept_of or _alike(kept, buffer)):
+                buffer.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
+
+
+def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
+    """Whether the version counter shows each write: integers that are no scalar counter.
+
+    A DTensor's local part is written below the place where versions are counted.
+    """
+    numbers = elements.is_floating_point() or elements.is_complex() or not elements.dim()
+    return not (numbers or elements.is_inference() or hasattr(buffer, "to_local"))
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+
+
+class OptimizerGuard:
+    """One optimizer under the verdict.
+
+    Step hooks that the loop registered on it run in every step that reaches ``step()``: a step that
+    is skipped on the device does.
+    """
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        self.optimizer = optimizer
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._flags: dict[str, Tensor] = {}
+        self._look_again(optimizer)
+        self._hook = None
+        if type(optimizer) in _HONOURS_FOUND_INF:  # a wrapper may have none of an optimizer's hooks
+            self._hook = optimizer.register_load_state_dict_post_hook(self._look_again)
+
+    def _look_again(self, optimizer: Optimizer) -> None:
+        """A loaded state brings its own choice of ``fused``, and may have no momentum."""
+        self.on_device = takes_found_inf(optimizer)
+        if self.on_device:
+            _create_momentum(optimizer)
+
+    def release(self) -> None:
+        """Leave the optimizer as it was found."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def apply(
+        self,
+        bad: Tensor,
+        *,
+        skip_on_host: bool | None,
+        lr_factor: float,
+        divisor: Tensor | None = None,
+    ) -> None:
+        """Step the optimizer unless the verdict is bad.
+
+        Args:
+            bad: 0.0 or 1.0 on the device.
+            skip_on_host: the same verdict already read, where an optimizer needs the host; None
+                leaves it on the device.
+            lr_factor: multiplies every group's rate around this step alone.
+            divisor: what the gradients are to be divided by; only where the verdict is taken on the
+                device, and so for every optimizer or none.
+        """
+        if skip_on_host:
+            self._mark_stepped()
+            return
+        with scaled_rates(self.optimizer, lr_factor):
+            if self.on_device and skip_on_host is None:
+                self._step_with_flag(bad, divisor)
+            else:
+                self.optimizer.step()
+        self._mark_stepped()
+
+    def _step_with_flag(self, bad: Tensor, divisor: Tensor | None) -> None:
+        """Step through the attributes that a gradient scaler would set.
+
+        The flag must be exactly 0.0 or 1.0, and both float32 without a dimension.
+        """
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = self._persistent("found_inf", bad)
+        if divisor is not None:
+            optimizer.grad_scale = self._persistent("grad_scale", divisor)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf
+            if divisor is not None:
+                del optimizer.grad_scale
+
+    def _persistent(self, name: str, value: Tensor) -> Tensor:
+        """Return the value in a buffer that stays, so that a compiled step sees one tensor."""
+        buffer = self._flags.get(name)
+        if buffer is None or buffer.device != value.device:
+            buffer = torch.zeros((), dtype=torch.float32, device=value.device)
+            self._flags[name] = buffer
+        return buffer.copy_(value)
+
+    def _mark_stepped(self) -> None:
+        """Tell the scheduler and the scaler that this step was attempted, as both expect."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._scaler is not None:
+            from torch.amp.grad_scaler import OptState
+
+            self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.STEPPED
+
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply ``group['lr']`` and put the very object back: schedulers never see it."""
+    if factor == 1.0:
+        yield
+        return
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _create_momentum(optimizer: Optimizer) -> None:
+    """Give fused SGD its momentum buffers: skipped on its first step it keeps uninitialised ones.
+
+    A buffer of zeros makes the first step equal to SGD's own first step only without dampening;
+    with it ``takes_found_inf`` says no.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(param)
+
+
+def update_scaler(
+    scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
+) -> None:
+    """Let the scale follow the overflow that the ranks agreed on; does not wait."""
+    agree_on_overflow(scaler, optimizers, overflow)
+    if scaler is not None:
+        scaler.update()
+
+
+def agree_on_overflow(
+    scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
+) -> None:
+    """Put the ranks' word into the scaler's flags.
+
+    Where one rank's shard alone overflowed, the ranks' scales would part.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return
+    states = [scaler._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+    flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+    for flag in flags:
+        flag.copy_(overflow)
+    if not flags:  # no gradient on this rank
+        states[0]["found_inf_per_device"][overflow.device] = overflow.to(torch.float32)
+
+
+def is_stepped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether the scaler has seen this optimizer's step since its last update."""
+    from torch.amp.grad_scaler import OptState
+
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    """Unscale the gradients, unless the loop has done so in this step."""
+    from torch.amp.grad_scaler import OptState
+
+    for optimizer in optimizers:
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            scaler.unscale_(optimizer)
+
+
+def overflow_flag(
+    scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], device: torch.device
+) -> Tensor | None:
+    """Unscale the gradients once and return whether any overflowed, on the device."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    unscale(scaler, optimizers)
+    states = [scaler._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+    flags = [f.to(device) for state in states for f in state["found_inf_per_device"].values()]
+    if not flags:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return (torch.stack([f.reshape(()) for f in flags]).sum() > 0).to(torch.float64)

@@ -1,0 +1,212 @@
+"""What cannot be guarded is refused in words: at set-up where it shows there, else at the step.
+
+Not to be seen from outside: an optimizer that asks for a closure only once it is called, and a
+gradient hook that reaches its optimizer through a function of somebody else's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_hooks.guard.hook_memory import comm_hooks, hook_states
+from trainer_hooks.recovery.state import Stateful
+from trainvitals.errors import UsageError
+
+
+def refuse_unguardable(
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    state: Mapping[str, Any],
+) -> None:
+    """Refuse what would escape the guard.
+
+    Raises:
+        UsageError: an optimizer needs a closure or steps within backward, a scheduler needs a
+            metric, or something registered cannot be put back.
+    """
+    for optimizer in optimizers:
+        _refuse_optimizer(optimizer)
+    _refuse_schedulers(schedulers)
+    _refuse_in_backward(model, optimizers)
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state is a {type(state).__name__}; it must be a mapping",
+            hint="give each object a name: state={'ema': average}",
+        )
+    for name, value in state.items():
+        if not isinstance(value, Stateful) and not any(
+            value is hook_state for hook_state in hook_states(model)
+        ):
+            raise UsageError(
+                f"state[{name!r}] is a {type(value).__name__}, which has no state_dict() and "
+                "load_state_dict()",
+                hint="register objects that have both, or the state of a communication hook on the "
+                "module given to watch()",
+            )
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"optimizers holds a {name}; each must be a torch.optim.Optimizer",
+            hint="give the optimizer that it wraps, or derive the wrapper from "
+            "torch.optim.Optimizer: then its step() alone is called",
+        )
+    # The class's step: a scheduler's wrapper in the instance shows `self` as one argument more.
+    needed = [
+        parameter.name
+        for parameter in [*inspect.signature(type(optimizer).step).parameters.values()][1:]
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise UsageError(
+            f"{name}.step() needs {', '.join(needed)}: a closure runs backward anew where no rank "
+            "can agree on what came out",
+            hint="use an optimizer whose step() takes no closure",
+        )
+
+
+def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
+    for scheduler in schedulers:
+        if not callable(getattr(scheduler, "step", None)):
+            raise UsageError(
+                f"schedulers holds a {type(scheduler).__name__}, which has no step()",
+                hint="watch(model, optimizer, scheduler), or a list where there are several",
+            )
+    if any(isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers):
+        raise UsageError(
+            "ReduceLROnPlateau needs a metric, and is not stepped at every update",
+            hint="leave it out of watch(), step it yourself after each evaluation, and name it in "
+            "watch(state={'plateau': scheduler}) so that a rollback brings it back",
+        )
+
+
+# ------------------------------------------------------------------ optimizers within backward
+
+
+def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    for what in _steppers_in_backward(model, optimizers):
+        raise UsageError(
+            f"{what} steps an optimizer within backward: the update is made before any rank knows "
+            "whether the step is sound",
+            hint="take the optimizer out of backward (one optimizer over all parameters, stepped "
+            "by monitor.step()), or train this run with watch(..., mode='off')",
+        )
+
+
+def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    for optimizer in optimizers:
+        if getattr(optimizer, "_overlap_with_ddp", False):
+            yield f"{type(optimizer).__name__}(overlap_with_ddp=True)"
+    if any(steps_an_optimizer(hook) for hook, _ in comm_hooks(model)):
+        yield "a DDP communication hook"
+    own = {id(p): f"parameter {n!r}" for n, p in model.named_parameters()}
+    held = (p for o in optimizers for group in o.param_groups for p in group["params"])
+    for param in (*model.parameters(), *held):
+        name = own.get(id(param), "a parameter")
+        if getattr(param, "_in_backward_optimizers", None):
+            yield f"_apply_optimizer_in_backward on {name}"
+        hooks: Mapping[int, Callable[..., Any]] = (
+            getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        )
+        for hook in hooks.values():
+            if steps_an_optimizer(hook):
+                yield f"the post-accumulate-grad hook of {name}"
+
+
+def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook names ``step`` and holds an optimizer: in its closure, globals or self.
+
+    Hooks that only look at gradients, or at an optimizer's rate, are let in.
+    """
+    held: list[object] = []
+    while isinstance(hook, functools.partial):
+        held += [*hook.args, *hook.keywords.values()]
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    if not inspect.isroutine(hook):
+        owner, hook = hook, type(hook).__call__
+    if owner is not None:
+        held += [owner, *getattr(owner, "__dict__", {}).values()]
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    named = _names(code)
+    held += [function.__globals__[name] for name in named if name in function.__globals__]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not filled yet: it holds nothing
+            continue
+    steps = bool({"step", "step_param"} & named)
+    return steps and any(_is_or_holds_optimizer(value) for value in held)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*(_names(nested) for nested in inner))
+
+
+def _is_or_holds_optimizer(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(isinstance(part, Optimizer) for part in value.values())
+    if isinstance(value, list | tuple):
+        return any(isinstance(part, Optimizer) for part in value)
+    # DDP's own way of fusing one with its buckets holds it in such a state.
+    return isinstance(value, Optimizer) or type(value).__name__ == "_OptimizerHookState"
+
+
+# ------------------------------------------------------------------------------- at the step
+
+
+def joinables(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
+    """Return what can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
+    everything = (*model.modules(), *optimizers)
+    return tuple(candidate for candidate in everything if hasattr(candidate, "_join_config"))
+
+
+def refuse_max_norm(max_norm: object) -> None:
+    """Refuse a norm that gradients cannot be clipped to: by NaN or 0 the clip itself ruins them.
+
+    Raises:
+        UsageError: it is no number above 0.
+    """
+    if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):
+        raise UsageError(
+            f"max_norm is {max_norm!r}; it must be a number above 0",
+            hint="leave it out where nothing is to be clipped; inf measures and never clips",
+        )
+
+
+def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
+    """Refuse, before the ranks' exchange, what only shows once the loop runs.
+
+    Raises:
+        UsageError: the loss is a closure, or the loop runs within ``Join``.
+    """
+    if not isinstance(loss, Tensor) and callable(loss):
+        raise UsageError(
+            f"monitor.step() was given {loss!r} as the loss; it takes no closure",
+            hint="run forward and backward first: loss.backward(); monitor.step(loss)",
+        )
+    if any(joinable._join_config.enable for joinable in joinables):
+        raise UsageError(
+            "the loop runs within Join (DDP.join), where ranks may run out of data one by one: the "
+            "others would wait for their part of the verdict for ever",
+            hint="give all ranks the same number of batches (DistributedSampler does, or "
+            "drop_last=True), and leave Join out",
+        )

@@ -1,0 +1,215 @@
+"""How the steps of a loop that keeps its own ``optimizer.step()`` come to us.
+
+``step`` of each optimizer, and of the gradient scaler, is replaced on the object itself and put
+back at the end. A step hook alone would not do: it cannot keep an update back, and what it sets is
+dropped by a compiled step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.optimizers import is_stepped
+from trainer_hooks.lifecycle.loop import not_compiled
+from trainvitals.errors import UsageError
+
+Guarded = Callable[[int, bool], None]
+"""Called with the optimizer's index, and whether its step begins a round of all optimizers."""
+
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""A scheduler's mark on ``step``: without it, it warns that its count of steps was lost."""
+
+
+class Route:
+    """Stands in for ``step`` until it is closed; what ``guarded`` calls goes to the real one.
+
+    A round ends where an optimizer is stepped a second time.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        guarded: Guarded,
+        faults: FaultCounter,
+    ) -> None:
+        self._guarded = guarded
+        self._faults = faults
+        self.runs_closures = False
+        """Whether a closure is called, once and before the step, in place of being refused."""
+        self._round: set[int] = set()
+        self._inside = self._closed = False
+        self._undo: list[Callable[[], None]] = []
+        for index, optimizer in enumerate(optimizers):
+            self._stand_in(index, optimizer)
+            if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may have none
+                hook = optimizer.register_step_pre_hook(not_compiled(self._seen))
+                self._undo.append(hook.remove)
+        if scaler is not None and scaler.is_enabled():
+            self._stand_in_for_scaler(scaler, optimizers)
+
+    def close(self) -> None:
+        """Put every ``step`` back; where somebody has wrapped ours since, it only passes on."""
+        self._closed = True
+        for undo in self._undo:
+            undo()
+
+    def _stand_in(self, index: int, optimizer: Optimizer) -> None:
+        real = optimizer.step
+
+        @not_compiled
+        def route(*args: Any, **kwargs: Any) -> Any:
+            scaled = getattr(optimizer, "found_inf", None) is not None
+            if self._inside or self._closed or scaled or _fills_state(optimizer, kwargs):
+                return real(*args, **kwargs)
+            return self._call(index, args, kwargs)
+
+        # Not the marks: by that of a compiled step, a compiler would look through ours.
+        @functools.wraps(getattr(real, "__func__", real), updated=())
+        def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return route(*args, **kwargs)
+
+        step.stands_in_for = vars(optimizer).get("step")  # type: ignore[attr-defined]
+        if hasattr(real, _SCHEDULED):
+            setattr(step, _SCHEDULED, True)
+        self._replace(optimizer, MethodType(step, optimizer))
+
+    def _stand_in_for_scaler(
+        self, scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Route ``scaler.step`` past its own verdict: a step that it keeps back is seen as well.
+
+        So all ranks enter the exchange, and an overflow on one is an overflow on all.
+        """
+        real, position = scaler.step, {id(optimizer): i for i, optimizer in enumerate(optimizers)}
+
+        @not_compiled
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            index = position.get(id(optimizer))
+            ours = not (self._inside or self._closed or is_stepped(scaler, optimizer))
+            if ours and index is not None:
+                return self._call(index, args, kwargs)
+            return real(optimizer, *args, **kwargs)
+
+        self._replace(scaler, step)
+
+    def _replace(self, owner: Any, ours: Callable[..., Any]) -> None:
+        before = vars(owner).get("step")
+
+        def put_back() -> None:
+            if vars(owner).get("step") is ours:
+                vars(owner).pop("step")
+                if before is not None:
+                    owner.step = before
+
+        owner.step = ours
+        self._undo.append(put_back)
+
+    def _call(self, index: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        if self.runs_closures and len(given) == 1 and callable(given[0]):
+            with torch.enable_grad():
+                result = given[0]()
+            self._call(index, (), {})
+            return result
+        if given:
+            raise UsageError(
+                "optimizer.step() was given a closure or other arguments, which attach() does not "
+                "pass on",
+                hint="run forward and backward before optimizer.step(), and call it without them",
+            )
+        begins = not self._round or index in self._round
+        self._round = {index} if begins else self._round | {index}
+        self._inside = True
+        try:
+            self._guarded(index, begins)
+        finally:
+            self._inside = False
+        return None
+
+    def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Look at every step the optimizer makes: one that did not come by us is not guarded.
+
+        Raises:
+            UsageError: none has come by us yet. Later it is counted, and training goes on.
+        """
+        if self._inside or self._closed or _fills_state(optimizer, kwargs):
+            return
+        name = type(optimizer).__name__
+        error = UsageError(
+            f"{name}.step was taken from the optimizer before attach(), so it is not guarded",
+            hint="call attach() first and torch.compile(optimizer.step) after it; or to keep the "
+            "step itself compiled, optimizer.step = torch.compile(optimizer.step) and then "
+            "attach()",
+        )
+        if getattr(optimizer, "found_inf", None) is not None:
+            error = UsageError(
+                f"{name} is stepped by a gradient scaler that attach() does not know",
+                hint="attach(model, optimizer, scaler=scaler)",
+            )
+        if not self._round:
+            raise error
+        with self._faults.fail_open("unguarded_step"):
+            raise error
+
+
+class OwnSteps:
+    """Tells the steps made within it from those that a watched loop makes beside, unguarded."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], faults: FaultCounter) -> None:
+        self._faults = faults
+        self._inside = self._any = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._seen)
+            for optimizer in optimizers
+            if hasattr(optimizer, "_optimizer_step_pre_hooks")  # a wrapper may have none
+        ]
+
+    def __enter__(self) -> None:
+        """Begin the steps that are guarded."""
+        self._inside = self._any = True
+
+    def __exit__(self, *_error: object) -> None:
+        """End them."""
+        self._inside = False
+
+    def close(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Look at a step; it is traced with a compiled one, so what is usual comes first.
+
+        Raises:
+            UsageError: the loop steps by itself, and no guarded step was made. Later it is counted.
+        """
+        if self._inside or _fills_state(optimizer, kwargs):
+            return
+        error = UsageError(
+            f"{type(optimizer).__name__}.step() was called beside monitor.step(), so it is not "
+            "guarded",
+            hint="monitor.step() replaces optimizer.step(): take it out of the loop, or keep it "
+            "and use trainer_hooks.attach() in place of watch()",
+        )
+        if not self._any:
+            raise error
+        with self._faults.fail_open("unguarded_step"):
+            raise error
+
+
+def _fills_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this is no step of the loop, but ``torch.distributed.checkpoint``'s.
+
+    It makes an optimizer's state by a step of rate 0 over zeros, called in just this way.
+    """
+    if kwargs != {"closure": None} or optimizer.state:
+        return False
+    return all(float(group.get("lr", 0.0)) == 0.0 for group in optimizer.param_groups)

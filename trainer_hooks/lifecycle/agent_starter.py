@@ -1,0 +1,201 @@
+"""Starts the node's agent as a child of its first rank, and again where it is killed.
+
+A fresh process, never a fork. Nothing here waits for it: between two steps the rank asks whether
+it is still there, no more than once a second.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.lifecycle.run_paths import Place
+from trainer_hooks.step.emit import Emitter
+from trainvitals.records import Note
+
+_LOG = logging.getLogger("trainvitals")
+_NEEDED = ("vitals_agent", "psutil", "prometheus_client", "httpx")
+
+LOOK_EVERY_NS = 1_000_000_000
+"""Time between two looks at the child; each is one system call."""
+WAITS_NS = (0, 10_000_000_000, 60_000_000_000, 600_000_000_000)
+"""What is waited before each start in a row; the last one before every further start. So there are
+at most three in ten minutes: where memory is short, one more program does not help."""
+LIVED_NS = 600_000_000_000
+"""An agent that lived this long has not failed with those before it."""
+_TOLD_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes in good order; of a signal only where it came before the agent could take it."""
+
+
+def missing_packages() -> list[str]:
+    """Return the packages without which there is no agent, only the journal."""
+    return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+
+
+class Starter:
+    """Starts the agent of this run and node, as often as it is called.
+
+    The agent is told where the ranks' journals are and what the node is called, and never finds
+    another answer than they did. It gets a session of its own, so that a Ctrl-C meant for the
+    training leaves it to drain; it ends by itself once the ranks are gone, and at once where
+    another agent serves the folder. Its output goes to ``agent.log`` in its folder: one file for
+    all nodes would be torn, as no network file system appends for two machines. That stays open: a
+    disk that hangs must not keep a later start, and with it a step.
+    """
+
+    def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
+        assert place.folder is not None, "without journals there is nothing to ship"
+        variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
+        self._environ = {**environ, **variables}
+        self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._log = os.open(place.run_dir.agent_dir(place.node) / "agent.log", flags, 0o600)
+
+    def __call__(self) -> int:
+        """Start it and return its pid."""
+        return os.posix_spawn(
+            sys.executable,
+            [
+                *(sys.executable, "-m", "vitals_agent"),
+                *("--dir", self.directory, "--run", self._run_id, "--child"),
+            ],
+            self._environ,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, self._log, 1),
+                (os.POSIX_SPAWN_DUP2, self._log, 2),
+            ],
+            setsid=True,
+        )
+
+    def close(self) -> None:
+        """Start none any more; one that runs goes on."""
+        os.close(self._log)
+
+
+def wait_before(losses: int) -> int:
+    """Return the nanoseconds until the next start, after so many agents lost in a row."""
+    return WAITS_NS[min(losses, len(WAITS_NS)) - 1]
+
+
+class NodeAgent:
+    """The agent that this process started, and starts again where it was killed or failed.
+
+    Args:
+        start: starts it, and is closed with this.
+        emitter: takes what is said of it.
+        faults: counts what fails here.
+        now_ns: monotonic.
+    """
+
+    def __init__(
+        self,
+        start: Starter,
+        *,
+        emitter: Emitter,
+        faults: FaultCounter,
+        now_ns: int,
+    ) -> None:
+        self._start, self._emitter, self._faults = start, emitter, faults
+        self._owner = os.getpid()
+        self._losses, self._why = 0, ""
+        self._started_ns = self._next_look_ns = now_ns
+        self._told_to_stop = False
+        self.pid: int | None = start()
+        """None while there is no child."""
+
+    def look(self, now_ns: int, *, step: int, attempt: int) -> None:
+        """Start the agent again where it is gone and its time has come. Fails open, never waits.
+
+        Args:
+            now_ns: monotonic.
+            step: at which it is said.
+            attempt: likewise.
+        """
+        if now_ns < self._next_look_ns:
+            return
+        self._next_look_ns = now_ns + LOOK_EVERY_NS
+        with self._faults.fail_open("agent.look"):
+            self._look(now_ns, step, attempt)
+
+    def close(self, now_ns: int, *, step: int, attempt: int) -> None:
+        """Look a last time: without an agent the last rows would stay where they are."""
+        with self._faults.fail_open("agent.look"):
+            self._look(now_ns, step, attempt, last=True)
+            self._start.close()
+
+    def _look(self, now_ns: int, step: int, attempt: int, *, last: bool = False) -> None:
+        # A forked child has no children of ours, and must not start any.
+        if self._told_to_stop or os.getpid() != self._owner:
+            return
+        if self.pid is not None:
+            gone, exit_code = _ended(self.pid)
+            if not gone:
+                return
+            why = f"the node's agent (pid {self.pid}) {_how(exit_code)}"
+            self.pid = None
+            self._told_to_stop = exit_code in _TOLD_TO_STOP
+            if self._told_to_stop:
+                return
+            self._lost(why, now_ns, step, attempt)
+            if now_ns < self._next_look_ns and not last:
+                return
+        self._start_again(now_ns, step, attempt)
+
+    def _lost(self, why: str, now_ns: int, step: int, attempt: int) -> None:
+        """Take in that there is none, and when the next is started."""
+        self._losses = 1 if now_ns - self._started_ns >= LIVED_NS else self._losses + 1
+        self._why = why
+        self._next_look_ns = now_ns + wait_before(self._losses)
+        if self._losses == len(WAITS_NS):
+            minutes = WAITS_NS[-1] // 60_000_000_000
+            text = (
+                f"{why}, the {self._losses}th in a row: unless another one serves this folder, "
+                "nothing of this node's ranks is kept or shipped, and old rows are overwritten, "
+                f"until it is tried again in {minutes} minutes. Its agent.log may say why; "
+                f"`vitals agent --dir {self._start.directory}` starts one by hand"
+            )
+            self._say("agent_gone", text, step, attempt)
+
+    def _start_again(self, now_ns: int, step: int, attempt: int) -> None:
+        self._started_ns = now_ns
+        try:
+            self.pid = self._start()
+        except OSError as error:
+            self._faults.count("agent.start", error)
+            self._lost(f"the node's agent cannot be started: {error}", now_ns, step, attempt)
+            return
+        self._next_look_ns = now_ns + LOOK_EVERY_NS
+        text = f"{self._why}; it was started again as pid {self.pid}"
+        self._say("agent_restarted", text, step, attempt)
+
+    def _say(self, code: str, text: str, step: int, attempt: int) -> None:
+        """Say it among the run's events, and in the log until that was told all there is."""
+        if self._losses <= len(WAITS_NS):
+            _LOG.warning("vitals: %s", text)
+        note = Note(code=code, text=text, severity="warning")
+        self._emitter.event(note, step=step, attempt=attempt)
+
+
+def _ended(pid: int) -> tuple[bool, int | None]:
+    """Return whether our child is gone, and its exit code where it is known."""
+    try:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # SIGCHLD is ignored, or somebody waits for any child
+        return True, None
+    return ended_pid != 0, os.waitstatus_to_exitcode(status) if ended_pid else None
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "is gone; how it ended was told to another part of this process"
+    if exit_code == -signal.SIGKILL:
+        return "was killed by SIGKILL, as the kernel does where memory runs out"
+    if exit_code < 0:
+        return f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
+    return f"ended with exit code {exit_code}"

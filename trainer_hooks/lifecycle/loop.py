@@ -1,0 +1,269 @@
+"""A guarded loop's life: who it is, what it may say beside its steps, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from inspect import signature
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
+from trainer_hooks.lifecycle.shutdown import EndState, Goodbye, closed, opened
+from trainer_hooks.recovery.snapshots import Meta
+from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.device import Device
+from trainer_hooks.step.phases import StepPhases
+from trainer_hooks.step.signals import HostMeasurements
+from trainvitals.errors import TrainingHalted, UsageError
+from trainvitals.records import AttemptStarted, ChangeExpected
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Keep a function out of graphs: it reads clocks and talks to other ranks.
+
+    A graph that must be whole cannot hold it; the reason is what torch then prints.
+    """
+    reason = (
+        "monitor.step() talks to other ranks and reads clocks, so it stays outside of graphs: "
+        "compile the model or forward and backward, and leave the step out of fullgraph=True"
+    )
+    disable: Any = torch.compiler.disable
+    keywords = {"reason": reason} if "reason" in signature(disable).parameters else {}
+    return cast(Function, disable(function, **keywords))
+
+
+class Loop:
+    """What ``Monitor`` and ``Attached`` have in common; a context manager."""
+
+    def __init__(
+        self,
+        device: Device,
+        controller: StepController,
+        *,
+        tokens_per_step: int | None,
+        first_step: int = 0,
+    ) -> None:
+        self._device = device
+        self._controller = controller
+        self._parts = StepPhases(device, controller, tokens_per_step=tokens_per_step)
+        self._first_step = self._step = first_step
+        device.sampler.begin(first_step)
+        self._closed = False
+        self.left_open: tuple[EndState, str] = ("finished", "")
+        self.goodbye = Goodbye(controller)
+        opened(self)
+
+    def __del__(self) -> None:
+        """End a loop whose monitor was dropped; a halt found now has its marker."""
+        if not getattr(self, "_closed", True):
+            with suppress(TrainingHalted):
+                self.end(*self.left_open)
+
+    def __reduce__(self) -> Any:
+        name = type(self).__name__
+        raise UsageError(f"{name}: it belongs to one process and cannot be pickled")
+
+    @property
+    def step_index(self) -> int:
+        """Index of the next update; counts skipped ones, is set back by a rollback."""
+        return self._step
+
+    @property
+    def run_id(self) -> str:
+        """The run's ULID, equal on all ranks."""
+        return self._controller.run_dir.run_id
+
+    @property
+    def attempt(self) -> int:
+        """Id of the present branch of the run."""
+        return self._controller.attempt
+
+    @property
+    def swallowed_errors(self) -> dict[str, int]:
+        """Errors of ours that were kept from the loop, by place."""
+        return dict(self._controller.faults.counts)
+
+    # --------------------------------------------------------------------- beside the steps
+
+    def observe(self, **values: float) -> None:
+        """Record scalars of your own at ``step_index``.
+
+        Before the step's update that is the step itself; after it, the next one.
+        """
+        self._controller.emitter.scalars(values, step=self._step, attempt=self.attempt)
+
+    def evaluate(self, **values: float) -> None:
+        """Record validation metrics at the present step, as ``eval/NAME``.
+
+        A name that is or ends in ``loss`` is evidence about the state as well: one that more than
+        doubles from one call to the next, with outliers between them, on data that stays the same.
+
+        Call between two steps, and with early stopping on all ranks, each time at the same step:
+        the value of rank 0 counts, and each rank copies its part of the state. So call it behind
+        ``with ema.swap():``, not within.
+        """
+        self.observe(**{f"eval/{name}": value for name, value in values.items()})
+        with self._controller.faults.fail_open("evaluate"):
+            if self._controller.is_rank0:
+                self._controller.loss_evaluations.given(values)
+            self._controller.evaluations.evaluated(
+                values, step=self._step, attempt=self.attempt, meta=self._evaluated
+            )
+
+    def _evaluated(self) -> Meta:
+        """Return what is kept beside the state that was evaluated, which must be the training's."""
+        if self._device.averages.is_swapped:
+            raise UsageError(
+                "the model held its averages in the call: end `with ema.swap():` before evaluate()"
+            )
+        return self._meta()
+
+    def _meta(self) -> Meta:
+        """Return what a snapshot keeps beside tensors."""
+        return self._controller.snapshot_meta(None)
+
+    def expect(self, reason: str, *, steps: int = 200) -> None:
+        """Announce a planned change: from the next step the finite rules take a new baseline.
+
+        Rank 0's word counts, and reaches all ranks with the step's numbers.
+        """
+        if self._controller.is_rank0:
+            self._controller.expecting = max(1, steps)
+            event = ChangeExpected(reason=reason, steps=steps)
+            self._controller.emitter.event(event, step=self._step, attempt=self.attempt)
+
+    @contextmanager
+    def count_flops(self) -> Iterator[None]:
+        """Count the FLOPs of the forward and backward within; utilization is of them from then on.
+
+        Put it around all of one step's forwards and backwards, once; a counted step is a slow one.
+        What activation checkpointing computes again is counted again.
+        """
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self._parts.counted(counter.get_total_flops())
+
+    def _add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
+        with self._controller.faults.fail_open("micro"):
+            self._parts.add_loss(loss, weight)
+
+    # ----------------------------------------------------------------------------- its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what protects a resumed run from its first step, as plain numbers and words.
+
+        It is the same on all ranks; keep it with the loop's own checkpoint. It knows what the host
+        does: with fused optimizers all but the newest step. What the ladder has spent is not in it:
+        no restore gives a budget back.
+        """
+        return loop_state(self._controller, self._step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the loop that gave ``state``: its step, its limits, its tokens.
+
+        Call on all ranks, after the model and the optimizers were loaded and before the first step.
+        The run's curve goes on as a branch from that step. An empty state changes nothing.
+
+        Raises:
+            FormatError: this is no state of a loop, or of a newer Vitals.
+            UsageError: the loop has made steps, or resumed from a checkpoint of its own.
+        """
+        controller = self._controller
+        if self._step:
+            raise UsageError(
+                f"load_state_dict() was called at step {self._step}",
+                hint="call it before the first step; a run that resumed from a checkpoint of its "
+                "own has its limits from there",
+            )
+        kept = read_loop_state(state, controller.judge.config)
+        if kept is None:
+            return
+        attempt = AttemptStarted(
+            id=self.attempt + 1,
+            parent=kept.attempt if kept.run_id == self.run_id else self.attempt,
+            fork_step=kept.step,
+            reason=f"resumed at step {kept.step} from the loop's own checkpoint",
+        )
+        self._first_step = self._step = controller.first_step = kept.step
+        controller.evaluations.load_state_dict(kept.stopping)
+        controller.resume(attempt, kept.detectors, kept.tokens_seen, kept.tokens_trained)
+        self._device.shadow.keep()
+        self._device.sampler.begin(self._step)
+
+    # ------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Write down what is still in flight and say goodbye. Enters no collective.
+
+        Raises:
+            TrainingHalted: the last step's numbers came back only now, and say so.
+        """
+        self.end("finished", "")
+
+    def end(self, state: EndState, reason: str) -> None:
+        """Close, and say how the loop ended. Does nothing in a forked child."""
+        if self._closed or not self.goodbye.is_ours:
+            return
+        self._closed = True
+        controller = self._controller
+        controller.probe.close()  # its forwards are collectives, and this rank may end alone
+        try:
+            self._take_in_what_is_left(patience_seconds=2.0)
+        finally:
+            if self.goodbye.unanswered:
+                state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
+                self.goodbye.save_alone()
+            with controller.faults.fail_open("close"):
+                if controller.recovery is not None:
+                    controller.recovery.close()
+            if controller.agent is not None:
+                now = controller.clock.monotonic_ns()
+                controller.agent.close(now, step=self._step, attempt=self.attempt)
+            self.goodbye.say(state, reason)
+            self._release()
+            closed(self)
+
+    def _waited_for(self) -> tuple[list[float], HostMeasurements] | None:
+        """Return the numbers of a step that cannot wait; None where there is none.
+
+        While outliers follow each other, each is judged before the next update.
+        """
+        return self._device.readback.pop() if self._controller.judge.is_suspicious else None
+
+    def _take_in_what_is_left(self, *, patience_seconds: float | None) -> None:
+        """Judge and write down the steps whose numbers are still on their way."""
+        controller, readback = self._controller, self._device.readback
+        while controller.halted is None:
+            left = readback.pop(patience_seconds=patience_seconds)
+            if left is None:
+                return
+            controller.carry_out_at_end(controller.handle(*left, now_step=self._step))
+
+    def _release(self) -> None:
+        self._device.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.end("finished", "")
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        text = f"{type(error).__name__}: {error}"[:500]
+        # What the loop raised goes on; a halt that is found only now is in its marker.
+        with suppress(TrainingHalted):
+            self.end("interrupted" if interrupted else "failed", text)

@@ -1,0 +1,106 @@
+"""What of a guarded loop goes into the loop's own checkpoint, and how it is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_hooks.step.controller import StepController
+from trainvitals.errors import ConfigError, FormatError, NewerVersionError
+from trainvitals.policy import Judge, JudgeConfig
+from trainvitals.policy.stopping import EarlyStopping, Stopper
+from trainvitals.records import StepRecord
+
+VERSION = 1
+_KEY = "trainvitals_loop"
+_MOST_STEPS = 2**53
+_DAMAGE = (ArithmeticError, AttributeError, ConfigError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """A loop's state as it was read, checked."""
+
+    run_id: str
+    attempt: int
+    step: int
+    detectors: dict[str, Any]
+    tokens_seen: int
+    tokens_trained: int
+    stopping: dict[str, Any] | None
+    """Of early stopping; None where the run had none."""
+
+
+def loop_state(controller: StepController, step: int) -> dict[str, Any]:
+    """Return the state as JSON types."""
+    return {
+        _KEY: VERSION,
+        "run_id": controller.run_dir.run_id,
+        "attempt": controller.attempt,
+        "step": step,
+        "detectors": controller.judge.detector_state(),
+        "tokens_seen": controller.tokens_seen,
+        "tokens_trained": controller.tokens_trained,
+        "stopping": controller.evaluations.state_dict(),
+    }
+
+
+def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState | None:
+    """Return the state; None where it is empty, as it is of a run that was not watched.
+
+    Raises:
+        FormatError: it is no state of a loop, or of a newer Vitals.
+    """
+    if isinstance(state, Mapping) and not state:
+        return None
+    version = state.get(_KEY) if isinstance(state, Mapping) else None
+    if not isinstance(version, int):
+        keys = ", ".join(map(repr, list(state)[:6])) if isinstance(state, Mapping) else "none"
+        raise FormatError(
+            f"load_state_dict() was given a {type(state).__name__} (keys: {keys}), which is no "
+            "state of a monitor",
+            hint="give it what monitor.state_dict() returned",
+        )
+    if version > VERSION:
+        raise NewerVersionError(
+            f"the monitor's state is of version {version}; this Vitals reads up to {VERSION}",
+            hint="install the Vitals that the checkpoint was made with, or leave the state out: "
+            "the limits then warm up anew",
+        )
+    try:
+        _try_out(Judge(config), state["detectors"])
+        if not 0 <= int(state["step"]) < _MOST_STEPS:
+            raise ValueError(f"step is {state['step']}")
+        return LoopState(
+            run_id=str(state["run_id"]),
+            attempt=int(state["attempt"]),
+            step=int(state["step"]),
+            detectors=dict(state["detectors"]),
+            tokens_seen=int(state["tokens_seen"]),
+            tokens_trained=int(state["tokens_trained"]),
+            stopping=_stopping(state.get("stopping")),
+        )
+    except _DAMAGE as error:
+        raise FormatError(
+            f"the monitor's state is damaged: {type(error).__name__}: {error}",
+            hint="leave it out: the limits then warm up anew",
+        ) from error
+
+
+def _stopping(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the state of early stopping, once one could go on from it."""
+    if state is None:
+        return None
+    settings = EarlyStopping(metric=state["metric"], mode=state["mode"])
+    Stopper(settings).load_state_dict(state)
+    return dict(state)
+
+
+def _try_out(judge: Judge, state: dict[str, Any]) -> None:
+    """Judge a step with the state: what is damaged must show here, and not in the loop."""
+    judge.rolled_back(detector_state=state, attempt=1, step=0)
+    judge.limits()
+    record = StepRecord(step=0, attempt=1, loss=1.0, loss_max=1.0, grad_norm=1.0)
+    judge.judge(record, decided_at_step=0)
+    judge.limits()

@@ -1,0 +1,204 @@
+"""Where a run's files are: made or found on rank 0, told to all ranks, opened by each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from trainer_hooks.agree import on_every_rank
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.step.inbox import Inbox
+from trainvitals.clock import Clock
+from trainvitals.errors import FormatError, StorageError, TrainingHalted, VitalsError
+from trainvitals.identity import (
+    Identity,
+    new_attempt_id,
+    new_incarnation,
+    new_run_id,
+    safe_node_id,
+)
+from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
+from trainvitals.io.mailbox import Mailbox
+from trainvitals.io.node import Spot, name_nodes, spot_of
+from trainvitals.io.private import private_bases
+from trainvitals.io.relaunch import earlier_run, remember_run
+from trainvitals.io.rundir import RunDir
+from trainvitals.policy import JudgeConfig, load_judge_config
+from trainvitals.policy.plan import Plan, read_plan
+
+_runs = itertools.count()
+"""Numbers the runs that this process opens: a restart opens them in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run's files are; the same on all ranks but for the node's own base."""
+
+    run_dir: RunDir
+    folder: Path | None
+    """Journals and mailbox of the run on this node; None where no folder for them can be used."""
+    attempt: int
+    node: str
+    is_first: bool
+    """Whether this rank starts the node's agent."""
+    plan: Plan
+    """What earlier starts of the run have spent, begun and passed over, as rank 0 read it."""
+    judge: JudgeConfig
+    """Settings of the detectors and the ladder, as rank 0 read them."""
+
+
+def open_run(
+    ranks: Ranks,
+    environ: Mapping[str, str],
+    directory: str | Path | None,
+    clock: Clock,
+    faults: FaultCounter,
+) -> Place:
+    """Make or find the run on rank 0 and tell all ranks; an error is raised on every rank."""
+    at_root = on_every_rank(
+        ranks, lambda: _open_on_root(environ, directory, clock) if ranks.rank == 0 else None
+    )[0]
+    assert at_root is not None
+    run_id, path, attempt, plan, judge = at_root
+    folders: list[Path | None] = []
+
+    def here() -> Spot:
+        folders.append(_folder_here(environ, run_id, Path(path), faults))
+        host = safe_node_id(environ.get("VITALS_NODE") or socket.gethostname())
+        return spot_of(host, folders[0])
+
+    nodes = name_nodes(on_every_rank(ranks, here))
+    node = nodes[ranks.rank]
+    is_first = ranks.rank == nodes.index(node)
+    return Place(RunDir(Path(path)), folders[0], attempt, node, is_first, plan, judge)
+
+
+def _folder_here(
+    environ: Mapping[str, str], run_id: str, run_dir: Path, faults: FaultCounter
+) -> Path | None:
+    """Make the run's folder where journals may lie; None, counted, where there is no such place.
+
+    Raises:
+        VitalsError: the place that ``VITALS_SHM`` names cannot be used.
+    """
+    refused: list[VitalsError] = []
+    for base in private_bases(environ, refused):
+        try:
+            folder = announce_run(base, run_id, run_dir)
+        except VitalsError as error:
+            refused.append(error)
+            continue
+        for why in refused:
+            faults.count(f"journal.folder, {base} is used instead", why)
+        return folder
+    if environ.get("VITALS_SHM"):
+        raise refused[0]
+    for why in refused:
+        faults.count("journal.folder", why)
+    return None
+
+
+def _open_on_root(
+    environ: Mapping[str, str], directory: str | Path | None, clock: Clock
+) -> tuple[str, str, int, Plan, JudgeConfig]:
+    judge = load_judge_config(environ)
+    base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
+    nth = next(_runs)
+    run_id = environ.get("VITALS_RUN_ID") or earlier_run(base, environ, nth=nth)
+    run_id = run_id or new_run_id(clock.time_ns())
+    run_dir = RunDir.create(base, run_id)
+    marker = run_dir.halted()
+    if marker is not None:
+        raise TrainingHalted(
+            f"run {run_id} was stopped at step {marker.step}: {marker.reason}",
+            hint=f"after looking into it, `vitals resume {run_dir.path}` allows a new start",
+        )
+    try:
+        run_dir.command_key(create=True)
+        remember_run(base, environ, run_id, nth=nth)
+    except OSError as error:
+        raise StorageError(
+            f"{run_dir.path}: the run's own files cannot be written: {error.strerror}",
+            hint="set VITALS_DIR to a folder that can be written",
+        ) from error
+    plan = _plan(run_dir)
+    # A clock may have gone back since; a relaunch is newer than what it follows all the same.
+    attempt = max(new_attempt_id(clock.time_ns()), plan.newest_attempt + 1)
+    return run_id, str(run_dir.path), attempt, plan, judge
+
+
+def _plan(run_dir: RunDir) -> Plan:
+    """Return what earlier starts of the run have spent; what cannot be read is never guessed."""
+    try:
+        return read_plan(run_dir.read_plan())
+    except msgspec.ValidationError as error:
+        raise FormatError(
+            f"{run_dir.path / 'plan.jsonl'}: what the run has spent is damaged: {error}",
+            hint="restore the file from a backup, or start a new run",
+        ) from error
+
+
+def open_journal(
+    place: Place, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
+) -> JournalWriter | None:
+    """Open this rank's journal; without one training goes on, and the fault is counted."""
+    if place.folder is None:
+        return None
+    uuid = ""
+    if device.type == "cuda":
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    journal = None
+    with faults.fail_open("journal.open"):
+        identity = Identity(
+            run_id=place.run_dir.run_id,
+            incarnation=new_incarnation(),
+            source=f"rank:{ranks.rank}",
+            node=place.node,
+            pid=os.getpid(),
+            rank=ranks.rank,
+            local_rank=ranks.local_rank,
+            world_size=ranks.world_size,
+            started_unix_ns=clock.time_ns(),
+            started_monotonic_ns=clock.monotonic_ns(),
+            boot_id=_boot_id(),
+            gpu_uuid=uuid,
+        )
+        journal = JournalWriter(journal_directory(place.folder, identity), identity)
+    return journal  # noqa: RET504 - the assignment may not have happened
+
+
+def open_inbox(place: Place, ranks: Ranks, clock: Clock) -> Inbox | None:
+    """Open the run's mailbox on rank 0, which alone reads it; an error is raised on every rank."""
+    opened: list[Inbox] = []
+
+    def at_root() -> None:
+        if ranks.rank == 0:
+            key = place.run_dir.command_key()
+            if place.folder is None:
+                return
+            inbox = Inbox(
+                mailbox=Mailbox.create(place.folder / "mailbox"),
+                key=key,
+                run_id=place.run_dir.run_id,
+                clock=clock,
+                last_number=place.plan.facts.last_command,
+            )
+            opened.append(inbox)
+
+    on_every_rank(ranks, at_root)
+    return opened[0] if opened else None
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

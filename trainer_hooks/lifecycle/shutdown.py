@@ -1,0 +1,212 @@
+"""How a rank says that it ends, whichever way it comes: an exit nobody closed for, or SIGTERM.
+
+Nothing here enters a collective, nor waits for one: a peer may be gone. SIGTERM is taken on rank 0
+alone, which speaks for the run; every other rank dies of it as it did without us. Where there are
+checkpoints every rank takes it: it becomes a flag in the next step's numbers, so that all ranks
+save together and stop; where they cannot meet in time, each saves its part alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Literal, Protocol
+from weakref import WeakSet
+
+from trainer_hooks.lifecycle.sigterm_watchdog import SigtermWatchdog
+from trainer_hooks.step.controller import StepController
+from trainvitals.records import RunEnded
+
+EndState = Literal["finished", "interrupted", "failed"]
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Open(Protocol):
+    """A monitor that is not closed yet."""
+
+    goodbye: Goodbye
+    left_open: tuple[EndState, str]
+    """How it ended, where nobody closes it."""
+
+    def end(self, state: EndState, reason: str) -> None:
+        """Close it."""
+
+
+class Goodbye:
+    """Says once how this rank's part of the run ended."""
+
+    def __init__(self, controller: StepController) -> None:
+        self._controller = controller
+        self._pid = os.getpid()
+        self._said = self.interrupted = False
+        recovery = controller.recovery
+        in_main = threading.current_thread() is threading.main_thread()
+        self._grace = None
+        if recovery is not None and in_main and recovery.settings.grace_seconds > 0:
+            self._grace = SigtermWatchdog(self._alone, seconds=recovery.settings.grace_seconds / 3)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process opened the journal; a forked child did not."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this rank speaks for the run."""
+        return self._controller.is_rank0
+
+    @property
+    def saves(self) -> bool:
+        """Whether SIGTERM is to be answered with a checkpoint."""
+        return self._grace is not None
+
+    def told_to_stop(self) -> None:
+        """Let the next step tell all ranks that this one was sent SIGTERM."""
+        self._controller.told_to_stop = True
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether this rank was sent SIGTERM and no step was left to tell the others."""
+        return self._controller.told_to_stop
+
+    def met(self) -> None:
+        """All ranks have heard it, or the loop is over: no rank saves alone any more."""
+        if self._grace is not None:
+            self._grace.met()
+
+    def _alone(self) -> None:
+        """Save this rank's part, and end: the others were not met in time. Not the main thread.
+
+        A loop with a handler of its own is not ended: it may be saving too.
+        """
+        ours = self._controller.told_to_stop or signal.getsignal(signal.SIGTERM) is _on_sigterm
+        ends = ours and not exits_by_itself()
+        try:
+            self.save_alone()
+            if ends:
+                self.interrupted = True
+                self.say("interrupted", "SIGTERM")
+        finally:
+            if ends:
+                os._exit(EXIT_CODE)
+
+    def save_alone(self) -> None:
+        """Save this rank's part of its last snapshot, asking nobody."""
+        with self._controller.faults.fail_open("save_alone"):
+            if self._controller.recovery is not None:
+                self._controller.recovery.save_alone()
+
+    def say(self, state: EndState, reason: str) -> None:
+        """Write the last event; rank 0 for the run, another rank only of its own failure."""
+        if self._said or not self.is_ours:
+            return
+        self._said = True
+        controller = self._controller
+        if self.interrupted and state == "finished":
+            state, reason = "interrupted", "SIGTERM"
+        if controller.halted is None and (controller.is_rank0 or state == "failed"):
+            event = RunEnded(state=state, reason=reason)
+            controller.emitter.event(
+                event, step=controller.last_step + 1, attempt=controller.attempt
+            )
+        controller.emitter.close()
+
+    def close(self) -> None:
+        """Leave SIGTERM's time of grace to others."""
+        if self._grace is not None:
+            self._grace.close()
+
+    def put_off(self, call: Callable[[], None]) -> bool:
+        """Have ``call`` made after the write the main thread is in; False where it is in none."""
+        return self._controller.emitter.put_off(call)
+
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""Of a run that was told to stop: not 0, which a scheduler would take for finished."""
+
+_open: WeakSet[Open] = WeakSet()
+_previous: Handler = None
+
+
+def opened(monitor: Open) -> None:
+    """Look after this monitor until it is closed."""
+    _open.add(monitor)
+    if monitor.goodbye.is_rank0 or monitor.goodbye.saves:
+        _listen()
+
+
+def closed(monitor: Open) -> None:
+    """Leave this monitor, and SIGTERM as it was found once no other needs it.
+
+    One that came too late for a step to answer it ends the process now.
+    """
+    global _previous
+    _open.discard(monitor)
+    monitor.goodbye.close()
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, _previous)
+        if _previous == signal.SIG_DFL and monitor.goodbye.unanswered:
+            os.kill(os.getpid(), signal.SIGTERM)
+        _previous = None
+
+
+@atexit.register
+def _at_exit() -> None:
+    """End what nobody closed. An error that nobody caught has been shown by now, and is known."""
+    error = getattr(sys, "last_value", None)
+    for monitor in list(_open):
+        if error is None:
+            monitor.end(*monitor.left_open)
+        else:
+            state: EndState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            monitor.end(state, f"{type(error).__name__}: {error}"[:500])
+
+
+def _listen() -> None:
+    """Take SIGTERM, in the main thread only; where it is ignored or not Python's, leave it."""
+    global _previous
+    if threading.current_thread() is not threading.main_thread():
+        return
+    current = signal.getsignal(signal.SIGTERM)
+    if current in (None, signal.SIG_IGN, _on_sigterm):
+        return
+    _previous = current
+    signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def exits_by_itself() -> bool:
+    """Return whether the loop has a way of its own to end on SIGTERM."""
+    return callable(_previous)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Say that the run was interrupted, then do what would have been done without us.
+
+    It may have come in the middle of a write of ours, whose lock this very thread holds: then it
+    waits for that write to end.
+    """
+    ours = [monitor for monitor in _open if monitor.goodbye.is_ours]
+    if any(m.goodbye.put_off(lambda: _on_sigterm(number, None)) for m in ours):
+        return
+    default = _previous in (None, signal.SIG_DFL)
+    saving = [monitor for monitor in ours if monitor.goodbye.saves]
+    for monitor in saving:
+        monitor.goodbye.told_to_stop()
+    dying = default and not saving
+    if dying:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not cut the goodbye short
+    for monitor in ours:
+        monitor.goodbye.interrupted = monitor not in saving
+        if dying:
+            monitor.goodbye.say("interrupted", "SIGTERM")
+    if dying:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif callable(_previous):  # the loop has its own way to end
+        _previous(number, frame)

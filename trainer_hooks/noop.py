@@ -1,0 +1,180 @@
+"""``mode="off"``: the loop as it was before Vitals, through the same calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.averages import emas_in
+from trainer_hooks.guard.optimizers import unscale
+from trainer_hooks.guard.route import Route
+from trainer_hooks.outcome import StepOutcome
+from trainer_hooks.probe.probe import LossOf
+
+
+class NullMonitor:
+    """Has the methods of ``Monitor``; clips, steps, schedules and zeroes, and nothing else."""
+
+    run_id = ""
+    attempt = 0
+    batch_position = None
+    should_stop = False
+
+    def __init__(
+        self,
+        optimizers: tuple[Optimizer, ...],
+        schedulers: tuple[Any, ...],
+        scaler: torch.amp.GradScaler | None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._emas = emas_in(state or {})
+        self._schedulers = schedulers
+        self._scaler = scaler
+        self.step_index = 0
+        self.swallowed_errors: dict[str, int] = {}
+        self._state: dict[str, Any] = {}
+
+    def batches(self, loader: Iterable[Any], *, epochs: int = 1, **_: object) -> Iterator[Any]:
+        """Yield the loader's batches, epoch after epoch."""
+        for epoch in range(epochs):
+            set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
+            yield from loader
+
+    def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Do nothing."""
+
+    def observe(self, **values: float) -> None:
+        """Do nothing."""
+
+    def evaluate(self, **values: float) -> None:
+        """Do nothing."""
+
+    def restore_best(self) -> None:
+        """Do nothing: the state at the end is the one there is."""
+
+    def expect(self, reason: str, *, steps: int = 200) -> None:
+        """Do nothing."""
+
+    @contextmanager
+    def count_flops(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was loaded: the next run that is watched goes on from it."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep the state as it is."""
+        self._state = dict(state)
+
+    def step(
+        self,
+        loss: Tensor | float | None = None,
+        *,
+        weight: Tensor | float | None = None,
+        max_norm: float | None = None,
+    ) -> StepOutcome:
+        """Clip, update, schedule and zero the gradients, whatever they are."""
+        scaler = self._scaler
+        if scaler is not None and scaler.is_enabled():
+            unscale(scaler, self._optimizers)
+        if max_norm is not None:
+            _clip(self._optimizers, max_norm)
+        for optimizer in self._optimizers:
+            if scaler is not None:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if scaler is not None:
+            scaler.update()
+        for ema in self._emas:
+            ema.update()
+        for scheduler in self._schedulers:
+            scheduler.step()
+        self.step_index += 1
+        return StepOutcome(step=self.step_index - 1, next_step=self.step_index)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class Unattached(NullMonitor):
+    """Has the methods of ``Attached``; only clips, where the loop left that to ``attach``.
+
+    A registered EMA is updated after the last optimizer's step.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        max_norm: float | None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tuple(optimizers), (), scaler, state)
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_, ema=ema: ema.update())
+            for optimizer in optimizers[-1:]
+            for ema in self._emas
+        ]
+        self._max_norm = max_norm
+        self._route: Route | None = None
+        if max_norm is not None and math.isfinite(max_norm):
+            self._route = Route(optimizers, scaler, self._step_one, FaultCounter())
+
+    def _step_one(self, index: int, begins: bool) -> None:
+        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
+        if begins:
+            if scaler is not None:
+                unscale(scaler, self._optimizers)
+            assert self._max_norm is not None, "without a norm to clip to nothing is routed"
+            _clip(self._optimizers, self._max_norm)
+        if scaler is not None:
+            scaler.step(self._optimizers[index])
+        else:
+            self._optimizers[index].step()
+
+    def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
+        """Do nothing."""
+
+    def grad_norm(self, norm: Tensor | float) -> None:
+        """Do nothing."""
+
+    def before_clip(self, max_norm: float | None = None) -> None:
+        """Do nothing."""
+
+    def keep_batch(self, batch: Any, probe: LossOf) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Put ``optimizer.step`` back."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._route is not None:
+            self._route.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _clip(optimizers: Sequence[Optimizer], max_norm: float) -> None:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    torch.nn.utils.clip_grad_norm_([p for g in groups for p in g["params"]], max_norm)

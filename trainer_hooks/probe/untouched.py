@@ -1,0 +1,226 @@
+"""A forward beside the training that leaves no trace in it: all that it writes is put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer_hooks.guard.optimizer_state import is_dense, true_elements
+from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.step.shards import reshard
+
+_PLAIN = (bool, int, float, str, type(None), Tensor)
+"""Kinds of a module's own attributes that are put back: a queue's pointer, a cache."""
+_SHARE_OF_FREE = 0.25
+"""Of a device's free memory, up to which copies are made there; larger ones go to the host."""
+
+
+class RefusedError(Exception):
+    """What was run did what it must not; the message goes on from its name."""
+
+
+@contextmanager
+def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Callable[[], None]]:
+    """Run a forward without gradients; afterwards all is as before, but the optimizers' parameters.
+
+    That is the generators (which begin equal here, so that two readings draw alike), buffers,
+    parameters in no optimizer, modes and plain attributes of the modules, gradients, the autocast
+    cache, and what DDP and FSDP note of a forward. Gradients are out of reach meanwhile. What lies
+    elsewhere - a generator of the loop's own, a list that a module appends to - is not seen.
+
+    Yields what raises ``RefusedError`` where gradients were switched on or parameters written to;
+    to be called at the end.
+    """
+    modules = list(model.modules())
+    reshard(model)
+    held = _held(optimizers)
+    everything = {id(p): p for p in (*model.parameters(), *held.values())}
+    with ExitStack() as undo:
+        undo.callback(restore_rng, capture_rng())
+        undo.callback(_put_back_attributes, [(m, _plain(m)) for m in modules])
+        outside = [p for key, p in everything.items() if key not in held]
+        undo.callback(_put_back_tensors, _buffers(modules), _copies(outside))
+        gradients = [(p, p.grad, p.requires_grad) for p in everything.values()]
+        undo.callback(_put_back_gradients, gradients)
+        undo.enter_context(_ddp_as_before(modules))
+        undo.enter_context(_fsdp_as_before(model, modules))
+        undo.enter_context(_autocast_cache_off())
+        for param in everything.values():
+            param.grad = None
+        asks = {id(p): p.requires_grad for p in everything.values()}
+        versions = {key: p._version for key, p in held.items() if type(p) is nn.Parameter}
+        undo.enter_context(torch.no_grad())
+
+        def check() -> None:
+            if torch.is_grad_enabled():
+                raise RefusedError("left gradients switched on")
+            if any(p.grad is not None for p in everything.values()):
+                raise RefusedError("left gradients in the parameters")
+            if any(p.requires_grad != asks[key] for key, p in everything.items()):
+                raise RefusedError("changed requires_grad of parameters")
+            if any(held[key]._version != version for key, version in versions.items()):
+                raise RefusedError("wrote to trained parameters, which cannot be put back")
+
+        yield check
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator of this process; only within ``untouched``."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def _held(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(p): p for group in groups for p in group["params"]}
+
+
+# ------------------------------------------------------------------------- modules' attributes
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Return whether its attributes are the model's, and not a wrapper's bookkeeping."""
+    wrapper = isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
+    return not wrapper and not hasattr(module, "_handle")
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    if not _is_ours(module):
+        return {"training": module.training}
+    return {name: v for name, v in vars(module).items() if isinstance(v, _PLAIN)}
+
+
+def _put_back_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, attributes in before:
+        own = vars(module)
+        for name in _plain(module).keys() - attributes.keys():
+            del own[name]
+        own.update(attributes)
+
+
+# ----------------------------------------------------------------------- buffers and parameters
+
+_Places = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]
+_Copies = list[tuple[Tensor, Tensor, Tensor]]
+
+
+def _buffers(modules: Iterable[nn.Module]) -> tuple[_Places, _Copies]:
+    """Return where buffers are, and copies of what they hold."""
+    places = [(module._buffers, dict(module._buffers)) for module in modules]
+    distinct = {id(b): b for _, kept in places for b in kept.values() if b is not None}
+    return places, _copies(distinct.values())
+
+
+@torch.no_grad()
+def _copies(tensors: Iterable[Tensor]) -> _Copies:
+    """Return each tensor with its memory and a copy of it.
+
+    The memory apart: ``param.data = ...`` gives a tensor another one.
+    """
+    each = [(t, true_elements(t)) for t in tensors if is_dense(t) and t.numel()]
+    total = sum(e.numel() * e.element_size() for _, e in each if e.device.type == "cuda")
+    to_host = bool(total) and total > _SHARE_OF_FREE * torch.cuda.mem_get_info()[0]
+    host = torch.device("cpu")
+    return [(t, t.data, e.to(host, copy=True) if to_host else e.clone()) for t, e in each]
+
+
+@torch.no_grad()
+def _put_back_tensors(buffers: tuple[_Places, _Copies], outside: _Copies) -> None:
+    places, copies = buffers
+    for live, kept in places:
+        live.clear()
+        live.update(kept)
+    for tensor, memory, values in (*copies, *outside):
+        before, now = true_elements(memory), true_elements(tensor)
+        if now.data_ptr() != before.data_ptr() or now.shape != before.shape:
+            tensor.data = memory
+        before.copy_(values)
+
+
+def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> None:
+    for param, grad, asks in before:
+        if param.grad is not grad:
+            param.grad = grad
+        if param.requires_grad != asks:
+            param.requires_grad_(asks)
+
+
+# -------------------------------------------------------------------- what wrappers note of it
+
+
+@contextmanager
+def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep DDP from sending buffers around, and from noting that a forward had no gradients."""
+    wrapped: list[Any] = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    syncs = [ddp.require_forward_param_sync for ddp in wrapped]
+    for ddp in wrapped:
+        ddp.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        for ddp, sync in zip(wrapped, syncs, strict=True):
+            ddp.require_forward_param_sync = sync
+
+
+@contextmanager
+def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let FSDP gather nothing for later, and forget the order of these forwards.
+
+    Where a forward raised in the middle, its states are those between two forwards again.
+    """
+    states = [m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
+    groups = [g for state in states for g in _groups(state)]
+    orders = [(g, list(g._post_forward_indices)) for g in groups]
+    lists = {id(o): (o, list(o)) for g in groups if (o := _order(g)) is not None}
+    try:
+        yield
+    finally:
+        for part in (*states, *groups):
+            state = getattr(part, "_training_state", None)
+            if state is not None:
+                part._training_state = type(state).IDLE
+        for state in states:
+            if (context := getattr(state, "_state_ctx", None)) is not None:
+                context.iter_forward_root = None
+        for group, indices in orders:
+            group._post_forward_indices[:] = indices
+        for order, before in lists.values():
+            order[:] = before
+        reshard(model)
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return an FSDP2 state's groups of parameters: one up to torch 2.11 or so, then several."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
+
+
+def _order(group: Any) -> Any:
+    return getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
+
+
+@contextmanager
+def _autocast_cache_off() -> Iterator[None]:
+    """Keep casts that know no gradients out of the cache: a backward would find them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,0 +1,309 @@
+"""``vitals checkpoints``: what a run saved, whether it is sound, and a person's word on it.
+
+Only ``verify`` looks for torch, and goes without it: what a login node lacks must keep nobody from
+seeing, proving or setting aside a checkpoint.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
+from trainer_hooks.recovery.checkpoints.index import INDEX, IndexEntry
+from trainer_hooks.recovery.checkpoints.manifest import Manifest
+from trainvitals.cli.groups import Commands, add_group
+from trainvitals.cli.output import Format, moment, write_json, write_rows
+from trainvitals.cli.resume import find_fitting
+from trainvitals.errors import (
+    CheckpointCorruptError,
+    InsecurePathError,
+    StorageError,
+    UsageError,
+    VitalsError,
+)
+
+_Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|DIR",
+        help="Id, beginning of an id, name or folder of a run; or a folder of checkpoints.",
+    ),
+]
+_Id = Annotated[str, typer.Argument(metavar="ID", help="As `vitals checkpoints list` shows it.")]
+_Dir = Annotated[
+    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Where run directories lie.")
+]
+_Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
+_RUNS = Path("vitals_runs")
+_LATER = "a job of this run that is running now sees it at its next start"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``checkpoints`` commands."""
+    arguments = "my-run step-00000120-1763712486000123"
+    commands: Commands = {
+        "list": (show, "vitals checkpoints list my-run --format json"),
+        "verify": (verify, "vitals checkpoints verify my-run"),
+        "promote": (promote, f"vitals checkpoints promote {arguments}"),
+        "quarantine": (
+            quarantine,
+            f'vitals checkpoints quarantine {arguments} --reason "trained on bad data"',
+        ),
+    }
+    about = "Show a run's checkpoints; verify, promote or set one aside."
+    add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
+
+
+# ------------------------------------------------------------------------------------- commands
+
+
+def show(run: _Run, directory: _Dir = _RUNS, form: _Form = Format.TABLE) -> None:
+    """List what is saved, what it is worth, and what was removed or set aside."""
+    checkpoints = _find(run, directory)
+    entries = checkpoints.entries()
+    if form is Format.JSON:
+        write_json(entries)
+        return
+    header = ("checkpoint", "step", "state", "bytes", "since", "run", "note")
+    rows = [
+        (
+            entry.id,
+            manifests.parse_id(entry.id)[0],
+            entry.state,
+            entry.num_bytes or None,
+            moment(entry.time_unix_ns),
+            entry.run_id,
+            _note(entry),
+        )
+        for entry in entries
+    ]
+    write_rows(header, rows, form)
+
+
+def verify(
+    run: _Run,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="[ID]", help="Only this one [default: all].")
+    ] = "",
+    directory: _Dir = _RUNS,
+    form: _Form = Format.TABLE,
+) -> None:
+    """Read checkpoints back: every byte by its checksum, every tensor by its finiteness.
+
+    Changes nothing: a damaged one is set aside by the training that meets it, or by `vitals
+    checkpoints quarantine`. Without torch the checksums are verified and the tensors are not.
+    """
+    checkpoints = _find(run, directory)
+    names = [entry.id for entry in checkpoints.entries() if entry.state in ("verified", "healthy")]
+    if checkpoint:
+        checkpoints.require(checkpoint)
+        names = [checkpoint]
+    results = [_verified(checkpoints.path, name) for name in names]
+    if form is Format.JSON:
+        write_json(results)
+    else:
+        header = ("checkpoint", "checksums", "finite", "bytes", "note")
+        rows = [(r.checkpoint, r.checksums, r.finite, r.num_bytes or None, r.note) for r in results]
+        write_rows(header, rows, form)
+    if any(not result.is_sound for result in results):
+        raise typer.Exit(1)
+
+
+def promote(run: _Run, checkpoint: _Id, directory: _Dir = _RUNS) -> None:
+    """Mark a verified checkpoint healthy, after its checksums: a rollback may go there then.
+
+    Rotation keeps the newest healthy one, so an older one may be removed after this.
+    """
+    checkpoints = _find(run, directory)
+    entry = checkpoints.require(checkpoint)
+    if entry.state == "healthy":
+        typer.echo(f"{checkpoint} is healthy already")
+        return
+    checkpoints.folder(checkpoint).promote(checkpoint)
+    typer.echo(f"{checkpoint} is healthy now; {_LATER}")
+
+
+def quarantine(
+    run: _Run,
+    checkpoint: _Id,
+    reason: Annotated[str, typer.Option(help="Why: kept with it.")] = "set aside by a person",
+    directory: _Dir = _RUNS,
+) -> None:
+    """Set a checkpoint aside: nothing loads it any more, and nothing deletes it."""
+    checkpoints = _find(run, directory)
+    checkpoints.require(checkpoint)
+    checkpoints.folder(checkpoint).quarantine(checkpoint, reason)
+    healthy = [entry.id for entry in checkpoints.entries() if entry.state == "healthy"]
+    left = f"the newest healthy one is {healthy[-1]}" if healthy else "no healthy one is left"
+    typer.echo(f"{checkpoint} is set aside in {checkpoints.path}; {left}; {_LATER}")
+
+
+# -------------------------------------------------------------------------------------- finding
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A folder of checkpoints, and the run that is meant; every run in it where that is empty."""
+
+    path: Path
+    run_id: str = ""
+
+    def entries(self) -> list[IndexEntry]:
+        """Return what is known of the checkpoints that are meant, oldest first."""
+        every = CheckpointFolder(self.path, run_id=self.run_id).index().entries
+        return [entry for entry in every if not self.run_id or entry.run_id in (self.run_id, "")]
+
+    def require(self, checkpoint_id: str) -> IndexEntry:
+        """Return what is known of one that is there."""
+        manifests.parse_id(checkpoint_id)
+        there = [entry for entry in self.entries() if entry.state in ("verified", "healthy")]
+        for entry in there:
+            if entry.id == checkpoint_id:
+                return entry
+        raise UsageError(
+            f"there is no checkpoint {checkpoint_id} in {self.path}",
+            hint=f"there are: {', '.join(entry.id for entry in there[-8:]) or 'none'}",
+        )
+
+    def folder(self, checkpoint_id: str) -> CheckpointFolder:
+        """Return the folder as the run sees it that the checkpoint belongs to."""
+        run_id = manifests.peek(self.path / checkpoint_id).run_id
+        return CheckpointFolder(self.path, run_id=self.run_id or run_id)
+
+
+def _find(run: str, vitals_dir: Path) -> _Found:
+    """Return the folder that is meant.
+
+    Raises:
+        UsageError: there is none, or it is not clear which.
+    """
+    folder = Path(run).expanduser()
+    if run and _holds_checkpoints(folder):
+        return _Found(folder)
+    fitting = find_fitting(run, vitals_dir)
+    saved = [run_dir for run_dir in fitting if _holds_checkpoints(run_dir.path / "checkpoints")]
+    if len(saved) == 1:
+        return _Found(saved[0].path / "checkpoints", saved[0].run_id)
+    if not saved:
+        raise UsageError(
+            f"{fitting[-1].path} holds no checkpoints",
+            hint="where the training names a folder of its own, watch(..., checkpoints=FOLDER), "
+            "give that folder",
+        )
+    ids = _some(run_dir.run_id for run_dir in saved)
+    raise UsageError(
+        f"{len(saved)} runs that fit have checkpoints: {ids}",
+        hint="give the id of one",
+    )
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise StorageError(
+            f"{folder} cannot be read: {error.strerror}", hint="look at who may read it: ls -ld"
+        ) from error
+    return any(name == INDEX or manifests.is_id(name.removeprefix("bad-")) for name in names)
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(list(names)[-3:])
+
+
+# ------------------------------------------------------------------------------------ verifying
+
+
+class _Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found out about one checkpoint."""
+
+    checkpoint: str
+    checksums: Literal["ok", "wrong", "unknown"]
+    finite: Literal["ok", "wrong", "unknown"] = "unknown"
+    num_bytes: int = 0
+    note: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was found wrong; what could not be looked at for want of torch is not."""
+        return self.checksums == "ok" and self.finite != "wrong"
+
+
+def _verified(path: Path, name: str) -> _Result:
+    notes = [_refused(path, name)]
+    try:
+        content = manifests.check(path / name)
+    except CheckpointCorruptError as error:
+        return _Result(checkpoint=name, checksums="wrong", note=error.text)
+    except (VitalsError, OSError) as error:  # newer, or closed to us: it may be sound
+        return _Result(checkpoint=name, checksums="unknown", note=_words(error))
+    finite: Literal["ok", "wrong", "unknown"] = "ok"
+    try:
+        wrong = _nonfinite(path / name, content)
+        if wrong:
+            finite = "wrong"
+            notes.append(f"not finite: {_some(wrong)}")
+    except ModuleNotFoundError as error:
+        finite = "unknown"
+        notes.append(f"tensors were not looked at: there is no {error.name} here")
+    except VitalsError as error:
+        finite = "wrong"
+        notes.append(error.text)
+    return _Result(
+        checkpoint=name,
+        checksums="ok",
+        finite=finite,
+        num_bytes=content.num_bytes,
+        note="; ".join(filter(None, notes)),
+    )
+
+
+def _refused(path: Path, name: str) -> str:
+    """Return why a training of this user would not load it, sound or not."""
+    try:
+        CheckpointFolder(path, run_id="").check_owner(name)
+    except (InsecurePathError, OSError) as error:
+        return _words(error)
+    return ""
+
+
+def _words(error: Exception) -> str:
+    if not isinstance(error, VitalsError):
+        return str(error)
+    return f"{error.text}; {error.hint}" if error.hint else error.text
+
+
+def _nonfinite(folder: Path, content: Manifest) -> list[str]:
+    """Return the names of tensors that hold NaN or Inf and did not when the training began."""
+    from torch import Tensor
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    from trainer_hooks.guard.optimizer_state import nonfinite_count
+    from trainer_hooks.recovery.checkpoints import payload
+
+    exempt = set(content.may_be_nonfinite)
+    wrong: dict[str, None] = {}
+
+    def show(index: MetadataIndex, tensor: Tensor) -> None:
+        key = index.fqn
+        plain = key.split(".", 2)[2] if key.startswith("rank.") else key
+        if plain not in exempt and nonfinite_count([tensor], tensor.device).item():
+            wrong[key] = None
+
+    payload.scan(folder, show)
+    return list(wrong)
+
+
+def _note(entry: IndexEntry) -> str:
+    words = [entry.reason] if entry.reason else []
+    if entry.best is not None and math.isfinite(entry.best.value):
+        words.insert(0, f"best {entry.best.metric} {entry.best.value:.6g}")
+    return "; ".join(words)

@@ -1,0 +1,174 @@
+"""A checkpoint that each rank writes by itself, where there is no time left to meet.
+
+``.alone-RUN/ID/rank-N-of-W/ID`` is rank N's part: data, metadata and manifest of its own, complete
+as soon as it has that name. What every rank holds is written by one of them, which each works out
+for itself. At the next start rank 0 makes one ordinary checkpoint of all parts.
+"""
+
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints import payload
+from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
+from trainer_hooks.recovery.checkpoints.manifest import Manifest
+from trainer_hooks.recovery.checkpoints.planner import Box, num_bytes, tensors
+from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
+
+_LOG = logging.getLogger("trainvitals")
+_PART = re.compile(r"rank-(\d+)-of-(\d+)\Z")
+
+
+def write_part(folder: Path, content: Manifest, rank: int, boxes: Sequence[Box]) -> None:
+    """Write this rank's part of a checkpoint; a part that is there is left as it is.
+
+    Args:
+        folder: of the checkpoints.
+        content: what the checkpoint is; its files and sizes are filled in.
+        rank: whose part it is, of ``content.world_size``.
+        boxes: what this rank writes.
+
+    Raises:
+        CheckpointError: it could not be written.
+        OSError: likewise.
+    """
+    home = _home(folder, content.run_id) / content.id
+    home.parent.mkdir(mode=0o700, exist_ok=True)
+    home.mkdir(mode=0o700, exist_ok=True)
+    name = f"rank-{rank}-of-{content.world_size}"
+    if (home / name).exists():
+        return
+    being_written = home / f".{name}"
+    shutil.rmtree(being_written, ignore_errors=True)
+    part = being_written / content.id
+
+    def make_room(size: int) -> None:
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise CheckpointError(f"{free >> 20} MiB free; rank {rank} needs {size >> 20} MiB")
+        being_written.mkdir(mode=0o700)
+        part.mkdir(mode=0o700)
+
+    written = payload.write(part, boxes, None, make_room=make_room, alone=True)
+    manifests.seal(part, msgspec.structs.replace(content, num_bytes=written.num_bytes))
+    being_written.rename(home / name)
+    manifests.sync_folder(home)
+
+
+def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
+    """Make checkpoints of this run's parts, and remove the parts; return the new ids.
+
+    Call when no rank writes any more: what is incomplete now stays so. What is damaged or
+    incomplete is told and removed; what could not be read for another reason stays.
+    """
+    adopted = []
+    home = _home(folder.path, run_id)
+    for parts in sorted(home.iterdir()) if home.is_dir() and not home.is_symlink() else []:
+        if parts.is_symlink() or not manifests.is_id(parts.name):
+            continue
+        try:
+            if parts.name not in folder.names():
+                _merge(folder, parts, run_id)
+                adopted.append(parts.name)
+        except VitalsError as error:
+            _LOG.warning("vitals: the parts of %s make no checkpoint: %s", parts.name, error.text)
+            folder.note(parts.name, "bad", detail=f"written by each rank alone: {error.text}")
+        except OSError as error:
+            _LOG.warning("vitals: the parts of %s are left for now: %s", parts.name, error)
+            folder.discard(parts.name)
+            continue
+        shutil.rmtree(parts, ignore_errors=True)
+    with suppress(OSError):  # it is not there, or not empty
+        home.rmdir()
+    return adopted
+
+
+def _home(folder: Path, run_id: str) -> Path:
+    return folder / f".alone-{run_id}"
+
+
+def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
+    """Publish the checkpoint that the parts make up; nothing is published unless all is there."""
+    checked = _checked(parts, run_id)
+    first = checked[0][1]
+    merged = _combined([payload.read_metadata(part) for part, _ in checked])
+    _check_whole(merged)
+    partial = folder.partial(parts.name)
+    partial.mkdir(mode=0o700)
+    try:
+        for rank, (part, content) in enumerate(checked):
+            for name in sorted(content.files.keys() - {".metadata"}):
+                _link(part / name, partial / _renamed(name, rank))
+        payload.write_metadata(partial, merged)
+        size = num_bytes(merged)
+        folder.publish(msgspec.structs.replace(first, num_bytes=size, state="verified"))
+    except BaseException:
+        folder.discard(parts.name)
+        raise
+    folder.note(parts.name, "verified", num_bytes=size, detail="written by each rank alone")
+
+
+def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
+    """Return every rank's part and its manifest, once every byte of all of them matches."""
+    paths = {p.name: p for p in parts.iterdir() if _PART.match(p.name) and not p.is_symlink()}
+    if not paths:
+        raise CheckpointError("no rank finished its part")
+    world_size = int(next(iter(paths)).rpartition("-")[2])
+    names = [f"rank-{rank}-of-{world_size}" for rank in range(world_size)]
+    if missing := sorted(set(names) ^ paths.keys()):
+        raise CheckpointError(
+            f"{len(paths)} parts are there of {world_size}; they differ in {', '.join(missing[:8])}"
+        )
+    checked = [
+        (paths[name] / parts.name, manifests.check(paths[name] / parts.name)) for name in names
+    ]
+    for name, (_, content) in zip(names, checked, strict=True):
+        if (content.run_id, content.world_size) != (run_id, world_size):
+            raise CheckpointCorruptError(f"{name} is a part of another checkpoint")
+    return checked
+
+
+def _combined(parts: list[Metadata]) -> Metadata:
+    """Return the metadata of all parts; a box that several ranks wrote is taken from the first."""
+    merged = Metadata(state_dict_metadata={}, storage_data={})
+    for rank, part in enumerate(parts):
+        for name, stored in tensors(part).items():
+            mine = merged.state_dict_metadata.setdefault(name, replace(stored, chunks=[]))
+            assert isinstance(mine, TensorStorageMetadata)
+            if (mine.size, mine.properties) != (stored.size, stored.properties):
+                raise CheckpointCorruptError(f"the ranks' parts of {name} are of different kinds")
+            offsets = {chunk.offsets for chunk in mine.chunks}
+            mine.chunks += [chunk for chunk in stored.chunks if chunk.offsets not in offsets]
+        for index, info in part.storage_data.items():
+            moved = replace(info, relative_path=_renamed(info.relative_path, rank))
+            merged.storage_data.setdefault(index, moved)
+    return merged
+
+
+def _check_whole(metadata: Metadata) -> None:
+    for name, stored in tensors(metadata).items():
+        if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
+            raise CheckpointError(f"of {name} the ranks wrote some parts only, or some twice")
+
+
+def _renamed(name: str, rank: int) -> str:
+    """Return a part's ``__0_M.distcp`` under the name of its rank."""
+    return f"__{rank}_{name.split('_')[-1]}"
+
+
+def _link(old: Path, new: Path) -> None:
+    """Give a file a second name, so that a death in the middle of it loses nothing."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copyfile(old, new, follow_symlinks=False)

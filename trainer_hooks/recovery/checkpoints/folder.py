@@ -1,0 +1,446 @@
+"""A folder of checkpoints as files: what is in it, what each is worth, and what is removed.
+
+One process writes here: rank 0, or the command line. No torch, no collective, no thread.
+
+    step-<step>-<attempt>/   a checkpoint: ``manifest.json`` was written last, then it got its name
+        healthy  best        marks: proven by the steps after it; the best by a metric
+    bad-step-.../            set aside: nothing loads it, nothing removes it; ``bad`` says why
+    index.json               what each is worth, and what is gone; the above always wins over it
+    .partial-RUN-step-...    being written; a killed process leaves it, ``prepare`` clears it
+    .doomed-RUN-step-...     being removed; likewise
+"""
+
+import logging
+import math
+import os
+import secrets
+import shutil
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints.index import (
+    IN_WORK,
+    BadMark,
+    BestMark,
+    Index,
+    IndexEntry,
+    IndexFile,
+    OnBranch,
+    best_mark,
+    removable,
+    state_of,
+)
+from trainer_hooks.recovery.checkpoints.manifest import TEMPORARY, Header, Manifest, Owner
+from trainvitals.clock import Clock, SystemClock
+from trainvitals.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    NewerVersionError,
+    StorageError,
+    UsageError,
+)
+from trainvitals.policy.state import CheckpointRef, CheckpointState
+from trainvitals.records import CheckpointChanged
+
+_LOG = logging.getLogger("trainvitals")
+_PARTIAL, _DOOMED, _BAD = ".partial-", ".doomed-", "bad-"
+_MAX_CHANGES = 1000
+_ABANDONED_NS = 3600 * 10**9
+"""Age of a temporary file of a few bytes, after which nobody writes it any more."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run in one folder, which other runs may share.
+
+    Args:
+        path: the folder.
+        run_id: whose checkpoints are written, loaded and rotated.
+        keep: the newest that rotation keeps; at least 1.
+        keep_every: steps of which rotation keeps one checkpoint for good; 0 for none.
+        clock: tells when something was retired or turned bad.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_id: str,
+        keep: int = 3,
+        keep_every: int = 0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.path = path
+        self._run_id = run_id
+        self._keep = max(1, keep)
+        self._keep_every = max(0, keep_every)
+        self._clock = clock or SystemClock()
+        self._owner: Owner | None = None
+        self._told: set[str] = set()
+        self._changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
+        self._index = IndexFile(path)
+
+    def prepare(self) -> None:
+        """Make the folder, and clear what a killed process of this run left half written.
+
+        Raises:
+            StorageError: it cannot be made or written.
+        """
+        try:
+            self.path.mkdir(parents=True, mode=0o700, exist_ok=True)
+            self._owner = self._probe()
+            leftovers = list(self.path.iterdir())
+        except OSError as error:
+            raise StorageError(
+                f"checkpoints cannot be kept in {self.path}: {error.strerror}",
+                hint="name a folder that can be written: watch(..., checkpoints=PATH)",
+            ) from error
+        for path in leftovers:
+            try:
+                self._clear(path)
+            except FileNotFoundError:
+                continue  # another run in the folder had it in work
+            except OSError as error:  # costs room, and no more: what it holds is nobody's
+                _LOG.warning("vitals: %s cannot be removed: %s", path, error)
+        self._index.write()
+
+    def _clear(self, path: Path) -> None:
+        match = IN_WORK.match(path.name)
+        if path.name.startswith(TEMPORARY):
+            if self._clock.time_ns() - path.lstat().st_mtime_ns < _ABANDONED_NS:
+                return  # another run may be just writing it
+            path.unlink() if path.is_symlink() or not path.is_dir() else path.rmdir()
+        elif match is not None and match[2] == self._run_id and not path.is_symlink():
+            shutil.rmtree(path)
+            if path.name.startswith(_DOOMED):
+                self.note(match[3], "retired", detail="made room")
+            else:
+                self.note(match[3], "bad", detail="not saved: the process ended while it wrote")
+
+    # -------------------------------------------------------------------------------- saving
+
+    def partial(self, checkpoint_id: str) -> Path:
+        """Return where a checkpoint is written before it is complete."""
+        return self.path / f"{_PARTIAL}{self._run_id}-{checkpoint_id}"
+
+    def make_room(self, checkpoint_id: str, size: int) -> None:
+        """Make the folder of a checkpoint to be written, where the disk has room for it.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        free, needed = shutil.disk_usage(self.path).free, int(size * 1.05) + (1 << 20)
+        if free < needed:
+            raise CheckpointError(
+                f"the disk of {self.path} has {free >> 20} MiB free; this checkpoint needs "
+                f"{needed >> 20} MiB"
+            )
+        self.partial(checkpoint_id).mkdir(mode=0o700)
+        self._index.write()
+
+    def publish(self, content: Manifest) -> None:
+        """Seal what was written and give it its name: only now it is a checkpoint."""
+        partial = self.partial(content.id)
+        manifests.seal(partial, content)
+        partial.rename(self.path / content.id)
+        manifests.sync_folder(self.path)
+        self._index.write()
+
+    def discard(self, checkpoint_id: str) -> None:
+        """Remove what a failed save left."""
+        shutil.rmtree(self.partial(checkpoint_id), ignore_errors=True)
+        self._index.write()
+
+    # ------------------------------------------------------------------------------- marking
+
+    def mark_healthy(self, checkpoint_id: str) -> None:
+        """Record that a verified checkpoint was proven healthy. Waits for the disk.
+
+        Raises:
+            UsageError: there is no such checkpoint.
+        """
+        folder = self.folder(checkpoint_id)
+        (folder / manifests.HEALTHY_MARK).touch(mode=0o600)
+        manifests.sync_folder(folder)
+        self.note(checkpoint_id, "healthy")
+        self._index.write()
+
+    def promote(self, checkpoint_id: str) -> None:
+        """Mark a checkpoint healthy on a person's word, once every byte of it matches.
+
+        Raises:
+            CheckpointCorruptError, CheckpointError, InsecurePathError, UsageError: as ``check``.
+            StorageError: it cannot be marked.
+        """
+        self.check(checkpoint_id)
+        try:
+            self.mark_healthy(checkpoint_id)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path / checkpoint_id} cannot be marked: {error.strerror}",
+                hint="only who may write the folder can promote a checkpoint",
+            ) from error
+
+    def mark_best(self, checkpoint_id: str, metric: str, value: float) -> None:
+        """Record that none is better by this metric; rotation keeps it. Waits for the disk.
+
+        Raises:
+            UsageError: there is no such checkpoint, or the value is not finite.
+        """
+        if not math.isfinite(value):
+            raise UsageError(f"{metric} is {value}; only a finite value can be the best")
+        folder = self.folder(checkpoint_id)
+        older = self._best_marks()
+        number = 1 + max((mark.number for mark in older.values() if mark is not None), default=0)
+        mark = BestMark(metric=metric, value=value, number=number)
+        manifests.put(folder / manifests.BEST_MARK, self.path, msgspec.json.encode(mark))
+        for name in older.keys() - {checkpoint_id}:
+            (self.path / name / manifests.BEST_MARK).unlink(missing_ok=True)
+        self._index.write()
+
+    def best(self) -> tuple[str, BestMark] | None:
+        """Return the id that was marked as the best last, and by which metric; None without one."""
+        marks = [(mark.number, name) for name, mark in self._best_marks().items() if mark]
+        if not marks:
+            return None
+        name = max(marks)[1]
+        mark = best_mark(self.path / name)
+        return None if mark is None else (name, mark)
+
+    # ------------------------------------------------------------------------------- keeping
+
+    def rotate(self, on_branch: OnBranch | None = None) -> None:
+        """Remove what ``removable`` says: never the newest healthy one, nor the best.
+
+        Only what has all its bytes counts as kept; what is damaged is left for ``load`` to tell.
+        """
+        sound = self._sound(manifests.glance)
+        doomed = removable(
+            [self._ref(name, content) for name, content in sound.items()],
+            keep=self._keep,
+            keep_every=self._keep_every,
+            best=self._best_marks(),
+            on_branch=on_branch,
+        )
+        try:
+            for name in doomed:
+                away = self.path / f"{_DOOMED}{self._run_id}-{name}"
+                (self.path / name).rename(away)
+                self.note(name, "retired", num_bytes=sound[name].num_bytes, detail="made room")
+                shutil.rmtree(away)
+        finally:
+            if doomed:
+                self._index.write()
+
+    def set_aside(self, checkpoint_id: str, reason: str) -> None:
+        """Give a damaged checkpoint a name under which nothing loads it; it is not deleted.
+
+        Where it cannot be renamed it is told and stays: it is refused again at the next load.
+        """
+        _LOG.warning("vitals: checkpoint %s is damaged and set aside: %s", checkpoint_id, reason)
+        try:
+            self._rename_bad(checkpoint_id, reason)
+        except OSError as error:
+            _LOG.warning("vitals: checkpoint %s cannot be renamed: %s", checkpoint_id, error)
+            self.note(checkpoint_id, "bad", detail=reason)
+
+    def quarantine(self, checkpoint_id: str, reason: str) -> None:
+        """Set a checkpoint aside on a person's word.
+
+        Raises:
+            UsageError: there is no such checkpoint.
+            StorageError: it cannot be renamed.
+        """
+        self.folder(checkpoint_id)
+        try:
+            self._rename_bad(checkpoint_id, reason)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path / checkpoint_id} cannot be renamed: {error.strerror}",
+                hint="only who may write the folder can set a checkpoint aside",
+            ) from error
+
+    def _rename_bad(self, checkpoint_id: str, reason: str) -> None:
+        bad, number = self.path / f"{_BAD}{checkpoint_id}", 1
+        while os.path.lexists(bad):  # the same id once more: after a relaunch, say
+            number += 1
+            bad = self.path / f"{_BAD}{checkpoint_id}.{number}"
+        size = manifests.peek(self.path / checkpoint_id).num_bytes
+        (self.path / checkpoint_id).rename(bad)
+        self.note(checkpoint_id, "bad", num_bytes=size, detail=reason)
+        mark = BadMark(reason=reason, time_unix_ns=self._clock.time_ns())
+        try:
+            manifests.sync_folder(self.path)
+            if not bad.is_symlink():
+                manifests.put(bad / manifests.BAD_MARK, self.path, msgspec.json.encode(mark))
+        except OSError as error:  # the index says it too, and the name alone is what counts
+            _LOG.warning("vitals: why %s was set aside is not written: %s", bad, error)
+        self._index.write()
+
+    # ------------------------------------------------------------------------------- looking
+
+    def names(self) -> list[str]:
+        """Return the ids in the folder, oldest first: by step, then by attempt (a time)."""
+        if not self.path.is_dir():
+            return []
+        names = [p.name for p in self.path.iterdir() if manifests.is_id(p.name)]
+        return sorted(names, key=manifests.parse_id)
+
+    def refs(self) -> tuple[CheckpointRef, ...]:
+        """Return this run's complete checkpoints, oldest first; damaged manifests are left out."""
+        return tuple(
+            self._ref(name, manifest) for name, manifest in self._sound(manifests.read).items()
+        )
+
+    def loadable_refs(self, on_branch: OnBranch | None = None) -> tuple[CheckpointRef, ...]:
+        """Return what a load may try, oldest first: what is not known to be another run's.
+
+        One with a damaged manifest is among them as verified, so that the load tells it and sets it
+        aside; one of a newer Vitals too, so that it is told and never passed over in silence.
+
+        Args:
+            on_branch: leaves out what lies on a branch that was rolled back away.
+        """
+        refs = []
+        for name in self.names():
+            step, attempt = manifests.parse_id(name)
+            if on_branch is not None and not on_branch(step, attempt):
+                continue
+            manifest: Manifest | Header = manifests.peek(self.path / name)
+            if manifest.run_id not in (self._run_id, ""):
+                continue
+            try:
+                manifest = manifests.read(self.path / name)
+                ref = self._ref(name, manifest)
+            except NewerVersionError:
+                ref = self._ref(name, manifest)
+            except (CheckpointCorruptError, OSError) as error:
+                _LOG.info("vitals: checkpoint %s: %s", name, error)  # told and set aside by load
+                ref = msgspec.structs.replace(self._ref(name, manifest), state="verified")
+            refs.append(ref)
+        return tuple(refs)
+
+    def folder(self, checkpoint_id: str) -> Path:
+        """Return the folder of an id that is in the store; an id is a name, never a path.
+
+        Raises:
+            UsageError: it is no id, or not there.
+        """
+        manifests.parse_id(checkpoint_id)
+        if checkpoint_id not in self.names():
+            ids = ", ".join(self.names()) or "none"
+            raise UsageError(f"there is no checkpoint {checkpoint_id}", hint=f"there are: {ids}")
+        return self.path / checkpoint_id
+
+    def check(self, checkpoint_id: str) -> Manifest:
+        """Return the manifest once every byte matches it, and it is ours and this run's.
+
+        Raises:
+            CheckpointCorruptError: something does not hold.
+            CheckpointError: it is another run's.
+            InsecurePathError: another user made it, or could have changed it.
+            NewerVersionError: a newer Vitals wrote it.
+            UsageError: there is no such checkpoint.
+        """
+        folder = self.folder(checkpoint_id)
+        try:
+            self.check_owner(checkpoint_id)
+            content = manifests.check(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} cannot be read: {error.strerror}",
+                hint="look at who may read it: ls -la, and at the disk",
+            ) from error
+        if content.run_id != self._run_id:
+            raise CheckpointError(
+                f"{checkpoint_id} belongs to run {content.run_id}; this is {self._run_id}",
+                hint=f"continue that run with VITALS_RUN_ID={content.run_id}",
+            )
+        return content
+
+    def check_owner(self, checkpoint_id: str) -> None:
+        """Refuse a checkpoint that another user made or could have changed.
+
+        Raises:
+            InsecurePathError: it is so.
+            OSError: it cannot be looked at.
+        """
+        try:
+            self._owner = self._owner or self._probe()
+        except OSError:  # read only: then what the system says of this process holds
+            self._owner = Owner(os.geteuid())
+        self._owner.check(self.path / checkpoint_id)
+
+    def _sound(self, read: Callable[[Path], Manifest]) -> dict[str, Manifest]:
+        """Return this run's manifests by id, oldest first; what cannot be read is told once."""
+        by_id = {}
+        for name in self.names():
+            try:
+                content = read(self.path / name)
+            except (CheckpointCorruptError, NewerVersionError, OSError) as error:
+                if name not in self._told:
+                    self._told = {name, *(self._told & set(self.names()))}
+                    _LOG.warning("vitals: checkpoint %s is left out: %s", name, error)
+                continue
+            if content.run_id == self._run_id:
+                by_id[name] = content
+        return by_id
+
+    def _ref(self, name: str, content: Manifest | Header) -> CheckpointRef:
+        step, attempt = manifests.parse_id(name)
+        state = state_of(self.path / name, content)
+        return CheckpointRef(id=name, step=step, attempt=attempt, state=state, where="disk")
+
+    def _best_marks(self) -> dict[str, BestMark | None]:
+        """Return the marks by id, of this run; None for one that is there and cannot be read."""
+        marked = [n for n in self.names() if (self.path / n / manifests.BEST_MARK).is_file()]
+        ours = [n for n in marked if manifests.peek(self.path / n).run_id == self._run_id]
+        return {name: best_mark(self.path / name) for name in ours}
+
+    def _probe(self) -> Owner:
+        """Return whose a folder is that we make here."""
+        probe = self.path / f"{TEMPORARY}{secrets.token_hex(8)}"
+        probe.mkdir(mode=0o700)
+        try:
+            return Owner.of(probe)
+        finally:
+            probe.rmdir()
+
+    # --------------------------------------------------------------------------------- words
+
+    def index(self) -> Index:
+        """Return what each checkpoint in the folder is worth, of all runs, and what is gone."""
+        return self._index.current()
+
+    def note(
+        self, name: str, state: CheckpointState, *, num_bytes: int = 0, detail: str = ""
+    ) -> None:
+        """Remember a change, for the events stream; what is gone, also for the index."""
+        self._changes.append(
+            CheckpointChanged(
+                checkpoint_id=name,
+                checkpoint_step=manifests.parse_id(name)[0],
+                state=state,
+                where="disk",
+                num_bytes=num_bytes,
+                detail=detail,
+            )
+        )
+        if state in ("retired", "bad"):
+            self._index.add_gone(
+                IndexEntry(
+                    id=name,
+                    run_id=self._run_id,
+                    state=state,
+                    num_bytes=num_bytes,
+                    time_unix_ns=self._clock.time_ns(),
+                    reason=detail,
+                )
+            )
+
+    def take_changes(self) -> list[CheckpointChanged]:
+        """Return what changed since the last call, for the events stream; call after each step."""
+        return [self._changes.popleft() for _ in range(len(self._changes))]

@@ -1,0 +1,254 @@
+"""What each checkpoint of a folder is worth, what became of those that are gone, and which may go.
+
+The manifests and the marks beside them are the truth; ``index.json`` is what people and programs
+read, and the only place that remembers what is gone. It is rebuilt whenever it is written, so a
+missing, torn or lying one costs its memory of the past and nothing else.
+"""
+
+import logging
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints.manifest import Header, Manifest
+from trainvitals.errors import FormatError
+from trainvitals.policy.state import CheckpointRef, CheckpointState
+
+OnBranch = Callable[[int, int], bool]
+"""Whether (step, attempt) lies on the present branch: not on one that was rolled back away."""
+
+INDEX = "index.json"
+INDEX_VERSION = 1
+MAX_GONE = 1000
+"""Entries kept of what is retired or bad: the newest."""
+
+IN_WORK = re.compile(r"\.(partial|doomed)-(.*)-(step-\d{8,12}-\d{1,20})\Z")
+"""Name of what is being written or removed, by which run."""
+
+_LOG = logging.getLogger("trainvitals")
+_ASIDE = re.compile(r"bad-(step-\d{8,12}-\d{1,20})(?:\.\d+)?\Z")
+_MAX_REASON = 500
+
+
+class BestMark(msgspec.Struct, frozen=True, kw_only=True):
+    """By which metric a checkpoint is the best."""
+
+    metric: str
+    value: float
+    number: int = 0
+    """Counts the marks of a run: of two, which only a crash leaves, the higher one counts."""
+
+
+class BadMark(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a checkpoint was set aside."""
+
+    reason: str = ""
+    time_unix_ns: int = 0
+
+
+class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint, there or gone."""
+
+    id: str
+    run_id: str = ""
+    """Empty where the manifest cannot be read."""
+    state: CheckpointState
+    num_bytes: int = 0
+    """Size of the tensors; 0 where it is not known."""
+    time_unix_ns: int = 0
+    """Since when it is in this state."""
+    reason: str = ""
+    best: BestMark | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no training loads it any more."""
+        return self.state in ("retired", "bad")
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of ``index.json``."""
+
+    format_version: int = INDEX_VERSION
+    entries: tuple[IndexEntry, ...] = ()
+    """Oldest first: by step, then by attempt."""
+
+
+def reconcile(old: Index, there: Sequence[IndexEntry], gone: Iterable[IndexEntry]) -> Index:
+    """Return the index of what is there; the old one is believed only about what is gone.
+
+    Args:
+        old: the index as it was found; anything may stand in it.
+        there: what the folder holds, set aside included, as its manifests and marks say.
+        gone: what was retired or turned bad since the old one was written.
+    """
+    before = {
+        entry.id: entry for entry in old.entries if entry.is_gone and manifests.is_id(entry.id)
+    }
+    by_id = before | {entry.id: entry for entry in gone}
+    for entry in there:
+        past = by_id.get(entry.id)
+        if past is not None and past.state == entry.state:  # set aside: what its manifest hides
+            entry = msgspec.structs.replace(
+                entry,
+                run_id=entry.run_id or past.run_id,
+                num_bytes=entry.num_bytes or past.num_bytes,
+                reason=entry.reason or past.reason,
+            )
+        by_id[entry.id] = entry
+    short = [msgspec.structs.replace(e, reason=e.reason[:_MAX_REASON]) for e in by_id.values()]
+    past_ones = sorted((e for e in short if e.is_gone), key=lambda e: e.time_unix_ns)
+    kept = [e for e in short if not e.is_gone] + past_ones[-MAX_GONE:]
+    return Index(entries=tuple(sorted(kept, key=lambda e: manifests.parse_id(e.id))))
+
+
+def removable(
+    refs: Sequence[CheckpointRef],
+    *,
+    keep: int,
+    keep_every: int = 0,
+    best: Iterable[str] = (),
+    on_branch: OnBranch | None = None,
+) -> list[str]:
+    """Return the ids that rotation removes, oldest first.
+
+    What stays: the newest ``keep``, the first of each ``keep_every`` steps (a healthy one where
+    there is one), and the best. What is unproven takes no healthy one's place, to which the ladder
+    may go back; of such that are among the newest, one stays beside them. What lies on a branch
+    that was rolled back away takes nobody's; it goes, but for the newest healthy of all and the
+    best.
+
+    Newer means made later: a branch after a rollback is newer than the higher steps before it.
+
+    Args:
+        refs: the sound checkpoints of one run.
+        keep: at least 1.
+        keep_every: steps of which one checkpoint is kept for good; 0 for none.
+        best: ids that are marked as best.
+        on_branch: what lies on the present branch; None for all.
+    """
+    by_age = sorted(refs, key=lambda ref: (ref.attempt, ref.step))
+    present = [r for r in by_age if on_branch is None or on_branch(r.step, r.attempt)]
+    proven = [ref.id for ref in present if ref.state == "healthy"][-keep:]
+    unproven = [ref.id for ref in present[-keep:] if ref.state != "healthy"]
+    stays = {*proven, *unproven[-max(1, keep - len(proven)) :], *best}
+    stays |= set([ref.id for ref in by_age if ref.state == "healthy"][-1:])
+    if keep_every > 0:
+        periods: dict[int, CheckpointRef] = {}
+        for ref in present:
+            first = periods.setdefault(ref.step // keep_every, ref)
+            if first.state != "healthy" and ref.state == "healthy":
+                periods[ref.step // keep_every] = ref
+        stays |= {ref.id for ref in periods.values()}
+    return [ref.id for ref in by_age if ref.id not in stays]
+
+
+class IndexFile:
+    """``index.json`` of a folder; threads and processes may write it at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._gone: deque[IndexEntry] = deque(maxlen=MAX_GONE)
+        self._lock = threading.Lock()
+
+    def add_gone(self, entry: IndexEntry) -> None:
+        """Remember what is gone until it is written."""
+        self._gone.append(entry)
+
+    def current(self) -> Index:
+        """Return the index as it should be; writes nothing."""
+        old = _decoded(self._folder / INDEX, Index) or Index()
+        return reconcile(old, list(_scan(self._folder)), tuple(self._gone))
+
+    def write(self) -> None:
+        """Write the index anew. Where it cannot be it is told, and the next change writes it."""
+        with self._lock:
+            num = len(self._gone)
+            try:
+                raw = msgspec.json.format(msgspec.json.encode(self.current()))
+                manifests.put(self._folder / INDEX, self._folder, raw)
+            except OSError as error:
+                _LOG.warning("vitals: %s is not written: %s", self._folder / INDEX, error)
+                return
+            for _ in range(num):
+                self._gone.popleft()
+
+
+def best_mark(folder: Path) -> BestMark | None:
+    """Return a checkpoint's mark as the best; None where there is none, or an unreadable one."""
+    return _decoded(folder / manifests.BEST_MARK, BestMark)
+
+
+def state_of(folder: Path, content: Manifest | Header) -> CheckpointState:
+    """Return what a complete checkpoint is worth: what was proven when written, or marked later."""
+    marked = (folder / manifests.HEALTHY_MARK).is_file()
+    return "healthy" if marked or content.state == "healthy" else "verified"
+
+
+def _scan(folder: Path) -> Iterator[IndexEntry]:
+    """Yield an entry for each checkpoint in the folder, of whatever run."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        aside, in_work = _ASIDE.match(path.name), IN_WORK.match(path.name)
+        if aside is not None:
+            manifest, mark = manifests.peek(path), _decoded(path / manifests.BAD_MARK, BadMark)
+            mark = mark or BadMark()
+            yield IndexEntry(
+                id=aside[1],
+                run_id=manifest.run_id,
+                state="bad",
+                num_bytes=manifest.num_bytes,
+                time_unix_ns=mark.time_unix_ns or _changed_at(path),
+                reason=mark.reason,
+            )
+        elif in_work is not None and in_work[1] == "partial":
+            yield IndexEntry(
+                id=in_work[3],
+                run_id=in_work[2],
+                state="candidate",
+                time_unix_ns=_changed_at(path),
+            )
+        elif manifests.is_id(path.name):
+            yield _entry(path)
+
+
+def _entry(path: Path) -> IndexEntry:
+    content: Manifest | Header
+    try:
+        content, reason = manifests.read(path), ""
+        state = state_of(path, content)
+    except (FormatError, OSError) as error:
+        content, reason, state = manifests.peek(path), str(error).partition(" [")[0], "verified"
+    marks = (manifests.HEALTHY_MARK, manifests.MANIFEST)
+    return IndexEntry(
+        id=path.name,
+        run_id=content.run_id,
+        state=state,
+        num_bytes=content.num_bytes,
+        time_unix_ns=max(_changed_at(path / mark) for mark in marks),
+        reason=reason,
+        best=best_mark(path),
+    )
+
+
+def _changed_at(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+_Known = TypeVar("_Known", Index, BadMark, BestMark)
+
+
+def _decoded(path: Path, kind: type[_Known]) -> _Known | None:
+    """Return what the file says; None where it is missing, damaged, a link or far too large."""
+    try:
+        return msgspec.json.decode(manifests.read_small(path), type=kind)
+    except (OSError, ValueError, RecursionError):
+        return None

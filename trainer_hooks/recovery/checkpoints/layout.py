@@ -1,0 +1,163 @@
+"""What the tensors of this rank are called in a checkpoint, and the other way round.
+
+In a checkpoint ``model.X`` and ``optim.I.X.KEY`` are whole tensors of the parameter X, however
+the ranks held it. What has no place in a whole is ``rank.N.`` and the name on that rank.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainer_hooks.recovery.checkpoints.shard_layout import Held, Piece, Shape
+from trainer_hooks.recovery.state import Spec
+from trainvitals.errors import CheckpointError
+
+Scalars = list[dict[str, dict[str, Any]]]
+"""Of each optimizer, by parameter: the state that is no tensor."""
+
+_MODEL = "model."
+
+
+class Layout:
+    """One rank's view of the whole tensors."""
+
+    def __init__(self, held: Mapping[str, Held], split: Collection[int]) -> None:
+        """Take what this rank holds.
+
+        Args:
+            held: by this rank's names: parameters, and tensors of registered modules.
+            split: the optimizers of which each rank keeps the state of some parameters only.
+        """
+        self._held = held
+        self._split = split
+        self._owners = {whole: key for key, place in held.items() for whole in place.wholes}
+
+    # -------------------------------------------------------------------------------- saving
+
+    def kept(self, key: str, shape: Shape) -> Held | None:
+        """Return the place of what this rank can speak for; None where the tensor has none.
+
+        A counter of a parameter of which this rank holds no element may have stood still: FSDP1
+        gives such a one no gradient.
+        """
+        held = self.held(key, shape)
+        if held is None or not key.startswith("optim."):
+            return held
+        i, param, name = _parse(key)
+        filled = {_moment(i, piece.name, name) for piece in self._held[_MODEL + param].pieces}
+        return replace(held, pieces=tuple(p for p in held.pieces if p.name in filled))
+
+    def held(self, key: str, shape: Shape) -> Held | None:
+        """Return where the tensor has its place in whole ones; None where it has none."""
+        if not key.startswith("optim."):
+            held = self._held.get(key)
+            return held if held is not None and held.shape == shape else None
+        i, param, name = _parse(key)
+        owner = self._held.get(_MODEL + param)
+        if owner is None or i in self._split:
+            return None
+        names = {whole: _moment(i, whole, name) for whole in owner.wholes}
+        if _is_cut_alike(name, shape, owner.shape):
+            pieces = tuple(p._replace(name=names[p.name]) for p in owner.pieces)
+            wholes = {names[whole]: size for whole, size in owner.wholes.items()}
+            return replace(owner, wholes=wholes, pieces=pieces)
+        if math.prod(shape) != 1 and not owner.uncut:
+            return None
+        zeros = tuple(0 for _ in shape)
+        pieces = tuple(
+            Piece(whole_name, shape, zeros, shape, None) for whole_name in names.values()
+        )
+        return replace(
+            owner, shape=shape, wholes=dict.fromkeys(names.values(), shape), pieces=pieces
+        )
+
+    def spread(self, scalars: Scalars) -> Scalars:
+        """Return the scalars by the names of whole parameters that have elements here."""
+        spread: Scalars = []
+        for i, of_params in enumerate(scalars):
+            by_whole: dict[str, dict[str, Any]] = {}
+            for param, values in of_params.items():
+                held = None if i in self._split else self._held.get(_MODEL + param)
+                wholes = {_MODEL + param} if held is None else {p.name for p in held.pieces}
+                by_whole |= {whole.removeprefix(_MODEL): values for whole in wholes}
+            spread.append(by_whole)
+        return spread
+
+    # ------------------------------------------------------------------------------- loading
+
+    def collect(self, scalars: Scalars) -> Scalars:
+        """Return the scalars by the names that the parameters have on this rank."""
+        collected: Scalars = []
+        for of_params in scalars:
+            by_param: dict[str, dict[str, Any]] = {}
+            for whole, values in of_params.items():
+                param = self._owners.get(_MODEL + whole, _MODEL + whole).removeprefix(_MODEL)
+                if by_param.setdefault(param, dict(values)) != values:
+                    raise _refusal(f"the state of {whole} differs from that of others in {param}")
+            collected.append(by_param)
+        return collected
+
+    def lacks(self, scalars: Scalars) -> bool:
+        """Return whether these are not the scalars of all parameters, and others may be."""
+        wholes = {w.removeprefix(_MODEL) for w in self._owners if w.startswith(_MODEL)}
+        return any(of_params and wholes - of_params.keys() for of_params in scalars)
+
+    def local_specs(self, stored: Mapping[str, Spec], own: Collection[str]) -> dict[str, Spec]:
+        """Return what this rank's tensors must be to take up what was stored.
+
+        Args:
+            stored: what there is for this rank, without the ranks' prefixes.
+            own: the names that were stored under a rank's prefix.
+
+        Raises:
+            CheckpointError: a whole tensor has another shape here, or was stored in parts.
+        """
+        for whole in self._owners:
+            if whole.startswith(_MODEL) and whole not in stored:
+                raise _refusal(f"{whole} is not in the checkpoint")
+        specs: dict[str, Spec] = {}
+        for name, spec in stored.items():
+            key, local = self._local(name, spec, is_own=name in own)
+            if specs.setdefault(key, local) != local:
+                raise _refusal(f"{name} was saved as {spec}; others in {key} are not of that kind")
+        return specs
+
+    def _local(self, name: str, spec: Spec, *, is_own: bool) -> tuple[str, Spec]:
+        i, param, moment = _parse(name) if name.startswith("optim.") else (-1, "", "")
+        whole = _MODEL + param if moment else name
+        owner = self._owners.get(whole)
+        if owner is None or i in self._split:
+            return name, spec
+        held = self._held[owner]
+        key = _moment(i, owner, moment) if moment else owner
+        if is_own and moment and self.held(key, spec.shape) is None:
+            return key, spec  # it had no place in a whole then, and has none now
+        if is_own and not name.startswith("extra."):
+            raise _refusal(f"{name} was saved by each rank for itself; here all ranks share it")
+        if _is_cut_alike(moment, spec.shape, held.wholes[whole]):
+            return key, Spec(held.shape, spec.dtype)
+        if moment and (math.prod(spec.shape) == 1 or held.uncut):
+            return key, spec
+        text = f"{name} was saved as {spec}; the shape of {whole} is {held.wholes[whole]} now"
+        raise _refusal(text + (", and there is no rule to cut it" if moment else ""))
+
+
+def _is_cut_alike(moment: str, shape: Shape, of_param: Shape) -> bool:
+    return shape == of_param and moment != "step"
+
+
+def _parse(key: str) -> tuple[int, str, str]:
+    _, i, rest = key.split(".", 2)
+    param, name = rest.rsplit(".", 1)
+    return int(i), param, name
+
+
+def _moment(i: int, whole: str, name: str) -> str:
+    return f"optim.{i}.{whole.removeprefix(_MODEL)}.{name}"
+
+
+def _refusal(text: str) -> CheckpointError:
+    return CheckpointError(
+        text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
+    )

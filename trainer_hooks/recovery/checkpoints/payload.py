@@ -1,0 +1,250 @@
+"""The tensors of a checkpoint, through torch.distributed.checkpoint, with its traps disarmed.
+
+Three of them: its ``CheckpointException`` is no ``Exception``; its ``.metadata`` is a pickle, which
+runs what is in it; it knows no checksum (see ``manifest``).
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from trainer_hooks.recovery.checkpoints.planner import (
+    Box,
+    BoxReader,
+    BoxScanner,
+    BoxWriter,
+    tensors,
+)
+from trainer_hooks.recovery.state import HostState, Spec
+from trainvitals.errors import CheckpointCorruptError, CheckpointError, VitalsError
+
+BOX_BYTES = 16 << 20
+"""What is larger is stored in several boxes: a box is read as one, and a restore must not need the
+state a second time."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds a checkpoint's metadata and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointCorruptError(
+            f"the metadata names {module}.{name}, which has no place there"
+        )
+
+
+class _Writer(FileSystemWriter):
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is made by ``make_room``, and never one that is there
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return what lies where; reads the folder's own files only, whatever the metadata says.
+
+    Raises:
+        CheckpointCorruptError: it is no metadata, or names a file or a function of elsewhere.
+    """
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
+        raise CheckpointCorruptError(f"{folder.name}/.metadata cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointCorruptError(f"{folder.name}/.metadata is no metadata")
+    for info in (metadata.storage_data or {}).values():
+        if "/" in info.relative_path or not (folder / info.relative_path).is_file():
+            raise CheckpointCorruptError(f"{folder.name}: data in {info.relative_path!r}")
+    return metadata
+
+
+class Written(NamedTuple):
+    """What became of a save."""
+
+    boxes: list[Box]
+    """Those that this rank wrote."""
+    num_bytes: int
+    """By all ranks; known to rank 0, elsewhere 0."""
+
+
+def write(
+    folder: Path,
+    boxes: Sequence[Box],
+    group: dist.ProcessGroup | None,
+    *,
+    make_room: Callable[[int], None],
+    alone: bool = False,
+) -> Written:
+    """Write what this rank holds, each box once; fsynced. Collective on ``group``.
+
+    Args:
+        folder: where to; ``make_room`` makes it.
+        boxes: what this rank holds.
+        group: the ranks that write together; None for one that is by itself.
+        make_room: called on rank 0 before anything is written, with the bytes of all.
+        alone: write a part of a checkpoint, to be merged with others: no collective.
+
+    Raises:
+        CheckpointError: on every rank, if one of them could not.
+    """
+    planner = BoxWriter(boxes, make_room=make_room, alone=alone)
+    writer = _Writer(folder, sync_files=True)
+    try:
+        if alone or group is None:
+            _write_by_itself(writer, planner)
+        else:
+            save({}, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        causes = {f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items()}
+        raise CheckpointError("; ".join(sorted(causes))) from error
+    return Written(planner.written(), planner.num_bytes)
+
+
+def _write_by_itself(writer: _Writer, planner: BoxWriter) -> None:
+    """Take the steps that ``save`` takes, whatever other ranks there are."""
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    results = writer.write_data(plan, planner)
+    results.wait()
+    writer.finish(metadata, [results.value()])
+
+
+def specs(folder: Path) -> dict[str, Spec]:
+    """Return shape and type of every stored tensor by name.
+
+    Raises:
+        CheckpointCorruptError: the metadata cannot be read, or holds more than tensors.
+    """
+    stored = tensors(read_metadata(folder))
+    return {key: Spec(tuple(entry.size), entry.properties.dtype) for key, entry in stored.items()}
+
+
+def read(folder: Path, boxes: Sequence[Box]) -> None:
+    """Fill these boxes from whatever boxes were stored; not collective.
+
+    Raises:
+        CheckpointCorruptError: the data does not fit the metadata.
+    """
+    _read(folder, BoxReader(boxes))
+
+
+def scan(
+    folder: Path,
+    show: Callable[[MetadataIndex, Tensor], None],
+    only: Sequence[MetadataIndex] | None = None,
+) -> None:
+    """Read the stored boxes, or some of them, one after another, and show each.
+
+    Raises:
+        CheckpointCorruptError: the data does not fit the metadata.
+        VitalsError: what ``show`` raised.
+    """
+    _read(folder, BoxScanner(show, only))
+
+
+def _read(folder: Path, planner: LoadPlanner) -> None:
+    """Take the steps that ``load`` takes, whatever other ranks there are."""
+    metadata = read_metadata(folder)
+    reader = FileSystemReader(folder)
+    try:
+        planner.set_up_planner({}, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = planner.finish_plan(planner.create_local_plan())
+        reader.read_data(plan, planner).wait()
+    except VitalsError:
+        raise
+    except Exception as error:  # whatever torch says of bytes that are not what was written
+        raise CheckpointCorruptError(f"{folder.name}: {type(error).__name__}: {error}") from error
+
+
+def read_host(folder: Path, key: str, spec: Spec) -> tuple[HostState, dict[str, Any]]:
+    """Return (host state, meta) that ``pack_host`` made, from the tensor of that name."""
+    packed = torch.empty(spec.shape, dtype=torch.uint8)
+    read(folder, [Box.all_of(key, packed)])
+    return unpack_host(packed)
+
+
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Write what lies where; its bytes are on disk after."""
+    with (folder / ".metadata").open("xb") as file:
+        pickle.dump(metadata, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
+    """Return the host state as a tensor of bytes, proven to be readable without running code.
+
+    Raises:
+        CheckpointError: a part holds objects that are no plain values or tensors.
+    """
+    raw = _saved({"host": host, "meta": dict(meta)})
+    try:
+        _loaded(raw)
+    except pickle.UnpicklingError as error:
+        parts = {
+            **{k: v for k, v in host.items() if k != "extra"},
+            **host["extra"],
+            "meta": meta,
+        }
+        raise CheckpointError(
+            f"the state of {', '.join(_unreadable(parts))} is more than plain values and tensors",
+            hint="let state_dict() return numbers, strings, lists, dicts and tensors",
+        ) from error
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def unpack_host(packed: Tensor) -> tuple[HostState, dict[str, Any]]:
+    """Return (host state, meta) of what ``pack_host`` made; runs no code of theirs."""
+    both = _loaded(bytes(packed.untyped_storage()))
+    return both["host"], both["meta"]
+
+
+def _unreadable(parts: Mapping[str, Any]) -> Iterator[str]:
+    for name, part in parts.items():
+        try:
+            _loaded(_saved(part))
+        except pickle.UnpicklingError:
+            yield repr(name)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _loaded(raw: bytes) -> Any:
+    return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)

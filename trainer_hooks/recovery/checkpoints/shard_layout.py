@@ -1,0 +1,235 @@
+"""Where the tensors of one rank lie in the whole ones: the layout of a checkpoint.
+
+A checkpoint holds each parameter, and each moment shaped like its parameter, as one whole tensor
+in boxes, whoever wrote them. A rank's tensor is one such box (a DTensor), a few of them (a range of
+the flattened parameter, as FSDP1 cuts it), or ranges of several parameters (FSDP1's flat one).
+"""
+
+import math
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from trainer_hooks.step.shards import clean_name
+from trainvitals.errors import CheckpointError
+
+Shape = tuple[int, ...]
+Extent = tuple[Shape, Shape]
+"""Offsets and sizes."""
+
+
+class Piece(NamedTuple):
+    """A box of a whole tensor, and where a rank's tensor holds its elements."""
+
+    name: str
+    shape: Shape
+    """Of the whole tensor."""
+    offsets: Shape
+    sizes: Shape
+    start: int | None
+    """The place of the first element in the rank's flat tensor; None: all of it, in its shape."""
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return the elements as a view of the rank's tensor."""
+        if self.start is None:
+            return local
+        stop = self.start + math.prod(self.sizes)
+        return local.view(-1)[self.start : stop].view(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a rank holds in one tensor of its own."""
+
+    shape: Shape
+    """Of the rank's tensor."""
+    wholes: Mapping[str, Shape]
+    """Each whole tensor that has a place in it, by name; a rank may hold none of its elements."""
+    pieces: tuple[Piece, ...]
+    copy: int = 0
+    copies: int = 1
+    """This rank is that one of so many which are known to hold the same."""
+    uncut: bool = False
+    """Whether every rank holds all of it."""
+
+    def renamed(self, old: str, new: str) -> "Held":
+        """Return the same place in other whole tensors: those with another prefix."""
+        pieces = [p._replace(name=new + p.name.removeprefix(old)) for p in self.pieces]
+        wholes = {new + name.removeprefix(old): shape for name, shape in self.wholes.items()}
+        return replace(self, wholes=wholes, pieces=tuple(pieces))
+
+    def writes(self, name: str, offsets: Shape) -> bool:
+        """Return whether, of those that hold the same box, it is this rank that writes it alone."""
+        return zlib.crc32(repr((name, tuple(offsets))).encode()) % self.copies == self.copy
+
+
+def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
+    """Yield, in order, the boxes that make up a range of the flattened, row-major tensor."""
+    row = math.prod(shape[1:])
+    while start < stop:
+        if not shape:
+            yield (), ()
+            return
+        index, within = divmod(start, row)
+        full = (stop - start) // row
+        if within == 0 and full:
+            yield (index, *(0 for _ in shape[1:])), (full, *shape[1:])
+            start += full * row
+            continue
+        end = min(stop, (index + 1) * row)
+        for offsets, sizes in range_boxes(shape[1:], within, within + end - start):
+            yield (index, *offsets), (1, *sizes)
+        start = end
+
+
+def cut(sizes: Shape, most: int) -> Iterator[Extent]:
+    """Yield boxes of at most so many elements, in order, that make up one of these sizes."""
+    row = math.prod(sizes[1:])
+    if not sizes or sizes[0] * row <= most:
+        yield _all_of(sizes)
+        return
+    if row > most:
+        for index in range(sizes[0]):
+            for offsets, inner in cut(sizes[1:], most):
+                yield (index, *offsets), (1, *inner)
+        return
+    rows = most // row
+    for index in range(0, sizes[0], rows):
+        zeros = (0 for _ in sizes[1:])
+        yield (index, *zeros), (min(rows, sizes[0] - index), *sizes[1:])
+
+
+def held_in(
+    module: nn.Module,
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    alike: Collection[str],
+    rank: int,
+    world_size: int,
+) -> dict[str, Held]:
+    """Return what this rank holds of tensors that have a place in a whole; others are left out.
+
+    Args:
+        module: the one that the tensors are of.
+        prefix: what stands before each name in the checkpoint.
+        tensors: the tensors by the module's names.
+        alike: the names of plain tensors that are known to be the same on every rank.
+        rank: this one.
+        world_size: how many there are.
+    """
+    ranges = _flat_ranges(module)
+    places = {}
+    for name, tensor in tensors.items():
+        held = None
+        if id(tensor) in ranges:
+            held = _held_in_ranges(prefix, tensor, *ranges[id(tensor)])
+        elif hasattr(tensor, "to_local"):
+            held = _held_of_dtensor(prefix + name, tensor)
+        elif name in alike:
+            held = _held_whole(prefix + name, tuple(tensor.shape))
+            held = replace(held, copy=rank, copies=world_size, uncut=True)
+        if held is not None:
+            places[prefix + name] = held
+    return places
+
+
+def _held_whole(name: str, shape: Shape) -> Held:
+    piece = Piece(name, shape, *_all_of(shape), None)
+    return Held(shape=shape, wholes={name: shape}, pieces=(piece,))
+
+
+def _held_of_dtensor(name: str, tensor: Any) -> Held | None:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, local = tuple(tensor.shape), tuple(tensor.to_local().shape)
+    here = mesh.get_coordinate()
+    if here is None or any(placement.is_partial() for placement in placements):
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if tuple(sizes) != local:
+        raise CheckpointError(
+            f"{name} is cut into {local} on this rank; by its layout {placements} it would be "
+            f"{tuple(sizes)}",
+            hint="choose sizes that the ranks divide evenly, or a newer torch",
+        )
+    pieces = _held_whole(name, shape).pieces
+    if local != shape:
+        filled = math.prod(local) > 0
+        pieces = (Piece(name, shape, tuple(offsets), local, None),) if filled else ()
+    copy, copies, uncut = 0, 1, True
+    for at, size, placement in zip(here, mesh.shape, placements, strict=True):
+        if placement.is_replicate():
+            copy, copies = copy * size + at, copies * size
+        else:
+            uncut = uncut and size == 1
+    return Held(
+        shape=local,
+        wholes={name: shape},
+        pieces=pieces,
+        copy=copy,
+        copies=copies,
+        uncut=uncut,
+    )
+
+
+class _Range(NamedTuple):
+    """The elements of a parameter, flattened, that lie in FSDP1's tensor."""
+
+    fqn: str
+    shape: Shape
+    begin: int
+    """In the parameter."""
+    size: int
+    start: int
+    """In the tensor of this rank."""
+
+
+def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
+    """Return what lies in each of FSDP1's tensors, and whether all of it does, by tensor's id."""
+    by_tensor: dict[int, tuple[list[_Range], bool]] = {}
+    for prefix, inner in module.named_modules():
+        handle: Any = getattr(inner, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None or not all(flat._contiguities):
+            continue  # of another memory format: not in the order of its rows
+        ranges = [
+            _Range(
+                clean_name(f"{prefix}.{fqn}"),
+                tuple(shape),
+                info.intra_param_start_idx or 0,
+                info.numel_in_shard or 0,
+                info.offset_in_shard or 0,
+            )
+            for fqn, shape, info in zip(
+                flat._fqns, flat._shapes, flat._shard_param_infos, strict=True
+            )
+        ]
+        uncut = not handle.uses_sharded_strategy
+        by_tensor[id(flat)] = ranges, uncut
+        for param, param_range in zip(flat._params or (), ranges, strict=False):
+            by_tensor[id(param)] = [param_range._replace(start=0)], uncut
+    return by_tensor
+
+
+def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bool) -> Held:
+    local = tuple(tensor.shape)
+    if len(ranges) == 1 and local == ranges[0].shape:
+        return replace(_held_whole(prefix + ranges[0].fqn, local), uncut=uncut)
+    pieces, wholes = [], {}
+    for fqn, shape, begin, size, start in ranges:
+        wholes[prefix + fqn] = shape
+        boxes = range_boxes(shape, begin, begin + size) if math.prod(shape) else [_all_of(shape)]
+        at = start
+        for offsets, sizes in boxes:
+            pieces.append(Piece(prefix + fqn, shape, offsets, sizes, at))
+            at += math.prod(sizes)
+    return Held(shape=local, wholes=wholes, pieces=tuple(pieces), uncut=uncut)
+
+
+def _all_of(shape: Shape) -> Extent:
+    return tuple(0 for _ in shape), shape

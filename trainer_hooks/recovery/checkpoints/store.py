@@ -1,0 +1,428 @@
+"""Saves snapshots to a run's folder in the background, and loads them: on all ranks together."""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.checkpoints import emergency_save, payload
+from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints.agree import Agreement, caught
+from trainer_hooks.recovery.checkpoints.background import Background
+from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
+from trainer_hooks.recovery.checkpoints.index import OnBranch
+from trainer_hooks.recovery.checkpoints.layout import Layout
+from trainer_hooks.recovery.checkpoints.manifest import Manifest
+from trainer_hooks.recovery.checkpoints.planner import Box
+from trainer_hooks.recovery.checkpoints.shard_layout import Held, cut
+from trainer_hooks.recovery.finite import bytes_of, is_finite
+from trainer_hooks.recovery.snapshots import Meta, Restored, Snapshot
+from trainer_hooks.recovery.state import HostState, Spec, TrainingState
+from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
+from trainvitals.policy.state import CheckpointRef
+from trainvitals.records import CheckpointChanged
+
+_LOG = logging.getLogger("trainvitals")
+_PARTS_OF_THE_MODEL = re.compile(r"rank\.\d+\.((model|optim)\..*)")
+
+
+class CheckpointStore:
+    """Checkpoints of one run in one folder, which all ranks see.
+
+    ``save`` and the loads are collective: called on all ranks, in the same order. A save runs in
+    one background thread, on the side group; a load must not run while a save does. A failure is
+    logged, counted and told through ``take_changes``; it never reaches the training.
+
+    What is in the folder is this rank's view of a disk: never let it decide anything by itself.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        directory: Path,
+        *,
+        run_id: str,
+        ranks: Ranks,
+        keep: int = 3,
+        keep_every: int = 0,
+        on_branch: OnBranch | None = None,
+    ) -> None:
+        self._state = state
+        self.folder = CheckpointFolder(directory, run_id=run_id, keep=keep, keep_every=keep_every)
+        self._on_branch = on_branch
+        self._run_id = run_id
+        self._ranks = ranks
+        self._agree = Agreement(ranks)
+        held = state.held(rank=ranks.rank, world_size=ranks.world_size)
+        self._layout = Layout(held, state.split_optimizers)
+        self._background = Background("vitals-save")
+        self.num_saved = 0
+        self.num_failed = 0
+
+    def prepare(self) -> None:
+        """Make the folder ready, and checkpoints of what ranks wrote alone. Rank 0 only.
+
+        Raises:
+            StorageError: it cannot be made or written.
+        """
+        self.folder.prepare()
+        self.adopt_alone()
+
+    def adopt_alone(self) -> list[str]:
+        """Make checkpoints of the parts that ``write_alone`` left; return their ids. Rank 0 only.
+
+        Call before anything is loaded, when no rank of an earlier start writes any more.
+        """
+        return emergency_save.adopt(self.folder, self._run_id)
+
+    # -------------------------------------------------------------------------------- saving
+
+    def save(self, snapshot: Snapshot) -> str:
+        """Begin to write a snapshot to disk and return its id there; does not wait.
+
+        The snapshot's memory is held until it is written. Saves queue up; since each holds a slot
+        of the ring, there are never more of them than slots.
+        """
+        snapshot.hold()
+        self._background.add(lambda: self._save_held(snapshot))
+        return manifests.checkpoint_id(snapshot.step, snapshot.attempt)
+
+    def wait(self, timeout: float | None = 60.0) -> bool:
+        """Wait until all saves are done; return False if the time ran out before."""
+        return self._background.wait(timeout)
+
+    def _save_held(self, snapshot: Snapshot) -> None:
+        try:
+            self._save(snapshot)
+        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+            self._failed(snapshot, error)
+        finally:
+            snapshot.release()
+
+    def _save(self, snapshot: Snapshot) -> None:
+        """Write, read back, seal and rename; each stage ends in one verdict for all ranks."""
+        name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
+        if self._ranks.broadcast(self._is_root and (self.folder.path / name).exists()):
+            self._mark(name, snapshot)
+            return
+        partial = self.folder.partial(name)
+        boxes: list[Box] = []
+        self._agree.on_all(lambda: boxes.extend(self._boxes(snapshot)))
+        written = payload.write(
+            partial,
+            boxes,
+            self._ranks.side,
+            make_room=lambda size: self.folder.make_room(name, size),
+        )
+        self._agree.on_all(lambda: self._read_back(partial, written.boxes))
+        size = self._ranks.broadcast(written.num_bytes)
+        self._agree.on_root(lambda: self._publish(snapshot, size))
+        self._mark(name, snapshot)
+        self.num_saved += 1
+        self.folder.note(name, snapshot.state, num_bytes=size)
+        problem = caught(lambda: self.folder.rotate(self._on_branch)) if self._is_root else None
+        if problem is not None:  # told, but the new checkpoint is there all the same
+            self.num_failed += 1
+            _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
+
+    def _mark(self, name: str, snapshot: Snapshot) -> None:
+        """Say what a checkpoint that is there is worth; what fails leaves it as it is."""
+        if self._is_root:
+            self._marked(name, lambda of: self._write_marks(of, snapshot))
+
+    def _marked(self, name: str, mark: Callable[[str], None]) -> None:
+        problem = caught(lambda: mark(name))
+        if problem is not None:
+            self.num_failed += 1
+            _LOG.warning("vitals: checkpoint %s was not marked: %s", name, problem.text)
+
+    def _write_marks(self, name: str, snapshot: Snapshot) -> None:
+        """The same state may be saved twice: as the best, and later as healthy."""
+        if snapshot.best is not None:
+            self.folder.mark_best(name, *snapshot.best)
+        unproven = [ref.id for ref in self.folder.refs() if ref.state == "verified"]
+        if snapshot.state == "healthy" and name in unproven:
+            self.folder.mark_healthy(name)
+
+    def _boxes(self, snapshot: Snapshot, *, alone: bool = False) -> Iterator[Box]:
+        """Yield what this rank holds, from the snapshot's copies.
+
+        ``alone`` leaves out what this rank need not write where it can ask no other.
+        """
+        mine = f"rank.{self._ranks.rank}."
+        host = {
+            **snapshot.host,
+            "moments": self._layout.spread(snapshot.host["moments"]),
+        }
+        yield Box.all_of(f"{mine}host", payload.pack_host(host, snapshot.meta))
+        for key, tensor in snapshot.tensors().items():
+            held = self._layout.kept(key, tuple(tensor.shape))
+            for box in [Box.all_of(mine + key, tensor)] if held is None else _pieces(held, tensor):
+                for part in _small(box):
+                    if not alone or held is None or held.writes(part.name, part.offsets):
+                        yield part
+
+    def _read_back(self, partial: Path, written: list[Box]) -> None:
+        expected = {box.key: box.tensor for box in written}
+
+        def check(index: MetadataIndex, tensor: Tensor) -> None:
+            if not _same_bits(tensor, expected[index]):
+                raise CheckpointCorruptError(f"{index.fqn} reads back otherwise than written")
+            self._check_finite(index.fqn, tensor)
+
+        payload.scan(partial, check, list(expected))
+
+    def _check_finite(self, key: str, tensor: Tensor) -> None:
+        if self._must_be_finite(key) and not is_finite(tensor):
+            raise CheckpointCorruptError(f"{key} is not finite")
+
+    def _publish(self, snapshot: Snapshot, size: int) -> None:
+        self.folder.publish(self._manifest(snapshot, size))
+
+    def _manifest(self, snapshot: Snapshot, size: int = 0) -> Manifest:
+        return Manifest(
+            id=manifests.checkpoint_id(snapshot.step, snapshot.attempt),
+            run_id=self._run_id,
+            step=snapshot.step,
+            attempt=snapshot.attempt,
+            state="healthy" if snapshot.state == "healthy" else "verified",
+            world_size=self._ranks.world_size,
+            torch_version=str(torch.__version__),
+            num_bytes=size,
+            may_be_nonfinite=tuple(
+                sorted(k for k in snapshot.tensors() if not self._state.must_be_finite(k))
+            ),
+            files={},
+        )
+
+    def _failed(self, snapshot: Snapshot, error: BaseException) -> None:
+        self._tell_failure(snapshot, error)
+        if self._is_root:
+            self.folder.discard(manifests.checkpoint_id(snapshot.step, snapshot.attempt))
+
+    def _tell_failure(self, snapshot: Snapshot, error: BaseException) -> None:
+        name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
+        self.num_failed += 1
+        text = error.text if isinstance(error, VitalsError) else f"{type(error).__name__}: {error}"
+        _LOG.warning("vitals: checkpoint %s was not saved, training goes on: %s", name, text)
+        self.folder.note(name, "bad", detail=f"not saved: {text}")
+
+    def write_alone(self, snapshot: Snapshot) -> bool:
+        """Write this rank's part of a snapshot, without any collective; return whether it is there.
+
+        For an end that leaves no time to meet: ``adopt_alone`` makes a checkpoint of it where all
+        ranks have written theirs. Waits for the disk; a failure is logged, counted and told.
+        """
+        snapshot.hold()
+        try:
+            boxes = list(self._boxes(snapshot, alone=True))
+            for box in boxes:
+                self._check_finite(box.name, box.tensor)
+            content = self._manifest(snapshot)
+            emergency_save.write_part(self.folder.path, content, self._ranks.rank, boxes)
+        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+            self._tell_failure(snapshot, error)
+            return False
+        finally:
+            snapshot.release()
+        return True
+
+    def mark_healthy(self, checkpoint_id: str) -> None:
+        """Begin to record that a verified checkpoint was proven healthy. Rank 0 only."""
+        self._background.add(lambda: self._marked(checkpoint_id, self.folder.mark_healthy))
+
+    def take_changes(self) -> list[CheckpointChanged]:
+        """Return what changed since the last call, for the events stream; call after each step."""
+        return self.folder.take_changes()
+
+    # ------------------------------------------------------------------------------- loading
+
+    def verify(self, checkpoint_id: str) -> Manifest:
+        """Return the manifest after reading everything back: checksums, then finiteness.
+
+        Raises:
+            CheckpointCorruptError: something does not hold.
+            CheckpointError: it is another run's.
+            UsageError: there is no such checkpoint.
+        """
+        content = self.folder.check(checkpoint_id)
+        folder = self.folder.folder(checkpoint_id)
+        exempt = set(content.may_be_nonfinite)
+
+        def check(index: MetadataIndex, tensor: Tensor) -> None:
+            if _plain(index.fqn) not in exempt and not is_finite(tensor):
+                raise CheckpointCorruptError(f"{checkpoint_id}: {index.fqn} is not finite")
+
+        payload.scan(folder, check)
+        return content
+
+    def load(self, checkpoint_id: str) -> Restored:
+        """Verify a checkpoint and make the live state equal to it, bit for bit. Collective.
+
+        Raises:
+            CheckpointCorruptError: it is damaged; nothing has changed, and it is set aside.
+            CheckpointError: it does not fit this training, or could not be read on some rank.
+            UsageError: there is no such checkpoint.
+        """
+        try:
+            self._agree.on_root(lambda: self.verify(checkpoint_id))
+        except CheckpointCorruptError as error:
+            reason = error.text
+            self._agree.on_root(lambda: self.folder.set_aside(checkpoint_id, reason))
+            raise
+        restored: list[Restored] = []
+        self._agree.on_all(lambda: restored.append(self._apply(checkpoint_id)))
+        return restored[0]
+
+    def loadable_refs(self) -> tuple[CheckpointRef, ...]:
+        """Return what rank 0 finds to load, oldest first: the same on all ranks. Collective."""
+        here = self.folder.loadable_refs(self._on_branch) if self._is_root else ()
+        return tuple(self._ranks.broadcast(here))
+
+    def load_newest(self, refs: Sequence[CheckpointRef]) -> Restored | None:
+        """Load the last that is sound, past damaged ones and such that are gone. Collective.
+
+        None where there are none.
+
+        Raises:
+            CheckpointError: there are some, and none is sound; or it does not fit this training.
+        """
+        for ref in reversed(refs):
+            try:
+                return self.load(ref.id)
+            except (CheckpointCorruptError, UsageError) as error:
+                _LOG.warning("vitals: checkpoint %s, trying an older: %s", ref.id, error)
+        if refs:
+            raise CheckpointError(
+                f"none of {len(refs)} checkpoints in {self.folder.path} can be loaded",
+                hint="`vitals checkpoints list` says why; what is damaged is kept there as bad-*: "
+                "move all away to start from the beginning",
+            )
+        return None
+
+    def _apply(self, checkpoint_id: str) -> Restored:
+        folder = self.folder.path / checkpoint_id
+        step, attempt = manifests.parse_id(checkpoint_id)
+        stored, saved_by = payload.specs(folder), manifests.read(folder).world_size
+        same_world = saved_by == self._ranks.world_size
+        if not same_world:
+            _refuse_parts(stored, saved_by)
+        mine = f"rank.{self._ranks.rank if same_world else 0}."
+        names = {_plain(k): k for k in stored if k.startswith(mine) or not k.startswith("rank.")}
+        own = {plain for plain, name in names.items() if plain != name}
+        del names["host"]
+        host, meta = self._host(folder, stored, saved_by)
+        specs = self._layout.local_specs({k: stored[name] for k, name in names.items()}, own)
+        self._check_alike(folder, specs, names)
+        self._state.conform(specs, host)
+        payload.read(folder, list(self._targets(specs, names, stored)))
+        own_host = f"rank.{self._ranks.rank}.host" in stored
+        self._state.load_host_state(host, rng=own_host)
+        return Restored(checkpoint_id, step, attempt, meta, same_world)
+
+    def _host(
+        self, folder: Path, stored: Mapping[str, Spec], saved_by: int
+    ) -> tuple[HostState, Meta]:
+        """Return this rank's host state, or rank 0's; state of parameters from all ranks' ones."""
+        rank = self._ranks.rank if f"rank.{self._ranks.rank}.host" in stored else 0
+        host, meta = payload.read_host(folder, key := f"rank.{rank}.host", stored[key])
+        if saved_by != self._ranks.world_size or self._layout.lacks(host["moments"]):
+            for other in range(saved_by):
+                theirs, _ = payload.read_host(folder, key := f"rank.{other}.host", stored[key])
+                for ours, more in zip(host["moments"], theirs["moments"], strict=True):
+                    ours |= {param: values for param, values in more.items() if param not in ours}
+        host["moments"] = self._layout.collect(host["moments"])
+        return host, meta
+
+    def _check_alike(
+        self, folder: Path, specs: Mapping[str, Spec], names: Mapping[str, str]
+    ) -> None:
+        """Refuse step counts that differ where here one counter stands for several parameters."""
+        groups: list[list[Box]] = []
+        for key, spec in specs.items():
+            held = self._layout.held(key, spec.shape)
+            piece_names = (
+                [p.name for p in held.pieces if p.start is None] if held is not None else []
+            )
+            if len(piece_names) > 1:
+                there = [names[name] for name in piece_names if name in names]
+                groups.append(
+                    [Box.all_of(n, torch.empty(spec.shape, dtype=spec.dtype)) for n in there]
+                )
+        if groups:
+            payload.read(folder, [box for group in groups for box in group])
+        for group in groups:
+            for box in group[1:]:
+                if not _same_bits(box.tensor, group[0].tensor):
+                    raise CheckpointError(
+                        f"{box.name} and {group[0].name} differ; here they are one",
+                        hint="use FullyShardedDataParallel(..., use_orig_params=True)",
+                    )
+
+    def _targets(
+        self, specs: Mapping[str, Spec], names: Mapping[str, str], stored: Mapping[str, Spec]
+    ) -> Iterator[Box]:
+        """Yield the memory of the live tensors; what the checkpoint has nothing for is zeroed."""
+        live = self._state.tensors()
+        for key, spec in specs.items():
+            held = self._layout.held(key, spec.shape)
+            whole = [Box.all_of(key, live[key])]
+            boxes = whole if held is None else list(_pieces(held, live[key]))
+            boxes = [box._replace(name=names[box.name]) for box in boxes if box.name in names]
+            if sum(box.tensor.numel() for box in boxes) < live[key].numel():
+                live[key].zero_()
+            yield from boxes
+
+    # --------------------------------------------------------------------------------- ranks
+
+    @property
+    def _is_root(self) -> bool:
+        return self._ranks.rank == 0
+
+    def _must_be_finite(self, key: str) -> bool:
+        return not key.endswith(".host") and self._state.must_be_finite(_plain(key))
+
+
+def _pieces(held: Held, tensor: Tensor) -> Iterator[Box]:
+    for piece in held.pieces:
+        yield Box(piece.name, piece.shape, piece.offsets, piece.of(tensor))
+
+
+def _small(box: Box) -> Iterator[Box]:
+    """Yield a box as parts of some megabytes, cut alike on every rank that holds it."""
+    most = max(1, payload.BOX_BYTES // box.tensor.element_size())
+    for offsets, sizes in cut(tuple(box.tensor.shape), most):
+        part = box.tensor
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        place = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
+        yield Box(box.name, box.shape, place, part)
+
+
+def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
+    """Refuse, for another number of ranks, what each of them had for itself."""
+    first_match = next((match for k in stored if (match := _PARTS_OF_THE_MODEL.match(k))), None)
+    if first_match is not None:
+        raise CheckpointError(
+            f"{first_match[1]} was saved by each of {saved_by} ranks for itself, and cannot be "
+            "shared out among another number",
+            hint=f"resume with {saved_by} ranks; DistributedDataParallel, FullyShardedDataParallel "
+            "and fully_shard can be resumed with any number, ZeroRedundancyOptimizer cannot",
+        )
+
+
+def _plain(key: str) -> str:
+    """Return the name without the rank it was written for."""
+    return key.split(".", 2)[2] if key.startswith("rank.") else key
+
+
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    if Spec.of(tensor) != Spec.of(other):
+        return False
+    return np.array_equal(bytes_of(tensor.contiguous()), bytes_of(other.contiguous()))

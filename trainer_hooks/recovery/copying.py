@@ -1,0 +1,122 @@
+"""Copies tensors into memory kept for them, and finds on the way what is not finite.
+
+Each block is looked at while it is still in the core's cache, so the check costs little beside the
+copy. As many threads copy as torch would use; none of them calls torch, whose own number of threads
+is the training's.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_hooks.recovery.finite import (
+    Numbers,
+    are_finite,
+    bytes_of,
+    is_finite,
+    is_readable,
+    numbers_of,
+)
+
+_BLOCK_BYTES = 1 << 19
+"""Copied, then looked at. Smaller ones cost calls, larger ones leave the cache."""
+_PIECE_BYTES = 1 << 24
+"""What one thread takes at a time."""
+_MAX_THREADS = 8
+"""More do not make the memory faster."""
+
+
+class Pair(NamedTuple):
+    """A tensor of the CPU, and what is to be copied into it: of the same shape and type."""
+
+    into: Tensor
+    source: Tensor
+    checked: bool
+    """Whether the copy must be finite."""
+
+
+class _Piece(NamedTuple):
+    owner: int
+    into: NDArray[Any]
+    source: NDArray[Any]
+    first_nonfinite: int | None
+    """From where on the bits are no finite number; None where that is nobody's question."""
+
+
+@torch.no_grad()
+def copy_and_count(pairs: Sequence[Pair]) -> int:
+    """Copy every pair, and return how many of the checked copies hold a NaN or Inf."""
+    wrong: set[int] = set()
+    pieces: deque[_Piece] = deque()
+    for i, pair in enumerate(pairs):
+        if _is_plain(pair):
+            pieces.extend(_pieces(i, pair))
+        else:
+            pair.into.copy_(pair.source)
+            if pair.checked and not is_finite(pair.into):
+                wrong.add(i)
+    workers = min(torch.get_num_threads(), _MAX_THREADS, len(pieces))
+    if workers < 2:
+        return len(wrong | _copy(pieces))
+    with ThreadPoolExecutor(workers, "vitals-copy") as pool:
+        return len(wrong.union(*pool.map(_copy, [pieces] * workers)))
+
+
+def _is_plain(pair: Pair) -> bool:
+    """Return whether the bytes of one are the bytes of the other, from first to last."""
+    into, source = pair.into, pair.source
+    return (
+        source.device.type == "cpu"
+        and into.shape == source.shape
+        and source.numel() > 0
+        and into.is_contiguous()
+        and source.is_contiguous()
+        and not (source.is_conj() or source.is_neg())
+        and (not pair.checked or is_readable(source.dtype))
+    )
+
+
+def _pieces(index: int, pair: Pair) -> Iterator[_Piece]:
+    target = numbers_of(pair.into) if pair.checked else None
+    if target is None:
+        arrays, first = [bytes_of(pair.into), bytes_of(pair.source)], None
+    else:
+        source = numbers_of(pair.source)
+        assert source is not None, "the two are of one type"
+        arrays, first = [target[0].reshape(-1), source[0].reshape(-1)], target[1]
+    into, origin = arrays
+    step = max(1, _PIECE_BYTES // into.itemsize)
+    for i in range(0, into.size, step):
+        yield _Piece(index, into[i : i + step], origin[i : i + step], first)
+
+
+def _copy(pieces: deque[_Piece]) -> set[int]:
+    """Copy pieces until there are none; return the owners of those that are not finite."""
+    wrong: set[int] = set()
+    while True:
+        try:
+            piece = pieces.popleft()  # threads share them
+        except IndexError:
+            return wrong
+        with np.errstate(invalid="ignore"):  # a signalling NaN is what is looked for
+            if not _copied(piece):
+                wrong.add(piece.owner)
+
+
+def _copied(piece: _Piece) -> bool:
+    """Copy a piece block by block; return whether it is finite, where that is the question."""
+    _, into, source, first_nonfinite = piece
+    step = max(1, _BLOCK_BYTES // into.itemsize)
+    finite = True
+    for i in range(0, into.size, step):
+        block: Numbers = into[i : i + step]
+        np.copyto(block, source[i : i + step])
+        if first_nonfinite is not None and not are_finite(block, first_nonfinite):
+            finite = False
+    return finite

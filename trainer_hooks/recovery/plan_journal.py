@@ -1,0 +1,30 @@
+"""The run's plan on every rank, and its journal on rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer_hooks.failopen import FaultCounter
+from trainvitals.io.rundir import RunDir
+from trainvitals.policy.plan import Branch, Plan, Window, extend, plan_line
+from trainvitals.policy.state import LadderMemory
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanJournal:
+    """What no restore sets back: the same on all ranks, durable on rank 0 before the deed."""
+
+    plan: Plan
+    run_dir: RunDir
+    is_rank0: bool
+    faults: FaultCounter
+
+    def add(
+        self, facts: LadderMemory, *, branch: Branch | None = None, window: Window | None = None
+    ) -> None:
+        """Take in what is about to be done; durable on rank 0 when this returns."""
+        self.plan = extend(self.plan, facts=facts, branch=branch, window=window)
+        if self.is_rank0:
+            # A full disk must not part rank 0 from the others, which go on with the deed.
+            with self.faults.fail_open("plan"):
+                self.run_dir.append_plan(plan_line(facts, branch=branch, window=window))

@@ -1,0 +1,428 @@
+"""Everything that training changes, under stable names: read in place, put back in place.
+
+Tensors are live ones, never copies: a snapshot copies from them, a restore copies into them, and
+their addresses never change, so a fused optimizer, a compiled step and DDP's buckets go on as if
+nothing had happened. The rest (scalars of the parameter groups, schedulers, registered state,
+generators) is small and travels as one tree of plain values, the *host state*.
+
+Names: ``model.<parameter>``, ``buffer.<buffer>``, ``optim.<i>.<parameter>.<key>``,
+``group.<i>.<g>.<key>`` (a learning rate that is a tensor), ``scaler.<key>``,
+``extra.<name>.<key>`` (registered modules, such as an EMA).
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from trainer_hooks.callbacks.ema import EMA
+from trainer_hooks.guard import optimizer_state
+from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
+from trainer_hooks.recovery.rng import capture_rng, restore_rng
+from trainer_hooks.step.shards import clean_name, reshard, unwrap
+from trainvitals.errors import CheckpointError
+
+HostState = dict[str, Any]
+
+_IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Keys of a parameter group which say how the update is computed: the live process's choice."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What ``watch(state=...)`` accepts: an EMA, a loader, a communication hook's memory."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take a state that ``state_dict`` returned."""
+        ...
+
+
+class Spec(NamedTuple):
+    """Shape and type of a saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Spec":
+        """Return the tensor's."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+class TrainingState:
+    """The live state of one rank's training.
+
+    Make it before the first forward, when FSDP2 holds its sharded parameters: they are found once
+    and kept. Which optimizer state exists is looked up each time, since it comes at the first step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Stateful] = (),
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        extra: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self._wrapped = model
+        self._model, self._is_ddp = unwrap(model)
+        # A wrapper may show the state of the optimizer in it as its own.
+        inner = [part for o in optimizers for part in _held_by(o) if part.state is not o.state]
+        self._optimizers = [*optimizers, *inner]
+        self._schedulers = list(schedulers)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._extra = dict(extra or {})
+        self._params: dict[str, Tensor] = {
+            clean_name(n): p for n, p in self._model.named_parameters()
+        }
+        self._names = {id(p): n for n, p in self._params.items()}
+        self._finite_at_start = frozenset(self.tensors()) - frozenset(self.nonfinite())
+
+    # ------------------------------------------------------------------------------- its place
+
+    def held(self, *, rank: int, world_size: int) -> dict[str, Held]:
+        """Return where this rank's parameters have their place in whole ones, by their names.
+
+        Of registered modules as well. What is left out has no place: it is this rank's alone.
+        """
+        place = partial(held_in, rank=rank, world_size=world_size)
+        alike = self._alike_on_all_ranks(world_size)
+        places = place(self._model, "model.", self._params, alike=alike)
+        for name, stateful in self._extra.items():
+            if isinstance(stateful, nn.Module):
+                prefix, tensors = f"extra.{name}.", dict(_tensors_of(stateful))
+                places |= place(stateful, prefix, tensors, alike=())
+                if isinstance(stateful, EMA | AveragedModel):
+                    places |= _held_as_weights(prefix, tensors, places)
+        return places
+
+    @property
+    def split_optimizers(self) -> frozenset[int]:
+        """Which optimizers may hold the state of some parameters only, and others on other ranks.
+
+        Wrappers do, such as ZeroRedundancyOptimizer, and what they hold.
+        """
+        inner = {id(part): o for o in self._optimizers for part in _held_by(o)}
+        own = {key for key, o in inner.items() if any(id(part) == key for part in self._optimizers)}
+        around = {id(inner[key]) for key in own}
+        return frozenset(i for i, o in enumerate(self._optimizers) if id(o) in own | around)
+
+    def _alike_on_all_ranks(self, world_size: int) -> frozenset[str]:
+        """Return the plain parameters that every rank updates alike."""
+        plain = frozenset(n for n, p in self._params.items() if not hasattr(p, "to_local"))
+        if world_size == 1:
+            return plain
+        ddp = next(
+            (m for m in self._wrapped.modules() if isinstance(m, DistributedDataParallel)), None
+        )
+        if ddp is not None:
+            synced = {clean_name(n) for n, _ in ddp.module.named_parameters()}
+            synced -= {clean_name(n) for n in ddp.parameters_to_ignore}
+            spans = self._is_ddp and ddp.process_group.size() == world_size
+            return plain & synced if spans else frozenset()
+        parallel = len(plain) < len(self._params)
+        fsdp = any(
+            base.__name__ in ("FSDPModule", "FullyShardedDataParallel")
+            for module in self._model.modules()
+            for base in type(module).__mro__
+        )
+        # With tensor parallelism alone, ranks compute the same wherever they hold the same. What
+        # FSDP was told to leave out is each rank's own.
+        return plain if parallel and not fsdp else frozenset()
+
+    # ------------------------------------------------------------------------------- reading
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors of this rank by name, always in the same order.
+
+        A DTensor gives its local shard, and an expanded tensor its one true element: writing to
+        what is returned changes the training. Optimizer state is there once it exists.
+        """
+        live: dict[str, Tensor] = {f"model.{n}": p for n, p in self._params.items()}
+        live |= {f"buffer.{clean_name(n)}": b for n, b in self._model.named_buffers()}
+        for key, _, state, name in self._moments():
+            live[key] = state[name]
+        for i, optimizer in enumerate(self._optimizers):
+            for g, group in enumerate(optimizer.param_groups):
+                live |= {f"group.{i}.{g}.{k}": v for k, v in group.items() if _is_tensor(v)}
+        live |= self._scaler_tensors()
+        for name, stateful in self._extra.items():
+            if isinstance(stateful, nn.Module):
+                live |= {f"extra.{name}.{k}": t for k, t in _tensors_of(stateful)}
+        return {key: _local(key, tensor) for key, tensor in live.items()}
+
+    def host_state(self) -> HostState:
+        """Return a deep copy of everything that is not a live tensor; does not wait for a device.
+
+        What a registered ``state_dict()`` returns is part of it, tensors included.
+        """
+        return copy.deepcopy(
+            {
+                "groups": [[_scalars(g) for g in o.param_groups] for o in self._optimizers],
+                "moments": [self._moment_scalars(i) for i in range(len(self._optimizers))],
+                "schedulers": [s.state_dict() for s in self._schedulers],
+                "scaler": self._scaler_scalars(),
+                "extra": {
+                    name: stateful.state_dict()
+                    for name, stateful in self._extra.items()
+                    if not isinstance(stateful, nn.Module)
+                },
+                "rng": capture_rng(),
+            }
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((p.device for p in self._params.values()), torch.device("cpu"))
+
+    def bytes_when_warm(self) -> int:
+        """Return the size of all tensors, with moments that do not exist yet estimated."""
+        live = self.tensors()
+        present = sum(t.numel() * t.element_size() for t in live.values())
+        absent = sum(optimizer_state.expected_bytes(o) for o in self._optimizers if not o.state)
+        return present + absent
+
+    # -------------------------------------------------------------------------------- health
+
+    def must_be_finite(self, key: str) -> bool:
+        """Return whether a healthy state has no NaN or Inf there.
+
+        Parameters and moments never have any; other tensors if they had none at the start (a mask
+        of -inf is a buffer too).
+        """
+        return key.startswith(("model.", "optim.")) or key in self._finite_at_start
+
+    def nonfinite_count(self) -> Tensor:
+        """Return, on the device and without waiting for it, how many tensors are not finite.
+
+        It counts those which must be; 0.0 says that the state is sound.
+        """
+        checked = [t for k, t in self.tensors().items() if self.must_be_finite(k)]
+        return optimizer_state.nonfinite_count(checked, self.device)
+
+    def nonfinite(self) -> list[str]:
+        """Return the names of all tensors with a NaN or Inf in them; waits for the device."""
+        return [
+            k
+            for k, t in self.tensors().items()
+            if optimizer_state.nonfinite_count([t], t.device).item()
+        ]
+
+    # ----------------------------------------------------------------------------- restoring
+
+    @torch.no_grad()
+    def conform(self, saved: Mapping[str, Spec], host: HostState) -> None:
+        """Make the live tensors be exactly those that were saved, ready for ``write``.
+
+        Optimizer state that was absent starts again: zeroed in place where the optimizer is known
+        to start from zeros, else removed so that the optimizer makes it anew, as in a fresh run.
+        State that is absent here (a new process) is created. Checked before anything changes.
+
+        Raises:
+            CheckpointError: the model, the optimizers or the registered state are not those of
+                the checkpoint.
+        """
+        live = self.tensors()
+        self._check_fit(saved, live, host)
+        owners = {key: (i, state, name) for key, i, state, name in self._moments()}
+        kept = {id(state) for key, (_, state, _) in owners.items() if key in saved}
+        for key in [k for k in owners if k not in saved]:
+            i, state, name = owners[key]
+            if id(state) not in kept and not optimizer_state.starts_from_zeros(self._optimizers[i]):
+                state.clear()
+            elif name in state:
+                _local(key, state[name]).zero_()
+        for key in [k for k in saved if k not in live and k.startswith("optim.")]:
+            self._create_moment(key, saved[key])
+        if "scaler.scale" in saved and "scaler.scale" not in live and self._scaler is not None:
+            self._scaler._lazy_init_scale_growth_tracker(self.device)
+
+    @torch.no_grad()
+    def write(self, saved: Mapping[str, Tensor]) -> None:
+        """Copy tensors into the live ones of the same name, after ``conform``."""
+        live = self.tensors()
+        for key, tensor in saved.items():
+            live[key].copy_(tensor, non_blocking=True)
+
+    def load_host_state(self, host: HostState, *, rng: bool = True) -> None:
+        """Put back everything that is not a live tensor; the last part of a restore.
+
+        ``rng=False`` leaves the generators, for a checkpoint that holds none of this rank's.
+        """
+        host = copy.deepcopy(host)
+        for optimizer, groups in zip(self._optimizers, host["groups"], strict=True):
+            for group, scalars in zip(optimizer.param_groups, groups, strict=True):
+                group.update(scalars)
+        for i, scalars in enumerate(host["moments"]):
+            self._load_moment_scalars(i, scalars)
+        for scheduler, state in zip(self._schedulers, host["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        self._load_scaler_scalars(host["scaler"])
+        for name, state in host["extra"].items():
+            self._extra[name].load_state_dict(state)
+        reshard(self._wrapped)
+        torch.clear_autocast_cache()
+        if rng:
+            restore_rng(host["rng"])
+
+    # ------------------------------------------------------------------------------- the parts
+
+    def _named_params(self, i: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield an optimizer's parameters; one that is not the model's gets a name here."""
+        for group in self._optimizers[i].param_groups:
+            for param in group["params"]:
+                if id(param) not in self._names:
+                    self._names[id(param)] = f"unnamed.{len(self._params)}"
+                    self._params[self._names[id(param)]] = param
+                yield self._names[id(param)], param
+
+    def _moments(self) -> Iterator[tuple[str, int, dict[str, Any], str]]:
+        """Yield (key, optimizer, its state of the parameter, name in it) of each state tensor."""
+        for i, optimizer in enumerate(self._optimizers):
+            for param_name, param in self._named_params(i):
+                state = optimizer.state.get(param, {})
+                for name in [n for n, v in state.items() if _is_tensor(v)]:
+                    yield f"optim.{i}.{param_name}.{name}", i, state, name
+
+    def _moment_scalars(self, i: int) -> dict[str, dict[str, Any]]:
+        scalars = {}
+        for param_name, param in self._named_params(i):
+            state = self._optimizers[i].state.get(param, {})
+            rest = {k: v for k, v in state.items() if not _is_tensor(v) and v is not None}
+            if rest:
+                scalars[param_name] = rest
+        return scalars
+
+    def _load_moment_scalars(self, i: int, saved: dict[str, dict[str, Any]]) -> None:
+        state = self._optimizers[i].state
+        for param_name, param in self._named_params(i):
+            scalars = saved.get(param_name, {})
+            for name, value in state.get(param, {}).items():
+                if name not in scalars and isinstance(value, int | float):
+                    scalars[name] = type(value)(0)  # a step counter which did not exist yet
+            if scalars:
+                state[param].update(scalars)
+
+    def _create_moment(self, key: str, spec: Spec) -> None:
+        i, rest = key.removeprefix("optim.").split(".", 1)
+        param_name, name = rest.rsplit(".", 1)
+        optimizer, param = self._optimizers[int(i)], self._params[param_name]
+        group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+        on_host = name == "step" and not (group.get("fused") or group.get("capturable"))
+        device = torch.device("cpu") if on_host else param.device
+        optimizer.state[param][name] = optimizer_state.zeros(
+            spec.shape, spec.dtype, device, like=param
+        )
+
+    def _scaler_tensors(self) -> dict[str, Tensor]:
+        if self._scaler is None or self._scaler._scale is None:
+            return {}
+        tracker = self._scaler._growth_tracker
+        assert tracker is not None
+        return {"scaler.scale": self._scaler._scale, "scaler.growth_tracker": tracker}
+
+    def _scaler_scalars(self) -> dict[str, Any]:
+        names = ("_init_scale", "_init_growth_tracker", "_growth_factor", "_backoff_factor")
+        if self._scaler is None:
+            return {}
+        return {n: getattr(self._scaler, n) for n in (*names, "_growth_interval")} | {
+            "absent": self._scaler._scale is None
+        }
+
+    def _load_scaler_scalars(self, saved: dict[str, Any]) -> None:
+        if self._scaler is None or not saved:
+            return
+        self._scaler._per_optimizer_states.clear()  # a step that was under way is gone
+        absent = saved.pop("absent")
+        for name, value in saved.items():
+            setattr(self._scaler, name, value)
+        if absent and self._scaler._scale is not None:
+            assert self._scaler._growth_tracker is not None
+            self._scaler._scale.fill_(saved["_init_scale"])
+            self._scaler._growth_tracker.fill_(saved["_init_growth_tracker"])
+
+    def _check_fit(
+        self, saved: Mapping[str, Spec], live: Mapping[str, Tensor], host: HostState
+    ) -> None:
+        lazy = ("optim.", "scaler.")
+        param_names = {
+            name for i in range(len(self._optimizers)) for name, _ in self._named_params(i)
+        }
+        for key in [*saved, *live]:
+            if key in saved and key in live and saved[key] != Spec.of(live[key]):
+                _refuse(f"{key} was saved as {saved[key]}; it is {Spec.of(live[key])} now")
+            if key not in saved and not key.startswith(lazy):
+                _refuse(f"{key} is not in the checkpoint")
+            if key not in live and not key.startswith(lazy):
+                _refuse(f"{key} is in the checkpoint and nowhere in this training")
+            owner = key.split(".", 2)[2].rsplit(".", 1)[0] if key.startswith("optim.") else ""
+            if owner and owner not in param_names:
+                _refuse(f"{key} belongs to a parameter that no optimizer has now")
+        groups = [len(o.param_groups) for o in self._optimizers]
+        if [len(g) for g in host["groups"]] != groups:
+            _refuse("the optimizers have other parameter groups than the checkpoint's")
+        if len(host["schedulers"]) != len(self._schedulers):
+            _refuse(f"{len(host['schedulers'])} schedulers were saved; {len(self._schedulers)} now")
+        ours = {n for n, s in self._extra.items() if not isinstance(s, nn.Module)}
+        if set(host["extra"]) != ours:
+            _refuse(f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}")
+
+
+def _held_as_weights(
+    prefix: str, averages: Mapping[str, Tensor], held: Mapping[str, Held]
+) -> dict[str, Held]:
+    """Return the places of averages, which are cut and the same on the ranks as their weights."""
+    places = {}
+    for key, average in averages.items():
+        name = clean_name(key)
+        while f"model.{name}" not in held and name.startswith("module."):
+            name = name.removeprefix("module.")
+        weight = held.get(f"model.{name}")
+        if weight is not None and weight.shape == tuple(_local(key, average).shape):
+            places[prefix + key] = weight.renamed("model.", prefix)
+    return places
+
+
+def _refuse(text: str) -> None:
+    raise CheckpointError(
+        text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
+    )
+
+
+def _held_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that a wrapper holds, such as ZeroRedundancyOptimizer's part of one."""
+    many = (v if isinstance(v, list | tuple) else (v,) for v in vars(optimizer).values())
+    return [value for values in many for value in values if isinstance(value, Optimizer)]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _scalars(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in _IMPLEMENTATION and not _is_tensor(v)}
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _local(key: str, tensor: Tensor) -> Tensor:
+    tensor = optimizer_state.true_elements(tensor)
+    if tensor.layout != torch.strided:
+        raise CheckpointError(f"{key} is {tensor.layout}; only dense tensors can be put back")
+    return tensor

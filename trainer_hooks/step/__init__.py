@@ -1,0 +1,1 @@
+"""One guarded step: what a rank measures, the one sum over ranks, the verdict, the row."""

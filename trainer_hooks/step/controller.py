@@ -1,0 +1,498 @@
+"""The host's part of a step: record it, judge it, act on the judgement, write it down.
+
+Runs on every rank with the same reduced numbers, so every rank decides alike; rank 0 alone writes
+what is equal on all. Nothing here enters a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, cast
+
+from msgspec.structs import replace
+
+from trainer_hooks.callbacks.early_stopping import NoEarlyStopping
+from trainer_hooks.data.loader import DataState
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.lifecycle.agent_starter import NodeAgent
+from trainer_hooks.measures.sampled import Sampler, Samples
+from trainer_hooks.probe.evaluations import LossEvaluations
+from trainer_hooks.probe.probe import Probe
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.manager import RecoveryManager
+from trainer_hooks.recovery.plan_journal import PlanJournal
+from trainer_hooks.recovery.snapshots import Meta, Restored
+from trainer_hooks.step.columns import RootColumns
+from trainer_hooks.step.decode_step import NUM_FIGURES, Derived, agreed, rank_losses, step_record
+from trainer_hooks.step.emit import Emitter
+from trainer_hooks.step.inbox import Inbox
+from trainer_hooks.step.norms import no_gradients
+from trainer_hooks.step.reduce_vector import PackLayout, Rank0Values, Reduced
+from trainer_hooks.step.signals import HostMeasurements
+from trainvitals.clock import Clock
+from trainvitals.detect import Limits
+from trainvitals.errors import CheckpointError, TrainingHalted
+from trainvitals.identity import new_attempt_id
+from trainvitals.io.rundir import HaltMarker, RunDir
+from trainvitals.policy import Judge, Judgement, Proposal
+from trainvitals.policy.plan import Branch, Window
+from trainvitals.records import (
+    COMMAND_CODES,
+    AttemptStarted,
+    Command,
+    CommandAck,
+    CommandAcknowledged,
+    CommandAction,
+    Decision,
+    DecisionMade,
+    FindingRaised,
+    Note,
+    RunEnded,
+    StepRecord,
+)
+from trainvitals.rows import Value
+
+_NO_CLIP = 100.0
+"""Multiple of the norm's limit from which a clip is none."""
+_ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class StepController:
+    """What a rank keeps between steps on the host."""
+
+    mode: str
+    ranks: Ranks
+    layout: PackLayout
+    judge: Judge
+    recovery: RecoveryManager | None
+    emitter: Emitter
+    inbox: Inbox | None
+    run_dir: RunDir
+    plan: PlanJournal
+    faults: FaultCounter
+    clock: Clock
+    sampler: Sampler
+    probe: Probe
+    columns: RootColumns
+    attempt: int
+    evaluations: NoEarlyStopping = field(default_factory=NoEarlyStopping)
+    loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
+    agent: NodeAgent | None = None
+    tokens_seen: int = 0
+    tokens_trained: int = 0
+    probe_parameters: bool = False
+    """Whether the next pack should say if parameters are finite: after a bad step only."""
+    digest: int = 0
+    halted: TrainingHalted | None = None
+    expecting: int = 0
+    """Steps of an announced change that the packs have not brought back yet; on rank 0."""
+    first_step: int = -1
+    """The step this start begins with, until it was judged: it must bring gradients."""
+    told_to_stop: bool = False
+    """Whether this rank was sent SIGTERM; it tells all ranks with the next step."""
+    stopping: bool = False
+    """Whether some rank was: known on all ranks at the same step."""
+    last_step: int = -1
+    """The newest step that was judged."""
+    owns_clip: bool = True
+    """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
+    _command: Command | None = None
+    _was_announced: bool = False
+    _disagreed: bool = False
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.ranks.rank == 0
+
+    # ------------------------------------------------------------------------ before a step
+
+    def rank0_values(self, step: int, max_norm: float | None) -> Rank0Values | None:
+        """Return rank 0's limits and its verified command; None on the other ranks.
+
+        Args:
+            step: the step that begins its exchange.
+            max_norm: what the loop clips to; None where it does not, or nobody knows.
+        """
+        if not self.is_rank0:
+            return None
+        with self.faults.fail_open("mailbox"):
+            if self.inbox is not None:
+                refuse = lambda ack: self.acknowledge(ack, step=step)  # noqa: E731
+                self._command = self.inbox.poll(step=step, refuse=refuse) or self._command
+        command = self._command
+        number, action, target = 0, 0, -1.0
+        if command is not None and command.number <= self.judge.facts.last_command:
+            self._command = None
+        elif command is not None:
+            # In every pack until it is answered: one that a rollback overtakes is judged no more.
+            number, action = command.number, COMMAND_CODES[command.action]
+            if command.action == "accept":
+                target = command.argument
+            elif command.checkpoint_id and self.recovery is not None:
+                target = float(self.recovery.step_of(command.checkpoint_id))
+        limits = self.judge.limits() if not self.expecting else Limits()
+        # A clip at a thousand times the usual norm takes nothing from an outlier.
+        usual = limits.grad_norm
+        clips = max_norm is not None and (usual is None or max_norm <= _NO_CLIP * usual)
+        withholding = self.judge.withholding(clips=clips)
+        recovery = self.recovery
+        saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
+        return Rank0Values(
+            loss_limit=limits.loss,
+            grad_norm_limit=limits.grad_norm,
+            clips=clips,
+            withhold_first=withholding.first,
+            withhold_left=withholding.left,
+            command_number=number,
+            command_action=action,
+            command_argument=target,
+            # A clock may go backwards; a branch is newer than the one it leaves all the same.
+            next_attempt=max(new_attempt_id(self.clock.time_ns()), self.attempt + 1),
+            expect_steps=self.expecting,
+            saved_step=saved_step,
+            saved_attempt=saved_attempt,
+            save_due=recovery is not None and recovery.save_due,
+            evaluation=self.evaluations.root_value(step, self.attempt),
+            evaluation_ratio=self.loss_evaluations.take_ratio(),
+        )
+
+    def acknowledge(self, ack: CommandAck, *, step: int) -> None:
+        """Say what became of a command; rank 0 speaks for all."""
+        if self.is_rank0:
+            event = CommandAcknowledged(ack=ack)
+            self.emitter.event(event, step=step, attempt=self.attempt)
+
+    # ------------------------------------------------------------------------- after a step
+
+    def handle(
+        self, numbers: list[float], measured: HostMeasurements, *, now_step: int
+    ) -> Judgement:
+        """Judge one step's numbers and write its row; return what is to be carried out.
+
+        A step of a branch that was left is written down and judged no more.
+
+        Args:
+            numbers: the reduced pack and the device's own figures.
+            measured: what this rank measured in that step.
+            now_step: the step in whose call this happens.
+        """
+        reduced = Reduced(self.layout, numbers[: self.layout.size])
+        own = numbers[self.layout.size + NUM_FIGURES :]
+        derived = Derived.of(numbers[self.layout.size : self.layout.size + NUM_FIGURES])
+        samples = self.sampler.read(reduced.sampled, own)
+        record = step_record(
+            reduced,
+            derived,
+            step=measured.step,
+            attempt=measured.attempt,
+            skipped=derived.blocked(self.mode),
+            learning_rate=measured.learning_rates[0],
+            lr_factor=measured.lr_factor,
+            before_clip=self._before_clip(reduced, derived, measured),
+        )
+        if measured.attempt != self.attempt:
+            self._write(measured, record, reduced, derived, samples, Judgement())
+            return Judgement()
+        if (
+            measured.step == self.first_step
+            and not reduced.has_gradients
+            and not record.failed_ranks
+        ):
+            raise no_gradients()  # known on all ranks alike
+        self.first_step = -1
+        if self.recovery is not None:
+            self.recovery.returned(reduced, step=measured.step)
+            self.stopping = bool(reduced.ranks_where("terminating"))
+        self.evaluations.returned(reduced, step=measured.step, attempt=measured.attempt)
+        self.probe.returned(sum(reduced.by_rank("probe_ready")))
+        self._announced(int(reduced.root["expect_steps"]))
+        judgement = self.judge.judge(
+            record,
+            decided_at_step=now_step,
+            checkpoints=() if self.recovery is None else self.recovery.refs(),
+            command=_proposal(reduced),
+            now_attempt_id=int(reduced.root["next_attempt"]),
+            probe=self.probe.read if self.probe.is_on else None,
+            evaluation=reduced.root["evaluation_ratio"] or None,
+        )
+        self.last_step = measured.step
+        self._after_judgement(record, reduced, judgement)
+        self._write(measured, record, reduced, derived, samples, judgement)
+        if self.recovery is not None:
+            self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
+        return judgement
+
+    def _before_clip(self, reduced: Reduced, derived: Derived, measured: HostMeasurements) -> bool:
+        """Return whether the norm is that before the clip; the row is told the one after it."""
+        if self.owns_clip or measured.before_clip:
+            return True
+        is_given = bool(reduced.ranks_where("norm_before_clip"))
+        after = reduced.by_rank("norm_before_clip")[self.layout.slot]
+        measured.norm_after_clip = after if is_given else derived.grad_norm
+        measured.after_clip = not is_given
+        return is_given
+
+    def tell_without_probe(self, line: str) -> None:
+        """Say once, where something acts, that nobody can ask the state, and what would change it.
+
+        Args:
+            line: the loop's line that would give a probe.
+        """
+        if self.mode != "observe" and not self.probe.has_loss:
+            text = f"no probe: whether the state is damaged cannot be asked. {line} lets it be"
+            self._note("no_probe", text, max(self.first_step, 0), "info")
+
+    def _announced(self, steps: int) -> None:
+        """Take in, on all ranks at the same step, the change that rank 0's pack announced."""
+        if steps and not self._was_announced:
+            self.judge.rebaseline(steps)
+            self.expecting = 0
+        self._was_announced = steps > 0
+
+    def _after_judgement(self, record: StepRecord, reduced: Reduced, judgement: Judgement) -> None:
+        self.probe_parameters = bool(record.nonfinite_ranks) or any(
+            f.kind == "nonfinite" for f in judgement.findings
+        )
+        self.digest = self.judge.digest()
+        if record.skipped or any(f.level == "actionable" for f in judgement.findings):
+            self.probe.dropped(record.step)
+        else:
+            own_loss = rank_losses(reduced)[self.layout.slot]
+            self.probe.accepted(record.step, record.attempt, own_loss)
+        if not self._disagreed and not agreed(reduced):
+            self._disagreed = True
+            self._note(
+                "split_verdict",
+                f"ranks disagree on the verdict of step {record.step - 1}: digests "
+                f"{reduced.by_rank('digest')[:8]}",
+                record.step,
+                "error",
+            )
+
+    def _write(
+        self,
+        measured: HostMeasurements,
+        record: StepRecord,
+        reduced: Reduced,
+        derived: Derived,
+        samples: Samples,
+        judgement: Judgement,
+    ) -> None:
+        tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
+        if tokens is not None:
+            self.tokens_seen += tokens
+            self.tokens_trained += 0 if record.skipped else tokens
+        losses = rank_losses(reduced)
+        extra: dict[str, Value] = {"rank_loss": losses[self.layout.slot]}
+        with self.faults.fail_open("columns"):
+            extra["communication_seconds"] = measured.communication_seconds()
+            if self.is_rank0:
+                extra |= self.columns.of(measured, record, derived, losses, samples, tokens)
+                if tokens is not None:
+                    extra["tokens_seen"] = self.tokens_seen
+                    extra["tokens_trained"] = self.tokens_trained
+        self.emitter.step(measured, record, extra)
+        self.emitter.layers(measured, reduced, samples, has_finding=bool(judgement.findings))
+        self._tell_changes(measured)
+        if self.is_rank0:
+            for finding in judgement.findings:
+                self.emitter.event(
+                    FindingRaised(finding=finding), step=record.step, attempt=record.attempt
+                )
+            for reading in judgement.readings:
+                self.emitter.event(reading, step=record.step, attempt=record.attempt)
+
+    def _tell_changes(self, measured: HostMeasurements) -> None:
+        """Say which other settings of the parameter groups changed, and what FLOPs were counted."""
+        for change in measured.changes:
+            self.emitter.scalars(change.numbers(), step=measured.step, attempt=measured.attempt)
+            if change.is_told:
+                text = f"group {change.group}: {change.key} {change.before} -> {change.after}"
+                self._note("group_setting", text, measured.step, "info")
+        if measured.flops is not None:
+            text = f"{measured.flops:.6g} FLOPs were counted in this step on rank 0"
+            self._note("flops", text, measured.step, "info")
+
+    # ------------------------------------------------------------------------------ acting
+
+    def carry_out(
+        self, judgement: Judgement, *, now_step: int, window: Window | None = None
+    ) -> Restored | None:
+        """Do what was judged; return what was restored, if it was a rollback.
+
+        The plan journal is written before the deed, so that a relaunch finds what was meant and no
+        command is taken twice; a command is answered after it. A skip alone is not written: it must
+        not wait for a disk, and a relaunch is a new attempt, so entries of the ledger stay apart.
+
+        Args:
+            judgement: of one step.
+            now_step: the step in whose call this happens.
+            window: the data that a rollback passes over.
+
+        Raises:
+            TrainingHalted: the decision is to stop.
+        """
+        decision, ack = judgement.decision, judgement.ack
+        deed = decision.action if decision is not None and decision.acted else ""
+        restored = None
+        if deed == "rollback" and decision is not None:
+            branch = _branch_of(decision, decision.rollback_to_step)
+            self.plan.add(self.judge.facts, branch=branch, window=window)
+        elif deed in ("halt", "accept_level") or ack is not None:
+            self.plan.add(self.judge.facts)
+        if decision is not None:
+            self._enter(decision)
+            if deed == "rollback":
+                restored = self._go_back(decision)
+        if ack is not None:
+            self.acknowledge(ack, step=now_step)
+        if deed == "halt" and decision is not None:
+            self._halt(decision)
+        return restored
+
+    def carry_out_at_end(self, judgement: Judgement) -> None:
+        """Record what was judged after the loop's last step; a halt still leaves its marker.
+
+        Nobody is left to go back, so a rollback is entered as not done.
+
+        Raises:
+            TrainingHalted: the decision is to stop.
+        """
+        decision, ack = judgement.decision, judgement.ack
+        if decision is not None and decision.action == "rollback":
+            decision = replace(
+                decision,
+                acted=False,
+                new_attempt=0,
+                cost_steps=0,
+                reason=f"{decision.reason}; not done, as the loop had ended",
+            )
+            if ack is not None:
+                ack = replace(ack, status="refused", detail="the loop had ended")
+        self.carry_out(Judgement(judgement.findings, decision, ack), now_step=-1)
+
+    def _enter(self, decision: Decision) -> None:
+        """Write the ledger's entry."""
+        if self.is_rank0:
+            event = DecisionMade(decision=decision)
+            self.emitter.event(event, step=decision.step, attempt=decision.attempt)
+
+    def _go_back(self, decision: Decision) -> Restored:
+        """Restore the decision's checkpoint and open its branch."""
+        assert self.recovery is not None, "only a run with checkpoints rolls back"
+        try:
+            restored = self.recovery.roll_back(decision)
+        except CheckpointError as error:
+            # On this rank alone, perhaps: it cannot go on, and the marker keeps all from doing so.
+            reason = f"{decision.reason}; the restore failed: {error.text}"
+            self._halt(replace(decision, action="halt", rule="rollback_failed", reason=reason))
+        if restored.step != decision.rollback_to_step:
+            text = f"{decision.checkpoint_id} could not be read: back to {restored.id} instead"
+            self._note("older_checkpoint", text, decision.step, "warning")
+            self.plan.add(self.judge.facts, branch=_branch_of(decision, restored.step))
+        self.take_meta(restored.meta)
+        attempt = AttemptStarted(
+            id=decision.new_attempt,
+            parent=decision.attempt,
+            fork_step=restored.step,
+            reason=decision.reason,
+        )
+        self.begin_attempt(attempt, restored.meta["judge"])
+        if self.is_rank0:
+            self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
+        return restored
+
+    def _halt(self, decision: Decision) -> NoReturn:
+        """Leave the durable marker first: torchrun starts a rank again whatever its exit code."""
+        halted = TrainingHalted(
+            f"the run was stopped at step {decision.step}: {decision.reason}",
+            hint=f"`vitals why {self.run_dir.run_id} {decision.step}` explains; "
+            f"`vitals resume {self.run_dir.run_id}` allows a new start",
+        )
+        if self.is_rank0 or decision.rule == "rollback_failed":
+            marker = HaltMarker(
+                reason=decision.reason,
+                step=decision.step,
+                attempt=decision.attempt,
+                time_unix_ns=self.clock.time_ns(),
+            )
+            with self.faults.fail_open("halt.marker"):  # without one the halt itself still holds
+                self.run_dir.write_halted(marker)
+            event = RunEnded(state="halted", reason=decision.reason)
+            self.emitter.event(event, step=decision.step, attempt=decision.attempt)
+        self.halted = halted
+        raise halted
+
+    def begin_attempt(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
+        """Go on as a new branch, with the detectors of the state it starts from."""
+        self.attempt = attempt.id
+        self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
+        self.probe_parameters, self.digest, self._was_announced = False, 0, False
+
+    def start_branch(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
+        """Begin a branch at the start of the loop, and write it down."""
+        branch = Branch(attempt.id, attempt.parent, attempt.fork_step)
+        self.begin_attempt(attempt, detectors)
+        self.plan.add(self.judge.facts, branch=branch)
+
+    def resume(
+        self,
+        attempt: AttemptStarted,
+        detectors: dict[str, Any],
+        tokens_seen: int,
+        tokens_trained: int,
+    ) -> None:
+        """Go on, before the first step, from a state that the loop itself kept. Collective.
+
+        Where there are snapshots, the first is taken anew, of this branch.
+        """
+        self.tokens_seen, self.tokens_trained = tokens_seen, tokens_trained
+        self.start_branch(attempt, detectors)
+        if self.is_rank0:
+            self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
+        if self.recovery is not None:  # it is of this branch, and of what the loop has loaded
+            self.recovery.first(attempt.fork_step, attempt.id, self.snapshot_meta(None))
+
+    def snapshot_meta(self, data: DataState | None) -> Meta:
+        """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
+        return {
+            "judge": self.judge.detector_state(),
+            "tokens_seen": self.tokens_seen,
+            "tokens_trained": self.tokens_trained,
+            "data": data,
+            "stopping": self.evaluations.state_dict(),
+        }
+
+    def take_meta(self, meta: Meta) -> None:
+        """Set the counts to what they were; consumed tokens stay consumed."""
+        self.tokens_trained = int(meta["tokens_trained"])
+        self.tokens_seen = max(self.tokens_seen, int(meta["tokens_seen"]))
+        self.evaluations.load_state_dict(meta.get("stopping"))
+
+    def _note(
+        self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]
+    ) -> None:
+        if self.is_rank0:
+            event = Note(code=code, text=text, severity=severity)
+            self.emitter.event(event, step=step, attempt=self.attempt)
+
+
+def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
+    total = sum(reduced.by_rank("weight"))
+    return int(total) if measured.weighted and math.isfinite(total) else None
+
+
+def _branch_of(decision: Decision, fork_step: int) -> Branch:
+    return Branch(decision.new_attempt, decision.attempt, fork_step)
+
+
+def _proposal(reduced: Reduced) -> Proposal | None:
+    number = int(reduced.root["command_number"])
+    if not number:
+        return None
+    action = _ACTIONS[int(reduced.root["command_action"])]
+    argument = reduced.root["command_argument"]
+    return Proposal(number=number, action=action, argument=argument)

@@ -1,0 +1,260 @@
+"""Writes what a rank saw into its journal: steps, layers, scalars, events. Never waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import wraps
+from operator import attrgetter, itemgetter
+from threading import get_ident
+from typing import Concatenate, ParamSpec
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.measures.sampled import Samples
+from trainer_hooks.step.layers import Layers
+from trainer_hooks.step.reduce_vector import Reduced
+from trainer_hooks.step.signals import HostMeasurements
+from trainvitals.catalog import LAYERS_SCHEMA, SCALARS_SCHEMA, steps_schema
+from trainvitals.clock import Clock
+from trainvitals.io.journal import JournalWriter, StreamWriter
+from trainvitals.records import EVENT_SCHEMA, Event, NamesDefined, StepRecord
+from trainvitals.rows import Schema, Value
+
+LAYERS_EVERY = 10
+"""Steps between rows of layer norms, far from any finding."""
+LAYERS_AFTER_FINDING = 500
+"""Steps after a finding in which layer norms are written at every step."""
+
+_FROM_HOST = {
+    "step": "step",
+    "attempt": "attempt",
+    "time_unix_ns": "time_unix_ns",
+    "monotonic_ns": "monotonic_ns",
+    "step_duration_seconds": "duration_seconds",
+    "data_wait_seconds": "data_wait_seconds",
+    "monitor_seconds": "monitor_seconds",
+    "forward_backward_seconds": "forward_backward_seconds",
+    "optimizer_seconds": "optimizer_seconds",
+    "samples_per_second": "samples_per_second",
+    "memory_allocated_bytes": "memory_allocated_bytes",
+    "memory_peak_bytes": "memory_peak_bytes",
+    "memory_alloc_retries": "memory_alloc_retries",
+    "memory_ooms": "memory_ooms",
+    "memory_estimate_bytes": "memory_estimate_bytes",
+    "epoch": "epoch",
+    "batch_index": "batch_index",
+    "num_batches": "num_batches",
+}
+"""Each rank's own columns, and the fields of ``HostMeasurements`` that they come from."""
+_FROM_RECORD = (
+    "loss",
+    "loss_max",
+    "loss_max_rank",
+    "grad_norm",
+    "loss_limit",
+    "grad_norm_limit",
+    "skipped",
+)
+"""Columns that rank 0 alone writes, as they are equal on all ranks, and fields of the record."""
+
+
+class _StepRow:
+    """Gathers a step's row: one value per column, in the schema's order."""
+
+    def __init__(self, schema: Schema, *, num_groups: int, is_rank0: bool) -> None:
+        self._controller = attrgetter(*_FROM_HOST.values())
+        self._record = attrgetter(*_FROM_RECORD)
+        self._is_root = is_rank0
+        rates = ["learning_rate", *(f"learning_rate.{i}" for i in range(1, num_groups))]
+        root = (*_FROM_RECORD, "lr_factor", "grad_norm_clipped", *rates) if is_rank0 else ()
+        fixed = (*_FROM_HOST, *root)
+        self._others = [c.name for c in schema.columns if c.name not in fixed]
+        position = {name: i for i, name in enumerate((*fixed, *self._others))}
+        order = (position[c.name] for c in schema.columns)
+        self._in_order: Callable[..., tuple[Value, ...]] = itemgetter(*order)
+
+    def of(
+        self, measured: HostMeasurements, record: StepRecord, extra: Mapping[str, Value]
+    ) -> tuple[Value, ...]:
+        """Return the row's values; what nobody gives is missing."""
+        others = map(extra.get, self._others)
+        if not self._is_root:
+            return self._in_order((*self._controller(measured), *others))
+        factor, clipped, limit = measured.lr_factor, record.grad_norm, measured.max_norm
+        if clipped is not None and limit is not None and clipped > limit:
+            clipped = limit
+        if measured.norm_after_clip is not None:
+            clipped = measured.norm_after_clip
+        if measured.clip_unknown:
+            clipped = None
+        rates = [None if rate is None else rate * factor for rate in measured.learning_rates]
+        own = (*self._controller(measured), *self._record(record), factor, clipped)
+        return self._in_order((*own, *rates, *others))
+
+
+_Given = ParamSpec("_Given")
+
+
+def _writes(
+    method: Callable[Concatenate[Emitter, _Given], None],
+) -> Callable[Concatenate[Emitter, _Given], None]:
+    """Make a method fail open, and let a signal wait for its end where the main thread is in it.
+
+    A wrapper and no ``with``: that costs as much as packing a row.
+    """
+    where = f"journal.{method.__name__}"
+
+    @wraps(method)
+    def write(emitter: Emitter, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        in_main = get_ident() == emitter._main_thread
+        emitter._depth += in_main
+        try:
+            method(emitter, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - FaultCounter.fail_open, written out
+            emitter._faults.count(where, error)
+        finally:
+            emitter._depth -= in_main
+            if emitter._put_off is not None and in_main:
+                emitter._make_put_off_call()
+
+    return write
+
+
+class Emitter:
+    """The one way out of a rank. Every method fails open."""
+
+    def __init__(
+        self,
+        journal: JournalWriter | None,
+        *,
+        clock: Clock,
+        faults: FaultCounter,
+        is_rank0: bool,
+        num_groups: int,
+        layers: Layers,
+    ) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._faults = faults
+        self._is_root = is_rank0
+        self._layers = layers
+        self._streams: dict[str, StreamWriter] = {}
+        schema = steps_schema(num_groups=num_groups)
+        self._steps = None if journal is None else journal.open_stream(schema)
+        self._row = _StepRow(schema, num_groups=num_groups, is_rank0=is_rank0)
+        self._scalar_ids: dict[str, int] = {}
+        self._layers_until = -1
+        self._layers_named = False
+        self._depth = 0
+        self._main_thread = threading.main_thread().ident
+        self._put_off: Callable[[], None] | None = None
+        self._dropped = 0
+        self._told: OSError | None = None
+
+    @property
+    def incarnation(self) -> str:
+        """The journal's; empty without one."""
+        return "" if self._journal is None else self._journal.identity.incarnation
+
+    def put_off(self, call: Callable[[], None]) -> bool:
+        """Make ``call`` after the write the main thread is in; False where it is in none."""
+        if self._depth:
+            self._put_off = call
+        return self._depth > 0
+
+    def _make_put_off_call(self) -> None:
+        if not self._depth and self._put_off is not None:
+            call, self._put_off = self._put_off, None
+            call()
+
+    def _stream(self, schema: Schema) -> StreamWriter | None:
+        stream = self._streams.get(schema.stream)
+        if stream is None and self._journal is not None:
+            stream = self._streams[schema.stream] = self._journal.open_stream(schema)
+        return stream
+
+    @_writes
+    def event(self, event: Event, *, step: int, attempt: int) -> None:
+        """Write an event."""
+        stream = self._stream(EVENT_SCHEMA)
+        if stream is not None:
+            stream.append_event(
+                event,
+                step=step,
+                attempt=attempt,
+                time_unix_ns=self._clock.time_ns(),
+                monotonic_ns=self._clock.monotonic_ns(),
+            )
+
+    @_writes
+    def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
+        """Write user-named scalars; a new name is defined by an event first."""
+        stream = self._stream(SCALARS_SCHEMA)
+        if stream is None:
+            return
+        head = [step, attempt, self._clock.time_ns(), self._clock.monotonic_ns()]
+        for name, value in values.items():
+            if name not in self._scalar_ids:
+                new = self._scalar_ids[name] = len(self._scalar_ids)
+                names = NamesDefined(stream="scalars", names={new: name})
+                self.event(names, step=step, attempt=attempt)
+            stream.append([*head, self._scalar_ids[name], float(value)])
+
+    def step(
+        self, measured: HostMeasurements, record: StepRecord, extra: Mapping[str, Value]
+    ) -> None:
+        """Write the rank's row of one step; rank 0 adds the numbers that are equal on all ranks.
+
+        ``_writes`` is written out here: its call would be a tenth of what a row costs.
+        """
+        stream = self._steps
+        if stream is None:
+            return
+        in_main = get_ident() == self._main_thread
+        self._depth += in_main
+        try:
+            if stream.dropped != self._dropped:
+                self._tell_losses(stream)
+            stream.append(self._row.of(measured, record, extra))
+        except Exception as error:  # noqa: BLE001 - as in _writes
+            self._faults.count("journal.step", error)
+        finally:
+            self._depth -= in_main
+            if self._put_off is not None and in_main:
+                self._make_put_off_call()
+
+    @_writes
+    def layers(
+        self, measured: HostMeasurements, reduced: Reduced, samples: Samples, *, has_finding: bool
+    ) -> None:
+        """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled."""
+        if has_finding:
+            self._layers_until = measured.step + LAYERS_AFTER_FINDING
+        due = not measured.step % LAYERS_EVERY or measured.step <= self._layers_until
+        if not self._is_root or not (due or samples.by_layer):
+            return
+        stream = self._stream(LAYERS_SCHEMA)
+        if stream is None:
+            return
+        if not self._layers_named:
+            names = dict(enumerate(self._layers.names))
+            self._layers_named = True
+            event = NamesDefined(stream="layers", names=names)
+            self.event(event, step=measured.step, attempt=measured.attempt)
+        head = [measured.step, measured.attempt, measured.time_unix_ns, measured.monotonic_ns]
+        squares = None if measured.after_clip else reduced.squares
+        for row in self._layers.rows(squares, samples):
+            stream.append([*head, *row])
+
+    def _tell_losses(self, stream: StreamWriter) -> None:
+        """Count what made the journal drop rows, once each: it says nothing by itself."""
+        self._dropped, error = stream.dropped, stream.journal.last_error
+        if error is not None and error is not self._told:
+            self._told = error
+            self._faults.count("journal.full", error)
+
+    @_writes
+    def close(self) -> None:
+        """Close the journal; what was written stays for the agent."""
+        if self._journal is not None:
+            self._journal.close()

@@ -1,0 +1,396 @@
+"""The parts that a guarded step is made of; ``monitor`` and ``attached`` put them in order.
+
+prepare (fails open) -> exchange (one collective) -> verdict and update, on the device -> the host
+handles the step of ``lag`` steps ago (``trainer_hooks.step.controller``).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.data.loader import Fed
+from trainer_hooks.guard.optimizers import OptimizerGuard
+from trainer_hooks.guard.refusals import refuse_max_norm
+from trainer_hooks.measures.hyperparameters import Change, GroupSettings
+from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.decode_step import rank_losses
+from trainer_hooks.step.device import Device
+from trainer_hooks.step.norms import no_gradients, scale
+from trainer_hooks.step.reduce_vector import RankContribution, Reduced
+from trainer_hooks.step.shards import local_tensor
+from trainer_hooks.step.signals import (
+    DeviceMemory,
+    Elapsed,
+    HostMeasurements,
+    StepClock,
+    device_memory,
+    learning_rates,
+)
+from trainer_hooks.step.verdict import Verdict, clip_divisor, judge_on_device
+from trainvitals.errors import UsageError
+
+
+class Prepared(NamedTuple):
+    """What a rank brings out of its part before the exchange."""
+
+    grads: list[Tensor]
+    weighted: bool
+    """Whether the losses' weights are numbers of tokens."""
+    failed: bool
+
+
+class StepLoss(NamedTuple):
+    """A step's loss on this rank."""
+
+    loss: Tensor | None = None
+    weight: Tensor | float = 1.0
+    weighted: bool = False
+    """Whether the weight is a number of tokens."""
+
+
+class Orders(NamedTuple):
+    """What every optimizer does with its gradients in one step: the verdict, carried out."""
+
+    bad: Tensor
+    skip_on_host: bool | None
+    divisor: Tensor | None
+    lr_factor: float
+
+
+class StepPhases:
+    """Measures, exchanges, clips and reports one step after another; keeps the step's clock."""
+
+    def __init__(
+        self, device: Device, controller: StepController, *, tokens_per_step: int | None
+    ) -> None:
+        self._device = device
+        self._controller = controller
+        self.clock = StepClock(controller.clock)
+        self._tokens_per_step = tokens_per_step
+        self._micro: tuple[Tensor, Tensor | float, bool] | None = None
+        self._last_micro: Callable[[], object] = lambda: None
+        self._settings = GroupSettings(device.optimizers)
+        self._rates: list[float | None] = [None]
+        self._changes: list[Change] = []
+        self._exchange: Elapsed | None = None
+        self._flops: float | None = None
+        self.forget_row()
+
+    def forget_row(self) -> None:
+        """Begin anew: no step before the next one was an outlier."""
+        self._in_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
+
+    # -------------------------------------------------------------------------- the losses
+
+    def add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
+        """Add one micro-batch's loss to the step."""
+        # Added to 0.0: the loop may go on counting in the tensor it gave us.
+        share = 0.0 + self._weight(weight)
+        part = self.number("loss", loss) * share
+        before, so_far, weighted = self._micro or (0.0, 0.0, True)
+        self._micro = (before + part, so_far + share, weighted and weight is not None)
+        # Known again, but not kept: the graph behind it would be kept as well.
+        self._last_micro = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
+
+    def drop_losses(self) -> None:
+        """Forget the step's losses: it does not count."""
+        self._micro = None
+
+    def number(self, what: str, value: Tensor | float) -> Tensor:
+        """Return one number without its graph; a plain one is written by a kernel: nothing waits.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if not isinstance(value, Tensor):
+            return torch.full((), value, dtype=torch.float64, device=self._device.norms.device)
+        whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
+        if value.numel() != 1 or not whole:
+            raise UsageError(
+                f"the {what} is a {type(value).__name__} of shape {tuple(value.shape)}; it must be "
+                "one number, and whole on this rank",
+                hint=f"{what}.mean(), or of a DTensor {what}.full_tensor()",
+            )
+        return local_tensor(value.detach()).to(torch.float64).reshape(())
+
+    def _weight(self, weight: Tensor | float | None) -> Tensor | float:
+        if isinstance(weight, Tensor):
+            return self.number("weight", weight)
+        return 1.0 if weight is None else float(weight)
+
+    def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
+        """Return the step's loss: a last one counts beside those before, unless it was one."""
+        if self._micro is None:
+            if loss is None:
+                return StepLoss()
+            return StepLoss(self.number("loss", loss), self._weight(weight), weight is not None)
+        if loss is not None and loss is not self._last_micro():
+            self.add_loss(loss, weight)
+        (total, weights, weighted), self._micro = self._micro, None
+        # Of no weight at all, such as a batch whose tokens are all masked, there is no mean.
+        return StepLoss(total / (weights + (weights == 0)), weights, weighted)
+
+    # --------------------------------------------------------------------- before the exchange
+
+    def prepare(
+        self,
+        step: int,
+        loss: Tensor | float | None,
+        weight: Tensor | float | None,
+        *,
+        first: bool,
+        max_norm: float | None = None,
+        norm: Tensor | None = None,
+    ) -> Prepared:
+        """Fill the pack. A fault of ours leaves this rank's failure flag in it, and no more.
+
+        A loss that is no number is counted and left out: the gradients are judged all the same.
+
+        Raises:
+            UsageError: an EMA's averages are in the weights' place.
+        """
+        device, controller = self._device, self._controller
+        device.averages.refuse_swapped()
+        self._look_at_groups()
+        root = controller.rank0_values(step, max_norm)
+        device.norms.align()
+        overflow = device.overflow()
+        grads: list[Tensor] | None = None
+        failed, given = True, StepLoss()
+        with controller.faults.fail_open("loss"):
+            given = self._take_losses(loss, weight)
+        self._micro = None
+        with controller.faults.fail_open("prepare"):
+            where, grads = device.norms.gradients()
+            device.packer.clear()
+            device.norms.squares_into(device.packer.squares, where, grads)
+            device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
+            with controller.faults.fail_open("signals"):
+                device.sampler.fill(step, device.packer.sampled, device.loss_scale())
+            failed = False
+        if failed:
+            # Short of its numbers, this rank still unscales, clips and steps as the others do.
+            local = RankContribution(
+                loss=None,
+                weight=0.0,
+                overflow=overflow,
+                failed=True,
+                digest=controller.digest,
+                terminating=controller.told_to_stop,
+                holds_evaluated=controller.evaluations.holds(step, controller.attempt),
+                probe_ready=controller.probe.is_ready,
+            )
+            device.packer.clear()
+            device.packer.fill(local, root)
+        elif not grads and first and controller.ranks.world_size == 1:
+            raise no_gradients()
+        return Prepared(
+            device.norms.untouched() if grads is None else grads, given.weighted, failed
+        )
+
+    def _look_at_groups(self) -> None:
+        """Read the groups' settings before a scheduler moves on: those that this step applies."""
+        optimizers = self._device.optimizers
+        with self._controller.faults.fail_open("signals"):
+            self._rates = learning_rates(optimizers)
+            self._changes = self._settings.changes() if self._controller.is_rank0 else []
+
+    def counted(self, flops: float) -> None:
+        """Add FLOPs that were counted in the present step."""
+        self._flops = (self._flops or 0.0) + flops
+
+    def _local(
+        self,
+        step: int,
+        given: StepLoss,
+        num_gradients: int,
+        overflow: Tensor | None,
+        norm: Tensor | None,
+    ) -> RankContribution:
+        norms, controller = self._device.norms, self._controller
+        return RankContribution(
+            loss=given.loss,
+            weight=given.weight,
+            overflow=overflow,
+            nonfinite_params=norms.nonfinite_parameters() if controller.probe_parameters else None,
+            num_gradients=num_gradients,
+            norm_before_clip=norm,
+            snapshot_wrong=None if controller.recovery is None else controller.recovery.flag(step),
+            digest=controller.digest,
+            terminating=controller.told_to_stop,
+            holds_evaluated=controller.evaluations.holds(step, controller.attempt),
+            probe_ready=controller.probe.is_ready,
+        )
+
+    # ----------------------------------------------------------------------- from the exchange on
+
+    def exchange(self) -> Verdict:
+        """Sum the pack over the ranks, the one collective of a step, and judge it."""
+        packer, ranks = self._device.packer, self._controller.ranks
+        if ranks.world_size > 1:
+            pack = packer.pack
+            self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
+        if not self._controller.owns_clip:
+            packer.undo_clip()
+        verdict = judge_on_device(packer.layout, packer.pack, self._in_row)
+        self._in_row = verdict.in_row
+        return verdict
+
+    def own_loss(self) -> float | None:
+        """Return this rank's loss of the step that was exchanged last; waits for the device."""
+        packer = self._device.packer
+        return rank_losses(Reduced(packer.layout, packer.pack.tolist()))[packer.layout.slot]
+
+    def orders(
+        self, verdict: Verdict, prepared: Prepared, step: int, max_norm: float | None
+    ) -> Orders:
+        """Clip, make ready for the update, and return what the verdict means for each optimizer."""
+        device = self._device
+        # Observing takes nothing from the loop, and so not the scaler's own skip either.
+        bad = verdict.bad if self._controller.mode != "observe" else verdict.overflow
+        skip_on_host = bool(bad.item()) if device.reads_verdict else None
+        divisor = None
+        if max_norm is not None and prepared.grads and not skip_on_host:
+            divisor = self._clip(verdict, prepared, max_norm)
+        if self._controller.recovery is not None:
+            self._controller.recovery.before_update()
+        device.sampler.before_update(step)
+        with self._controller.faults.fail_open("averages"):
+            device.averages.judged(bad)
+        return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
+
+    def _lr_factor(self, step: int) -> float:
+        return self._controller.judge.lr_factor_at(step, self._rates[0])
+
+    def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
+        """Step the optimizers as ordered; their own time is the loop's."""
+        with self.clock.not_ours():
+            for guard in guards:
+                guard.apply(
+                    orders.bad,
+                    skip_on_host=orders.skip_on_host,
+                    lr_factor=orders.lr_factor,
+                    divisor=orders.divisor,
+                )
+        for guard in guards:
+            with self._controller.faults.fail_open("ema"):
+                self._device.averages.stepped(guard.optimizer)
+
+    def usable(self, max_norm: float | None, *, first: bool) -> float | None:
+        """Return what to clip to; what cannot be clipped to is counted, and nothing is clipped.
+
+        Raises:
+            UsageError: it cannot, and this is the first step.
+        """
+        if first:
+            refuse_max_norm(max_norm)
+        with self._controller.faults.fail_open("max_norm"):
+            refuse_max_norm(max_norm)
+            return None if max_norm == math.inf else max_norm
+        return None
+
+    def settle(self, orders: Orders) -> None:
+        """Put back what forward wrote in a bad step, and copy it for the next."""
+        if self._controller.mode != "observe":
+            self._device.shadow.put_back(orders.bad)
+        self._device.shadow.keep()
+
+    def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:
+        """Clip the gradients to ``max_norm``, or return what the optimizers shall divide them by.
+
+        An optimizer that takes the verdict on the device takes the divisor as well: that saves a
+        pass over all gradients. The norm is the ranks' own; where none of them could measure, this
+        rank's, which replicas have in common. Sharded ranks have none in common then: no clip.
+        """
+        norm = verdict.grad_norm
+        if prepared.failed and self._device.norms.replicated:
+            with self._controller.faults.fail_open("clip"):
+                own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
+                norm = torch.where(verdict.measured, norm, own)
+        divisor = clip_divisor(norm, max_norm)
+        if not self._device.reads_verdict:
+            return divisor
+        scale(prepared.grads, divisor.reciprocal())
+        return None
+
+    def report(
+        self,
+        verdict: Verdict,
+        prepared: Prepared,
+        *,
+        step: int,
+        max_norm: float | None,
+        position: Fed | None,
+        samples: int | None = None,
+        before_clip: bool = False,
+    ) -> tuple[list[float], HostMeasurements] | None:
+        """Start the step's numbers on their way to the host; return those of ``lag`` steps ago."""
+        device = self._device
+        own = device.sampler.own_numbers()
+        numbers = torch.cat((device.packer.pack, verdict.derived(), self._loss_scale(), *own))
+        host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
+        host_step.before_clip = before_clip
+        host_step.clip_unknown = before_clip and max_norm is None
+        if (agent := self._controller.agent) is not None:
+            agent.look(host_step.monotonic_ns, step=step, attempt=host_step.attempt)
+        return device.readback.push(numbers, host_step)
+
+    def _loss_scale(self) -> Tensor:
+        """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
+        loss_scale = self._device.loss_scale()
+        if loss_scale is None:
+            device = self._device.norms.device
+            return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
+        scale = loss_scale.detach().to(self._device.norms.device, torch.float64)
+        return scale.reshape(1)
+
+    def _host_step(
+        self,
+        step: int,
+        max_norm: float | None,
+        weighted: bool,
+        position: Fed | None,
+        samples: int | None,
+    ) -> HostMeasurements:
+        """Return what this rank measured on the host; the next step's times begin."""
+        clock = self._controller.clock
+        times = self.clock.finish()
+        memory, estimate = DeviceMemory(), None
+        with self._controller.faults.fail_open("signals"):
+            memory = device_memory(self._device.norms.device)
+            estimate = self._device.memory.now()
+        flops, self._flops = self._flops, None
+        return HostMeasurements(
+            step=step,
+            attempt=self._controller.attempt,
+            time_unix_ns=clock.time_ns(),
+            monotonic_ns=clock.monotonic_ns(),
+            duration_seconds=times.duration,
+            data_wait_seconds=times.data_wait,
+            forward_backward_seconds=times.forward_backward,
+            optimizer_seconds=times.optimizer,
+            monitor_seconds=times.monitor,
+            exchange=self._exchange,
+            learning_rates=self._rates,
+            changes=self._changes,
+            lr_factor=self._lr_factor(step),
+            max_norm=max_norm,
+            tokens=self._tokens_per_step,
+            weighted=weighted,
+            samples=samples,
+            flops=flops,
+            memory_allocated_bytes=memory.allocated_bytes,
+            memory_peak_bytes=memory.peak_bytes,
+            memory_alloc_retries=memory.alloc_retries,
+            memory_ooms=memory.ooms,
+            memory_estimate_bytes=estimate,
+            epoch=None if position is None else position.epoch,
+            batch_index=None if position is None else position.batch,
+            num_batches=None if position is None else position.num_batches,
+        )

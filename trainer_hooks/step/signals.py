@@ -1,0 +1,234 @@
+"""What a rank measures on the host in a step: times, tokens, memory, rates, utilisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from trainer_hooks.measures.hyperparameters import Change
+from trainvitals.clock import Clock
+from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
+
+Elapsed = float | tuple[Any, Any]
+"""Seconds, or the CUDA events they lie between: read when the step's numbers are on the host."""
+
+
+@dataclass(slots=True)
+class HostMeasurements:
+    """Host measurements of one step, kept until the step's reduced numbers come back."""
+
+    step: int
+    attempt: int
+    time_unix_ns: int
+    monotonic_ns: int
+    duration_seconds: float | None
+    data_wait_seconds: float | None
+    forward_backward_seconds: float | None
+    optimizer_seconds: float
+    monitor_seconds: float | None
+    exchange: Elapsed | None
+    learning_rates: list[float | None]
+    changes: list[Change]
+    """Other settings of the parameter groups that changed; on rank 0."""
+    lr_factor: float
+    max_norm: float | None
+    tokens: int | None
+    weighted: bool
+    """Whether the weights of the step's losses are numbers of tokens."""
+    samples: int | None
+    """Of this rank's batches."""
+    flops: float | None
+    """Counted on this rank, in a step that counted them."""
+    memory_allocated_bytes: float | None
+    memory_peak_bytes: float | None
+    memory_alloc_retries: int | None
+    memory_ooms: int | None
+    memory_estimate_bytes: int | None
+    epoch: int | None
+    batch_index: int | None
+    num_batches: int | None
+    norm_after_clip: float | None = None
+    """Where the loop clips by itself: what was measured after that."""
+    before_clip: bool = False
+    """Whether the loop clips by itself, and the gradients were measured before that."""
+    after_clip: bool = False
+    """Whether they could be measured only after it: the norms before it are not known."""
+    clip_unknown: bool = False
+    """Whether nobody said what it clips to."""
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """This rank's samples per second of the step."""
+        if self.samples is None or not self.duration_seconds:
+            return None
+        return self.samples / self.duration_seconds
+
+    def communication_seconds(self) -> float | None:
+        """Return the time of the ranks' exchange; the step's numbers must be on the host."""
+        if not isinstance(self.exchange, tuple):
+            return self.exchange
+        begin, end = self.exchange
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step by the host's clock; the parts make up the whole."""
+
+    duration: float | None
+    data_wait: float | None
+    forward_backward: float | None
+    optimizer: float
+    monitor: float
+
+
+class StepClock:
+    """Durations of one step; monotonic."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._last_end: int | None = None
+        self._data_wait_ns: int | None = None
+        self._entered = self._left = 0
+        self._optimizer_ns = 0
+        self._exchange_ns = 0
+
+    def waited_for_data(self, nanoseconds: int) -> None:
+        """Add a wait for the next batch to the present step."""
+        self._data_wait_ns = (self._data_wait_ns or 0) + nanoseconds
+
+    def enter(self) -> None:
+        """Note that ``Monitor.step`` began."""
+        self._entered = self.clock.monotonic_ns()
+
+    def leave(self) -> None:
+        """Note that the loop goes on, to its own clip, before the step is finished."""
+        self._left = self.clock.monotonic_ns()
+
+    def come_back(self) -> None:
+        """Count what passed since ``leave`` as the optimizers' time: the loop had it before."""
+        self._optimizer_ns += self.clock.monotonic_ns() - self._left
+
+    @contextmanager
+    def not_ours(self) -> Iterator[None]:
+        """Count the body as the optimizers' time, not the monitor's: the loop had it before."""
+        begin = self.clock.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._optimizer_ns += self.clock.monotonic_ns() - begin
+
+    def exchange(self, device: torch.device, call: Callable[[], None]) -> Elapsed:
+        """Make the ranks' exchange and time it, on the device's clock where it has one.
+
+        On the host its time is not the monitor's: most of it is waiting for others.
+        """
+        if device.type == "cuda":
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            return begin, end
+        began = self.clock.monotonic_ns()
+        call()
+        took = self.clock.monotonic_ns() - began
+        self._exchange_ns += took
+        return took / 1e9
+
+    def finish(self) -> StepTimes:
+        """Return the step's times, and begin the next step."""
+        now = self.clock.monotonic_ns()
+        last, waited = self._last_end, self._data_wait_ns
+        times = StepTimes(
+            duration=None if last is None else (now - last) / 1e9,
+            data_wait=None if waited is None else waited / 1e9,
+            forward_backward=None if last is None else (self._entered - last - (waited or 0)) / 1e9,
+            optimizer=self._optimizer_ns / 1e9,
+            monitor=(now - self._entered - self._optimizer_ns - self._exchange_ns) / 1e9,
+        )
+        self._last_end, self._data_wait_ns = now, None
+        self._optimizer_ns = self._exchange_ns = 0
+        return times
+
+    def restart(self) -> None:
+        """Forget the last end: what follows is no ordinary step."""
+        self._last_end = None
+
+
+class Utilization:
+    """Model FLOPs utilization, from the FLOPs of a token; 6 a parameter unless told or counted.
+
+    6 a parameter leaves attention's own FLOPs out, so the figure errs low. A device whose peak is
+    not in ``trainvitals.flops`` gives None, never a wrong number.
+    """
+
+    def __init__(
+        self,
+        num_parameters: int,
+        world_size: int,
+        device: torch.device,
+        flops_per_token: float | None = None,
+    ) -> None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops(name)
+        self._world_size = world_size
+        self._per_token = flops_per_token or transformer_flops_per_token(num_parameters)
+        self._per_step: float | None = None
+
+    def counted(self, flops: float, tokens: int | None) -> None:
+        """Take the FLOPs that one rank counted in a step of so many tokens of all ranks.
+
+        Without tokens, later steps are taken to be as large as this one.
+        """
+        of_all_ranks = flops * self._world_size
+        if tokens:
+            self._per_token, self._per_step = of_all_ranks / tokens, None
+        else:
+            self._per_step = of_all_ranks
+
+    def ratio(self, tokens: int | None, seconds: float | None) -> float | None:
+        """Return the utilization of a step, 0 to 1, or None where it is unknown."""
+        flops = self._per_step if self._per_step is not None else self._flops_of(tokens)
+        if flops is None or not seconds:
+            return None
+        return mfu_ratio(
+            flops_per_second=flops / seconds, peak=self._peak, num_devices=self._world_size
+        )
+
+    def _flops_of(self, tokens: int | None) -> float | None:
+        return None if tokens is None else self._per_token * tokens
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
+    """Return the rate of every group; None where a tensor rate would have to be waited for."""
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    return [None if isinstance(lr, torch.Tensor) and lr.is_cuda else float(lr) for lr in rates]
+
+
+class DeviceMemory(NamedTuple):
+    """The caching allocator's figures; unknown on the CPU."""
+
+    allocated_bytes: float | None = None
+    peak_bytes: float | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Return the allocator's figures, in one call: the flat ones cost as much for each."""
+    if device.type != "cuda":
+        return DeviceMemory()
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    held = stats["allocated_bytes"]["all"]
+    return DeviceMemory(
+        float(held["current"]),
+        float(held["peak"]),
+        int(stats["num_alloc_retries"]),
+        int(stats["num_ooms"]),
+    )

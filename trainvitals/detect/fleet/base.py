@@ -1,0 +1,196 @@
+"""What the watchers share: reading values that may be anything, and saying a thing once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from trainvitals.detect.merged import MergedStep, NodeSample, Value
+from trainvitals.errors import ConfigError
+from trainvitals.records import Finding
+
+INFINITY = math.inf
+LONGEST_SECONDS = 1e9
+"""Thirty years: a duration beyond is a broken clock, and no duration."""
+
+
+def require(section: str, field: str, value: float, *, least: float, most: float) -> None:
+    """Refuse a setting that lies outside of its range; NaN lies outside of every range.
+
+    Raises:
+        ConfigError: with the setting, its value and the range.
+    """
+    if not least <= value <= most:
+        upper = f" to {most:g}" if most < INFINITY else " or more"
+        raise ConfigError(f"{section}.{field} is {value}; it must be {least:g}{upper}")
+
+
+def number(value: Value) -> float | None:
+    """Return a finite value as a float, None for anything else."""
+    if value is None:
+        return None
+    if value.__class__ is float and value - value == 0.0:
+        return value  # the usual case, at the price of a comparison
+    try:
+        converted = float(value)
+    except OverflowError:
+        return None
+    return converted if math.isfinite(converted) else None
+
+
+def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[int]]:
+    """Return the finite ones of all ranks' values, and which ranks they are of.
+
+    Nearly always that is all of them, and one sum in C shows it.
+    """
+    if not values:
+        return (), ()
+    try:
+        if math.isfinite(math.fsum(values)):  # type: ignore[arg-type]
+            return values, range(len(values))  # type: ignore[return-value]
+    except (TypeError, OverflowError, ValueError):
+        pass  # a None, a huge one, or both infinities: one by one
+    pairs = [(reading, rank) for rank, v in enumerate(values) if (reading := number(v)) is not None]
+    return [reading for reading, _ in pairs], [rank for _, rank in pairs]
+
+
+def step_seconds(merged: MergedStep) -> float:
+    """Return how long the step took on the slowest rank; 0.0 where that is not known."""
+    durations, _ = finite(merged.ranks.get("step_duration_seconds"))
+    longest = max(durations, default=0.0)
+    return float(longest) if 0.0 < longest < LONGEST_SECONDS else 0.0
+
+
+def upper_median(values: Sequence[float]) -> float:
+    """Return the median, the upper one of two. There must be values."""
+    return sorted(values)[len(values) >> 1]
+
+
+def tell(
+    detector: str,
+    step: int,
+    reason: str,
+    *,
+    kind: str = "",
+    cause: str = "",
+    rank: int = -1,
+    value: float | None = None,
+    limit: float | None = None,
+    onset_step: int | None = None,
+) -> Finding:
+    """Return a finding that only tells; kind and cause are the detector's name unless given."""
+    return Finding(
+        kind=kind or detector,
+        level="advisory",
+        step=step,
+        detector=detector,
+        reason=reason,
+        rank=rank,
+        value=value,
+        limit=limit,
+        onset_step=step if onset_step is None else onset_step,
+        cause=cause or kind or detector,
+    )
+
+
+class Episode:
+    """Lets a condition be told once, until it has been absent for a while.
+
+    Feed it only where the condition could be judged: unknown is not absent.
+    """
+
+    __slots__ = ("_absent", "_clear_after", "on")
+
+    def __init__(self, clear_after: int) -> None:
+        self._clear_after = clear_after
+        self._absent = 0
+        self.on = False
+
+    def begins(self, present: bool) -> bool:
+        """Take in whether the condition holds; say whether that begins an episode."""
+        if present:
+            self._absent = 0
+            was_on, self.on = self.on, True
+            return not was_on
+        if self.on:
+            self._absent += 1
+            if self._absent >= self._clear_after:
+                self.on, self._absent = False, 0
+        return False
+
+    def state(self) -> list[int]:
+        """Return the state as JSON types."""
+        return [int(self.on), self._absent]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go on as the episode that gave ``state``."""
+        self.on, self._absent = bool(state[0]), int(state[1])
+
+
+class Watcher:
+    """Base of the step watchers: knows when a run went back or was started anew.
+
+    A subclass gives ``_judge``, ``_state`` and ``_restore``, ``_restarted`` where it keeps anything
+    that a new attempt makes void, and ``goes_on`` where it tells of what lasts.
+    """
+
+    name = ""
+
+    def __init__(self) -> None:
+        self._attempt = 0
+        self._step = 0
+        self._has_seen = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds; of what happens at one step, never."""
+        return False
+
+    def update(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Take one step in; steps come in order, a newer attempt may go back."""
+        if self._has_seen and (merged.attempt != self._attempt or merged.step <= self._step):
+            self._restarted(merged)
+        self._attempt, self._step, self._has_seen = merged.attempt, merged.step, True
+        return self._judge(merged)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        place = [self._attempt, self._step, int(self._has_seen)]
+        return {"place": place, **self._state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the watcher that gave ``state``."""
+        attempt, step, has_seen = state["place"]
+        self._attempt, self._step, self._has_seen = int(attempt), int(step), bool(has_seen)
+        self._restore(state)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Drop what the first step of another attempt, or of another process, makes void."""
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        raise NotImplementedError
+
+    def _state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class NodeWatcher(Protocol):
+    """Tells what a node's samples show. Reads no clock, draws no random number, never raises."""
+
+    name: str
+
+    def update(self, sample: NodeSample) -> tuple[Finding, ...]:
+        """Take one sample in; those of one node come in order."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the watcher that gave ``state``."""
+        ...

@@ -1,0 +1,370 @@
+"""Layers that leave their own course: gradients, updates, activations.
+
+A layer's course is kept in logarithms, as a running mean whose every step is bounded (Huber's
+M-estimator of location, 1964, as a stochastic approximation): two numbers a layer, and no single
+value, however large, moves them far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainvitals.detect.fleet.base import (
+    INFINITY,
+    Episode,
+    Watcher,
+    require,
+    tell,
+    upper_median,
+)
+from trainvitals.detect.merged import MergedStep
+from trainvitals.records import Finding
+
+MOST_LAYERS = 4096
+"""Layers followed; what comes beyond is not judged."""
+_SIGMA_PER_MEAN_DEVIATION = 1.2533
+"""Standard deviations per mean absolute deviation, where the samples are normal."""
+_LEAST_SPREAD = 0.05
+
+
+class Course:
+    """A layer's own course: centre and mean deviation of the logarithm of a number."""
+
+    __slots__ = ("center", "count", "level", "spread", "streak")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.center = 0.0
+        self.spread = 0.0
+        self.streak = 0
+        """Samples in a row that stood out."""
+        self.level = 0.0
+        """The centre that growth is counted from."""
+
+    def push(self, common: float, own: float, rate: float) -> None:
+        """Move with all layers by ``common``, and by what is this layer's ``own``, bounded."""
+        self.count += 1
+        weight = 1.0 / self.count
+        if weight < rate:
+            weight = rate
+        spread = self.spread
+        if self.count > 8:
+            bound = 3.0 * (spread if spread > _LEAST_SPREAD else _LEAST_SPREAD)
+            own = bound if own > bound else -bound if own < -bound else own
+        self.center += weight * (common + own)
+        self.spread = spread + weight * (abs(own) - spread)
+
+    def begin(self, value: float) -> None:
+        """Start at a value, with nothing known before."""
+        self.count, self.center, self.spread, self.streak = 1, value, 0.0, 0
+
+    def state(self) -> list[float]:
+        """Return the state as JSON types."""
+        return [self.count, self.center, self.spread, self.streak, self.level]
+
+    @classmethod
+    def of(cls, state: list[float]) -> Course:
+        """Return the course that gave ``state``."""
+        course = cls()
+        count, course.center, course.spread, streak, course.level = state
+        course.count, course.streak = int(count), int(streak)
+        return course
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """When a layer stands out among the others. Rows of layers come every 10th step by default."""
+
+    strong_ratio: float = 30.0
+    """Multiple of its own course, less what all layers did, that tells at once. Clean GPT-2 runs
+    show 5 to 15 times for one step in the whole norm."""
+    weak_ratio: float = 6.0
+    """The same that tells after ``persistence`` samples in a row."""
+    persistence: int = 3
+    """Samples in a row that make weak evidence strong."""
+    sigmas: float = 8.0
+    """Standard deviations of its own that a layer must be away, too."""
+    least_share: float = 0.1
+    """Part of the norm of all layers that the layer must have: what cannot matter is not told."""
+    warm_up: int = 20
+    """Samples of a layer before it is judged."""
+    rate: float = 1 / 16
+    """Weight of a new sample in the course."""
+    accept_after: int = 30
+    """Samples in a row that stand out, after which that is the layer's new course."""
+    clear_after: int = 20
+    """Samples in which no layer stands out, after which it would be told again."""
+
+    def __post_init__(self) -> None:
+        require("layers", "weak_ratio", self.weak_ratio, least=1.5, most=1e6)
+        require("layers", "strong_ratio", self.strong_ratio, least=self.weak_ratio, most=1e9)
+        require("layers", "persistence", self.persistence, least=1, most=INFINITY)
+        require("layers", "sigmas", self.sigmas, least=1.0, most=1e3)
+        require("layers", "least_share", self.least_share, least=0.0, most=1.0)
+        require("layers", "warm_up", self.warm_up, least=4, most=INFINITY)
+        require("layers", "rate", self.rate, least=1e-4, most=0.5)
+        require("layers", "accept_after", self.accept_after, least=self.persistence, most=INFINITY)
+        require("layers", "clear_after", self.clear_after, least=1, most=INFINITY)
+
+
+LEAST_LAYERS = 4
+"""With fewer there are no others to compare one with."""
+
+
+class LayerOutlierWatcher(Watcher):
+    """Names the layer that leaves its own course while the others keep theirs.
+
+    What all layers do together, as after a heavy batch or a change of the learning rate, is taken
+    off first: the median of their distances from their courses.
+    """
+
+    label = ""
+
+    def __init__(self, config: LayerConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or LayerConfig()
+        self._weak = math.log(self._config.weak_ratio)
+        self._courses: dict[str, Course] = {}
+        self._episode = Episode(self._config.clear_after)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._episode.on
+
+    def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return what is watched, of every layer that has it and where it is above zero."""
+        raise NotImplementedError
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        if not merged.layers:
+            return ()
+        numbers = self._numbers(merged.layers)
+        courses, warm_up = self._courses, self._config.warm_up
+        departures: list[tuple[str, Course, float]] = []
+        moved: list[float] = []
+        for layer, value in numbers.items():
+            course = courses.get(layer)
+            if course is None:
+                if len(courses) < MOST_LAYERS:
+                    courses[layer] = course = Course()
+                    course.begin(math.log(value))
+                continue
+            away = math.log(value) - course.center
+            departures.append((layer, course, away))
+            if course.count >= warm_up:
+                moved.append(away)
+        enough = len(moved) >= LEAST_LAYERS
+        common = upper_median(moved) if enough else 0.0
+        outliers, weak, rate = [], self._weak, self._config.rate
+        for layer, course, away in departures:
+            own = away - common
+            if own > weak and enough and course.count >= warm_up and self._stands_out(course, own):
+                outliers.append((own, layer))
+                course.center += rate * common
+                self._doubt(course, away)
+            else:
+                course.streak = 0
+                course.push(common, own, rate)
+        return self._tell(merged.step, numbers, outliers) if enough else ()
+
+    def _stands_out(self, course: Course, own: float) -> bool:
+        """Say whether what is above the weak ratio is also out of this layer's own noise."""
+        sigma = _SIGMA_PER_MEAN_DEVIATION * max(course.spread, _LEAST_SPREAD)
+        return own > self._config.sigmas * sigma
+
+    def _doubt(self, course: Course, away: float) -> None:
+        course.streak += 1
+        if course.streak > self._config.accept_after:
+            course.begin(course.center + away)
+
+    def _tell(
+        self, step: int, numbers: Mapping[str, float], outliers: list[tuple[float, str]]
+    ) -> tuple[Finding, ...]:
+        total = math.hypot(*numbers.values())
+        strong = math.log(self._config.strong_ratio)
+        confirmed = [
+            (own, layer)
+            for own, layer in outliers
+            if (own > strong or self._courses[layer].streak >= self._config.persistence)
+            and numbers[layer] >= self._least(total)
+        ]
+        if not self._episode.begins(bool(confirmed)):
+            return ()
+        own, layer = max(confirmed)
+        course = self._courses[layer]
+        others = f", and so are {len(confirmed) - 1} more" if len(confirmed) > 1 else ""
+        usual = _exp(course.center)
+        return (
+            tell(
+                self.name,
+                step,
+                f"{self.label} of layer {layer} is {numbers[layer]:.4g}, {_exp(own):.3g} times its "
+                f"course of {usual:.4g} beyond what all {len(numbers)} layers do{others}",
+                value=numbers[layer],
+                limit=usual * self._config.weak_ratio,
+            ),
+        )
+
+    def _least(self, total: float) -> float:
+        return self._config.least_share * total
+
+    def _state(self) -> dict[str, Any]:
+        courses = [[layer, *course.state()] for layer, course in self._courses.items()]
+        return {"courses": courses, "episode": self._episode.state()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._courses = {layer: Course.of(kept) for layer, *kept in state["courses"]}
+        self._episode.restore(state["episode"])
+
+
+class LayerGradientWatcher(LayerOutlierWatcher):
+    """Finds the layer whose gradients alone explode."""
+
+    name = "layer_gradient"
+    label = "the gradient norm"
+
+    def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        return {
+            layer: value
+            for layer, columns in layers.items()
+            if (value := columns.get("grad_norm")) is not None and 0.0 < value < INFINITY
+        }
+
+
+class UpdateRatioWatcher(LayerOutlierWatcher):
+    """Finds the layer whose updates become too large for its weights.
+
+    The usual ratio is about 1e-3 a step (Karpathy's rule of thumb), but what is usual for a layer
+    is its own course: norms, biases and fresh heads lie elsewhere. marin saw updates spike before
+    the loss, lower layers first.
+    """
+
+    name = "update_ratio"
+    label = "the update norm through the weight norm"
+
+    def _numbers(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        return {layer: ratio for layer, ratio in _update_ratios(layers) if ratio < INFINITY}
+
+    def _least(self, total: float) -> float:
+        return 0.0  # a ratio is no part of a whole
+
+
+def _update_ratios(layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, float]]:
+    for layer, columns in layers.items():
+        update, weight = columns.get("update_norm"), columns.get("weight_norm")
+        if update is None or weight is None:
+            continue
+        if 0.0 < update < INFINITY and 0.0 < weight < INFINITY and (ratio := update / weight) > 0.0:
+            yield layer, ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationConfig:
+    """How far a module's output may grow. Rows of layers come every 10th step by default."""
+
+    rms_ratio: float = 10.0
+    """Growth of the root mean square that is told: an order of magnitude."""
+    max_ratio: float = 100.0
+    """The same for the largest magnitude. Single features of healthy language models grow by
+    orders (Sun et al., Massive Activations in Large Language Models, 2024), so it is two."""
+    warm_up: int = 50
+    """Samples after which a module's level is the one that growth is counted from."""
+    persistence: int = 3
+    """Samples in a row above the ratio: a single batch says nothing."""
+    rate: float = 1 / 16
+    """Weight of a new sample in the course."""
+    clear_after: int = 50
+    """Samples in which no module is above, after which growth would be told again."""
+
+    def __post_init__(self) -> None:
+        require("activations", "rms_ratio", self.rms_ratio, least=1.5, most=1e9)
+        require("activations", "max_ratio", self.max_ratio, least=1.5, most=1e9)
+        require("activations", "warm_up", self.warm_up, least=4, most=INFINITY)
+        require("activations", "persistence", self.persistence, least=1, most=INFINITY)
+        require("activations", "rate", self.rate, least=1e-4, most=0.5)
+        require("activations", "clear_after", self.clear_after, least=1, most=INFINITY)
+
+
+class ActivationWatcher(Watcher):
+    """Finds activations that grow by orders of magnitude against their own course.
+
+    Once told, the level reached is the one that the next order is counted from.
+    """
+
+    name = "activation"
+
+    def __init__(self, config: ActivationConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or ActivationConfig()
+        self._columns = (
+            ("activation_rms", "root mean square", math.log(self._config.rms_ratio)),
+            ("activation_max", "largest magnitude", math.log(self._config.max_ratio)),
+        )
+        self._courses: dict[str, Course] = {}
+        """By layer and column, with a colon between."""
+        self._episode = Episode(self._config.clear_after)
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        if not merged.layers:
+            return ()
+        is_judged, grown = False, []
+        for layer, values in merged.layers.items():
+            for column, label, limit in self._columns:
+                value = values.get(column)
+                if value is None or not 0.0 < value < INFINITY:
+                    continue
+                growth = self._growth(f"{layer}:{column}", math.log(value), limit)
+                is_judged = is_judged or growth is not None
+                if growth:
+                    grown.append((growth, label, layer, value))
+        if not is_judged or not self._episode.begins(bool(grown)):
+            return ()
+        growth, label, layer, value = max(grown)
+        limits = {named: limit for _, named, limit in self._columns}
+        others = f", and {len(grown) - 1} more grew so" if len(grown) > 1 else ""
+        return (
+            tell(
+                self.name,
+                merged.step,
+                f"the {label} of the output of {layer} is {value:.4g}, {_exp(growth):.3g} times "
+                f"the {value / _exp(growth):.4g} it was after warm-up{others}",
+                value=value,
+                limit=value * _exp(limits[label] - growth),
+            ),
+        )
+
+    def _growth(self, key: str, value: float, limit: float) -> float | None:
+        """Take one in; return its growth where that is told, 0 where not, None where unknown."""
+        course = self._courses.get(key)
+        if course is None:
+            if len(self._courses) < 2 * MOST_LAYERS:
+                self._courses[key] = course = Course()
+                course.begin(value)
+            return None
+        course.push(0.0, value - course.center, self._config.rate)
+        if course.count <= self._config.warm_up:
+            course.level = course.center
+            return None
+        growth = value - course.level
+        course.streak = course.streak + 1 if growth > limit else 0
+        if course.streak < self._config.persistence:
+            return 0.0
+        course.begin(value)
+        course.count, course.level = self._config.warm_up, value
+        return growth
+
+    def _state(self) -> dict[str, Any]:
+        courses = [[key, *course.state()] for key, course in self._courses.items()]
+        return {"courses": courses, "episode": self._episode.state()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._courses = {key: Course.of(kept) for key, *kept in state["courses"]}
+        self._episode.restore(state["episode"])
+
+
+def _exp(value: float) -> float:
+    return math.exp(max(-700.0, min(700.0, value)))

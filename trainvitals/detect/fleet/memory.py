@@ -1,0 +1,212 @@
+"""Device memory that creeps up, and the steps that are left until it is used up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from trainvitals.detect.fleet.base import (
+    INFINITY,
+    Episode,
+    Watcher,
+    finite,
+    number,
+    require,
+    tell,
+    upper_median,
+)
+from trainvitals.detect.merged import MergedStep
+from trainvitals.records import Finding
+from trainvitals.units import humanize_bytes
+
+_MOST_BYTES = 1e18
+"""An exabyte: more is a broken number, and no memory."""
+_LEVELS = 3
+_PER_LEVEL = 20
+"""Blocks of one level that make one of the next: 50, 1,000 and 20,000 steps long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """What a leak is."""
+
+    block: int = 50
+    """Steps whose smallest value is one measurement: batches of all lengths come and go above that
+    floor, a leak raises it."""
+    blocks: int = 24
+    """Measurements kept, at each of three scales."""
+    least_blocks: int = 8
+    """Measurements needed."""
+    rising: float = 0.75
+    """Share of the measurements that must lie above the one before: one large buffer that is made
+    once is a step, not a slope."""
+    min_growth: float = 0.01
+    """Part of the device's memory that must have been taken in the time looked at."""
+    horizon: float = 10.0
+    """How far the line is drawn out, in multiples of the time looked at. Our own choice."""
+    warmup_rows: int = 100
+    """First steps of an attempt, left out: optimizer states and caches are made."""
+    clear_after: int = 4
+    """Measurements without creep after which it would be told again."""
+
+    def __post_init__(self) -> None:
+        require("memory", "block", self.block, least=2, most=100_000)
+        require("memory", "least_blocks", self.least_blocks, least=4, most=1000)
+        require("memory", "blocks", self.blocks, least=self.least_blocks, most=1000)
+        require("memory", "rising", self.rising, least=0.5, most=1.0)
+        require("memory", "min_growth", self.min_growth, least=0.0, most=1.0)
+        require("memory", "horizon", self.horizon, least=0.1, most=1e6)
+        require("memory", "warmup_rows", self.warmup_rows, least=0, most=INFINITY)
+        require("memory", "clear_after", self.clear_after, least=1, most=INFINITY)
+
+
+class _Floors:
+    """Smallest values of blocks of steps, of every rank: one scale."""
+
+    def __init__(self, size: int, most: int) -> None:
+        self.size, self.most = size, most
+        self.present: list[float] = []
+        self.num = 0
+        self.kept: list[list[float]] = []
+
+    def add(self, values: Sequence[float]) -> list[float] | None:
+        """Take one row in; return the block's floors where that ends it."""
+        if len(values) != len(self.present):
+            self.present, self.num, self.kept = list(values), 0, []
+        elif self.num:
+            self.present = list(map(min, self.present, values))
+        else:
+            self.present = list(values)
+        self.num += 1
+        if self.num < self.size:
+            return None
+        self.num = 0
+        self.kept = [*self.kept, self.present][-self.most :]
+        return self.present
+
+
+class MemoryCreepWatcher(Watcher):
+    """Finds ``memory_allocated_bytes`` that rises steadily, and says when it will be used up.
+
+    The slope is Theil and Sen's: the median of the slopes between all pairs of measurements (Sen,
+    1968). The device's size comes from the GPUs' samples, through ``learn_total``; without it the
+    watcher abstains. A row without every rank's value is passed over.
+    """
+
+    name = "memory_creep"
+
+    def __init__(self, config: MemoryConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or MemoryConfig()
+        self._total = 0.0
+        self._settling = self._config.warmup_rows
+        self._scales = self._new_scales()
+        self._creeps = [False] * _LEVELS
+        """Whether each scale showed a creep when it was last judged."""
+        self._episode = Episode(self._config.clear_after)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._episode.on
+
+    def _new_scales(self) -> list[_Floors]:
+        sizes = [self._config.block, *([_PER_LEVEL] * (_LEVELS - 1))]
+        return [_Floors(size, self._config.blocks) for size in sizes]
+
+    def learn_total(self, total_bytes: float | int | None) -> None:
+        """Take in the memory of one of the run's GPUs; the smallest counts."""
+        total = number(total_bytes)
+        if total is not None and 0.0 < total <= _MOST_BYTES:
+            self._total = min(self._total, total) if self._total else total
+
+    def _restarted(self, merged: MergedStep) -> None:
+        self._settling = self._config.warmup_rows
+        self._scales = self._new_scales()
+        self._creeps = [False] * _LEVELS
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        allocated, ranks = finite(merged.ranks.get("memory_allocated_bytes"))
+        if not allocated or len(ranks) != ranks[-1] + 1 or max(map(abs, allocated)) > _MOST_BYTES:
+            return ()
+        if self._settling:
+            self._settling -= 1
+            return ()
+        floors = allocated
+        length, has_judged = 1, False
+        leaks: list[tuple[float, int, float, int]] = []
+        for i, scale in enumerate(self._scales):
+            length *= scale.size
+            ended = scale.add(floors)
+            if ended is None:
+                break
+            floors = ended
+            if self._total and len(scale.kept) >= self._config.least_blocks:
+                has_judged = True
+                creeping = self._creeping(merged, scale.kept, length)
+                self._creeps[i] = bool(creeping)
+                leaks += creeping
+        if not has_judged or not self._episode.begins(any(self._creeps)) or not leaks:
+            return ()
+        return (self._told(merged.step, *min(leaks)),)
+
+    def _creeping(
+        self, merged: MergedStep, kept: list[list[float]], length: int
+    ) -> list[tuple[float, int, float, int]]:
+        """Return the steps left, the rank, its bytes a step and the onset, of ranks that creep."""
+        config, leaks = self._config, []
+        peaks, ranks = finite(merged.ranks.get("memory_peak_bytes"))
+        peak_of = dict(zip(ranks, peaks, strict=True))
+        num = len(kept)
+        for rank, (old, new) in enumerate(zip(kept[0], kept[-1], strict=True)):
+            if new - old < config.min_growth * self._total:
+                continue
+            values = [row[rank] for row in kept]
+            rises = sum(a < b for a, b in pairwise(values))
+            if rises < config.rising * (num - 1):
+                continue
+            slope = _theil_sen(values) / length
+            used = max(new, peak_of.get(rank, new))
+            left = (self._total - used) / slope if slope > 0.0 else INFINITY
+            if left <= config.horizon * num * length:
+                leaks.append((max(0.0, left), rank, slope, merged.step - num * length + 1))
+        return leaks
+
+    def _told(self, step: int, left: float, rank: int, slope: float, onset: int) -> Finding:
+        return tell(
+            self.name,
+            step,
+            f"memory of rank {rank} creeps up by {humanize_bytes(slope)} a step since step "
+            f"{max(0, onset)}; at that pace its {humanize_bytes(self._total)} are used up in "
+            f"{left:,.0f} steps",
+            rank=rank,
+            value=left,
+            onset_step=max(0, onset),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "total": self._total,
+            "settling": self._settling,
+            "scales": [[list(s.present), s.num, [list(k) for k in s.kept]] for s in self._scales],
+            "creeps": [int(creeps) for creeps in self._creeps],
+            "episode": self._episode.state(),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._total, self._settling = float(state["total"]), int(state["settling"])
+        for scale, (present, num, kept) in zip(self._scales, state["scales"], strict=True):
+            scale.present, scale.num = list(present), int(num)
+            scale.kept = [list(row) for row in kept]
+        self._creeps = [bool(creeps) for creeps in state["creeps"]]
+        self._episode.restore(state["episode"])
+
+
+def _theil_sen(values: Sequence[float]) -> float:
+    """Return the median slope between all pairs, per place."""
+    num = len(values)
+    return upper_median(
+        [(values[j] - values[i]) / (j - i) for i in range(num) for j in range(i + 1, num)]
+    )

@@ -1,0 +1,387 @@
+"""What a node's samples show of its GPUs: throttling, memory errors, Xids, and GPUs that vanish.
+
+The watchers need a GPU's own samples only; which rank runs on it is not known here, so findings
+name the node and the GPU in words. ``ecc_corrected_errors`` and ``last_xid`` are judged where an
+agent sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainvitals.detect.fleet.base import INFINITY, Episode, number, require, tell
+from trainvitals.detect.merged import NodeSample, Value
+from trainvitals.records import Finding
+from trainvitals.units import humanize
+
+MOST_GPUS = 65536
+"""GPUs followed; what comes beyond is not judged."""
+
+POWER_CAP, HARDWARE_SLOWDOWN, SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE = 4, 8, 32, 64, 128
+"""Bits of ``throttle_reasons``, as nvml.h defines them (nvmlClocksEventReason...)."""
+
+FATAL_XIDS: dict[int, str] = {
+    46: "the GPU stopped processing",
+    48: "a double-bit memory error",
+    62: "its microcontroller halted",
+    64: "a memory row could not be remapped",
+    74: "an NVLink error",
+    79: "it has fallen off the bus",
+    95: "an uncontained memory error",
+    119: "its system processor does not answer",
+    120: "an error of its system processor",
+    140: "an unrecovered memory error",
+    143: "it could not be initialised",
+}
+"""Xids after which NVIDIA's catalogue of Xid errors asks for a reset, a restart or a check of the
+GPU; with these the fault is not the program's."""
+
+XIDS: dict[int, str] = {
+    13: "an exception in a kernel",
+    31: "a page fault, mostly an illegal access of the program",
+    43: "the program's work was stopped after its own fault",
+    45: "work was cleaned up after an earlier error",
+    63: "a memory row is marked for remapping at the next reset",
+    94: "a contained memory error: the program must be started again",
+}
+"""Xids that a program can cause, or survive, by the same catalogue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThrottleConfig:
+    """When slowed clocks are told."""
+
+    samples: int = 3
+    """Samples in a row with slowed clocks."""
+    cap_ratio: float = 0.7
+    """A power cap alone is normal under load. It is told where the clock is below this part of the
+    GPU's own highest. Our own choice."""
+    cap_samples: int = 10
+    """Samples in a row of that."""
+    clear_after: int = 30
+    """Samples without, after which it would be told again."""
+
+    def __post_init__(self) -> None:
+        require("throttle", "samples", self.samples, least=1, most=INFINITY)
+        require("throttle", "cap_ratio", self.cap_ratio, least=0.0, most=1.0)
+        require("throttle", "cap_samples", self.cap_samples, least=1, most=INFINITY)
+        require("throttle", "clear_after", self.clear_after, least=1, most=INFINITY)
+
+
+class _Clocks:
+    """What is kept of one GPU's clocks."""
+
+    def __init__(self, clear_after: int) -> None:
+        self.hot = self.capped = 0
+        self.highest = 0.0
+        self.slowed, self.cap = Episode(clear_after), Episode(clear_after)
+
+
+class GpuThrottleWatcher:
+    """Finds GPUs whose clocks are slowed for heat or by the power supply, and caps that hurt."""
+
+    name = "gpu_throttle"
+
+    def __init__(self, config: ThrottleConfig | None = None) -> None:
+        self._config = config or ThrottleConfig()
+        self._gpus: dict[tuple[str, str], _Clocks] = {}
+
+    def update(self, sample: NodeSample) -> tuple[Finding, ...]:
+        """Take one sample in; those of one node come in order."""
+        findings = []
+        for uuid, columns in sample.gpus.items():
+            mask = columns.get("throttle_reasons")
+            if not isinstance(mask, int) or mask < 0:
+                continue
+            clocks = _of(self._gpus, (sample.node, uuid), lambda: _Clocks(self._config.clear_after))
+            if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
+                text = f"{_gpu(sample, uuid)} {reason}{_shown(columns)}"
+                cause = "gpu_power_cap" if mask & POWER_CAP and not mask & _SLOWED else _cause(mask)
+                clock = number(columns.get("sm_clock_hertz"))
+                findings.append(tell(self.name, sample.step, text, cause=cause, value=clock))
+        return tuple(findings)
+
+    def _slowed(self, clocks: _Clocks, mask: int, columns: Mapping[str, Value]) -> str:
+        """Return what is to be said of a GPU's clocks, or nothing."""
+        config = self._config
+        clock = number(columns.get("sm_clock_hertz"))
+        if clock is not None and clock > clocks.highest:
+            clocks.highest = clock
+        clocks.hot = min(clocks.hot + 1, config.samples) if mask & _SLOWED else 0
+        is_low = clock is not None and clock < config.cap_ratio * clocks.highest
+        is_capped = bool(mask & POWER_CAP) and is_low and not mask & _SLOWED
+        clocks.capped = min(clocks.capped + 1, config.cap_samples) if is_capped else 0
+        begins_hot = clocks.slowed.begins(clocks.hot >= config.samples)
+        begins_cap = clocks.cap.begins(clocks.capped >= config.cap_samples)
+        if begins_hot:
+            return _WORDS[_cause(mask)]
+        return "is held far below its clock by its power cap" if begins_cap else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        gpus = [
+            [*key, c.hot, c.capped, c.highest, c.slowed.state(), c.cap.state()]
+            for key, c in self._gpus.items()
+        ]
+        return {"gpus": gpus}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the watcher that gave ``state``."""
+        self._gpus = {}
+        for node, uuid, hot, capped, highest, slowed, cap in state["gpus"]:
+            clocks = _Clocks(self._config.clear_after)
+            clocks.hot, clocks.capped, clocks.highest = int(hot), int(capped), float(highest)
+            clocks.slowed.restore(slowed)
+            clocks.cap.restore(cap)
+            self._gpus[node, uuid] = clocks
+
+
+THROTTLES: dict[int, str] = {
+    HARDWARE_SLOWDOWN: "hardware slowdown",
+    SOFTWARE_HEAT: "heat, told by the driver",
+    HARDWARE_HEAT: "heat, told by the hardware",
+    POWER_BRAKE: "brake of the power supply",
+}
+"""Reasons that slow clocks down against the program's wish; a power cap is normal under load."""
+_SLOWED = sum(THROTTLES)
+_WORDS = {
+    "gpu_thermal": "is slowed down for its heat",
+    "gpu_power_brake": "is slowed down by the power supply",
+    "gpu_slowdown": "is slowed down by its hardware (heat or power)",
+}
+
+
+def _cause(mask: int) -> str:
+    if mask & (SOFTWARE_HEAT | HARDWARE_HEAT):
+        return "gpu_thermal"
+    return "gpu_power_brake" if mask & POWER_BRAKE else "gpu_slowdown"
+
+
+def _shown(columns: Mapping[str, Value]) -> str:
+    """Return the numbers that belong to slowed clocks, as far as they are known."""
+    parts = []
+    for column, unit in (
+        ("temperature_celsius", "celsius"),
+        ("power_watts", "watts"),
+        ("sm_clock_hertz", "hertz"),
+    ):
+        value = number(columns.get(column))
+        if value is not None:
+            parts.append(humanize(value, unit).replace("\N{DEGREE SIGN}", ""))
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuErrorConfig:
+    """Which errors are told. Uncorrected memory errors and Xids always are."""
+
+    corrected: int = 100
+    """Corrected memory errors in ``corrected_seconds`` that are too many. Our own choice: single
+    ones are normal, and NVIDIA remaps rows by itself."""
+    corrected_seconds: float = 3600.0
+    """The time for these."""
+    clear_after: int = 100
+    """Samples without a new error after which one would be told again."""
+
+    def __post_init__(self) -> None:
+        require("gpu_errors", "corrected", self.corrected, least=1, most=INFINITY)
+        require("gpu_errors", "corrected_seconds", self.corrected_seconds, least=1.0, most=1e9)
+        require("gpu_errors", "clear_after", self.clear_after, least=1, most=INFINITY)
+
+
+class _Errors:
+    """What is kept of one GPU's errors; -1 where a counter was not seen yet."""
+
+    def __init__(self, clear_after: int) -> None:
+        self.uncorrected = self.corrected = self.xid = -1
+        self.since_ns = 0
+        self.ecc, self.many = Episode(clear_after), Episode(clear_after)
+
+
+class GpuErrorWatcher:
+    """Finds memory errors and Xids as they happen; those from before the first sample are old."""
+
+    name = "gpu_error"
+
+    def __init__(self, config: GpuErrorConfig | None = None) -> None:
+        self._config = config or GpuErrorConfig()
+        self._gpus: dict[tuple[str, str], _Errors] = {}
+
+    def update(self, sample: NodeSample) -> tuple[Finding, ...]:
+        """Take one sample in; those of one node come in order."""
+        findings: list[Finding] = []
+        for uuid, columns in sample.gpus.items():
+            kept = _of(self._gpus, (sample.node, uuid), lambda: _Errors(self._config.clear_after))
+            if kept is None:
+                continue
+            if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
+                findings += self._uncorrected(sample, uuid, kept, count)
+            if (count := _count(columns.get("ecc_corrected_errors"))) >= 0:
+                findings += self._corrected(sample, uuid, kept, count)
+            code = _count(columns.get("last_xid"))
+            if code >= 0:
+                findings += self._xid(sample, uuid, kept, code)
+            elif kept.xid < 0:
+                kept.xid = 0  # the GPU answers and shows none: what comes is new
+        return tuple(findings)
+
+    def _uncorrected(
+        self, sample: NodeSample, uuid: str, kept: _Errors, count: int
+    ) -> tuple[Finding, ...]:
+        new = count - kept.uncorrected if kept.uncorrected >= 0 else 0
+        kept.uncorrected = count
+        if not kept.ecc.begins(new > 0):
+            return ()
+        text = f"{_gpu(sample, uuid)} had {new} uncorrected memory error(s): its numbers are lost"
+        return (
+            tell(self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new),
+        )
+
+    def _corrected(
+        self, sample: NodeSample, uuid: str, kept: _Errors, count: int
+    ) -> tuple[Finding, ...]:
+        """Count within spans of time, each from zero."""
+        config, now = self._config, sample.time_unix_ns
+        is_old = not 0 <= now - kept.since_ns <= config.corrected_seconds * 1e9
+        if kept.corrected < 0 or count < kept.corrected or is_old:
+            kept.corrected, kept.since_ns = count, now
+        new = count - kept.corrected
+        if not kept.many.begins(new >= config.corrected):
+            return ()
+        seconds = humanize(config.corrected_seconds, "seconds")
+        text = f"{_gpu(sample, uuid)} had {new} corrected memory errors in {seconds}"
+        return (
+            tell(
+                self.name,
+                sample.step,
+                text,
+                kind="gpu_ecc",
+                cause="ecc_corrected",
+                value=new,
+                limit=config.corrected,
+            ),
+        )
+
+    def _xid(self, sample: NodeSample, uuid: str, kept: _Errors, code: int) -> tuple[Finding, ...]:
+        """A code is told when it comes up: the driver keeps showing the last one."""
+        before, kept.xid = kept.xid, code
+        if before < 0 or code in (0, before):
+            return ()
+        is_fatal = code in FATAL_XIDS
+        meaning = FATAL_XIDS.get(code) or XIDS.get(code) or "see NVIDIA's catalogue"
+        text = f"{_gpu(sample, uuid)} reported Xid {code}: {meaning}"
+        if is_fatal:
+            text += "; the GPU must be reset or taken out"
+        return (
+            tell(
+                self.name,
+                sample.step,
+                text,
+                kind="gpu_xid",
+                cause="xid_fatal" if is_fatal else "xid",
+                value=code,
+            ),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        gpus = [
+            [*key, e.uncorrected, e.corrected, e.since_ns, e.xid, e.ecc.state(), e.many.state()]
+            for key, e in self._gpus.items()
+        ]
+        return {"gpus": gpus}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the watcher that gave ``state``."""
+        self._gpus = {}
+        for node, uuid, uncorrected, corrected, since, xid, ecc, many in state["gpus"]:
+            kept = _Errors(self._config.clear_after)
+            kept.uncorrected, kept.corrected = int(uncorrected), int(corrected)
+            kept.since_ns, kept.xid = int(since), int(xid)
+            kept.ecc.restore(ecc)
+            kept.many.restore(many)
+            self._gpus[node, uuid] = kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLostConfig:
+    """When a GPU counts as gone."""
+
+    samples: int = 3
+    """Samples in a row without it, while other GPUs of its node answer."""
+    all_samples: int = 10
+    """The same where none of the node answers: that may be the sampler's own trouble."""
+
+    def __post_init__(self) -> None:
+        require("gpu_lost", "samples", self.samples, least=1, most=INFINITY)
+        require("gpu_lost", "all_samples", self.all_samples, least=1, most=INFINITY)
+
+
+class GpuLostWatcher:
+    """Finds GPUs that were there and answer no more: fallen off the bus, most likely.
+
+    An agent sends no columns of a GPU that answers nothing. A GPU that comes back may be lost anew.
+    """
+
+    name = "gpu_lost"
+
+    def __init__(self, config: GpuLostConfig | None = None) -> None:
+        self._config = config or GpuLostConfig()
+        self._missing: dict[str, dict[str, int]] = {}
+
+    def update(self, sample: NodeSample) -> tuple[Finding, ...]:
+        """Take one sample in; those of one node come in order."""
+        missing = self._missing.setdefault(sample.node, {})
+        answering = {
+            uuid
+            for uuid, columns in sample.gpus.items()
+            if any(number(value) is not None for value in columns.values())
+        }
+        limit = self._config.samples if answering else self._config.all_samples
+        lost = []
+        for uuid in [uuid for uuid in missing if uuid not in answering]:
+            was = missing[uuid]
+            if was >= 0:  # -1 once told
+                missing[uuid] = -1 if was + 1 >= limit else was + 1
+                if missing[uuid] < 0:
+                    lost.append(uuid)
+        for uuid in sorted(answering):
+            if len(missing) < MOST_GPUS:
+                missing[uuid] = 0
+        if not lost:
+            return ()
+        if not answering and len(lost) > 1:
+            text = f"none of the {len(lost)} GPUs of node {sample.node} answers any more"
+            return (tell(self.name, sample.step, text, value=float(len(lost))),)
+        words = "does not answer any more: it may have fallen off the bus"
+        return tuple(tell(self.name, sample.step, f"{_gpu(sample, uuid)} {words}") for uuid in lost)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        return {"missing": {node: dict(gpus) for node, gpus in self._missing.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the watcher that gave ``state``."""
+        self._missing = {
+            node: {uuid: int(count) for uuid, count in gpus.items()}
+            for node, gpus in state["missing"].items()
+        }
+
+
+def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:
+    """Return what is kept of a GPU, made where it is new; None where there are too many."""
+    kept = gpus.get(key)
+    if kept is None and len(gpus) < MOST_GPUS:
+        gpus[key] = kept = make()
+    return kept
+
+
+def _count(value: Value) -> int:
+    """Return a counter's value, -1 where it is none."""
+    return value if isinstance(value, int) and value >= 0 else -1
+
+
+def _gpu(sample: NodeSample, uuid: str) -> str:
+    return f"GPU {uuid} of node {sample.node}"

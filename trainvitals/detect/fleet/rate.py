@@ -1,0 +1,281 @@
+"""Anomalies of the learning rate, judged by its own course: no schedule has to be declared.
+
+What is judged is what the schedule asked for. Where the escalation policy cut or held the rate, its
+factor (``lr_factor``) is taken out first: its own cuts come back by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+from trainvitals.detect.fleet.base import INFINITY, Episode, Watcher, number, require, tell
+from trainvitals.detect.merged import MergedStep
+from trainvitals.records import Finding
+
+_NEWEST = 512
+_MOST = 2048
+"""Rates kept: the newest as they were, older ones ever more sparsely."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRateConfig:
+    """What no schedule does. All values are our own choice; their reasons are beside them."""
+
+    max_rise: float = 2.0
+    """Largest rise in one step after the warm-up. The steps of a linear warm-up rise by 2 at
+    most (from the first to the second), those of cosine, linear and cyclic schedules by far
+    less."""
+    least_rise: float = 0.1
+    """A rise by less than this part of the highest rate is a second warm-up, not a jump."""
+    warm_up_rows: int = 10
+    """Steps without a new highest rate after which the warm-up is taken to be over; a fall ends it
+    at once."""
+    trough: float = 0.2
+    """A rise from below this part of the highest rate back to exactly that rate is a warm restart
+    (Loshchilov and Hutter, SGDR, 2016), not a jump."""
+    zero_rows: int = 30
+    """Steps at rate 0 that are too many. Fewer occur in order: a scaler that begins at 2**32
+    overflows some 20 times before the first update, and schedulers wait for that."""
+    tolerance: float = 0.1
+    """What the rate of a new attempt may differ by from that of the last one at the same step."""
+    clear_after: int = 100
+    """Steps without the anomaly after which it would be told again."""
+
+    def __post_init__(self) -> None:
+        require("learning_rate", "max_rise", self.max_rise, least=1.1, most=1e6)
+        require("learning_rate", "least_rise", self.least_rise, least=0.0, most=1.0)
+        require("learning_rate", "warm_up_rows", self.warm_up_rows, least=2, most=INFINITY)
+        require("learning_rate", "trough", self.trough, least=0.0, most=1.0)
+        require("learning_rate", "zero_rows", self.zero_rows, least=2, most=INFINITY)
+        require("learning_rate", "tolerance", self.tolerance, least=0.0, most=1.0)
+        require("learning_rate", "clear_after", self.clear_after, least=1, most=INFINITY)
+
+
+class LearningRateWatcher(Watcher):
+    """Finds jumps upwards, a rate stuck at zero, and one that a resume forgot.
+
+    Falls are schedules: a step decay divides by 10 in one step. A jump up to the same height from
+    the same depth as one told before is a cycle and told no more.
+    """
+
+    name = "learning_rate"
+
+    def __init__(self, config: LearningRateConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or LearningRateConfig()
+        self._steps: list[int] = []
+        self._rates: list[float] = []
+        self._last: float | None = None
+        self._last_step = 0
+        self._peak = 0.0
+        self._rows_since_peak = 0
+        self._is_warm = False
+        self._is_resumed = False
+        self._jump = (0.0, 0.0)
+        self._zeros, self._zero_since = 0, -1
+        self._jumps = Episode(self._config.clear_after)
+        self._zero = Episode(self._config.clear_after)
+        self._nonfinite = Episode(self._config.clear_after)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._zero.on or self._nonfinite.on
+
+    def _restarted(self, merged: MergedStep) -> None:
+        self._is_resumed, self._last, self._zeros = True, None, 0
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        raw = merged.run.get("learning_rate")
+        if raw is None:
+            return ()
+        rate = _requested(number(raw), number(merged.run.get("lr_factor", 1.0)))
+        is_bad = rate is None or rate < 0.0
+        if self._nonfinite.begins(is_bad):
+            return (
+                tell(
+                    self.name,
+                    merged.step,
+                    f"the learning rate is {rate if rate is not None else 'not finite'}",
+                    cause="lr_nonfinite",
+                    value=rate,
+                ),
+            )
+        if rate is None or is_bad:
+            return ()
+        return self._check(merged, rate)
+
+    def _check(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
+        findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
+        last, gap = self._last, merged.step - self._last_step
+        self._last_step = merged.step
+        is_jump = self._is_jump(rate, gap)
+        if self._jumps.begins(is_jump) and last is not None:
+            findings.append(self._told_jump(merged.step, last, rate))
+        if not is_jump:  # one that stays is the course of the next step
+            self._follow(rate)
+            self._remember(merged.step, rate)
+        findings.extend(self._stuck(merged, rate))
+        self._last = rate
+        return tuple(findings)
+
+    def _told_jump(self, step: int, last: float, rate: float) -> Finding:
+        times = f"{rate / last:.3g} times as high" if last > 0.0 else "after 0"
+        return tell(
+            self.name,
+            step,
+            f"the learning rate jumped from {last:.4g} to {rate:.4g} in one step, {times}; "
+            f"its highest in the schedule so far was {self._peak:.4g}",
+            cause="lr_jump",
+            value=rate,
+            limit=min(last * self._config.max_rise, 1e308),
+        )
+
+    # -------------------------------------------------------------------------------- the course
+
+    def _is_jump(self, rate: float, gap: int) -> bool:
+        """Judge one step; over several any schedule may have come back to what it had before."""
+        config, last, peak = self._config, self._last, self._peak
+        if last is None or not self._is_warm or (gap > 1 and rate <= 1.02 * peak):
+            return False
+        if rate <= config.max_rise * last or rate - last <= config.least_rise * peak:
+            return False
+        if last <= config.trough * peak and abs(rate - peak) <= 0.02 * peak:
+            return False
+        low, high = self._jump
+        self._jump = (last, rate)
+        return not (_near(last, low) and _near(rate, high))
+
+    def _follow(self, rate: float) -> None:
+        if rate > self._peak:
+            self._peak, self._rows_since_peak = rate, 0
+            return
+        self._rows_since_peak += 1
+        is_over = rate < 0.999 * self._peak or self._rows_since_peak >= self._config.warm_up_rows
+        self._is_warm = self._is_warm or (self._peak > 0.0 and is_over)
+
+    def _stuck(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
+        """A group may be frozen by a rate of 0; all groups may not."""
+        is_zero = rate == 0.0 and not any(
+            name.startswith("learning_rate.") and (number(value) or 0.0) > 0.0
+            for name, value in merged.run.items()
+        )
+        if not is_zero:
+            self._zeros = 0
+        elif not self._zeros:
+            self._zero_since = merged.step
+        self._zeros = min(self._zeros + is_zero, self._config.zero_rows)
+        if not self._zero.begins(is_zero and self._zeros >= self._config.zero_rows):
+            return ()
+        return (
+            tell(
+                self.name,
+                merged.step,
+                f"the learning rate has been 0 since step {self._zero_since}: nothing is learnt",
+                cause="lr_zero",
+                value=0.0,
+                onset_step=self._zero_since,
+            ),
+        )
+
+    # -------------------------------------------------------------------------------- resuming
+
+    def _forgotten(self, step: int, rate: float) -> tuple[Finding, ...]:
+        """Compare the first rate of a new attempt with the last one's there, then forget that.
+
+        Beyond what was seen a schedule may fall, but not rise, nor be again what it began with.
+        """
+        self._is_resumed = False
+        expected, keep = self._expected(step), bisect_left(self._steps, step)
+        is_beyond, first = keep == len(self._steps), self._rates[:2]
+        del self._steps[keep:], self._rates[keep:]
+        if expected is None:
+            return ()
+        low, high = expected
+        config = self._config
+        if low * (1.0 - config.tolerance) <= rate <= high * (1.0 + config.tolerance):
+            return ()
+        begins_again = 0.9 * min(first) <= rate <= 1.1 * max(first)
+        if is_beyond and rate <= config.max_rise * high and not begins_again:
+            return ()
+        return (
+            tell(
+                self.name,
+                step,
+                f"the learning rate resumed at {rate:.4g}; the attempt before had {high:.4g} at "
+                f"step {step}: the schedule was not restored",
+                cause="lr_forgotten",
+                value=rate,
+                limit=high,
+            ),
+        )
+
+    def _expected(self, step: int) -> tuple[float, float] | None:
+        """Return between what values the rate lay around a step, None where that is not known."""
+        steps, rates = self._steps, self._rates
+        if len(steps) < 2 or step < steps[0]:
+            return None
+        at = bisect_left(steps, step)
+        near = rates[max(0, at - 1) : at + 2]
+        if at == len(steps):
+            pace, ahead = steps[-1] - steps[-2], step - steps[-1]
+            if ahead > 10 * pace:
+                return None
+            slope = (rates[-1] - rates[-2]) / pace
+            near = [rates[-1], max(0.0, rates[-1] + slope * ahead)]
+        low, high = min(near), max(near)
+        return (low, high) if math.isfinite(high) else None
+
+    def _remember(self, step: int, rate: float) -> None:
+        """Keep the course; a constant stretch by its two ends, old steps ever more sparsely."""
+        steps, rates = self._steps, self._rates
+        if len(rates) > 1 and rates[-1] == rate == rates[-2]:
+            steps[-1] = step
+            return
+        steps.append(step)
+        rates.append(rate)
+        if len(steps) > _MOST:
+            del steps[1:-_NEWEST:2], rates[1:-_NEWEST:2]
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "steps": list(self._steps),
+            "rates": list(self._rates),
+            "last": self._last,
+            "last_step": self._last_step,
+            "peak": self._peak,
+            "rows_since_peak": self._rows_since_peak,
+            "flags": [int(self._is_warm), int(self._is_resumed)],
+            "jump": list(self._jump),
+            "zeros": [self._zeros, self._zero_since],
+            "episodes": [e.state() for e in (self._jumps, self._zero, self._nonfinite)],
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._steps, self._rates = list(state["steps"]), list(state["rates"])
+        self._last, self._last_step = state["last"], int(state["last_step"])
+        self._peak = float(state["peak"])
+        self._rows_since_peak = int(state["rows_since_peak"])
+        self._is_warm, self._is_resumed = (bool(flag) for flag in state["flags"])
+        low, high = state["jump"]
+        self._jump = (float(low), float(high))
+        self._zeros, self._zero_since = (int(n) for n in state["zeros"])
+        for episode, kept in zip(
+            (self._jumps, self._zero, self._nonfinite), state["episodes"], strict=True
+        ):
+            episode.restore(kept)
+
+
+def _requested(applied: float | None, factor: float | None) -> float | None:
+    """Return the schedule's rate; as it was applied where no factor of the policy is known."""
+    if applied is None or factor is None or not 0.0 < factor < 1.0:
+        return applied
+    asked = applied / factor
+    return asked if math.isfinite(asked) else None
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 0.1 * max(a, b)

@@ -1,0 +1,201 @@
+"""All watchers as one: what the collector feeds, live or in a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainvitals.detect.fleet.base import NodeWatcher
+from trainvitals.detect.fleet.layers import (
+    ActivationConfig,
+    ActivationWatcher,
+    LayerConfig,
+    LayerGradientWatcher,
+    UpdateRatioWatcher,
+)
+from trainvitals.detect.fleet.memory import MemoryConfig, MemoryCreepWatcher
+from trainvitals.detect.fleet.node import (
+    GpuErrorConfig,
+    GpuErrorWatcher,
+    GpuLostConfig,
+    GpuLostWatcher,
+    GpuThrottleWatcher,
+    ThrottleConfig,
+)
+from trainvitals.detect.fleet.overdue import (
+    CheckpointConfig,
+    StallConfig,
+    checkpoint_overdue,
+    stalled,
+    usual_interval,
+)
+from trainvitals.detect.fleet.rate import LearningRateConfig, LearningRateWatcher
+from trainvitals.detect.fleet.scale import LossScaleConfig, LossScaleWatcher
+from trainvitals.detect.fleet.speed import ThroughputConfig, ThroughputWatcher
+from trainvitals.detect.fleet.spread import RankLossConfig, RankLossWatcher
+from trainvitals.detect.fleet.waits import (
+    DataBoundConfig,
+    DataBoundWatcher,
+    StragglerConfig,
+    StragglerWatcher,
+)
+from trainvitals.detect.merged import MergedStep, NodeSample, StepWatcher
+from trainvitals.records import Finding
+
+_KEPT_CHECKPOINTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Settings of all watchers."""
+
+    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    """Jumps, a rate stuck at zero, one that a resume forgot."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """The gradient scaler."""
+    layers: LayerConfig = field(default_factory=LayerConfig)
+    """Layers whose gradients or updates leave their course."""
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    """Growing activations."""
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+    """A sustained fall."""
+    data_bound: DataBoundConfig = field(default_factory=DataBoundConfig)
+    """Waiting for data."""
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    """Waiting for one rank."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """Creeping device memory."""
+    rank_loss: RankLossConfig = field(default_factory=RankLossConfig)
+    """One rank's loss off from the others'."""
+    throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
+    """Slowed clocks of a GPU."""
+    gpu_errors: GpuErrorConfig = field(default_factory=GpuErrorConfig)
+    """Memory errors and Xids."""
+    gpu_lost: GpuLostConfig = field(default_factory=GpuLostConfig)
+    """GPUs that vanish."""
+    stall: StallConfig = field(default_factory=StallConfig)
+    """A step that does not come."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """A checkpoint that does not come."""
+
+
+class FleetDetectors:
+    """Feeds every watcher of one run, in a fixed order. Reads no clock and never raises on data.
+
+    Call ``update`` with each merged step, ``update_node`` with each node's sample, ``saved`` with
+    each checkpoint, and ``idle`` now and then with the time.
+    """
+
+    def __init__(self, config: FleetConfig | None = None) -> None:
+        self._config = config = config or FleetConfig()
+        self._throughput = ThroughputWatcher(config.throughput)
+        self._memory = MemoryCreepWatcher(config.memory)
+        self._of_steps: tuple[StepWatcher, ...] = (
+            LearningRateWatcher(config.learning_rate),
+            LossScaleWatcher(config.loss_scale),
+            LayerGradientWatcher(config.layers),
+            UpdateRatioWatcher(config.layers),
+            ActivationWatcher(config.activations),
+            self._throughput,
+            DataBoundWatcher(config.data_bound),
+            StragglerWatcher(config.straggler),
+            self._memory,
+            RankLossWatcher(config.rank_loss),
+        )
+        self._of_nodes: tuple[NodeWatcher, ...] = (
+            GpuThrottleWatcher(config.throttle),
+            GpuErrorWatcher(config.gpu_errors),
+            GpuLostWatcher(config.gpu_lost),
+        )
+        self._all: tuple[StepWatcher | NodeWatcher, ...] = (*self._of_steps, *self._of_nodes)
+        self._last: tuple[int, int] | None = None
+        self._is_stalled = self._is_overdue = False
+        self._checkpoints: list[int] = []
+        self._interval: int | None = None
+
+    @property
+    def period(self) -> int:
+        """Distance in steps of the slow steps that come at intervals; 0 where none is known."""
+        return self._throughput.pace.period
+
+    def update(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Take one step in and return all that is to be told about it."""
+        findings: list[Finding] = []
+        for watcher in self._of_steps:
+            of_watcher = watcher.update(merged)
+            if of_watcher:
+                findings += of_watcher
+        self._last, self._is_stalled = (merged.step, merged.time_unix_ns), False
+        if self._interval is not None:
+            findings += self._overdue(merged.step)
+        return tuple(findings)
+
+    def update_node(self, sample: NodeSample) -> tuple[Finding, ...]:
+        """Take one sample of a node in and return all that is to be told about it."""
+        for columns in sample.gpus.values():
+            total = columns.get("memory_total_bytes")
+            if total is not None:
+                self._memory.learn_total(total)
+        return tuple(finding for w in self._of_nodes for finding in w.update(sample))
+
+    def lasting(self) -> frozenset[str]:
+        """Return the detectors of which something that was told as it began still holds."""
+        return frozenset(watcher.name for watcher in self._of_steps if watcher.goes_on)
+
+    def idle(self, now_ns: int) -> tuple[Finding, ...]:
+        """Return what is to be told of a step that does not come; once, until one does.
+
+        ``now_ns`` must be of the clock of the steps' ``time_unix_ns``.
+        """
+        if self._last is None or self._is_stalled:
+            return ()
+        pace = self._throughput.pace
+        finding = stalled(
+            now_ns,
+            last_step=self._last[0],
+            last_time_ns=self._last[1],
+            typical_seconds=pace.typical_seconds,
+            longest_seconds=pace.longest_seconds,
+            config=self._config.stall,
+        )
+        self._is_stalled = finding is not None
+        return () if finding is None else (finding,)
+
+    def saved(self, step: int) -> None:
+        """Take in that the checkpoint of ``step`` is on disk."""
+        kept = [earlier for earlier in self._checkpoints if earlier < step]
+        self._checkpoints = [*kept, step][-_KEPT_CHECKPOINTS:]
+        self._interval = usual_interval(self._checkpoints)
+        self._is_overdue = False
+
+    def _overdue(self, step: int) -> tuple[Finding, ...]:
+        if self._is_overdue:
+            return ()
+        finding = checkpoint_overdue(
+            step,
+            newest_checkpoint_step=self._checkpoints[-1],
+            interval=self._interval,
+            config=self._config.checkpoint,
+        )
+        self._is_overdue = finding is not None
+        return () if finding is None else (finding,)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        return {
+            "watchers": {w.name: w.state_dict() for w in self._all},
+            "last": None if self._last is None else list(self._last),
+            "told": [int(self._is_stalled), int(self._is_overdue)],
+            "checkpoints": list(self._checkpoints),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the set that gave ``state``; a watcher it did not have starts anew."""
+        for watcher in self._all:
+            if watcher.name in state["watchers"]:
+                watcher.load_state_dict(state["watchers"][watcher.name])
+        last = state["last"]
+        self._last = None if last is None else (int(last[0]), int(last[1]))
+        self._is_stalled, self._is_overdue = (bool(flag) for flag in state["told"])
+        self._checkpoints = [int(step) for step in state["checkpoints"]]
+        self._interval = usual_interval(self._checkpoints)

@@ -1,0 +1,314 @@
+"""Who waits for what: steps that wait for data, and ranks that wait for one slow rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Any
+
+from trainvitals.detect.fleet.base import (
+    INFINITY,
+    LONGEST_SECONDS,
+    Episode,
+    Watcher,
+    finite,
+    require,
+    step_seconds,
+    tell,
+    upper_median,
+)
+from trainvitals.detect.merged import MergedStep
+from trainvitals.records import Finding
+from trainvitals.units import humanize_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataBoundConfig:
+    """When a run counts as waiting for its data."""
+
+    share: float = 0.2
+    """Share of the steps' time spent waiting for batches, on the rank that waits longest: all
+    others wait for it in the exchange. A healthy loader stays below a few per cent; 20 % is what
+    another worker or two repay at once. Our own choice."""
+    block: int = 50
+    """Steps that are judged together."""
+    left_out: int = 2
+    """Longest waits of these that are left out: the start of an epoch, one slow read."""
+    one_rank_ratio: float = 3.0
+    """A rank whose waits are this multiple of the median rank's is named."""
+    clear_after: int = 4
+    """Blocks below the share after which it would be told again."""
+
+    def __post_init__(self) -> None:
+        require("data_bound", "share", self.share, least=0.01, most=1.0)
+        require("data_bound", "block", self.block, least=5, most=10_000)
+        require("data_bound", "left_out", self.left_out, least=0, most=self.block // 2)
+        require("data_bound", "one_rank_ratio", self.one_rank_ratio, least=1.1, most=INFINITY)
+        require("data_bound", "clear_after", self.clear_after, least=1, most=INFINITY)
+
+
+class DataBoundWatcher(Watcher):
+    """Finds runs that wait for data, and the rank where it is one rank that does.
+
+    Sums, not medians: a loader with four workers that is too slow lets every fourth step wait.
+    """
+
+    name = "data_bound"
+
+    def __init__(self, config: DataBoundConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or DataBoundConfig()
+        self._waits: list[float] = []
+        self._durations: list[float] = []
+        self._of_rank: list[float] = []
+        self._start = -1
+        self._episode = Episode(self._config.clear_after)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._episode.on
+
+    def _restarted(self, merged: MergedStep) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        self._waits.clear()
+        self._durations.clear()
+        self._of_rank.clear()
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
+        duration = step_seconds(merged)
+        if not waits or duration <= 0.0:
+            return ()
+        if not self._waits:
+            self._start = merged.step
+        self._add(waits, ranks, duration)
+        if len(self._waits) < self._config.block:
+            return ()
+        finding = self._block_ended(merged.step)
+        self._drop()
+        return finding
+
+    def _add(self, waits: Sequence[float], ranks: Sequence[int], duration: float) -> None:
+        """Add a step; a wait cannot be longer than the step it is part of."""
+        self._waits.append(min(max(0.0, max(waits)), duration))
+        self._durations.append(duration)
+        missing = ranks[-1] + 1 - len(self._of_rank)
+        if missing > 0:
+            self._of_rank += [0.0] * missing
+        if len(waits) == len(self._of_rank) and min(waits) >= 0.0 and max(waits) <= duration:
+            self._of_rank = list(map(add, self._of_rank, waits))
+            return
+        for rank, wait in zip(ranks, waits, strict=True):
+            self._of_rank[rank] += min(max(0.0, wait), duration)
+
+    def _block_ended(self, step: int) -> tuple[Finding, ...]:
+        config = self._config
+        scale = max(self._durations)  # keeps sums of any floats finite
+        pairs = sorted(zip(self._waits, self._durations, strict=True))
+        pairs = pairs[: len(pairs) - config.left_out]
+        waited = sum(wait / scale for wait, _ in pairs)
+        total = sum(duration / scale for _, duration in pairs)
+        share = waited / total if total > 0.0 else 0.0
+        if not self._episode.begins(share > config.share):
+            return ()
+        rank = self._one_rank()
+        who = f"rank {rank} alone spends" if rank >= 0 else "steps spend"
+        return (
+            tell(
+                self.name,
+                step,
+                f"{who} {share:.0%} of the time waiting for batches, "
+                f"{humanize_seconds(waited / len(pairs) * scale)} of "
+                f"{humanize_seconds(total / len(pairs) * scale)} a step, since step {self._start}",
+                rank=rank,
+                value=share,
+                limit=config.share,
+                onset_step=self._start,
+                cause="data_bound_rank" if rank >= 0 else "data_bound",
+            ),
+        )
+
+    def _one_rank(self) -> int:
+        if len(self._of_rank) < 2:
+            return -1
+        longest = max(self._of_rank)
+        others = sorted(self._of_rank)[: len(self._of_rank) - 1]
+        usual = others[len(others) >> 1]
+        is_alone = longest / self._config.one_rank_ratio > usual
+        return self._of_rank.index(longest) if is_alone else -1
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "waits": list(self._waits),
+            "durations": list(self._durations),
+            "of_rank": list(self._of_rank),
+            "start": self._start,
+            "episode": self._episode.state(),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._waits, self._durations = list(state["waits"]), list(state["durations"])
+        self._of_rank, self._start = list(state["of_rank"]), int(state["start"])
+        self._episode.restore(state["episode"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerConfig:
+    """When one rank counts as keeping the others waiting."""
+
+    late: float = 0.1
+    """Part of the step that the other ranks wait for it, at their median. Our own choice; a rank
+    that writes logs and checkpoints is some per cent late."""
+    steps: int = 20
+    """Late steps, less twice the steps in time, after which a rank is told: two in three at
+    least, so that turns taken by chance are none."""
+
+    def __post_init__(self) -> None:
+        require("straggler", "late", self.late, least=0.01, most=1.0)
+        require("straggler", "steps", self.steps, least=2, most=100_000)
+
+
+class StragglerWatcher(Watcher):
+    """Finds the rank that the others wait for.
+
+    With synchronous ranks all steps take equally long, so the exchange tells: who comes last waits
+    least in ``communication_seconds``. Where that is absent it is the time before the exchange,
+    ``forward_backward_seconds``; on a GPU the host runs ahead of the device and that says little,
+    so it is the second choice. A rank that waits longer for its data is late in any case; where
+    gradients are summed during backward, as in DDP, it is all that can be seen from outside.
+    """
+
+    name = "straggler"
+
+    def __init__(self, config: StragglerConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or StragglerConfig()
+        self._late: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+        self._told: set[int] = set()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return bool(self._told)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        self._late.clear()
+        self._since.clear()
+        self._told.clear()
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        duration = step_seconds(merged)
+        if duration <= 0.0:
+            return ()
+        limit = self._config.late * duration
+        if not self._late and _nobody_is_late(merged, limit):
+            return ()
+        lateness, ranks = _lateness(merged)
+        return self._counted(merged, lateness, ranks, duration) if lateness else ()
+
+    def _counted(
+        self, merged: MergedStep, lateness: Sequence[float], ranks: Sequence[int], duration: float
+    ) -> tuple[Finding, ...]:
+        limit, counts, latecomers = self._config.late * duration, self._late, []
+        for rank, late in zip(ranks, lateness, strict=True):
+            count = counts.get(rank, 0)
+            if late > limit:
+                if not count:
+                    self._since[rank] = merged.step
+                counts[rank] = min(count + 1, 2 * self._config.steps)
+                if counts[rank] >= self._config.steps and rank not in self._told:
+                    latecomers.append((late, rank))
+            elif count > 2:
+                counts[rank] = count - 2
+            elif count:
+                del counts[rank], self._since[rank]
+                self._told.discard(rank)
+        self._told.update(rank for _, rank in latecomers)
+        return (self._tell(merged, latecomers, ranks, duration),) if latecomers else ()
+
+    def _tell(
+        self,
+        merged: MergedStep,
+        latecomers: list[tuple[float, int]],
+        ranks: Sequence[int],
+        duration: float,
+    ) -> Finding:
+        late, rank = max(latecomers)
+        late = min(late, LONGEST_SECONDS)
+        more = sorted(other for _, other in latecomers if other != rank)
+        others = f", as for {_names(more)}" if more else ""
+        of_data = _is_late_by_data(merged, rank, late)
+        why = ", as it waits for its data" if of_data else ""
+        share = late / duration
+        return tell(
+            self.name,
+            merged.step,
+            f"{len(ranks) - 1} other ranks wait {humanize_seconds(late)}, {share:.0%} of a step, "
+            f"for rank {rank}{others}, since step {self._since[rank]}{why}",
+            rank=rank,
+            value=share,
+            limit=self._config.late,
+            onset_step=self._since[rank],
+            cause="straggler_data" if of_data else "straggler",
+        )
+
+    def _state(self) -> dict[str, Any]:
+        late = [[rank, count, self._since[rank]] for rank, count in self._late.items()]
+        return {"late": late, "told": sorted(self._told)}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._late = {int(rank): int(count) for rank, count, _ in state["late"]}
+        self._since = {int(rank): int(since) for rank, _, since in state["late"]}
+        self._told = {int(rank) for rank in state["told"]}
+
+
+def _nobody_is_late(merged: MergedStep, limit: float) -> bool:
+    """Say so where that takes no list: the exchange and the waits for data differ by little."""
+    exchange, _ = finite(merged.ranks.get("communication_seconds"))
+    if len(exchange) < 2 or max(exchange) - min(exchange) > limit:
+        return False
+    waits, _ = finite(merged.ranks.get("data_wait_seconds"))
+    return not waits or max(waits) - min(waits) <= limit
+
+
+def _lateness(merged: MergedStep) -> tuple[Sequence[float], Sequence[int]]:
+    """Return how many seconds each rank comes later than the median rank, as far as is known."""
+    exchange, ranks = finite(merged.ranks.get("communication_seconds"))
+    waits, waiting = finite(merged.ranks.get("data_wait_seconds"))
+    if len(exchange) > 1:
+        middle = upper_median(exchange)
+        late = [middle - waited for waited in exchange]
+    else:
+        late, ranks = _later(*finite(merged.ranks.get("forward_backward_seconds")))
+    by_data, waiting = _later(waits, waiting)
+    if not late or not by_data:
+        return late or by_data, ranks if late else waiting
+    if len(late) == len(by_data) and list(ranks) == list(waiting):
+        if len(exchange) > 1:
+            return list(map(max, late, by_data)), ranks
+        return [max(a + b, b) for a, b in zip(late, by_data, strict=True)], ranks
+    return late, ranks
+
+
+def _later(seconds: Sequence[float], ranks: Sequence[int]) -> tuple[list[float], Sequence[int]]:
+    """Return by how much each is above the lower median; nothing for less than two."""
+    if len(seconds) < 2:
+        return [], ranks
+    middle = sorted(seconds)[len(seconds) - 1 >> 1]
+    return [taken - middle for taken in seconds], ranks
+
+
+def _is_late_by_data(merged: MergedStep, rank: int, late: float) -> bool:
+    by_data, ranks = _later(*finite(merged.ranks.get("data_wait_seconds")))
+    return rank in ranks and bool(by_data) and by_data[list(ranks).index(rank)] > late / 2
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
