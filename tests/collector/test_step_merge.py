@@ -47,7 +47,7 @@ def part(
     **columns: Any,
 ) -> Rows:
     raw = Writer(f"rank:{rank}").steps(steps, attempt=attempt, **columns)
-    wanted = step_columns(STEPS, is_root=rank == 0)
+    wanted = step_columns(STEPS, is_rank0=rank == 0)
     return decoded(STEPS, raw, wanted, rank=rank, world=world, writer=writer)
 
 
@@ -153,7 +153,7 @@ def test_rates_of_further_parameter_groups_are_taken_along():
     schema = steps_schema(num_groups=3)
     columns = {"learning_rate": 0.1, "learning_rate.2": 0.3}
     row = [1, 1, 0, 0, *(columns.get(c.name) for c in schema.columns[4:])]
-    wanted = step_columns(schema, is_root=True)
+    wanted = step_columns(schema, is_rank0=True)
     (only,) = merge([decoded(schema, Writer().batch(schema, [row]), wanted)]).steps
     assert columns == only.run
 

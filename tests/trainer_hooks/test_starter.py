@@ -194,7 +194,7 @@ def spooled():
 
 loop = Loop(mode="guard", run="killed")
 with loop.monitor as monitor:
-    agent = monitor._host.agent
+    agent = monitor._controller.agent
     killed = agent.pid
     train(spooled, "the agent spools")
     os.kill(killed, signal.SIGKILL)

@@ -133,7 +133,7 @@ class Evaluations(NoEarlyStopping):
         self._calls_without, self._asked = None, (step, attempt)
         if self._ring is not None:
             self._take_copy(self._ring, step, attempt, meta)
-        if self._is_root:
+        if self._is_rank0:
             self._given = Given(step, attempt, float(values[metric]))
 
     def _came_without(self, step: int, attempt: int) -> None:
@@ -297,7 +297,7 @@ class Evaluations(NoEarlyStopping):
     # ----------------------------------------------------------------------------------- words
 
     @property
-    def _is_root(self) -> bool:
+    def _is_rank0(self) -> bool:
         return self._ranks.rank == 0
 
     def _say_once(self, code: str, text: str, step: int, attempt: int) -> None:
@@ -313,7 +313,7 @@ class Evaluations(NoEarlyStopping):
         attempt: int,
         severity: Literal["info", "warning"] = "info",
     ) -> None:
-        if self._is_root:
+        if self._is_rank0:
             event = Note(code=code, text=text, severity=severity)
             self._emitter.event(event, step=step, attempt=attempt)
 
