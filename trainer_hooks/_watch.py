@@ -23,7 +23,7 @@ from trainer_hooks.callbacks.early_stopping import Evaluations, NoEarlyStopping
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import run_info
-from trainer_hooks.lifecycle.run_paths import Place, open_inbox, open_journal, open_run
+from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.probe.probe import Probe
@@ -190,7 +190,7 @@ def set_up(given: Arguments) -> Made | None:
 
 
 def _emitter(
-    ranks: Ranks, device: Device, place: Place, faults: FaultCounter, clock: Clock
+    ranks: Ranks, device: Device, place: RunPaths, faults: FaultCounter, clock: Clock
 ) -> Emitter:
     """Open this rank's journal and return the way into it."""
     return Emitter(
@@ -207,7 +207,7 @@ def _recovery(
     given: Arguments,
     ranks: Ranks,
     device: Device,
-    place: Place,
+    place: RunPaths,
     plan: PlanJournal,
     emitter: Emitter,
     clock: Clock,
@@ -233,7 +233,7 @@ def _controller(
     given: Arguments,
     ranks: Ranks,
     device: Device,
-    place: Place,
+    place: RunPaths,
     faults: FaultCounter,
     clock: Clock,
 ) -> StepController:
@@ -289,7 +289,7 @@ def _evaluations(
     )
 
 
-def _begin(controller: StepController, place: Place, info: RunInfo) -> Restored | None:
+def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:
     """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
     recovery = controller.recovery
     restored = recovery.resume() if recovery is not None else None
@@ -310,7 +310,7 @@ def _begin(controller: StepController, place: Place, info: RunInfo) -> Restored 
 
 
 def _emit_start_events(
-    controller: StepController, place: Place, info: RunInfo, attempt: AttemptStarted
+    controller: StepController, place: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
     ranks, step = controller.ranks, attempt.fork_step
     started = RankStarted(
@@ -340,7 +340,7 @@ def _warn(controller: StepController, text: str) -> None:
         controller.emitter.event(event, step=controller.first_step, attempt=controller.attempt)
 
 
-def _start_agent(controller: StepController, place: Place, environ: Mapping[str, str]) -> None:
+def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[str, str]) -> None:
     if environ.get("VITALS_AGENT") == "off" or place.folder is None:
         return
     missing = missing_packages()

@@ -222,7 +222,7 @@ class Monitor(Loop):
         A loop with a handler of its own is saved and goes on: it knows how it ends.
         """
         controller = self._controller
-        self.goodbye.met()
+        self.shutdown.met()
         assert controller.recovery is not None, (
             "only a run with checkpoints is told to stop by its ranks"
         )

@@ -20,7 +20,7 @@ from vitals_collector.live.state import Liveness
 from vitals_collector.queries.chunk_summary_cache import ChunkSummaryCache
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.quota import Volumes
-from vitals_collector.retention.removal import forget
+from vitals_collector.retention.removal import delete_run
 from vitals_collector.retention.rollup import RANKS, VolumeSettings
 from vitals_collector.retention.rollup_rows import put_numbers
 from vitals_collector.storage import columns, compaction
@@ -91,7 +91,7 @@ def check_story(store: Store, seed: int, num: int) -> None:
         for writer in story.ranks:
             ingest(store, writer.events(RunEnded(state="finished")))
         # So that writers of the same start may come again.
-        forget(store, RUN, by="ann", when=Liveness(now_unix_ns=START - 1))
+        delete_run(store, RUN, by="ann", when=Liveness(now_unix_ns=START - 1))
         check(store, remembering, story.step)
 
 

@@ -62,16 +62,16 @@ def test_backup_copies_the_store(data: Path, tmp_path: Path):
 
 
 def test_forget_asks_first_and_leaves_an_audit(data: Path):
-    refused = vitals("forget", "night", "--data", data, asked="n\n")
+    refused = vitals("delete", "night", "--data", data, asked="n\n")
     assert 1 == refused.exit_code
-    done = vitals("forget", RUN[:8], "--data", data, asked="y\n")
+    done = vitals("delete", RUN[:8], "--data", data, asked="y\n")
     assert 0 == done.exit_code, done.output
     store = open_data_store(data)
     with store.read() as connection:
         assert [] == list(connection.execute(select(runs.c.run_id)).scalars())
-        assert ["forget"] == list(connection.execute(select(audit.c.action)).scalars())
+        assert ["delete"] == list(connection.execute(select(audit.c.action)).scalars())
     store.close()
-    unknown = vitals("forget", RUN, "--yes", "--data", data)
+    unknown = vitals("delete", RUN, "--yes", "--data", data)
     assert "fits 0 runs" in str(unknown.exception)
 
 
@@ -80,9 +80,9 @@ def test_a_run_is_lost_after_the_silence_that_the_collector_was_told(tmp_path: P
     heard = time.time_ns() - 30 * SECOND
     ingest(store, Writer(started=heard).steps([0]), received_unix_ns=heard)
     store.close()
-    running = vitals("forget", RUN, "--yes", "--data", tmp_path / "data")
+    running = vitals("delete", RUN, "--yes", "--data", tmp_path / "data")
     assert "is running" in str(running.exception)
-    lost = vitals("forget", RUN, "--yes", "--data", tmp_path / "data", "--lost-after", "10")
+    lost = vitals("delete", RUN, "--yes", "--data", tmp_path / "data", "--lost-after", "10")
     assert 0 == lost.exit_code, lost.output
 
 
@@ -95,18 +95,18 @@ def test_on_a_full_disk_sizes_are_shown_and_the_way_to_remove_a_run_is_said(smal
     assert 0 == shown.exit_code, shown.output
     assert RUN in shown.output
     assert "the newest rows are left out" in shown.output
-    refused = vitals("forget", RUN, "--yes", "--data", data).exception
+    refused = vitals("delete", RUN, "--yes", "--data", data).exception
     assert isinstance(refused, VitalsError)
     assert "free so much there" in refused.hint
     grow(small_disk)
-    assert 0 == vitals("forget", RUN, "--yes", "--data", data).exit_code
+    assert 0 == vitals("delete", RUN, "--yes", "--data", data).exit_code
     assert RUN not in vitals("size", "--data", data).output
 
 
 def test_keep_pins_a_run_until_it_is_let_go(data: Path):
-    assert 0 == vitals("keep", "night", "--data", data).exit_code
+    assert 0 == vitals("pin", "night", "--data", data).exit_code
     assert "yes" in vitals("size", "--data", data).output
-    assert 0 == vitals("keep", "night", "--off", "--data", data).exit_code
+    assert 0 == vitals("pin", "night", "--off", "--data", data).exit_code
     assert "yes" not in vitals("size", "--data", data).output
 
 

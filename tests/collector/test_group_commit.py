@@ -9,8 +9,8 @@ from trainvitals.clock import SystemClock
 from trainvitals.errors import FormatError, StorageError
 from vitals_collector.ingest.group_commit import (
     BUSY,
+    CommitLimits,
     CommitQueue,
-    IntakeLimits,
     Outcome,
     PendingBody,
 )
@@ -22,21 +22,21 @@ Told = list[tuple[PendingBody, Outcome]]
 class Asker:
     """Puts bodies into an intake that has not begun, and keeps what it is told of each group."""
 
-    def __init__(self, store: Store, limits: IntakeLimits | None = None) -> None:
+    def __init__(self, store: Store, limits: CommitLimits | None = None) -> None:
         self.told: list[Told] = []
         self._loop = asyncio.new_event_loop()
-        self.intake = CommitQueue(store, clock=SystemClock(), tell=self.told.append, limits=limits)
+        self.commits = CommitQueue(store, clock=SystemClock(), tell=self.told.append, limits=limits)
 
     def put(self, *raws: bytes) -> PendingBody:
         waiting = PendingBody(raws, sum(map(len, raws)), self._loop.create_future())
-        self.intake.put(waiting)
+        self.commits.put(waiting)
         return waiting
 
     def outcomes(self) -> list[list[Outcome]]:
         """Let it work until all is stored; return each group's outcomes."""
-        if not self.intake.is_running:
-            self.intake.start()
-        self.intake.close()
+        if not self.commits.is_running:
+            self.commits.start()
+        self.commits.close()
         self._loop.close()
         return [[outcome for _, outcome in group] for group in self.told]
 
@@ -79,21 +79,21 @@ def test_a_refused_body_keeps_no_other_back(memory: Store):
 
 def test_what_finds_no_room_is_refused_counted_and_nothing_else_is_lost(memory: Store):
     raw = Writer().steps([0])
-    asker = Asker(memory, IntakeLimits(max_bytes=len(raw) + 10))
+    asker = Asker(memory, CommitLimits(max_bytes=len(raw) + 10))
     asker.put(raw)
     with pytest.raises(StorageError, match="1 bodies wait") as caught:
         asker.put(raw)
     assert (BUSY, 1, len(raw)) == (
         caught.value.code,
         memory.counters.num_deferred,
-        asker.intake.num_bytes,
+        asker.commits.num_bytes,
     )
     assert [[[1]]] == [num_rows(group) for group in asker.outcomes()]
-    assert 0 == asker.intake.num_bytes
+    assert 0 == asker.commits.num_bytes
 
 
 def test_the_number_of_waiting_bodies_has_a_bound_too(memory: Store):
-    asker = Asker(memory, IntakeLimits(max_bodies=2))
+    asker = Asker(memory, CommitLimits(max_bodies=2))
     writer = Writer()
     asker.put(writer.steps([0]))
     asker.put(writer.steps([1]))
@@ -103,7 +103,7 @@ def test_the_number_of_waiting_bodies_has_a_bound_too(memory: Store):
 
 
 def test_one_transaction_takes_a_bounded_number_of_batches(memory: Store):
-    asker = Asker(memory, IntakeLimits(group_batches=2))
+    asker = Asker(memory, CommitLimits(group_batches=2))
     writer = Writer()
     for step in range(5):
         asker.put(writer.steps([step]))
@@ -115,7 +115,7 @@ def test_a_closed_intake_takes_nothing_more(memory: Store):
     waiting = asker.put(Writer().steps([0]))
     asker.outcomes()
     with pytest.raises(StorageError, match="shutting down"):
-        asker.intake.put(waiting)
+        asker.commits.put(waiting)
 
 
 def test_a_database_that_refuses_is_told_to_the_group_and_the_next_one_is_stored(
@@ -124,7 +124,7 @@ def test_a_database_that_refuses_is_told_to_the_group_and_the_next_one_is_stored
     heard = threading.Event()
     asker = Asker(memory)
     told = asker.told.append
-    asker.intake._tell = lambda some: (told(some), heard.set())  # type: ignore[assignment]
+    asker.commits._tell = lambda some: (told(some), heard.set())  # type: ignore[assignment]
     raw = Writer().steps([0])
     with monkeypatch.context() as patch:
 
@@ -134,7 +134,7 @@ def test_a_database_that_refuses_is_told_to_the_group_and_the_next_one_is_stored
         patch.setattr(memory, "write", locked)
         asker.put(raw)
         asker.put(raw)
-        asker.intake.start()
+        asker.commits.start()
         assert heard.wait(30)
     asker.put(raw)
     assert [["V303", "V303"], [[1]]] == [num_rows(group) for group in asker.outcomes()]
@@ -152,11 +152,11 @@ def test_a_bug_is_told_and_does_not_end_the_thread(
         heard.set()
         raise RuntimeError("the loop is closed")
 
-    asker.intake._tell = tell
+    asker.commits._tell = tell
     with monkeypatch.context() as patch:
         patch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", lambda *_: 1 / 0)
         asker.put(Writer().steps([0]))
-        asker.intake.start()
+        asker.commits.start()
         assert heard.wait(30)
     asker.put(Writer().steps([0]))
     first, second = asker.outcomes()

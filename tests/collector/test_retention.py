@@ -15,7 +15,7 @@ from trainvitals.records import RunEnded, RunInfo, RunStarted
 from vitals_collector.ingest.ingest import ingest, ingest_all
 from vitals_collector.live.state import Liveness
 from vitals_collector.queries.query import Query
-from vitals_collector.retention.removal import finish, forget, forget_old, pin
+from vitals_collector.retention.removal import delete_old, delete_run, finish, pin
 from vitals_collector.storage.schema import audit, batches, forgotten, metadata, runs
 from vitals_collector.storage.store import Store, open_data_store
 
@@ -50,20 +50,20 @@ def test_everything_of_a_forgotten_run_goes_and_nothing_of_another(store: Store)
     a_run(store)
     a_run(store, OTHER_RUN)
     others = tables_with(store, OTHER_RUN)
-    gone = forget(store, RUN, by="ann", when=LATER)
+    gone = delete_run(store, RUN, by="ann", when=LATER)
     assert ("a run", True) == (gone.name, gone.num_bytes > 0)
     assert {"forgotten"} == tables_with(store, RUN)
     assert others == tables_with(store, OTHER_RUN)
     with store.read() as connection:
         (row,) = connection.execute(select(audit)).all()
-    assert ("ann", "forget", f"run/{RUN}") == (row.actor, row.action, row.subject)
+    assert ("ann", "delete", f"run/{RUN}") == (row.actor, row.action, row.subject)
 
 
 def test_an_agent_that_comes_late_does_not_bring_half_of_a_forgotten_run_back(store: Store):
     writers = a_run(store)
     late = writers[1].steps(range(80, 90))
     stranger = Writer("rank:7").steps(range(20))
-    forget(store, RUN, by="ann", when=LATER)
+    delete_run(store, RUN, by="ann", when=LATER)
     replies = ingest_all(store, [late, stranger], 0)
     assert [89, 19] == [reply.durable_seq for reply in replies], "their spools are freed"
     assert [0, 0] == [reply.num_new for reply in replies]
@@ -73,7 +73,7 @@ def test_an_agent_that_comes_late_does_not_bring_half_of_a_forgotten_run_back(st
 
 def test_a_start_after_the_removal_is_a_run_again(store: Store):
     a_run(store)
-    forget(store, RUN, by="ann", when=LATER)
+    delete_run(store, RUN, by="ann", when=LATER)
     resumed = Writer(started=LATER.now_unix_ns + SECOND)
     assert 10 == ingest(store, resumed.steps(range(80, 90))).num_new
     assert {"runs", "sources", "streams", "batches"} <= tables_with(store, RUN)
@@ -82,7 +82,7 @@ def test_a_start_after_the_removal_is_a_run_again(store: Store):
 def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch):
     a_run(store)
     monkeypatch.setattr("vitals_collector.retention.removal._free", lambda *_: None)
-    forget(store, RUN, by="ann", when=LATER)
+    delete_run(store, RUN, by="ann", when=LATER)
     assert {"runs", "batches", "forgotten"} == tables_with(store, RUN)
     monkeypatch.undo()
     resumed = Writer(started=LATER.now_unix_ns + SECOND)
@@ -97,9 +97,9 @@ def test_a_running_run_is_not_removed(store: Store):
     ingest(store, Writer().steps(range(5)))
     now = Liveness(now_unix_ns=START + 10 * SECOND)
     with pytest.raises(UsageError, match="is running"):
-        forget(store, RUN, by="ann", when=now)
+        delete_run(store, RUN, by="ann", when=now)
     with pytest.raises(UsageError, match="there is no run"):
-        forget(store, OTHER_RUN, by="ann", when=now)
+        delete_run(store, OTHER_RUN, by="ann", when=now)
 
 
 def test_runs_that_ended_long_ago_are_removed_but_not_pinned_ones(store: Store):
@@ -108,11 +108,11 @@ def test_runs_that_ended_long_ago_are_removed_but_not_pinned_ones(store: Store):
     third = "01JD0000000000000000000002"
     a_run(store, third)
     pin(store, third, by="ann", now_unix_ns=START)
-    assert [] == forget_old(store, 0, LATER)
-    assert [] == forget_old(store, 41, LATER)
-    assert [RUN] == [gone.run_id for gone in forget_old(store, 39, LATER)]
+    assert [] == delete_old(store, 0, LATER)
+    assert [] == delete_old(store, 41, LATER)
+    assert [RUN] == [gone.run_id for gone in delete_old(store, 39, LATER)]
     pin(store, third, by="ann", now_unix_ns=START, is_kept=False)
-    assert [third] == [gone.run_id for gone in forget_old(store, 39, LATER)]
+    assert [third] == [gone.run_id for gone in delete_old(store, 39, LATER)]
     assert {"age": 2} == store.counters.removed_runs
 
 
@@ -126,7 +126,7 @@ def test_the_engine_goes_on_after_a_lost_run_was_removed(store: Store):
     place.look()
     place.clock.advance(20)
     assert any("lost" in word.lower() for word in place.look())
-    forget(store, RUN, by="ann", when=Liveness(now_unix_ns=place.clock.time_ns()))
+    delete_run(store, RUN, by="ann", when=Liveness(now_unix_ns=place.clock.time_ns()))
     place.clock.advance(5)
     place.look()
     other = Writer(run=OTHER_RUN, started=place.clock.time_ns(), world_size=1)
@@ -151,7 +151,7 @@ def test_a_disk_with_hardly_any_room_is_freed_of_a_run_that_is_much_larger(tmp_p
         free = shutil.disk_usage(disk).free
         (disk / "others").write_bytes(bytes(free - (1 << 20)))
         store = open_data_store(disk / "data")
-        assert forget(store, RUN, by="ann", when=LATER).num_bytes > 9 * (1 << 20)
+        assert delete_run(store, RUN, by="ann", when=LATER).num_bytes > 9 * (1 << 20)
         assert {"forgotten"} == tables_with(store, RUN)
         a_run(store, OTHER_RUN)
         store.close()
@@ -165,11 +165,11 @@ def test_a_run_that_is_being_removed_is_gone_for_readers_and_removed_by_asking_a
     with monkeypatch.context() as patch:
         patch.setattr("vitals_collector.retention.removal._free_some", no_room)
         with pytest.raises(StorageError):
-            forget(store, RUN, by="ann", when=LATER)
+            delete_run(store, RUN, by="ann", when=LATER)
     assert () == query.runs()
     with pytest.raises(UsageError, match="there is no run"):
         query.step(RUN, 3)
-    assert "a run" == forget(store, RUN, by="ann", when=LATER).name
+    assert "a run" == delete_run(store, RUN, by="ann", when=LATER).name
     assert {"forgotten"} == tables_with(store, RUN)
 
 

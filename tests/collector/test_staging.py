@@ -28,10 +28,15 @@ from vitals_collector.alerts.inbox import Inbox
 from vitals_collector.ingest import staging as arriving
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.ingest import ingest, store_batches
-from vitals_collector.ingest.staging import ArrivalsConfig, WriteAheadBuffer, join_batches, recover
+from vitals_collector.ingest.staging import (
+    WriteAheadBuffer,
+    WriteAheadConfig,
+    join_batches,
+    recover,
+)
 from vitals_collector.ingest.validate import check_batches
 from vitals_collector.live.state import Liveness
-from vitals_collector.retention.removal import forget
+from vitals_collector.retention.removal import delete_run
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.store import Store, open_store
@@ -324,7 +329,7 @@ def test_what_a_folder_stores_is_known_before_it_can_come_again(tmp_path: Path):
 def test_rows_of_a_removed_run_count_as_forgotten_though_they_were_acknowledged(memory: Store):
     arrivals, writer, other = WriteAheadBuffer(memory), Writer(), Writer(run=OTHER_RUN)
     take_in(arrivals, [writer.steps([0, 1]), other.steps([0])])
-    forget(memory, RUN, by="somebody", when=Liveness(now_unix_ns=START * 5))
+    delete_run(memory, RUN, by="somebody", when=Liveness(now_unix_ns=START * 5))
     for step in range(2, 5):
         take_in(arrivals, [writer.steps([step]), other.steps([step])])
     arrivals.flush()
@@ -338,7 +343,7 @@ def test_rows_of_a_removed_run_count_as_forgotten_though_they_were_acknowledged(
 
 def test_large_batches_are_placed_at_once_and_what_waits_is_bounded(memory: Store):
     arrivals, writer = (
-        WriteAheadBuffer(memory, ArrivalsConfig(max_bytes=1, max_streams=1)),
+        WriteAheadBuffer(memory, WriteAheadConfig(max_bytes=1, max_streams=1)),
         Writer(),
     )
     take_in(arrivals, [writer.steps(range(100))])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.lifecycle.run_paths import Place, open_inbox, open_journal, open_run
+from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.ranks import Ranks
 from trainvitals.clock import SystemClock
 from trainvitals.io import private
@@ -25,7 +25,7 @@ def machine(tmp_path, monkeypatch):
     return tmp_path
 
 
-def opened(machine, faults: FaultCounter) -> Place:
+def opened(machine, faults: FaultCounter) -> RunPaths:
     return open_run(ALONE, {}, machine / "runs", SystemClock(), faults)
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.lifecycle.run_paths import Place
+from trainer_hooks.lifecycle.run_paths import RunPaths
 from trainer_hooks.step.emit import Emitter
 from trainvitals.records import Note
 
@@ -48,7 +48,7 @@ class Starter:
     disk that hangs must not keep a later start, and with it a step.
     """
 
-    def __init__(self, place: Place, environ: Mapping[str, str]) -> None:
+    def __init__(self, place: RunPaths, environ: Mapping[str, str]) -> None:
         assert place.folder is not None, "without journals there is nothing to ship"
         variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
         self._environ = {**environ, **variables}

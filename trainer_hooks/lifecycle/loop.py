@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
-from trainer_hooks.lifecycle.shutdown import EndState, Goodbye, closed, opened
+from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
 from trainer_hooks.recovery.snapshots import Meta
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
@@ -56,7 +56,7 @@ class Loop:
         device.sampler.begin(first_step)
         self._closed = False
         self.left_open: tuple[EndState, str] = ("finished", "")
-        self.goodbye = Goodbye(controller)
+        self.shutdown = Shutdown(controller)
         opened(self)
 
     def __del__(self) -> None:
@@ -210,7 +210,7 @@ class Loop:
 
     def end(self, state: EndState, reason: str) -> None:
         """Close, and say how the loop ended. Does nothing in a forked child."""
-        if self._closed or not self.goodbye.is_ours:
+        if self._closed or not self.shutdown.is_ours:
             return
         self._closed = True
         controller = self._controller
@@ -218,16 +218,16 @@ class Loop:
         try:
             self._take_in_what_is_left(patience_seconds=2.0)
         finally:
-            if self.goodbye.unanswered:
+            if self.shutdown.unanswered:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
-                self.goodbye.save_alone()
+                self.shutdown.save_alone()
             with controller.faults.fail_open("close"):
                 if controller.recovery is not None:
                     controller.recovery.close()
             if controller.agent is not None:
                 now = controller.clock.monotonic_ns()
                 controller.agent.close(now, step=self._step, attempt=self.attempt)
-            self.goodbye.say(state, reason)
+            self.shutdown.say(state, reason)
             self._release()
             closed(self)
 

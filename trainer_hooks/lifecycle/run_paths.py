@@ -39,7 +39,7 @@ _runs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunPaths:
     """Where a run's files are; the same on all ranks but for the node's own base."""
 
     run_dir: RunDir
@@ -61,7 +61,7 @@ def open_run(
     directory: str | Path | None,
     clock: Clock,
     faults: FaultCounter,
-) -> Place:
+) -> RunPaths:
     """Make or find the run on rank 0 and tell all ranks; an error is raised on every rank."""
     at_root = on_every_rank(
         ranks, lambda: _open_on_root(environ, directory, clock) if ranks.rank == 0 else None
@@ -78,7 +78,7 @@ def open_run(
     nodes = name_nodes(on_every_rank(ranks, here))
     node = nodes[ranks.rank]
     is_first = ranks.rank == nodes.index(node)
-    return Place(RunDir(Path(path)), folders[0], attempt, node, is_first, plan, judge)
+    return RunPaths(RunDir(Path(path)), folders[0], attempt, node, is_first, plan, judge)
 
 
 def _folder_here(
@@ -147,7 +147,7 @@ def _plan(run_dir: RunDir) -> Plan:
 
 
 def open_journal(
-    place: Place, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
+    place: RunPaths, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
 ) -> JournalWriter | None:
     """Open this rank's journal; without one training goes on, and the fault is counted."""
     if place.folder is None:
@@ -175,7 +175,7 @@ def open_journal(
     return journal  # noqa: RET504 - the assignment may not have happened
 
 
-def open_inbox(place: Place, ranks: Ranks, clock: Clock) -> Inbox | None:
+def open_inbox(place: RunPaths, ranks: Ranks, clock: Clock) -> Inbox | None:
     """Open the run's mailbox on rank 0, which alone reads it; an error is raised on every rank."""
     opened: list[Inbox] = []
 

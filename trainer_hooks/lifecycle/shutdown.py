@@ -29,7 +29,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class Open(Protocol):
     """A monitor that is not closed yet."""
 
-    goodbye: Goodbye
+    shutdown: Shutdown
     left_open: tuple[EndState, str]
     """How it ended, where nobody closes it."""
 
@@ -37,7 +37,7 @@ class Open(Protocol):
         """Close it."""
 
 
-class Goodbye:
+class Shutdown:
     """Says once how this rank's part of the run ended."""
 
     def __init__(self, controller: StepController) -> None:
@@ -136,7 +136,7 @@ _previous: Handler = None
 def opened(monitor: Open) -> None:
     """Look after this monitor until it is closed."""
     _open.add(monitor)
-    if monitor.goodbye.is_rank0 or monitor.goodbye.saves:
+    if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
         _listen()
 
 
@@ -147,11 +147,11 @@ def closed(monitor: Open) -> None:
     """
     global _previous
     _open.discard(monitor)
-    monitor.goodbye.close()
+    monitor.shutdown.close()
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, _previous)
-        if _previous == signal.SIG_DFL and monitor.goodbye.unanswered:
+        if _previous == signal.SIG_DFL and monitor.shutdown.unanswered:
             os.kill(os.getpid(), signal.SIGTERM)
         _previous = None
 
@@ -191,20 +191,20 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     It may have come in the middle of a write of ours, whose lock this very thread holds: then it
     waits for that write to end.
     """
-    ours = [monitor for monitor in _open if monitor.goodbye.is_ours]
-    if any(m.goodbye.put_off(lambda: _on_sigterm(number, None)) for m in ours):
+    ours = [monitor for monitor in _open if monitor.shutdown.is_ours]
+    if any(m.shutdown.put_off(lambda: _on_sigterm(number, None)) for m in ours):
         return
     default = _previous in (None, signal.SIG_DFL)
-    saving = [monitor for monitor in ours if monitor.goodbye.saves]
+    saving = [monitor for monitor in ours if monitor.shutdown.saves]
     for monitor in saving:
-        monitor.goodbye.told_to_stop()
+        monitor.shutdown.told_to_stop()
     dying = default and not saving
     if dying:
         signal.signal(number, signal.SIG_IGN)  # a second one must not cut the goodbye short
     for monitor in ours:
-        monitor.goodbye.interrupted = monitor not in saving
+        monitor.shutdown.interrupted = monitor not in saving
         if dying:
-            monitor.goodbye.say("interrupted", "SIGTERM")
+            monitor.shutdown.say("interrupted", "SIGTERM")
     if dying:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -40,8 +40,8 @@ from vitals_collector.api.web import answers, bug, document, problem, problem_of
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.staging import (
     WAIT_SECONDS,
-    ArrivalsConfig,
     WriteAheadBuffer,
+    WriteAheadConfig,
     recover,
 )
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
@@ -139,7 +139,7 @@ def _arrivals(store: Store, settings: CollectorSettings) -> WriteAheadBuffer | N
         return None
     # What tells that a run is silent must not be taken for silence.
     seconds = min(WAIT_SECONDS, settings.lost_after_seconds / 6)
-    arrivals = WriteAheadBuffer(store, ArrivalsConfig(seconds=seconds))
+    arrivals = WriteAheadBuffer(store, WriteAheadConfig(seconds=seconds))
     store.try_to_settle()  # what an earlier process left, before anybody looks
     return arrivals
 

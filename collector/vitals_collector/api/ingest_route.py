@@ -28,8 +28,8 @@ from vitals_collector.api.auth import (
 from vitals_collector.api.web import bug, problem, reply
 from vitals_collector.ingest.group_commit import (
     BUSY,
+    CommitLimits,
     CommitQueue,
-    IntakeLimits,
     Outcome,
     PendingBody,
 )
@@ -108,19 +108,19 @@ class IngestApp:
         self._store = store
         self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
         # What got room here always finds some there.
-        limits = IntakeLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING)
+        limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING)
         self._arrivals = arrivals
-        self.intake = CommitQueue(store, clock=clock, tell=_tell, limits=limits, arrivals=arrivals)
+        self.commits = CommitQueue(store, clock=clock, tell=_tell, limits=limits, arrivals=arrivals)
 
     def start(self) -> None:
         """Start to store."""
-        self.intake.start()
+        self.commits.start()
         if self._arrivals is not None:
             self._arrivals.start()
 
     def close(self) -> None:
         """Store what waits, and end."""
-        self.intake.close()
+        self.commits.close()
         if self._arrivals is not None:
             self._arrivals.close()
 
@@ -150,7 +150,7 @@ class IngestApp:
             self._store.counters.reject(error.code)
             raise
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.intake.put(PendingBody(raws, len(body), turn))
+        self.commits.put(PendingBody(raws, len(body), turn))
         outcome = await turn
         if isinstance(outcome, Exception):
             raise outcome

@@ -53,8 +53,8 @@ def register(app: typer.Typer) -> None:
         "check": (check, "vitals store check"),
         "backup": (copy, "vitals store backup /backup/vitals-monday.db"),
         "compact": (compact, "vitals store compact"),
-        "forget": (forget, "vitals store delete 01JD00 --yes"),
-        "keep": (keep, "vitals store pin 01JD00"),
+        "delete": (delete, "vitals store delete 01JD00 --yes"),
+        "pin": (pin, "vitals store pin 01JD00"),
     }
     about = "Look after the collector's store: sizes, copies, and what is removed."
     add_group(app, "store", commands, about=about, example="vitals store size")
@@ -166,7 +166,7 @@ def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5
     _say(f"{num_rows} rows thinned; {before.num_bytes} bytes before, {after.num_bytes} now")
 
 
-def forget(
+def delete(
     run: Run,
     data: Data = None,
     database: Database = "",
@@ -185,11 +185,11 @@ def forget(
             typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told():
-            gone = removal.forget(store, run_id, by=_user(), when=when)
+            gone = removal.delete_run(store, run_id, by=_user(), when=when)
     _say(f"run {gone.run_id} removed: {gone.num_bytes} bytes")
 
 
-def keep(
+def pin(
     run: Run,
     data: Data = None,
     database: Database = "",

@@ -45,7 +45,7 @@ class PendingBody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IntakeLimits:
+class CommitLimits:
     """How much may wait, and how much is written together."""
 
     max_bytes: int = 64 << 20
@@ -73,14 +73,14 @@ class CommitQueue:
         *,
         clock: Clock,
         tell: Tell,
-        limits: IntakeLimits | None = None,
+        limits: CommitLimits | None = None,
         arrivals: WriteAheadBuffer | None = None,
     ) -> None:
         self._store = store
         self._arrivals = arrivals
         self._clock = clock
         self._tell = tell
-        self._limits = limits or IntakeLimits()
+        self._limits = limits or CommitLimits()
         self._changed = threading.Condition()
         self._waiting: deque[PendingBody] = deque()
         self._num_bytes = 0
@@ -184,4 +184,4 @@ class CommitQueue:
             return [error] * len(group)
 
 
-__all__ = ["BUSY", "CommitQueue", "IntakeLimits", "Outcome", "PendingBody"]
+__all__ = ["BUSY", "CommitLimits", "CommitQueue", "Outcome", "PendingBody"]

@@ -51,7 +51,7 @@ Waiting = dict[StreamKey, list[Batch]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivalsConfig:
+class WriteAheadConfig:
     """What may wait to be placed."""
 
     seconds: float = WAIT_SECONDS
@@ -68,9 +68,9 @@ class WriteAheadBuffer:
     The order of the locks is: placing, taking in, the store's own turn.
     """
 
-    def __init__(self, store: Store, config: ArrivalsConfig | None = None) -> None:
+    def __init__(self, store: Store, config: WriteAheadConfig | None = None) -> None:
         self._store = store
-        self._config = config or ArrivalsConfig()
+        self._config = config or WriteAheadConfig()
         self._placing = threading.RLock()
         self._taking = threading.RLock()
         self._known: dict[StreamKey, tuple[BatchHeader, StreamOffset]] = {}
@@ -417,4 +417,4 @@ def _is_event(batch: Batch) -> bool:
 
 _KEEP = "INSERT INTO arrivals (body) VALUES (?)"
 
-__all__ = ["WAIT_SECONDS", "ArrivalsConfig", "WriteAheadBuffer", "join_batches", "recover"]
+__all__ = ["WAIT_SECONDS", "WriteAheadBuffer", "WriteAheadConfig", "join_batches", "recover"]

@@ -6,7 +6,7 @@ import threading
 from trainvitals.clock import Clock
 from vitals_collector.live.state import Liveness
 from vitals_collector.retention.quota import Volumes
-from vitals_collector.retention.removal import forget_old
+from vitals_collector.retention.removal import delete_old
 from vitals_collector.retention.rollup import VolumeSettings
 from vitals_collector.storage.store import Store
 
@@ -47,7 +47,7 @@ class Upkeep:
                 up_since_unix_ns=self._up_since_unix_ns,
                 lost_after_seconds=self._lost_after_seconds,
             )
-            forget_old(self._store, self.volumes.settings.keep_days, when)
+            delete_old(self._store, self.volumes.settings.keep_days, when)
         except Exception:  # noqa: BLE001 - the thread compacts as well; it must not end
             self._store.counters.fail("upkeep")
             _LOG.exception("upkeep_failed again_in=%gs", INTERVAL_SECONDS)

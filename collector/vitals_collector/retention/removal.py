@@ -39,7 +39,7 @@ _KEPT_TABLES = (runs, batches, forgotten)
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class Deleted:
     """A run that was removed."""
 
     run_id: str
@@ -47,9 +47,9 @@ class Forgotten:
     num_bytes: int
 
 
-def forget(
+def delete_run(
     store: Store, run_id: str, *, by: str, when: Liveness, reason: str = "asked"
-) -> Forgotten:
+) -> Deleted:
     """Remove everything of a run that does not run, for good, and return what it was.
 
     Raises:
@@ -67,7 +67,7 @@ def forget(
                     f"run {run_id} is running; only a run that ended is removed",
                     hint="halt it first (`vitals command`), or wait until it is lost",
                 )
-            gone = Forgotten(run_id, summaries[0].name, run_bytes(connection, run_id))
+            gone = Deleted(run_id, summaries[0].name, run_bytes(connection, run_id))
             _remove(connection, gone, by, reason, when.now_unix_ns)
     counters = store.counters
     with counters.lock:
@@ -86,7 +86,7 @@ def finish(store: Store) -> None:
         _free(store, run_id)
 
 
-def forget_old(store: Store, keep_days: float, when: Liveness) -> list[Forgotten]:
+def delete_old(store: Store, keep_days: float, when: Liveness) -> list[Deleted]:
     """Remove the runs that were silent for so many days and are not pinned; 0 removes none."""
     if not keep_days:
         return []
@@ -103,7 +103,7 @@ def forget_old(store: Store, keep_days: float, when: Liveness) -> list[Forgotten
         old = connection.execute(query.order_by(runs.c.run_id)).all()
         states = {run.run_id: run.state for run in overview.summaries(connection, when)}
     return [
-        forget(store, row.run_id, by="collector", when=when, reason="age")
+        delete_run(store, row.run_id, by="collector", when=when, reason="age")
         for row in old
         if states[row.run_id] != "running" and not _has_keep_tag(row.info)
     ]
@@ -127,9 +127,7 @@ def _has_keep_tag(info: bytes) -> bool:
     return bool(info) and KEEP_TAG in msgspec.msgpack.decode(info, type=RunInfo).tags
 
 
-def _remove(
-    connection: Connection, gone: Forgotten, by: str, reason: str, now_unix_ns: int
-) -> None:
+def _remove(connection: Connection, gone: Deleted, by: str, reason: str, now_unix_ns: int) -> None:
     """Take all of a run away from readers; its row in ``runs`` goes when the room is free."""
     run_id = gone.run_id
     last = connection.execute(select(func.max(batches.c.id)).where(batches.c.run_id == run_id))
@@ -145,14 +143,14 @@ def _remove(
     statement = insert(connection, forgotten).values(run_id=run_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
     detail = f"{reason}: {gone.name!r}, {gone.num_bytes} bytes"
-    _note(connection, by, "forget", run_id, detail, now_unix_ns)
+    _note(connection, by, "delete_run", run_id, detail, now_unix_ns)
 
 
-def _begun(connection: Connection, run_id: str) -> Forgotten | None:
+def _begun(connection: Connection, run_id: str) -> Deleted | None:
     """Return the run whose removal was begun and not ended, such as for want of room."""
     query = select(runs.c.name).where(runs.c.run_id == run_id, is_being_removed())
     name = connection.execute(query).scalar()
-    return None if name is None else Forgotten(run_id, name, run_bytes(connection, run_id))
+    return None if name is None else Deleted(run_id, name, run_bytes(connection, run_id))
 
 
 def _note(
@@ -192,4 +190,4 @@ def _free(store: Store, run_id: str) -> None:
         connection.execute(update(forgotten).where(own).values(is_gone=True))
 
 
-__all__ = ["KEEP_TAG", "Forgotten", "finish", "forget", "forget_old", "pin"]
+__all__ = ["KEEP_TAG", "Deleted", "delete_old", "delete_run", "finish", "pin"]
