@@ -143,7 +143,7 @@ def _remove(connection: Connection, gone: Deleted, by: str, reason: str, now_uni
     statement = insert(connection, forgotten).values(run_id=run_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
     detail = f"{reason}: {gone.name!r}, {gone.num_bytes} bytes"
-    _note(connection, by, "delete_run", run_id, detail, now_unix_ns)
+    _note(connection, by, "delete", run_id, detail, now_unix_ns)
 
 
 def _begun(connection: Connection, run_id: str) -> Deleted | None:
