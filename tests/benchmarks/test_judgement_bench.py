@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 
+from trainvitals.jsonable import to_json
 from vitals_bench import page
 from vitals_bench.judgement import jobs, tables
 from vitals_bench.judgement.faults import Fault
@@ -96,6 +97,13 @@ def test_a_training_that_ended_in_nan_is_read_as_one_that_did(tmp_path, monkeypa
     list(run_jobs([Job("gpt", 1.0, "none", 0)], Asked(results=path), steps=None))
     (read,) = read_outcomes(path)
     assert math.isnan(read.final)
+
+
+def test_without_jobs_what_was_run_before_is_shown(tmp_path):
+    path = tmp_path / "outcomes.jsonl"
+    path.write_bytes(to_json(outcome()) + b"\n")
+    jobs = [Job("gpt", 1.0, "none", 0), Job("gpt", 1.0, "guard", 0)]
+    assert ["none"] == [o.policy for o in run_jobs(jobs, Asked(jobs=0, results=path), steps=None)]
 
 
 def test_ratios_are_to_the_base_and_to_the_oracle():

@@ -206,10 +206,10 @@ def test_a_scrape_places_nothing_and_so_works_on_a_full_disk(
 ):
     page.send(Writer().steps([7], loss=[3.0]))
 
-    def settle() -> None:
+    def flush() -> None:
         raise AssertionError("a scrape wants to write")
 
-    monkeypatch.setattr(page.store, "settle", settle)
+    monkeypatch.setattr(page.store, "flush", flush)
     assert "train_loss" in generate_latest(page.registry).decode()
 
 

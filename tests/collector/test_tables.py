@@ -171,7 +171,7 @@ def test_what_is_listed_can_be_asked_of_one_run_and_of_all(store: Store):
     assert (1, "the storm did not end") == (
         back.num_total, back.data[back.columns.index("reason")][0],
     )  # fmt: skip
-    assert 1 == ask(store, "findings", "level = tell", run="").num_total
+    assert 1 == ask(store, "findings", "level = advisory", run="").num_total
     assert 2 == ask(store, "findings", from_step=BAD).num_total
     assert 0 == ask(store, "alerts").num_total
     newest = ask(store, "events", "kind = 'Note'", run="", columns=("text",), newest_first=True)

@@ -11,9 +11,10 @@ from tests.dashboard.conftest import texts
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub, StubServer
 from trainvitals.views import TableReply
+from vitals_dashboard.layout import RUN_PAGES
 
 Open = Callable[..., AppTest]
-OF_A_RUN = ("run", "incident", "layers", "ranks", "decisions", "checkpoints")
+OF_A_RUN = tuple(file.removeprefix("vitals_page_").removesuffix(".py") for file in RUN_PAGES)
 PAGES = ("overview", "alerts", "query", "compare", *OF_A_RUN)
 
 

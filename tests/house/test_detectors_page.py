@@ -195,4 +195,4 @@ class TestDrawing:
         light, _, dark = style.partition("</style>")[0].partition("@media")
         names = set(re.findall(r"(\.?\w+)\{[^}]*(?:fill|stroke):#", light))
         assert names == set(re.findall(r"(\.?\w+)\{(?:fill|stroke)", dark))
-        assert {".value", ".limit", ".act", ".tell", "text"} < names
+        assert {".value", ".limit", ".actionable", ".advisory", "text"} < names

@@ -459,7 +459,7 @@ def test_where_the_loss_is_not_minimized_its_level_says_nothing(kind: Any) -> No
     [
         {"warm_up": 4},
         {"warm_up": 300},
-        {"course": 0},
+        {"trend_window": 0},
         {"sigmas": 0.0},
         {"margin": 0.5},
         {"min_ratio": 1.1},

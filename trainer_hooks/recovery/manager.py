@@ -174,7 +174,7 @@ class RecoveryManager:
         """
         refs = self._store.loadable_refs()
         restored = self._store.load_newest(refs)
-        if restored is None and self._plan.plan.branches and self._is_root:
+        if restored is None and self._plan.plan.branches and self._is_rank0:
             text = (
                 f"{self._store.folder.path.absolute()} holds no checkpoint of this run, which was "
                 "started before: it begins at step 0"
@@ -279,7 +279,7 @@ class RecoveryManager:
             if ref.step == step and ref.state == "verified":
                 proven = replace(ref, state="healthy")
                 self._on_disk = tuple(proven if r is ref else r for r in self._on_disk)
-                if self._is_root:
+                if self._is_rank0:
                     self._store.mark_healthy(ref.id)
 
     def refs(self) -> tuple[CheckpointRef, ...]:
@@ -382,7 +382,7 @@ class RecoveryManager:
         self._say()
 
     @property
-    def _is_root(self) -> bool:
+    def _is_rank0(self) -> bool:
         return self._ranks.rank == 0
 
     def _say(self) -> None:
@@ -392,7 +392,7 @@ class RecoveryManager:
                 attempt = int(change.checkpoint_id.rpartition("-")[2])
                 self._newest_saved = change.checkpoint_step, attempt
         for change in self._ring.take_changes() + stored:
-            if self._is_root:
+            if self._is_rank0:
                 announce(self._emitter, change)
 
 

@@ -64,7 +64,7 @@ class _StepRow:
     def __init__(self, schema: Schema, *, num_groups: int, is_rank0: bool) -> None:
         self._controller = attrgetter(*_FROM_HOST.values())
         self._record = attrgetter(*_FROM_RECORD)
-        self._is_root = is_rank0
+        self._is_rank0 = is_rank0
         rates = ["learning_rate", *(f"learning_rate.{i}" for i in range(1, num_groups))]
         root = (*_FROM_RECORD, "lr_factor", "grad_norm_clipped", *rates) if is_rank0 else ()
         fixed = (*_FROM_HOST, *root)
@@ -78,7 +78,7 @@ class _StepRow:
     ) -> tuple[Value, ...]:
         """Return the row's values; what nobody gives is missing."""
         others = map(extra.get, self._others)
-        if not self._is_root:
+        if not self._is_rank0:
             return self._in_order((*self._controller(measured), *others))
         factor, clipped, limit = measured.lr_factor, record.grad_norm, measured.max_norm
         if clipped is not None and limit is not None and clipped > limit:
@@ -136,7 +136,7 @@ class Emitter:
         self._journal = journal
         self._clock = clock
         self._faults = faults
-        self._is_root = is_rank0
+        self._is_rank0 = is_rank0
         self._layers = layers
         self._streams: dict[str, StreamWriter] = {}
         schema = steps_schema(num_groups=num_groups)
@@ -231,7 +231,7 @@ class Emitter:
         if has_finding:
             self._layers_until = measured.step + LAYERS_AFTER_FINDING
         due = not measured.step % LAYERS_EVERY or measured.step <= self._layers_until
-        if not self._is_root or not (due or samples.by_layer):
+        if not self._is_rank0 or not (due or samples.by_layer):
             return
         stream = self._stream(LAYERS_SCHEMA)
         if stream is None:

@@ -1,8 +1,7 @@
 """Every detector and every kind of finding, once: what it is about, and which alert it raises.
 
 Alerts, the grouping of incidents, the Ranks page, what an operator may accept, and
-docs/DETECTORS.md are made from these rows. A new detector is a row here, its code, its settings and
-its entry of docs/drawn; nothing else has to know its name.
+docs/DETECTORS.md are made from these rows; CONTRIBUTING.md says what a new detector takes.
 """
 
 from __future__ import annotations

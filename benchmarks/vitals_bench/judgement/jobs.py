@@ -101,7 +101,7 @@ def run_jobs(jobs: Sequence[Job], asked: Asked, *, steps: int | None) -> Iterato
     earlier = {key_of(outcome): outcome for outcome in read_outcomes(asked.results)}
     yield from (earlier[job] for job in jobs if job in earlier)
     left = [job for job in jobs if job not in earlier] if asked.jobs else []
-    for outcome in _run(left, asked.jobs, steps):
+    for outcome in _run(left, asked.jobs, steps) if left else ():
         if asked.results is not None:
             with asked.results.open("ab") as file:
                 file.write(to_json(outcome) + b"\n")

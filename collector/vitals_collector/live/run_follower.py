@@ -162,9 +162,9 @@ class FollowedRun:
 
     def _take_steps(self, block: RowBlock, now_ns: int) -> None:
         origin = block.origin
-        for mine, is_root in ((origin.rank == 0, True), (origin.rank > 0, False)):
+        for mine, is_rank0 in ((origin.rank == 0, True), (origin.rank > 0, False)):
             if mine.any():
-                columns = step_columns(block.schema, is_root=is_root)
+                columns = step_columns(block.schema, is_rank0=is_rank0)
                 own_origin = type(origin)(*(values[mine] for values in origin))
                 rows: Rows = decode(block.schema, block.rows[mine], columns, own_origin)
                 if rows.last() > self.steps.merged:

@@ -102,9 +102,9 @@ def decode(
     return Rows(origin, seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
 
 
-def step_columns(schema: Schema, *, is_root: bool) -> list[str]:
+def step_columns(schema: Schema, *, is_rank0: bool) -> list[str]:
     """Return the columns to decode of a rank's steps; rank 0 writes for all as well."""
-    if not is_root:
+    if not is_rank0:
         return list(RANK_COLUMNS)
     groups = [c.name for c in schema.columns if c.name.startswith("learning_rate.")]
     return [*RANK_COLUMNS, *RUN_COLUMNS, *groups]

@@ -108,7 +108,7 @@ class CheckpointStore:
     def _save(self, snapshot: Snapshot) -> None:
         """Write, read back, seal and rename; each stage ends in one verdict for all ranks."""
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
-        if self._ranks.broadcast(self._is_root and (self.folder.path / name).exists()):
+        if self._ranks.broadcast(self._is_rank0 and (self.folder.path / name).exists()):
             self._mark(name, snapshot)
             return
         partial = self.folder.partial(name)
@@ -126,14 +126,14 @@ class CheckpointStore:
         self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
-        problem = caught(lambda: self.folder.rotate(self._on_branch)) if self._is_root else None
+        problem = caught(lambda: self.folder.rotate(self._on_branch)) if self._is_rank0 else None
         if problem is not None:  # told, but the new checkpoint is there all the same
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
 
     def _mark(self, name: str, snapshot: Snapshot) -> None:
         """Say what a checkpoint that is there is worth; what fails leaves it as it is."""
-        if self._is_root:
+        if self._is_rank0:
             self._marked(name, lambda of: self._write_marks(of, snapshot))
 
     def _marked(self, name: str, mark: Callable[[str], None]) -> None:
@@ -203,7 +203,7 @@ class CheckpointStore:
 
     def _failed(self, snapshot: Snapshot, error: BaseException) -> None:
         self._tell_failure(snapshot, error)
-        if self._is_root:
+        if self._is_rank0:
             self.folder.discard(manifests.checkpoint_id(snapshot.step, snapshot.attempt))
 
     def _tell_failure(self, snapshot: Snapshot, error: BaseException) -> None:
@@ -282,7 +282,7 @@ class CheckpointStore:
 
     def loadable_refs(self) -> tuple[CheckpointRef, ...]:
         """Return what rank 0 finds to load, oldest first: the same on all ranks. Collective."""
-        here = self.folder.loadable_refs(self._on_branch) if self._is_root else ()
+        here = self.folder.loadable_refs(self._on_branch) if self._is_rank0 else ()
         return tuple(self._ranks.broadcast(here))
 
     def load_newest(self, refs: Sequence[CheckpointRef]) -> Restored | None:
@@ -382,7 +382,7 @@ class CheckpointStore:
     # --------------------------------------------------------------------------------- ranks
 
     @property
-    def _is_root(self) -> bool:
+    def _is_rank0(self) -> bool:
         return self._ranks.rank == 0
 
     def _must_be_finite(self, key: str) -> bool:
