@@ -242,7 +242,7 @@ def _faulty_goals(results: Results, half: str) -> Iterator[Row]:
     if ratios:
         name = f"damage with a clip and a probe, {half}: final loss to the clean run's, mean"
         yield _row(name, math.exp(_mean_log(ratios)), "", at_most(1.05))
-    harmful = [o for o in results.watched("damaged") if results.is_harmful(o)]
+    harmful = [o for o in damaged if results.is_harmful(o)]
     innocent = [o for o in results.watched() if WORLDS[o.world].label != "damaged"]
     for name, outcomes in (("damage", harmful), ("healthy or poisoned", innocent)):
         right, wrong, _ = verdicts(outcomes)
