@@ -37,9 +37,9 @@ LENGTHS = {"GPT": 320, "ResNet": 320, "MLP": 600, "GAN": 320, "PPO": 320}
 """Steps of each here, where all of them have a minute; ``slow`` runs them to their end."""
 
 
-UNTOUCHED = {1.0: 0.9, None: 0.85}
-"""Share that stays bit for bit, by the clip. Nine in ten is the goal; without a clip 48 of 55 do:
-single hard batches and two memorised ones that take turns are withheld there a few times."""
+LEAST_WITHOUT_A_CLIP = 0.85
+"""Of trainings without a clip 48 of 55 stay bit for bit: nine in ten is the goal there too, and is
+missed by single hard batches and by two memorised ones that take turns."""
 TOUCHED = ("MLP, hard examples",)
 """One in ten: without a clip a few of its hard batches are withheld, within what is allowed."""
 
@@ -98,7 +98,11 @@ def test_most_healthy_trainings_are_bit_for_bit_the_same(clip, policy):
         if not all(same[-5:]):
             finals = finals_of_seeds(name, clip)
             assert max(outcome.final for outcome in watched) <= max(finals), (name, finals)
-    assert sum(same) >= UNTOUCHED[clip] * len(same), f"{sum(same)} of {len(same)}"
+    count = f"{sum(same)} of {len(same)}"
+    assert sum(same) >= LEAST_WITHOUT_A_CLIP * len(same), count
+    if clip is None and sum(same) < 0.9 * len(same):
+        pytest.xfail(f"{count} are untouched without a clip; nine in ten is the goal")
+    assert sum(same) >= 0.9 * len(same), count
 
 
 def finals_of_seeds(name, clip):

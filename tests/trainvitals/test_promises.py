@@ -129,6 +129,19 @@ def test_after_an_outlier_was_trained_on_only_an_absurd_reading_is_evidence(rati
     assert back == [made.action for made in played.decisions if made.action == "rollback"]
 
 
+def test_what_reads_damaged_again_after_a_rollback_is_the_data_and_withheld():
+    """A run that memorises: the first clipped step of a poisoned window reads as damage."""
+    far, near = StepRecord(step=0, attempt=1, loss=20.0), StepRecord(step=0, attempt=1, loss=2.0)
+    records = [*[near] * 60, *[far] * 20, *[near] * 40]
+    played = Played(lambda step: records[step], probe=reads(3.0), checkpoints=(20, 40)).run(
+        len(records)
+    )
+    assert 1 == sum(made.action == "rollback" for made in played.decisions)
+    again = [record.withheld for record in played.records if record.attempt == 2]
+    assert 19 == sum(again), "all but the first, which is left to the clip"
+    assert ["state", "state"] == [read.verdict for read in played.readings]
+
+
 @pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_state_that_always_reads_damaged_leads_back_once_a_cooldown_and_never_to_a_halt(
