@@ -42,8 +42,10 @@ def _homes_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
         who = _writer(ref.directory)
         if who is not None:
             ranks.setdefault(ref.run_dir, []).append(who)
-    gone = {path: who for path, who in ranks.items() if not any(map(_lives, who))}
-    folders = {RunDir.open(path).agent_dir(each.node) for path, who in gone.items() for each in who}
+    ended = {path: who for path, who in ranks.items() if not any(map(_lives, who))}
+    folders = {
+        RunDir.open(path).agent_dir(each.node) for path, who in ended.items() for each in who
+    }
     return [AgentStateDir(folder, base) for folder in sorted(folders)]
 
 

@@ -38,12 +38,12 @@ class OpenJournals:
 
     def take_missing(self, memory: Path) -> list[OpenJournal]:
         """Take those off the list that are not in the node's memory any more; return them."""
-        gone = [each for each in self._listed.values() if not (memory / each.folder).is_dir()]
-        for each in gone:
+        missing = [each for each in self._listed.values() if not (memory / each.folder).is_dir()]
+        for each in missing:
             del self._listed[each.folder]
-        if gone:
+        if missing:
             self._write()
-        return gone
+        return missing
 
     def _write(self) -> None:
         replace_file(self._path, msgspec.json.encode(list(self._listed.values())))

@@ -205,11 +205,12 @@ class ServedRun:
 
     def _tell_what_is_gone(self) -> None:
         """Say which journals an earlier agent was copying when their memory went."""
-        for gone in self._open.take_missing(self.folder):
-            last = self._resume.get((self.run_id, gone.incarnation, "steps"), -1)
+        for journal in self._open.take_missing(self.folder):
+            last = self._resume.get((self.run_id, journal.incarnation, "steps"), -1)
             text = (
-                f"the journal of {gone.source} is gone with the memory of node {self._facts.node}:"
-                f" what it held after row {last} of its steps, if anything, is lost"
+                f"the journal of {journal.source} is gone with the memory of node "
+                f"{self._facts.node}: what it held after row {last} of its steps, if anything, "
+                "is lost"
             )
             self.node_source.say(Note(code="journal_lost", text=text, severity="warning"))
 

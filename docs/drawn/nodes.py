@@ -75,11 +75,11 @@ def _errors(corrected: int, xid: int) -> dict[str, dict[str, Value]]:
 
 def gpu_lost() -> list[Panel]:
     """A GPU that answers no more; one that misses two samples."""
-    gone = [_power(i, lost=i >= 50) for i in range(90)]
+    lost = [_power(i, lost=i >= 50) for i in range(90)]
     short = [_power(i, lost=i in (50, 51)) for i in range(90)]
     lines = {"GPU 3": of_gpu("3", "power_watts"), "GPU 4": of_gpu("4", "power_watts")}
     return [
-        sampled("GPU 3 answers no more", samples(gone), "gpu_lost", lines=lines, y_label="W"),
+        sampled("GPU 3 answers no more", samples(lost), "gpu_lost", lines=lines, y_label="W"),
         sampled("silent: two samples without it", samples(short), lines=lines, y_label="W"),
     ]
 

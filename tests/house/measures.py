@@ -27,7 +27,7 @@ from vitals_collector.storage.store import open_data_store
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("trainvitals", "trainer_hooks", "agent", "collector", "dashboard", "deploy")
-VAGUE = frozenset({"found", "one", "said", "known", "wanted", "some", "told"})
+VAGUE = frozenset({"gone", "found", "one", "said", "known", "wanted", "some", "told"})
 """Names of locals that do not say what they hold."""
 
 

@@ -134,8 +134,8 @@ class NodeAgent:
         if self._told_to_stop or os.getpid() != self._owner:
             return
         if self.pid is not None:
-            gone, exit_code = _ended(self.pid)
-            if not gone:
+            has_ended, exit_code = _ended(self.pid)
+            if not has_ended:
                 return
             why = f"the node's agent (pid {self.pid}) {_how(exit_code)}"
             self.pid = None

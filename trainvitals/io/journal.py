@@ -305,9 +305,9 @@ class StreamWriter:
         self._queue.append((self.schema, seq, num_rows, raw))
         self._num_queued += num_rows
         while self._num_queued > _MAX_QUEUED_ROWS and len(self._queue) > 1:
-            gone = self._queue.popleft()[2]
-            self._num_queued -= gone
-            self.dropped += gone
+            segment = self._queue.popleft()[2]
+            self._num_queued -= segment
+            self.dropped += segment
         flusher.wake()
 
     def _flush(self) -> None:

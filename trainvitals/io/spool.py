@@ -310,9 +310,9 @@ class Spool:
             self._leave()
         self._resize(number, 0)
         del self._sizes[number]
-        gone = {position for position in self._corrupt_at if position.file == number}
-        self._corrupt_at -= gone
-        self._num_corrupt += len(gone)
+        positions = {position for position in self._corrupt_at if position.file == number}
+        self._corrupt_at -= positions
+        self._num_corrupt += len(positions)
 
     def _resize(self, number: int, size: int) -> None:
         self._num_bytes += size - self._sizes[number]

@@ -185,8 +185,8 @@ def delete(
             typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told():
-            gone = removal.delete_run(store, run_id, by=_user(), when=when)
-    _say(f"run {gone.run_id} removed: {gone.num_bytes} bytes")
+            deleted = removal.delete_run(store, run_id, by=_user(), when=when)
+    _say(f"run {deleted.run_id} removed: {deleted.num_bytes} bytes")
 
 
 def pin(

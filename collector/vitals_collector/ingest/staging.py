@@ -242,7 +242,7 @@ class WriteAheadBuffer:
             if not ids:
                 return
             try:
-                gone = _place(self._store, waiting, ids, self._received_unix_ns)
+                refused = _place(self._store, waiting, ids, self._received_unix_ns)
             except BaseException:
                 with self._taking:
                     for key, batches in self._waiting.items():
@@ -250,17 +250,17 @@ class WriteAheadBuffer:
                     self._waiting, self._ids = waiting, ids + self._ids
                     self._num_bytes += num_bytes
                 raise
-            if gone:
-                self._give_up(gone)
+            if refused:
+                self._give_up(refused)
 
-    def _give_up(self, gone: Sequence[Batch]) -> None:
+    def _give_up(self, refused: Sequence[Batch]) -> None:
         """Count rows no more that were acknowledged and not stored; ask for their marks again."""
         counters = self._store.counters
-        num_rows = sum(batch.header.num_rows for batch in gone)
+        num_rows = sum(batch.header.num_rows for batch in refused)
         with self._taking, counters.lock:
             # What an earlier process acknowledged was not counted in this one.
             counters.num_rows = max(0, counters.num_rows - num_rows)
-            for batch in gone:
+            for batch in refused:
                 self._known.pop(key_of(batch), None)
 
     @contextmanager
@@ -350,7 +350,7 @@ def _place(
     Returns:
         Those that were refused, or came of removed runs: they are counted as such.
     """
-    gone: list[Batch] = []
+    refused: list[Batch] = []
     num_forgotten = 0
     batches = [
         batch for stream_batches in waiting.values() for batch in join_batches(stream_batches)
@@ -368,14 +368,14 @@ def _place(
             if outcome.error is not None:
                 _tell_refused(store, outcome.error)
             if outcome.error is not None or outcome.num_forgotten:
-                gone.append(batch)
+                refused.append(batch)
                 num_forgotten += outcome.num_forgotten
     if not batches:
         with store.write() as connection:
             _take_away(connection, ids)
     with store.counters.lock:
         store.counters.num_forgotten += num_forgotten
-    return gone
+    return refused
 
 
 def _store_or_part(

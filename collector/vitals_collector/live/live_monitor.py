@@ -187,8 +187,10 @@ class LiveMonitor:
             records = followed.advance(now_ns, is_running=is_running)
             self.num_unmerged += followed.num_unmerged()
             self.num_dropped_samples += followed.hosts.take_dropped()
-            if gone := followed.steps.absent - before:
-                _LOG.warning("ranks_not_waited_for run=%s ranks=%s", run_id, sorted(gone)[:16])
+            if absent_ranks := followed.steps.absent - before:
+                _LOG.warning(
+                    "ranks_not_waited_for run=%s ranks=%s", run_id, sorted(absent_ranks)[:16]
+                )
             is_over = followed.is_drained and not is_running
             if records or self._is_due(followed, now_ns, is_over=is_over):
                 self._keep(followed, records, now_ns)

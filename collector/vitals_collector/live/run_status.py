@@ -87,9 +87,9 @@ class RunStatusCache:
         try:
             if not only_new:
                 every = set(connection.execute(select(runs.c.run_id)).scalars())
-                for gone in self._known.keys() - every:
-                    del self._known[gone]
-                    self._decided.pop(gone, None)
+                for removed_id in self._known.keys() - every:
+                    del self._known[removed_id]
+                    self._decided.pop(removed_id, None)
                 due_runs = (due_runs | self.running | (every - self._known.keys())) & every
             order = sorted(due_runs)
             for first in range(0, len(order), _RUNS_AT_ONCE):
@@ -182,7 +182,7 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         failure = connection.execute(query).first()
         if failure is not None:
             return f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
-    gone = (
+    lost_memory = (
         select(events.c.summary)
         .where(
             events.c.run_id == run_id,
@@ -193,7 +193,7 @@ def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: 
         .order_by(events.c.time_unix_ns)
         .limit(1)
     )
-    note: str = connection.execute(gone).scalar() or ""
+    note: str = connection.execute(lost_memory).scalar() or ""
     return note.removesuffix(_GONE)
 
 

@@ -66,10 +66,10 @@ def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
     One that outlives the launcher's grace is killed after it: that is no fault.
     """
     goodbyes = [source.last_seen_unix_ns for source in ranks if source.ended_state]
-    gone = [
+    lost = [
         source.last_seen_unix_ns for source in ranks if source.alive == 0 and not source.ended_state
     ]
-    return bool(goodbyes) and bool(gone) and min(gone) < min(goodbyes)
+    return bool(goodbyes) and bool(lost) and min(lost) < min(goodbyes)
 
 
 def health(

@@ -126,8 +126,8 @@ class ChunkSummaryCache:
                 self._kept[key] = {**before, **columns}
                 self.num_bytes += _num_bytes(self._kept[key]) - _num_bytes(before)
             while self.num_bytes > self._most_bytes:
-                _, gone = self._kept.popitem(last=False)
-                self.num_bytes -= _num_bytes(gone)
+                _, evicted = self._kept.popitem(last=False)
+                self.num_bytes -= _num_bytes(evicted)
 
 
 def _num_bytes(columns: Columns) -> int:

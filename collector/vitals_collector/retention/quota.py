@@ -109,8 +109,8 @@ class Volumes:
                 query.group_by(runs.c.run_id).order_by(runs.c.run_id)
             ).all()
         newest_by_run = {run_id: int(newest) for run_id, newest in newest_rows}
-        for gone in self._seen.keys() - newest_by_run.keys():
-            del self._seen[gone]
+        for removed_id in self._seen.keys() - newest_by_run.keys():
+            del self._seen[removed_id]
         self.over_cap = {
             run: cap_text for run, cap_text in self.over_cap.items() if run in newest_by_run
         }
@@ -152,14 +152,14 @@ class Volumes:
             self._say_whether_over(run_id, now_unix_ns)
         return num
 
-    def count(self, run_id: str, gone: Removed, reason: Reason, began: float) -> None:
+    def count(self, run_id: str, removed: Removed, reason: Reason, began: float) -> None:
         """Count what was taken away of a run, and let others have their turn."""
         self._rest(began)
-        self._bytes[run_id] -= gone.num_bytes
+        self._bytes[run_id] -= removed.num_bytes
         counters = self._store.counters
         with counters.lock:
-            key = (gone.stream, reason)
-            counters.thinned[key] = counters.thinned.get(key, 0) + gone.num_rows
+            key = (removed.stream, reason)
+            counters.thinned[key] = counters.thinned.get(key, 0) + removed.num_rows
 
     def _say_whether_over(self, run_id: str, now_unix_ns: int) -> None:
         cap = self.settings.max_run_bytes
@@ -273,12 +273,12 @@ class _Pass:
 
     def _thin_window(self, window: Window) -> bool:
         began = time.monotonic()
-        gone = thin_window(self._store, self._run, window, self._settings, self._why)
-        if gone is None:
+        removed = thin_window(self._store, self._run, window, self._settings, self._why)
+        if removed is None:
             return False
         while free_removed(self._store, self._run.run_id):
             pass
-        self._note(gone, began)
+        self._note(removed, began)
         return True
 
     def _thin_writers(self, stream: str) -> bool:
@@ -292,9 +292,9 @@ class _Pass:
             if not self._is_due(batch, stream) or not self._is_past(batch, stream):
                 continue
             began = time.monotonic()
-            gone = thin_batch(self._store, self._run, stream, batch, self._settings, self._why)
-            if gone is not None:
-                self._note(gone, began)
+            removed = thin_batch(self._store, self._run, stream, batch, self._settings, self._why)
+            if removed is not None:
+                self._note(removed, began)
                 any_done = True
         return any_done
 
@@ -316,9 +316,9 @@ class _Pass:
             return present is not None and batch.attempt < present.attempt
         return batch.last_step + self._settings.margin_steps <= present.step
 
-    def _note(self, gone: Removed, began: float) -> None:
-        self._num += gone.num_rows
-        self._volumes.count(self._run.run_id, gone, self._why.reason, began)
+    def _note(self, removed: Removed, began: float) -> None:
+        self._num += removed.num_rows
+        self._volumes.count(self._run.run_id, removed, self._why.reason, began)
 
 
 __all__ = ["OVER_CAP", "VOLUMES", "Volumes"]

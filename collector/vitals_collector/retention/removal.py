@@ -57,8 +57,8 @@ def delete_run(
         StorageError: the store refused; what was begun is ended by ``finish``.
     """
     with store.write() as connection:
-        gone = _begun(connection, run_id)
-        if gone is None:
+        deleted = _begun(connection, run_id)
+        if deleted is None:
             summaries = overview.summaries(connection, when, run_id)
             if not summaries:
                 raise unknown_run(run_id)
@@ -67,14 +67,16 @@ def delete_run(
                     f"run {run_id} is running; only a run that ended is removed",
                     hint="halt it first (`vitals command`), or wait until it is lost",
                 )
-            gone = Deleted(run_id, summaries[0].name, run_bytes(connection, run_id))
-            _remove(connection, gone, by, reason, when.now_unix_ns)
+            deleted = Deleted(run_id, summaries[0].name, run_bytes(connection, run_id))
+            _remove(connection, deleted, by, reason, when.now_unix_ns)
     counters = store.counters
     with counters.lock:
         counters.removed_runs[reason] = counters.removed_runs.get(reason, 0) + 1
-    _LOG.warning("run_removed run=%s reason=%s bytes=%d by=%s", run_id, reason, gone.num_bytes, by)
+    _LOG.warning(
+        "run_removed run=%s reason=%s bytes=%d by=%s", run_id, reason, deleted.num_bytes, by
+    )
     _free(store, run_id)
-    return gone
+    return deleted
 
 
 def finish(store: Store) -> None:
@@ -127,9 +129,11 @@ def _has_keep_tag(info: bytes) -> bool:
     return bool(info) and KEEP_TAG in msgspec.msgpack.decode(info, type=RunInfo).tags
 
 
-def _remove(connection: Connection, gone: Deleted, by: str, reason: str, now_unix_ns: int) -> None:
+def _remove(
+    connection: Connection, deleted: Deleted, by: str, reason: str, now_unix_ns: int
+) -> None:
     """Take all of a run away from readers; its row in ``runs`` goes when the room is free."""
-    run_id = gone.run_id
+    run_id = deleted.run_id
     last = connection.execute(select(func.max(batches.c.id)).where(batches.c.run_id == run_id))
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:
@@ -142,7 +146,7 @@ def _remove(connection: Connection, gone: Deleted, by: str, reason: str, now_uni
     }
     statement = insert(connection, forgotten).values(run_id=run_id, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
-    detail = f"{reason}: {gone.name!r}, {gone.num_bytes} bytes"
+    detail = f"{reason}: {deleted.name!r}, {deleted.num_bytes} bytes"
     _note(connection, by, "delete", run_id, detail, now_unix_ns)
 
 

@@ -117,20 +117,20 @@ def thin_window(
                 over.add(page.source, page.schema, page.rows)
                 source_of[page.id] = page.source
     kept = set(source_of.values()) if window.is_whole else set(over.worst(settings.num_worst_ranks))
-    gone = [batch for batch in window.batches if source_of.get(batch.id) not in kept]
+    removed_batches = [batch for batch in window.batches if source_of.get(batch.id) not in kept]
     with store.write() as connection:
         if not _are_there(connection, window.batches):
             return None
         removed = Removed(
             "steps",
-            sum(batch.num_rows for batch in gone),
-            bytes_of(connection, [batch.id for batch in gone]),
+            sum(batch.num_rows for batch in removed_batches),
+            bytes_of(connection, [batch.id for batch in removed_batches]),
             max(batch.last_step for batch in window.batches),
             max(batch.newest_unix_ns for batch in window.batches),
         )
         _add_numbers(connection, run.run_id, window, over)
         _mark(connection, run.run_id, "steps", window.batches)
-        for part_ids in in_parts([batch.id for batch in gone]):
+        for part_ids in in_parts([batch.id for batch in removed_batches]):
             connection.execute(
                 update(batches).where(batches.c.id.in_(part_ids)).values(stream=REMOVED + "steps")
             )
@@ -307,13 +307,13 @@ def _mark(connection: Connection, run_id: str, stream: str, done: Sequence[Batch
     )
 
 
-def _note(connection: Connection, run_id: str, gone: Removed, why: Why) -> None:
+def _note(connection: Connection, run_id: str, removed: Removed, why: Why) -> None:
     """Add to what is said of the run: how many rows were thinned, and up to where."""
-    if not gone.num_rows:
+    if not removed.num_rows:
         return
-    values: dict[str, Any] = {"run_id": run_id, "stream": gone.stream, "reason": why.reason}
-    values |= {"num_rows": gone.num_rows, "num_bytes": gone.num_bytes}
-    values |= {"to_step": gone.to_step, "to_unix_ns": gone.to_unix_ns}
+    values: dict[str, Any] = {"run_id": run_id, "stream": removed.stream, "reason": why.reason}
+    values |= {"num_rows": removed.num_rows, "num_bytes": removed.num_bytes}
+    values |= {"to_step": removed.to_step, "to_unix_ns": removed.to_unix_ns}
     own = thinned.c
     statement = insert(connection, thinned).values(values | {"updated_unix_ns": why.now_unix_ns})
     new = statement.excluded

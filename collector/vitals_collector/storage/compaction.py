@@ -206,9 +206,9 @@ def rewrite(connection: Connection, pages: Sequence[Page], rows: npt.NDArray[np.
     if read != {row.id: (row.first_seq, row.num_rows) for row in stored_rows}:
         return False
     first, schema = pages[0], pages[0].schema
-    gone = [page.id for page in pages[1:]] if len(rows) else list(read)
-    if gone:
-        connection.execute(delete(batches).where(batches.c.id.in_(gone)))
+    replaced_ids = [page.id for page in pages[1:]] if len(rows) else list(read)
+    if replaced_ids:
+        connection.execute(delete(batches).where(batches.c.id.in_(replaced_ids)))
     if not len(rows):
         return True
     connection.execute(delete(batch_columns).where(batch_columns.c.batch_id == first.id))

@@ -80,18 +80,18 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest first: by step, then by attempt."""
 
 
-def reconcile(old: Index, there: Sequence[IndexEntry], gone: Iterable[IndexEntry]) -> Index:
+def reconcile(old: Index, there: Sequence[IndexEntry], removed: Iterable[IndexEntry]) -> Index:
     """Return the index of what is there; the old one is believed only about what is gone.
 
     Args:
         old: the index as it was found; anything may stand in it.
         there: what the folder holds, set aside included, as its manifests and marks say.
-        gone: what was retired or turned bad since the old one was written.
+        removed: what was retired or turned bad since the old one was written.
     """
     before = {
         entry.id: entry for entry in old.entries if entry.is_gone and manifests.is_id(entry.id)
     }
-    by_id = before | {entry.id: entry for entry in gone}
+    by_id = before | {entry.id: entry for entry in removed}
     for entry in there:
         past = by_id.get(entry.id)
         if past is not None and past.state == entry.state:  # set aside: what its manifest hides
