@@ -29,7 +29,7 @@ from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Orders, Prepared
-from trainer_hooks.step.verdict import Verdict
+from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
 from trainvitals.records import Note

@@ -24,6 +24,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
+from trainer_hooks.measures.host import Utilization
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.probe.probe import Probe
@@ -31,13 +32,10 @@ from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.snapshots import Restored
-from trainer_hooks.step.columns import RootColumns
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
-from trainer_hooks.step.emit import Emitter
-from trainer_hooks.step.layers import Layers
-from trainer_hooks.step.shards import unwrap
-from trainer_hooks.step.signals import Utilization
+from trainer_hooks.step.emit import Emitter, Layers, RootColumns
+from trainer_hooks.step.gradients import unwrap
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import Judge

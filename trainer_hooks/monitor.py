@@ -9,22 +9,21 @@ from typing import Any
 from torch import Tensor
 
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
-from trainer_hooks.data.ledger import SampleIds
 from trainer_hooks.data.loader import Position
-from trainer_hooks.data.position import AfterRollback, DataPosition
+from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.guard.optimizers import update_scaler
 from trainer_hooks.guard.refusals import refuse_at_step
 from trainer_hooks.guard.route import OwnSteps
 from trainer_hooks.lifecycle.loop import Loop, not_compiled
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
+from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.snapshots import Meta, Restored
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Prepared
-from trainer_hooks.step.signals import HostMeasurements
-from trainer_hooks.step.verdict import Verdict
+from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
 

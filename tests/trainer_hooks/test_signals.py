@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainer_hooks import SignalSettings
 from trainer_hooks.data.loader import Batches
+from trainer_hooks.measures.host import StepClock, Utilization
 from trainer_hooks.measures.sampled import Samples
 from trainer_hooks.step import signals
-from trainer_hooks.step.columns import RootColumns, _spread
-from trainer_hooks.step.decode_step import Derived
-from trainer_hooks.step.signals import StepClock, Utilization
+from trainer_hooks.step.emit import RootColumns, _spread
+from trainer_hooks.step.reduce_vector import Derived
 from trainvitals.flops import transformer_flops_per_token
 from trainvitals.records import StepRecord
 from trainvitals.testing.clock import ManualClock

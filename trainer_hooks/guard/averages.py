@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard.optimizer_state import true_elements
-from trainer_hooks.step.async_copy import AsyncCopy
+from trainer_hooks.step.reduce_vector import AsyncCopy
 from trainvitals.errors import UsageError
 
 

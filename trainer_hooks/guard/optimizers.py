@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from trainer_hooks.guard.optimizer_state import is_dense, true_elements
-from trainer_hooks.step.shards import unwrap
+from trainer_hooks.step.gradients import unwrap
 
 _HONOURS_FOUND_INF = (
     torch.optim.Adam,

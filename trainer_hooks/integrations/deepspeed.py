@@ -27,7 +27,7 @@ from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThre
 from trainer_hooks.lifecycle.loop import not_compiled
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.step.verdict import SHORT_FROM
+from trainer_hooks.step.reduce_vector import SHORT_FROM
 from trainvitals.errors import UsageError
 from trainvitals.records import OVERFLOW
 

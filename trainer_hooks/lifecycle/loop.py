@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
+from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.recovery.snapshots import Meta
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases
-from trainer_hooks.step.signals import HostMeasurements
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, ChangeExpected
 

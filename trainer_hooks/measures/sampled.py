@@ -20,7 +20,7 @@ from trainer_hooks.measures.activations import Activation, Activations, choose
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.measures.updates import Updates
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.norms import GradNorms
+from trainer_hooks.step.gradients import GradNorms
 
 _HEAD = 4
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer_hooks.step.norms import GradNorms
-from trainer_hooks.step.squares import Squares
+from trainer_hooks.step.gradients import GradNorms, Squares
 
 
 class Updates:

@@ -16,20 +16,26 @@ from trainer_hooks.callbacks.early_stopping import NoEarlyStopping
 from trainer_hooks.data.loader import DataState
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
+from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.measures.sampled import Sampler, Samples
-from trainer_hooks.probe.evaluations import LossEvaluations
-from trainer_hooks.probe.probe import Probe
+from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.snapshots import Meta, Restored
-from trainer_hooks.step.columns import RootColumns
-from trainer_hooks.step.decode_step import NUM_FIGURES, Derived, agreed, rank_losses, step_record
-from trainer_hooks.step.emit import Emitter
+from trainer_hooks.step.emit import Emitter, RootColumns
+from trainer_hooks.step.gradients import no_gradients
 from trainer_hooks.step.inbox import Inbox
-from trainer_hooks.step.norms import no_gradients
-from trainer_hooks.step.reduce_vector import PackLayout, Rank0Values, Reduced
-from trainer_hooks.step.signals import HostMeasurements
+from trainer_hooks.step.reduce_vector import (
+    NUM_FIGURES,
+    Derived,
+    PackLayout,
+    Rank0Values,
+    Reduced,
+    agreed,
+    rank_losses,
+    step_record,
+)
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted

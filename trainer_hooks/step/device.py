@@ -22,17 +22,13 @@ from trainer_hooks.guard.optimizers import (
     overflow_flag,
 )
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
-from trainer_hooks.measures.memory_estimate import MemoryEstimate
+from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
 from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.state import Stateful
-from trainer_hooks.step.async_copy import AsyncCopy
-from trainer_hooks.step.decode_step import NUM_FIGURES
-from trainer_hooks.step.norms import GradNorms
-from trainer_hooks.step.reduce_vector import PackLayout, ReduceVector
-from trainer_hooks.step.shards import Piece, flat_pieces, named_parameters, reshard
-from trainer_hooks.step.signals import HostMeasurements
+from trainer_hooks.step.gradients import GradNorms, Piece, flat_pieces, named_parameters, reshard
+from trainer_hooks.step.reduce_vector import NUM_FIGURES, AsyncCopy, PackLayout, ReduceVector
 from trainvitals.errors import UsageError
 
 

@@ -17,22 +17,27 @@ from torch import Tensor
 from trainer_hooks.data.loader import Fed
 from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.guard.refusals import refuse_max_norm
-from trainer_hooks.measures.hyperparameters import Change, GroupSettings
-from trainer_hooks.step.controller import StepController
-from trainer_hooks.step.decode_step import rank_losses
-from trainer_hooks.step.device import Device
-from trainer_hooks.step.norms import no_gradients, scale
-from trainer_hooks.step.reduce_vector import RankContribution, Reduced
-from trainer_hooks.step.shards import local_tensor
-from trainer_hooks.step.signals import (
+from trainer_hooks.measures.host import (
+    Change,
     DeviceMemory,
     Elapsed,
+    GroupSettings,
     HostMeasurements,
     StepClock,
     device_memory,
     learning_rates,
 )
-from trainer_hooks.step.verdict import Verdict, clip_divisor, judge_on_device
+from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.device import Device
+from trainer_hooks.step.gradients import local_tensor, no_gradients, scale
+from trainer_hooks.step.reduce_vector import (
+    RankContribution,
+    Reduced,
+    Verdict,
+    clip_divisor,
+    judge_on_device,
+    rank_losses,
+)
 from trainvitals.errors import UsageError
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_hooks.measures.hyperparameters import GroupSettings
+from trainer_hooks.measures.host import GroupSettings
 
 
 def optimizer():

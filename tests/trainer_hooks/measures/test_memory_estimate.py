@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainer_hooks.measures.memory_estimate import MemoryEstimate
+from trainer_hooks.measures.host import MemoryEstimate
 
 CPU = torch.device("cpu")
 
