@@ -46,6 +46,8 @@ class Arguments:
     engine: Engine | None = None
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
+    owns_clip: bool = True
+    """Whether the gradients are clipped by us, if at all; else they may come clipped."""
 
     def tokens(self) -> int | None:
         """Return the tokens of a step as a number, checked."""

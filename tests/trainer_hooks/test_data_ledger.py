@@ -48,7 +48,7 @@ def ledger(**keywords):
 
 
 def batch(number, indices=(1, 2), content=None):
-    return Batch(Position(2, number), indices, content)
+    return Batch(Position(2, number), indices, content, None)
 
 
 def line(step, ids=(1, 2, 3)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -37,9 +36,6 @@ DataState = dict[str, Any]
 _Found = tuple[int, tuple[Any, ...] | None, Any]
 """A batch with its index in the epoch, and the indices of its samples where they are known."""
 
-_MOST_WAITING = 4096
-"""Batches that are remembered until a step asks what fed it: their places, not their data."""
-
 
 class Position(NamedTuple):
     """A batch: its epoch and its index there, both from 0."""
@@ -64,6 +60,7 @@ class Batch(NamedTuple):
     """Of its samples in the dataset, where the loader's sampler tells them."""
     content: Any
     """None where nobody asks for it: whoever accumulates would hold them all."""
+    num_samples: int | None
 
 
 class Batches:
@@ -87,6 +84,7 @@ class Batches:
         faults: counts what a loader's own ``state_dict`` raises.
         keeps_content: whether the steps' batches are asked for, and not their places alone.
         seen: given each batch before the loop has it, and may do to it what it likes.
+        handed_out: told of each batch just before the loop has it.
     """
 
     def __init__(
@@ -104,6 +102,7 @@ class Batches:
         faults: FaultCounter | None = None,
         keeps_content: bool = False,
         seen: Callable[[Any], None] | None = None,
+        handed_out: Callable[[Batch], None] | None = None,
     ) -> None:
         self._loader = loader
         self._epochs = epochs
@@ -114,9 +113,9 @@ class Batches:
         self._faults = faults or FaultCounter()
         self._keeps_content = keeps_content
         self._seen = seen
+        self._handed_out = handed_out
         self._total = _num_samples(loader)
         self._length = _length(loader)
-        self._samples: int | None = 0
         self._num_seen = 0
         """Batches of the epoch up to now, those passed over included."""
         self._opening: Opening | None = None
@@ -129,8 +128,6 @@ class Batches:
         saved_windows = [] if state is None else [Window(*kept) for kept in state["windows"]]
         for window in (*saved_windows, *windows):
             self.pass_over(window)
-        self.handed_out: deque[Batch] = deque(maxlen=_MOST_WAITING)
-        """What was handed out and not taken by a step yet."""
         self.position: Position | None = None
         """The batch that was last handed out."""
         self.ended = False
@@ -241,19 +238,6 @@ class Batches:
                 state["loader"] = own if is_plain(own) else None
         return state
 
-    # --------------------------------------------------------------------------- what a step took
-
-    def take_samples(self) -> int | None:
-        """Return the samples of the batches handed out since the last call; None if not known."""
-        taken, self._samples = self._samples, 0
-        return taken
-
-    def take_batches(self) -> list[Batch]:
-        """Return the batches handed out since the last call."""
-        taken = list(self.handed_out)
-        self.handed_out.clear()
-        return taken
-
     # ---------------------------------------------------------------------------------- iterating
 
     def __iter__(self) -> Iterator[Any]:
@@ -277,11 +261,12 @@ class Batches:
             self._waited(self._clock.monotonic_ns() - begin)
             self.position = Position(epoch, index)
             self._next = Position(epoch, index + 1)
-            self._count(index, indices)
             content = batch if self._keeps_content else None
             if self._seen is not None:
                 self._seen(batch)
-            self.handed_out.append(Batch(self.position, indices, content))
+            if self._handed_out is not None:
+                given = Batch(self.position, indices, content, self._size_of(index, indices))
+                self._handed_out(given)
             yield batch
             # A sampler is drawn to its end, so that the next epoch finds it as ever.
             if self._back is not None or (self._next.epoch > epoch and not seekable):
@@ -298,15 +283,14 @@ class Batches:
     def _passes_over(self, epoch: int, index: int) -> bool:
         return Position(epoch, index) < self._next or holds(self.windows, epoch, index)
 
-    def _count(self, index: int, indices: tuple[Any, ...] | None) -> None:
-        """Add the batch to the samples handed out; the last one of an epoch may be smaller."""
-        if self._samples is None or (indices is None and self._total is None):
-            self._samples = None
-        elif indices is not None:
-            self._samples += len(indices)
-        elif self._total is not None:
-            size: int = self._loader.batch_size  # type: ignore[attr-defined]
-            self._samples += min(size, self._total - index * size)
+    def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
+        """Return the samples of a batch where they are known; the last of an epoch has fewer."""
+        if indices is not None:
+            return len(indices)
+        if self._total is None:
+            return None
+        size: int = self._loader.batch_size  # type: ignore[attr-defined]
+        return min(size, self._total - index * size)
 
     # ------------------------------------------------------------------------------------ opening
 

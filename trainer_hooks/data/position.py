@@ -6,7 +6,7 @@ fails open: training never waits for it, and never ends by it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,11 +28,36 @@ from trainvitals.identity import new_incarnation
 from trainvitals.io.sample_ids import StepSamples
 from trainvitals.policy import Judgement
 from trainvitals.policy.plan import Window
-from trainvitals.records import BatchNoted, DataWindowSkipped, Decision, Note
+from trainvitals.records import BatchNoted, DataWindowSkipped, Decision
 
 AfterRollback = Literal["move_on", "replay"]
+_MOST_WAITING = 4096
+"""Batches that are remembered until a step asks what fed it: their places, not their data."""
 _MOST_STEPS = 4096
 """Steps whose place in the data is remembered: an onset lies within them."""
+
+
+class HandedOut:
+    """What a loop over data gave out since the last step took it."""
+
+    def __init__(self) -> None:
+        self._batches: deque[Batch] = deque(maxlen=_MOST_WAITING)
+        self._num_samples: int | None = 0
+
+    def add(self, batch: Batch) -> None:
+        """Note a batch."""
+        self._batches.append(batch)
+        if self._num_samples is not None and batch.num_samples is not None:
+            self._num_samples += batch.num_samples
+        else:
+            self._num_samples = None
+
+    def take(self) -> tuple[list[Batch], int | None]:
+        """Return the batches since the last call, and their samples where those are known."""
+        taken = list(self._batches), self._num_samples
+        self._batches.clear()
+        self._num_samples = 0
+        return taken
 
 
 class DataPosition:
@@ -61,7 +86,9 @@ class DataPosition:
         self._resume = self._resumed
         self._loops = 0 if self._resume is None else self._resume["loop"]
         self._stream: Batches | None = None
-        self._outer: Batches | None = None
+        self._handed_out = HandedOut()
+        """By that loop."""
+        self._outer: tuple[Batches, HandedOut] | None = None
         """The loop around the present one."""
         self._replays = False
         self._firsts: dict[int, tuple[Position, int]] = {}
@@ -104,7 +131,9 @@ class DataPosition:
             UsageError: an argument is none that can be.
         """
         _check(after_rollback, sample_ids, probe)
-        outer = self._stream if self._stream is not None and not self._stream.ended else None
+        outer, handed_out = None, HandedOut()
+        if self._stream is not None and not self._stream.ended:
+            outer = self._stream, self._handed_out
         state, self._resume = self._resume, None
         loop, self._loops = self._loops, self._loops + 1
         windows = [among(w, self._num_ranks) for w in self._controller.plan.plan.windows]
@@ -121,49 +150,49 @@ class DataPosition:
             faults=self._controller.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
             seen=None if probe is None else self._controller.probe.keep,
+            handed_out=handed_out.add,
         )
         if self._resumes:
             self._resumes = False
             self._say(stream.why_not_exact(state), stream, step)
         if probe is not None:
-            self._controller.probe.use(probe, step=step)
-        self._stream, self._outer = stream, outer
+            attempt = self._controller.attempt
+            self._controller.probe.use(probe, step=step, attempt=attempt)
+        self._stream, self._handed_out, self._outer = stream, handed_out, outer
         if outer is None:
             self._firsts.clear()  # they count the batches of a loop that is over
             self._replays = after_rollback == "replay"
             self._ledger.sample_ids, self._ledger.keep_batches = sample_ids, keep_batches
-        return self._handed_out(stream, outer)
+        return self._iterated(stream, outer)
 
-    def _handed_out(self, stream: Batches, outer: Batches | None) -> Iterator[Any]:
+    def _iterated(self, stream: Batches, outer: tuple[Batches, HandedOut] | None) -> Iterator[Any]:
         try:
             yield from stream
         finally:
             if outer is not None and self._stream is stream:
-                self._stream, self._outer = outer, None  # it was a validation, say
+                self._stream, self._handed_out = outer  # it was a validation, say
+                self._outer = None
 
     # ----------------------------------------------------------------------------------- a step
 
-    def take(self, step: int, attempt: int) -> Fed | None:
-        """Return what fed the step, and remember it for a rollback and for whoever asks.
+    def take(self, step: int, attempt: int) -> tuple[Fed | None, int | None]:
+        """Return what fed the step and its samples, as far as they are known; remember it.
 
-        Call before the step's update.
+        It is kept for a rollback and for whoever asks. Call before the step's update.
         """
         stream = self._stream
         if stream is None or stream.position is None:
-            return None
-        taken = stream.take_batches()
-        if self._outer is not None and self._outer.take_batches():
+            return None, None if stream is None else 0
+        taken, num_samples = self._handed_out.take()
+        if self._outer is not None and self._outer[1].take()[0]:
             stream.beside = True
         self._ledger.fed(step, attempt, taken)
-        self._controller.probe.fed(step, len(taken), attempt=attempt)
+        if self._controller.probe.has_loss:
+            self._controller.probe.fed(step, len(taken), attempt=attempt)
         first = taken[0].position if taken else stream.position
         self._firsts[step] = first, max(1, len(taken))
         self._firsts.pop(step - _MOST_STEPS, None)
-        return Fed(*stream.position, len(taken))
-
-    def take_samples(self) -> int | None:
-        """Return the samples that fed the step; None where they are not known."""
-        return None if self._stream is None else self._stream.take_samples()
+        return Fed(*stream.position, len(taken)), num_samples
 
     def judged(self, step: int, judgement: Judgement) -> None:
         """Tell what fed a step that something was found in, or that was skipped."""
@@ -196,8 +225,7 @@ class DataPosition:
         """Do so, where it can."""
         if self._stream is not None:
             self._stream.go_back(self._resumed)
-            self._stream.take_batches()
-            self._stream.take_samples()
+            self._handed_out.take()
 
     def rolled_back(
         self, decision: Decision, state: DataState | None, window: Window | None, *, step: int
@@ -214,16 +242,13 @@ class DataPosition:
                     last_batch=part.first_batch + part.num_batches,
                     reason=decision.reason,
                 )
-                if self._controller.is_rank0:
-                    self._controller.emitter.event(
-                        event, step=step, attempt=self._controller.attempt
-                    )
+                attempt = self._controller.attempt
+                self._controller.emitter.of_run(event, step=step, attempt=attempt)
         reason = stream.go_back(state) if self._replays else "the loop is not to replay"
         if reason and window is not None:
             past = window.first_batch + window.num_batches
             stream.move_to(Position(window.epoch, past))
-        stream.take_batches()
-        stream.take_samples()
+        self._handed_out.take()
         self._say(reason, stream, step)
 
     def _say(self, reason: str, stream: Batches, step: int) -> None:
@@ -231,9 +256,7 @@ class DataPosition:
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"
         text = f"data: moved on to {where}: {reason}" if reason else f"data: exact, from {where}"
-        if self._controller.is_rank0:
-            event = Note(code="data", text=text)
-            self._controller.emitter.event(event, step=step, attempt=self._controller.attempt)
+        self._controller.emitter.note("data", text, step=step, attempt=self._controller.attempt)
 
     def close(self) -> None:
         """Wait, for a bounded time, for what is being written."""

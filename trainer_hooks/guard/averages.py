@@ -83,6 +83,12 @@ class Averages:
             ema.is_watched = False
 
 
+def averages_in(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> Averages | None:
+    """Return the averages that were registered; None where there are none."""
+    is_any = any(isinstance(value, EMA | AveragedModel) for value in state.values())
+    return Averages(state, optimizers) if is_any else None
+
+
 def refuse_averages(
     state: Mapping[str, Any], optimizers: Sequence[Optimizer], *, has_engine: bool
 ) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_hooks.guard.optimizer_state import nonfinite_count
+from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.gradients import GradNorms, Piece, clean_name
 
@@ -91,6 +92,10 @@ class Holder(ABC):
         self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
 
     # ----------------------------------------------------------- trainer_hooks.step.device.Engine
+
+    guards: tuple[OptimizerGuard, ...] = ()
+    """None: the engine steps by itself."""
+    reads_verdict = True
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return what measures the gradients where they are. Collective."""

@@ -88,6 +88,8 @@ class Probe:
         self._bank = Bank(max_bytes)
         self._rewind = rewind
         self._loss_of: LossOf | None = None
+        self.has_loss = False
+        """Whether this rank was given a loss to ask for; without one a step leaves all of this."""
         self._next_step = 0
         self._attempt = 0
         self._was_fed = False
@@ -104,15 +106,10 @@ class Probe:
 
     # ------------------------------------------------------------------------- what comes in
 
-    def use(self, loss_of: LossOf, *, step: int) -> None:
+    def use(self, loss_of: LossOf, *, step: int, attempt: int) -> None:
         """Take the loss of the batches handed out from now on; they feed ``step`` first."""
-        self._loss_of = loss_of
-        self._next_step = step
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank was given a loss to ask for."""
-        return self._loss_of is not None
+        self._loss_of, self.has_loss = loss_of, True
+        self._next_step, self._attempt = step, attempt
 
     @property
     def is_ready(self) -> bool:
@@ -509,13 +506,14 @@ class LossEvaluations:
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
-        self._ratio = 0.0
+        self.ratio = 0.0
+        """The largest since a step took it along; 0: there was none."""
 
     def given(self, values: Mapping[str, float]) -> None:
         """Take an evaluation in."""
         for name, value in values.items():
             if name.lower().rpartition("_")[2] == "loss" and isinstance(value, int | float):
-                self._ratio = max(self._ratio, self._one(name, float(value)))
+                self.ratio = max(self.ratio, self._one(name, float(value)))
 
     def _one(self, name: str, value: float) -> float:
         """Return the ratio of one metric's value; 1 where there is nothing to compare with."""
@@ -529,8 +527,3 @@ class LossEvaluations:
             return _LARGEST
         self._last[name] = value
         return min((value + floor) / before, _LARGEST) if before > 0.0 else 1.0
-
-    def take_ratio(self) -> float:
-        """Return the largest ratio since the last call, to travel with a step; 0: none."""
-        ratio, self._ratio = self._ratio, 0.0
-        return ratio

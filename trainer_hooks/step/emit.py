@@ -6,19 +6,21 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter, itemgetter
 from threading import get_ident
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
-from trainer_hooks.step.reduce_vector import Derived, Reduced
+from trainer_hooks.step.reduce_vector import Derived, Reduced, rank_losses
 from trainvitals.catalog import LAYERS_SCHEMA, SCALARS_SCHEMA, steps_schema
 from trainvitals.clock import Clock
 from trainvitals.io.journal import JournalWriter, StreamWriter
-from trainvitals.records import EVENT_SCHEMA, Event, NamesDefined, StepRecord
+from trainvitals.policy import Judgement
+from trainvitals.records import EVENT_SCHEMA, Event, FindingRaised, NamesDefined, Note, StepRecord
 from trainvitals.rows import Schema, Value
 
 if TYPE_CHECKING:
@@ -190,6 +192,23 @@ class Emitter:
                 monotonic_ns=self._clock.monotonic_ns(),
             )
 
+    def of_run(self, event: Event, *, step: int, attempt: int) -> None:
+        """Write an event that all ranks know alike: rank 0 alone writes it."""
+        if self._is_rank0:
+            self.event(event, step=step, attempt=attempt)
+
+    def note(
+        self,
+        code: str,
+        text: str,
+        severity: Literal["info", "warning", "error"] = "info",
+        *,
+        step: int,
+        attempt: int,
+    ) -> None:
+        """Say something of the run, once: rank 0 speaks."""
+        self.of_run(Note(code=code, text=text, severity=severity), step=step, attempt=attempt)
+
     @_writes
     def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
         """Write user-named scalars; a new name is defined by an event first."""
@@ -229,13 +248,18 @@ class Emitter:
 
     @_writes
     def layers(
-        self, measured: HostMeasurements, reduced: Reduced, samples: Samples, *, has_finding: bool
+        self,
+        measured: HostMeasurements,
+        reduced: Reduced,
+        samples: Samples | None,
+        *,
+        has_finding: bool,
     ) -> None:
         """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled."""
         if has_finding:
             self._layers_until = measured.step + LAYERS_AFTER_FINDING
         due = not measured.step % LAYERS_EVERY or measured.step <= self._layers_until
-        if not self._is_rank0 or not (due or samples.by_layer):
+        if not self._is_rank0 or not (due or (samples is not None and samples.by_layer)):
             return
         stream = self._stream(LAYERS_SCHEMA)
         if stream is None:
@@ -264,6 +288,84 @@ class Emitter:
             self._journal.close()
 
 
+@dataclass(slots=True)
+class TokenCount:
+    """Tokens of all ranks, over all attempts of the run."""
+
+    seen: int = 0
+    """Consumed: a rollback does not give them back."""
+    trained: int = 0
+    """Those that an update of the present branch was made of."""
+
+    def go_back(self, to: TokenCount) -> None:
+        """Take the count of a state that was restored."""
+        self.trained, self.seen = to.trained, max(self.seen, to.seen)
+
+
+class StepLog:
+    """Writes down all that is known of a step whose numbers are back; counts its tokens.
+
+    Args:
+        emitter: the way out.
+        columns: what rank 0's row has beside the record.
+        faults: counts what fails in deriving them.
+        is_rank0: whether this rank writes what is equal on all.
+    """
+
+    def __init__(
+        self, emitter: Emitter, columns: RootColumns, faults: FaultCounter, *, is_rank0: bool
+    ) -> None:
+        self._emitter = emitter
+        self._columns = columns
+        self._faults = faults
+        self._is_rank0 = is_rank0
+        self.tokens = TokenCount()
+
+    def write(
+        self,
+        measured: HostMeasurements,
+        record: StepRecord,
+        reduced: Reduced,
+        derived: Derived,
+        samples: Samples | None,
+        judgement: Judgement,
+    ) -> None:
+        """Write the row, the layers' rows, what changed, and what was found."""
+        tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
+        if tokens is not None:
+            self.tokens.seen += tokens
+            self.tokens.trained += 0 if record.skipped else tokens
+        losses = rank_losses(reduced)
+        extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.slot]}
+        with self._faults.fail_open("columns"):
+            extra["communication_seconds"] = measured.communication_seconds()
+            if self._is_rank0:
+                extra |= self._columns.of(measured, record, derived, losses, samples, tokens)
+                if tokens is not None:
+                    extra["tokens_seen"] = self.tokens.seen
+                    extra["tokens_trained"] = self.tokens.trained
+        emitter, step, attempt = self._emitter, measured.step, measured.attempt
+        emitter.step(measured, record, extra)
+        emitter.layers(measured, reduced, samples, has_finding=bool(judgement.findings))
+        for change in measured.changes:
+            emitter.scalars(change.numbers(), step=step, attempt=attempt)
+            if change.is_told:
+                text = f"group {change.group}: {change.key} {change.before} -> {change.after}"
+                emitter.note("group_setting", text, step=step, attempt=attempt)
+        if measured.flops is not None:
+            text = f"{measured.flops:.6g} FLOPs were counted in this step on rank 0"
+            emitter.note("flops", text, step=step, attempt=attempt)
+        for finding in judgement.findings:
+            emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
+        for reading in judgement.readings:
+            emitter.of_run(reading, step=step, attempt=attempt)
+
+
+def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
+    total = sum(reduced.by_rank("weight"))
+    return int(total) if measured.weighted and math.isfinite(total) else None
+
+
 # ----------------------------------------------------------------------- rows of layers
 
 
@@ -285,11 +387,14 @@ class Layers:
             sums[owner] += square
         return [math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
-    def rows(self, grad_squares: Sequence[float] | None, samples: Samples) -> Iterator[list[Value]]:
+    def rows(
+        self, grad_squares: Sequence[float] | None, samples: Samples | None
+    ) -> Iterator[list[Value]]:
         """Yield, of each layer that has one, its id and values in the order of LAYER_METRICS.
 
         Without squares the gradients' norms are missing.
         """
+        samples = samples or Samples()
         squares = (grad_squares, samples.weight_squares, samples.update_squares)
         by_layer = [None if s is None else self.norms(s) for s in squares]
         for layer, name in enumerate(self.names):
@@ -311,12 +416,12 @@ _LARGEST_LOSS = 700.0
 class RootColumns:
     """Keeps what spans several steps: overflows, utilization, the noise scale."""
 
-    def __init__(self, utilization: Utilization, sampler: Sampler, world_size: int) -> None:
+    def __init__(self, utilization: Utilization, sampler: Sampler | None, world_size: int) -> None:
         self._utilization = utilization
         self._overflows = 0
         self._recent: deque[bool] = deque(maxlen=_OVERFLOW_WINDOW)
         self._noise: NoiseScale | None = None
-        if sampler.settings.noise_scale:
+        if sampler is not None and sampler.settings.noise_scale:
             from trainer_hooks.measures.noise import NoiseScale
 
             self._noise = NoiseScale(world_size)
@@ -327,7 +432,7 @@ class RootColumns:
         record: StepRecord,
         derived: Derived,
         losses: list[float | None],
-        samples: Samples,
+        samples: Samples | None,
         tokens: int | None,
     ) -> dict[str, Value]:
         """Return the columns of one step; call once for each, in order."""
@@ -346,9 +451,9 @@ class RootColumns:
             columns["perplexity"] = math.exp(min(record.loss, _LARGEST_LOSS))
         if derived.loss_scale == derived.loss_scale:
             columns |= self._scaling(derived.loss_scale, record.overflow)
-        if samples.weight_squares is not None:
+        if samples is not None and samples.weight_squares is not None:
             columns |= _updates(samples)
-        if self._noise is not None and samples.local_square is not None:
+        if self._noise is not None and samples is not None and samples.local_square is not None:
             columns |= self._noise_columns(self._noise, record, samples.local_square, tokens)
         return columns
 
