@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_hooks.data.order import (
@@ -23,12 +24,51 @@ from trainer_hooks.data.order import (
     sampler_with_state,
     set_own_states,
 )
-from trainer_hooks.data.windows import MAX_WINDOWS, carry_over, holds
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.recovery.state import Stateful
 from trainvitals.clock import Clock
 from trainvitals.policy.plan import Window
+
+MAX_WINDOWS = 1000
+"""The newest are kept: a run goes back ten times at most, and each time by a window or two."""
+
+
+def holds(windows: Iterable[Window], epoch: int, batch: int) -> bool:
+    """Return whether a batch lies in one of the windows, as far as they lie in its epoch."""
+    return any(
+        w.epoch == epoch and w.first_batch <= batch < w.first_batch + w.num_batches for w in windows
+    )
+
+
+def carry_over(windows: Iterable[Window], epoch: int, length: int) -> list[Window]:
+    """Return the windows with what lies beyond the end of an epoch moved into the next."""
+    carried: list[Window] = []
+    for window in windows:
+        end = window.first_batch + window.num_batches
+        if window.epoch != epoch or end <= length:
+            carried.append(window)
+            continue
+        inside = max(0, length - window.first_batch)
+        if inside:
+            carried.append(replace(window, num_batches=inside))
+        first = max(0, window.first_batch - length)
+        rest = window.num_batches - inside
+        carried.append(replace(window, epoch=epoch + 1, first_batch=first, num_batches=rest))
+    return carried
+
+
+def among(window: Window, num_ranks: int) -> Window:
+    """Return the window where another number of ranks shares the data; it covers no less."""
+    if window.num_ranks in (0, num_ranks):
+        return window
+    first = window.first_batch * window.num_ranks // num_ranks
+    end = -(-(window.first_batch + window.num_batches) * window.num_ranks // num_ranks)
+    return replace(window, first_batch=first, num_batches=end - first, num_ranks=num_ranks)
+
+
+# ------------------------------------------------------------------------------ batches
+
 
 DataState = dict[str, Any]
 """Where a loop is in its data, as plain values and tensors; see ``Batches.state_dict``."""

@@ -16,8 +16,7 @@ from typing import Any, Literal
 import torch
 
 from trainer_hooks.data.files import BadBatch, DataWriter
-from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position
-from trainer_hooks.data.windows import among
+from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.snapshots import Restored

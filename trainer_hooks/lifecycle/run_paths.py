@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from trainer_hooks.agree import on_every_rank
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.ranks import Ranks
+from trainer_hooks.ranks import Ranks, on_every_rank
 from trainvitals.clock import Clock
 from trainvitals.errors import FormatError, StorageError, TrainingHalted, VitalsError
 from trainvitals.identity import (

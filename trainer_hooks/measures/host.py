@@ -279,7 +279,7 @@ class GroupSettings:
         self._seen = [_plain(group) for group in self._groups]
         self._counts: Counter[tuple[int, str]] = Counter()
 
-    def changes(self) -> list[Change]:
+    def take_changes(self) -> list[Change]:
         """Return what has changed since the last look."""
         changes = []
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):

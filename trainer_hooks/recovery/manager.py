@@ -123,8 +123,7 @@ class RecoveryManager:
             StorageError: the folder cannot be written; raised on all.
         """
         # Half a second of torch.distributed.checkpoint: paid by those who heal.
-        from trainer_hooks.recovery.checkpoints.agree import Agreement
-        from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+        from trainer_hooks.recovery.checkpoints.store import Agreement, CheckpointStore
 
         state = TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra

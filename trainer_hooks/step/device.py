@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import Averages, averages_in, refuse_averages
 from trainer_hooks.guard.hook_memory import registered, unregistered
@@ -25,7 +24,7 @@ from trainer_hooks.guard.refusals import joinables, refuse_unguardable
 from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
 from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.measures.settings import SignalSettings
-from trainer_hooks.ranks import Ranks
+from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.state import Stateful
 from trainer_hooks.step.gradients import GradNorms
 from trainer_hooks.step.reduce_vector import NUM_FIGURES, AsyncCopy, PackLayout, ReduceVector

@@ -207,7 +207,7 @@ class StepPhases:
         optimizers = self._device.optimizers
         with self._controller.faults.fail_open("signals"):
             self._rates = learning_rates(optimizers)
-            self._changes = self._settings.changes() if self._controller.is_rank0 else []
+            self._changes = self._settings.take_changes() if self._controller.is_rank0 else []
 
     def counted(self, flops: float) -> None:
         """Add FLOPs that were counted in the present step."""
