@@ -62,7 +62,7 @@ def train(
     with trainer_hooks.watch(
         model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
     ) as monitor:
-        noise = monitor._controller.columns._noise
+        noise = monitor._controller.log._columns._noise
         if noise is not None:
             add = noise.add
             noise.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))
