@@ -136,6 +136,9 @@ class StepController:
         withholding = self.judge.withholding(clips=clips)
         recovery = self.recovery
         ratio, self.loss_evaluations.ratio = self.loss_evaluations.ratio, 0.0
+        evaluation = None
+        if self.evaluations is not None:
+            evaluation = self.evaluations.root_value(step, self.attempt)
         saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
         return Rank0Values(
             loss_limit=limits.loss,
@@ -151,9 +154,7 @@ class StepController:
             saved_step=saved_step,
             saved_attempt=saved_attempt,
             save_due=recovery is not None and recovery.save_due,
-            evaluation=None
-            if self.evaluations is None
-            else self.evaluations.root_value(step, self.attempt),
+            evaluation=evaluation,
             evaluation_ratio=ratio,
         )
 
@@ -215,6 +216,7 @@ class StepController:
             before_clip=self._before_clip(reduced, derived, measured),
         )
         if measured.attempt != self.attempt:
+            # It was in flight while the run went back: the judge has forgotten what came before it.
             self.log.write(measured, record, reduced, derived, samples, Judgement())
             return Judgement()
         if (
@@ -224,6 +226,8 @@ class StepController:
         ):
             raise no_gradients()  # known on all ranks alike
         self.first_step = -1
+        # What travelled with the step comes before its judgement: the ladder chooses among the
+        # checkpoints, and asks the probe, as all ranks know them by this step.
         if self.recovery is not None:
             self.recovery.returned(reduced, step=measured.step)
             self.stopping = bool(reduced.ranks_where("terminating"))
@@ -280,13 +284,13 @@ class StepController:
             f.kind == "nonfinite" for f in judgement.findings
         )
         self.digest = self.judge.digest()
-        if not self.probe.has_loss:
-            pass  # nothing was kept of the step
-        elif record.skipped or any(f.level == "actionable" for f in judgement.findings):
-            self.probe.dropped(record.step)
-        else:
-            own_loss = rank_losses(reduced)[self.layout.slot]
-            self.probe.accepted(record.step, record.attempt, own_loss)
+        if self.probe.has_loss:
+            bad = any(finding.level == "actionable" for finding in judgement.findings)
+            if bad or record.skipped:
+                self.probe.dropped(record.step)
+            else:
+                own_loss = rank_losses(reduced)[self.layout.slot]
+                self.probe.accepted(record.step, record.attempt, own_loss)
         if not self._disagreed and not agreed(reduced):
             self._disagreed = True
             self._note(
