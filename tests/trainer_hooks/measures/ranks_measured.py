@@ -66,10 +66,9 @@ def train(
         if noise is not None:
             add = noise.add
             noise.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))
-        updates = monitor._device.sampler._updates
         for step in range(STEPS):
             if step == fail_at and rank == 1:
-                updates._squares.of = lambda *_: 1 / 0
+                monitor._device.sampler._updates._squares.of = lambda *_: 1 / 0
             parts = data(step, rank).chunk(micro)
             for i, part in enumerate(parts):
                 with nullcontext() if synced or i == micro - 1 else model.no_sync():
