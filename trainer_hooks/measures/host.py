@@ -323,8 +323,8 @@ class MemoryEstimate:
         self._calls = 0
         self._bytes = self._take()
 
-    def now(self) -> int:
-        """Return the bytes; call once a step."""
+    def count_step(self) -> int:
+        """Count a step, and return the bytes."""
         self._calls += 1
         if self._calls & (self._calls - 1) == 0:
             self._bytes = self._take()

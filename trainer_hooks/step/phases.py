@@ -383,7 +383,7 @@ class StepPhases:
         memory, estimate = DeviceMemory(), None
         with self._controller.faults.fail_open("signals"):
             memory = device_memory(self._device.norms.device)
-            estimate = self._device.memory.now()
+            estimate = self._device.memory.count_step()
         flops, self._flops = self._flops, None
         return HostMeasurements(
             step=step,

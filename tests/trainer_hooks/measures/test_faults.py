@@ -21,7 +21,7 @@ def broken(*_arguments, **_named):
         lambda m, patch: patch.setattr(m._device.sampler._updates, "keep", broken),
         lambda m, patch: patch.setattr(m._device.sampler._updates, "update_squares", broken),
         lambda m, patch: patch.setattr(m._device.sampler._activations, "begin", broken),
-        lambda m, patch: patch.setattr(m._device.memory, "now", broken),
+        lambda m, patch: patch.setattr(m._device.memory, "count_step", broken),
         lambda m, patch: patch.setattr(m._controller.log._columns, "of", broken),
         lambda m, patch: patch.setattr(phases, "learning_rates", broken),
         lambda m, patch: patch.setattr(activations, "_figures", broken),
