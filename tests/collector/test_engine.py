@@ -7,7 +7,7 @@ from tests.collector.alerting import Heard, Job, Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, START, Writer
 from trainvitals.errors import StorageError
 from trainvitals.records import Note, RunEnded
-from trainvitals.views import AckRequest
+from trainvitals.views import AckRequest, EventsQuestion
 from vitals_collector.alerts.notifiers import DELIVERED, Result
 from vitals_collector.live.run_status import RunStatusCache
 from vitals_collector.storage.store import Store
@@ -82,7 +82,7 @@ def test_many_decisions_of_one_cause_are_one_alert(place: Place):
     for start in range(0, 1_200, 200):
         place.send(writer.events(*events[start : start + 200]))
     assert ["StepSkipped firing"] == place.look()
-    assert 1_200 == place.acting.inbox.listed()[0].step
+    assert 1_200 == place.alerts()[0].step
 
 
 # ----------------------------------------------------------------------------------- run states
@@ -181,7 +181,7 @@ def test_the_alert_of_a_run_whose_rank_was_killed_says_what_its_agent_said(place
         place.send(writer.steps(range(6)))
     note = Note(code="rank_gone", text="rank 1 (pid 8 on node-a) is gone without a goodbye")
     place.send(agent.process_rows(6, {1: (8, 0)}))
-    place.send(agent.events(note, step=6))
+    place.send(agent.ask(EventsQuestion(run_id=note, step=6)))
     place.send(rank.events(RunEnded(state="interrupted"), step=9))
     place.send(rank.steps([9]))
     assert ["RunFailed firing"] == place.look()
@@ -218,7 +218,7 @@ def test_a_silence_withholds_and_its_end_tells(place: Place):
     writer = Writer()
     place.send(writer.events(started(), decision(step=5, action="rollback", budget_left=2)))
     place.look()
-    (view,) = place.acting.inbox.listed()
+    (view,) = place.alerts()
     request = AckRequest(by="alice", reason="known", silence_seconds=600)
     place.acting.inbox.acknowledge(view.fingerprint, request)
     place.send(writer.steps(range(16)))

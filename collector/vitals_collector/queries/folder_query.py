@@ -1,10 +1,15 @@
 """Answers from a store that no collector watches: alerts are raised when somebody asks for them."""
 
+from typing import TypeVar
+
 from trainvitals.clock import Clock
-from trainvitals.views import AlertView, TableReply, TableRequest
+from trainvitals.question import Question
+from trainvitals.views import AlertsQuestion, TableQuestion
 from vitals_collector.live.engine import Engine, assemble
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
+
+A = TypeVar("A")
 
 
 class FolderQuery(Query):
@@ -18,20 +23,16 @@ class FolderQuery(Query):
         super().__init__(store, clock=clock)
         self._engine: Engine | None = None
 
-    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return the alerts that the runs would have raised, the newest first."""
-        self._look()
-        return super().alerts(run_id=run_id, state=state)
-
-    def table(self, request: TableRequest) -> TableReply:
-        """Return the rows that meet the request's conditions."""
-        if request.table == "alerts":
+    def ask(self, question: Question[A]) -> A:
+        """Return the answer; to one about alerts, what the runs would have raised."""
+        is_of_alerts = isinstance(question, TableQuestion) and question.table == "alerts"
+        if is_of_alerts or isinstance(question, AlertsQuestion):
             self._look()
-        return super().table(request)
+        return super().ask(question)
 
     def _look(self) -> None:
         if self._engine is None:
-            self._engine = assemble(self._store, (), clock=self._clock).engine
+            self._engine = assemble(self.store, (), clock=self.clock).engine
         self._engine.poll()
 
 
