@@ -7,7 +7,7 @@ from tests.collector.alerting import Heard, Job, Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, START, Writer
 from trainvitals.errors import StorageError
 from trainvitals.records import Note, RunEnded
-from trainvitals.views import AckRequest, EventsQuestion
+from trainvitals.views import AckRequest
 from vitals_collector.alerts.notifiers import DELIVERED, Result
 from vitals_collector.live.run_status import RunStatusCache
 from vitals_collector.storage.store import Store
@@ -181,7 +181,7 @@ def test_the_alert_of_a_run_whose_rank_was_killed_says_what_its_agent_said(place
         place.send(writer.steps(range(6)))
     note = Note(code="rank_gone", text="rank 1 (pid 8 on node-a) is gone without a goodbye")
     place.send(agent.process_rows(6, {1: (8, 0)}))
-    place.send(agent.ask(EventsQuestion(run_id=note, step=6)))
+    place.send(agent.events(note, step=6))
     place.send(rank.events(RunEnded(state="interrupted"), step=9))
     place.send(rank.steps([9]))
     assert ["RunFailed firing"] == place.look()

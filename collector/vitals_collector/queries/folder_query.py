@@ -1,15 +1,9 @@
 """Answers from a store that no collector watches: alerts are raised when somebody asks for them."""
 
-from typing import TypeVar
-
 from trainvitals.clock import Clock
-from trainvitals.question import Question
-from trainvitals.views import AlertsQuestion, TableQuestion
 from vitals_collector.live.engine import Engine, assemble
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
-
-A = TypeVar("A")
 
 
 class FolderQuery(Query):
@@ -23,14 +17,8 @@ class FolderQuery(Query):
         super().__init__(store, clock=clock)
         self._engine: Engine | None = None
 
-    def ask(self, question: Question[A]) -> A:
-        """Return the answer; to one about alerts, what the runs would have raised."""
-        is_of_alerts = isinstance(question, TableQuestion) and question.table == "alerts"
-        if is_of_alerts or isinstance(question, AlertsQuestion):
-            self._look()
-        return super().ask(question)
-
-    def _look(self) -> None:
+    def raise_alerts(self) -> None:
+        """Bring the store's alerts up to date with its rows."""
         if self._engine is None:
             self._engine = assemble(self.store, (), clock=self.clock).engine
         self._engine.poll()

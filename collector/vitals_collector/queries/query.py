@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import asdict
 from sqlalchemy import Connection
 
 from trainvitals.clock import Clock
@@ -92,6 +93,7 @@ MAX_MARKS = 20_000
 A = TypeVar("A")
 
 ANSWERS: dict[type[Question[Any]], Callable[["Query", Any], Any]] = {}
+"""What answers each question."""
 
 
 def answer_to(
@@ -156,6 +158,9 @@ class Query:
                 run_row(connection, run_id)
             yield connection
 
+    def raise_alerts(self) -> None:
+        """Bring the store's alerts up to date; those of a collector are, as rows come."""
+
     def liveness(self) -> Liveness:
         """Return what tells a running run from a lost one."""
         return Liveness(
@@ -190,15 +195,10 @@ def _run(query: Query, asked: RunQuestion) -> RunDetail:
 
 @answer_to(SeriesQuestion)
 def _one_series(query: Query, asked: SeriesQuestion) -> SeriesReply:
-    request = SeriesRequest(
-        metric=asked.metric,
-        source=asked.source,
-        branch=asked.branch,
-        points=asked.points,
-        from_step=asked.from_step,
-        to_step=asked.to_step,
-    )
-    return _many_series(query, ManySeriesQuestion(run_id=asked.run_id, series=(request,)))[0]
+    fields = asdict(asked)
+    run_id = fields.pop("run_id")
+    of_one = ManySeriesQuestion(run_id=run_id, series=(SeriesRequest(**fields),))
+    return _many_series(query, of_one)[0]
 
 
 @answer_to(ManySeriesQuestion)
@@ -285,6 +285,7 @@ def _events(query: Query, asked: EventsQuestion) -> tuple[EventView, ...]:
 
 @answer_to(AlertsQuestion)
 def _alerts(query: Query, asked: AlertsQuestion) -> tuple[AlertView, ...]:
+    query.raise_alerts()
     now = query.clock.time_ns()
     return inbox.listed(query.store, now_unix_ns=now, run_id=asked.run_id, state=asked.state)
 
@@ -322,6 +323,8 @@ def _annotations(query: Query, asked: AnnotationsQuestion) -> tuple[AnnotationVi
 
 @answer_to(TableQuestion)
 def _table(query: Query, asked: TableQuestion) -> TableReply:
+    if asked.table == "alerts":
+        query.raise_alerts()
     with query.read() as connection:
         return tables.ask(connection, asked, query.liveness())
 
