@@ -186,6 +186,16 @@ def test_alerts_of_a_folder_are_what_the_run_would_raise(run_dir: RunDir, capsys
         assert listed == set(table.data[table.columns.index("name")])
 
 
+def test_the_alerts_of_a_folder_are_told_newest_first(run_dir: RunDir):
+    more = Writer("rank:1")
+    said = [more.events(decision(40 + i, step=i, action="rollback")) for i in (9, 3)]
+    spool_of(run_dir, said)
+    with open_folder(run_dir.path.parent) as opened:
+        alerts = opened.reader.ask(AlertsQuestion())
+    assert 1 < len({alert.started_unix_ns for alert in alerts})
+    assert sorted(alerts, key=lambda alert: -alert.started_unix_ns) == list(alerts)
+
+
 def test_an_alert_is_listed_acknowledged_and_silenced(known: Served, capsys):
     assert 0 == run_cli("alerts")
     assert "TrainingRolledBack" in capsys.readouterr().out

@@ -156,9 +156,9 @@ def _annotations(tree: ast.AST) -> Iterator[ast.expr]:
 def _routes_of_other_methods(tree: ast.AST, method: str) -> Iterator[ast.expr]:
     """Yield the paths in ``@router.get(PATH)`` and the like that are of another method."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            if node.func.attr in {"get", "post"} - {method.lower()}:
-                yield node.args[0]
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if is_call and node.args and node.func.attr in {"get", "post"} - {method.lower()}:
+            yield node.args[0]
 
 
 def _text(node: ast.AST) -> str:

@@ -40,6 +40,7 @@ MAX_LISTED = 1_000
 MAX_WORDS = 500
 
 Tell = Callable[[AlertView], None]
+NewestBy = Literal["updated_unix_ns", "started_unix_ns"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +81,15 @@ class Occurrence(NamedTuple):
 
 
 def listed(
-    store: Store, *, now_unix_ns: int, run_id: str = "", state: str = ""
+    store: Store,
+    *,
+    now_unix_ns: int,
+    run_id: str = "",
+    state: str = "",
+    newest_by: NewestBy = "updated_unix_ns",
 ) -> tuple[AlertView, ...]:
     """Return alerts, the newest first, with the silences that hold now."""
-    query = select(alerts).order_by(alerts.c.updated_unix_ns.desc(), alerts.c.fingerprint)
+    query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
     if run_id:
         query = query.where(alerts.c.run_id == run_id)
     if state:
@@ -343,4 +349,4 @@ def _is_news(before: Entry | None, after: Entry) -> bool:
     return after.view.state == "firing" or (before is not None and before.view.state == "firing")
 
 
-__all__ = ["Inbox", "InboxConfig", "Occurrence", "RunNow", "listed"]
+__all__ = ["Inbox", "InboxConfig", "NewestBy", "Occurrence", "RunNow", "listed"]

@@ -13,6 +13,9 @@ class FolderQuery(Query):
     are not about alerts. Nobody is notified.
     """
 
+    newest_alerts_by = "started_unix_ns"
+    """They are updated when they are read: that says nothing about them."""
+
     def __init__(self, store: Store, *, clock: Clock) -> None:
         super().__init__(store, clock=clock)
         self._engine: Engine | None = None

@@ -120,6 +120,8 @@ class Query:
         outlines: what is remembered of compacted rows between questions; bounded by itself.
     """
 
+    newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
+
     def __init__(
         self,
         store: Store,
@@ -286,8 +288,13 @@ def _events(query: Query, asked: EventsQuestion) -> tuple[EventView, ...]:
 @answer_to(AlertsQuestion)
 def _alerts(query: Query, asked: AlertsQuestion) -> tuple[AlertView, ...]:
     query.raise_alerts()
-    now = query.clock.time_ns()
-    return inbox.listed(query.store, now_unix_ns=now, run_id=asked.run_id, state=asked.state)
+    return inbox.listed(
+        query.store,
+        now_unix_ns=query.clock.time_ns(),
+        run_id=asked.run_id,
+        state=asked.state,
+        newest_by=query.newest_alerts_by,
+    )
 
 
 @answer_to(CommandsQuestion)
