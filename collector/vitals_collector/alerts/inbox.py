@@ -40,6 +40,7 @@ MAX_LISTED = 1_000
 MAX_WORDS = 500
 
 Tell = Callable[[AlertView], None]
+NewestBy = Literal["updated_unix_ns", "started_unix_ns"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,26 @@ class Occurrence(NamedTuple):
     run_id: str
     time_unix_ns: int
     alert: Alert
+
+
+def listed(
+    store: Store,
+    *,
+    now_unix_ns: int,
+    run_id: str = "",
+    state: str = "",
+    newest_by: NewestBy = "updated_unix_ns",
+) -> tuple[AlertView, ...]:
+    """Return alerts, the newest first, with the silences that hold now."""
+    query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
+    if run_id:
+        query = query.where(alerts.c.run_id == run_id)
+    if state:
+        query = query.where(alerts.c.state == state)
+    with store.read(settled=False) as connection:
+        quiet = silences_now(connection, now_unix_ns)
+        rows = connection.execute(query.limit(MAX_LISTED)).all()
+    return tuple(silenced(entry_of(row).view, quiet) for row in rows)
 
 
 class Inbox:
@@ -184,18 +205,6 @@ class Inbox:
         return Entry(_view(alert, run.run_id, state, now, now), life)
 
     # ------------------------------------------------------------------------------ for people
-
-    def listed(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return alerts, the newest first."""
-        query = select(alerts).order_by(alerts.c.updated_unix_ns.desc(), alerts.c.fingerprint)
-        if run_id:
-            query = query.where(alerts.c.run_id == run_id)
-        if state:
-            query = query.where(alerts.c.state == state)
-        with self._store.read(settled=False) as connection:
-            quiet = silences_now(connection, self._clock.time_ns())
-            rows = connection.execute(query.limit(MAX_LISTED)).all()
-        return tuple(silenced(entry_of(row).view, quiet) for row in rows)
 
     def acknowledge(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it for a while; both are written into the audit.
@@ -340,4 +349,4 @@ def _is_news(before: Entry | None, after: Entry) -> bool:
     return after.view.state == "firing" or (before is not None and before.view.state == "firing")
 
 
-__all__ = ["Inbox", "InboxConfig", "Occurrence", "RunNow"]
+__all__ = ["Inbox", "InboxConfig", "NewestBy", "Occurrence", "RunNow", "listed"]
