@@ -16,7 +16,7 @@ from trainvitals.errors import UsageError
 from trainvitals.jsonable import jsonable, word_of
 from trainvitals.records import Decision, Finding
 from trainvitals.views import AlertView, EventView, RunSummary, TableReply, TableRequest
-from vitals_collector.alerts.rows import entry_of
+from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.live import overview
 from vitals_collector.live.state import Liveness
 from vitals_collector.queries.conditions import Cells, Condition, Kind, parse, unknown_column
