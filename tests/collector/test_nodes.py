@@ -9,7 +9,7 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.merged import NodeSample
 from trainvitals.rows import rows_of
 from trainvitals.wire import decode_batch
-from vitals_collector.live.nodes import GPU_COLUMNS, HostRow, NodeMerger, host_rows
+from vitals_collector.live.step_join import GPU_COLUMNS, HostRow, NodeMerger, host_rows
 from vitals_collector.storage.store import Store
 
 

@@ -16,13 +16,15 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.merged import MergedStep
 from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import decode_batch
-from vitals_collector.live.step_join import BEFORE_ALL, MergeConfig, StepMerger
-from vitals_collector.live.step_merge import (
+from vitals_collector.live.step_join import (
+    BEFORE_ALL,
     LAYER_COLUMNS,
     RANK_COLUMNS,
     LayerPart,
+    MergeConfig,
     Origin,
     Rows,
+    StepMerger,
     decode,
     merge,
     step_columns,

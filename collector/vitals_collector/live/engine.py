@@ -45,8 +45,7 @@ from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow
 from vitals_collector.alerts.notifiers import Notifier
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor, LiveMonitorConfig
-from vitals_collector.live.run_status import RunStatus, RunStatusCache
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness, RunStatus, RunStatusCache
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store

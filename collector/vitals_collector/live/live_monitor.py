@@ -22,9 +22,9 @@ from vitals_collector.live.progress import (
     take_up,
     unread_runs,
 )
-from vitals_collector.live.recent_rows import RecentRows
 from vitals_collector.live.run_follower import FollowedRun, Progress, open_run
 from vitals_collector.live.step_join import MergeConfig
+from vitals_collector.live.tail_reader import RecentRows
 from vitals_collector.storage.schema import engine_state, findings
 from vitals_collector.storage.store import Store, clean, insert
 

@@ -17,19 +17,23 @@ from sqlalchemy import Connection, select
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.records import Finding
-from vitals_collector.live.nodes import NodeMerger, Round, host_rows
 from vitals_collector.live.progress import state_name
-from vitals_collector.live.recent_rows import Taken
-from vitals_collector.live.step_join import BEFORE_ALL, MergeConfig, StepMerger, Writer
-from vitals_collector.live.step_merge import (
+from vitals_collector.live.step_join import (
+    BEFORE_ALL,
     LAYER_COLUMNS,
     Key,
     LayerPart,
+    MergeConfig,
+    NodeMerger,
+    Round,
     Rows,
+    StepMerger,
+    Writer,
     decode,
+    host_rows,
     step_columns,
 )
-from vitals_collector.live.tail_reader import HOSTS, STEPS, RowBlock, TailReader
+from vitals_collector.live.tail_reader import HOSTS, STEPS, RowBlock, TailReader, Taken
 from vitals_collector.storage.schema import checkpoints, engine_state
 
 _LOOK_NS = 30_000_000_000
