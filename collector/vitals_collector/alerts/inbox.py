@@ -257,14 +257,6 @@ class Inbox:
         new = [e.view for e in loud if e.life.settled != e.view.state]
         return new, [e.view for e in loud if e.view.state == "firing" and e.view not in new]
 
-    def settle(self, view: AlertView) -> None:
-        """Note that every notifier has had this state."""
-        with self._store.write() as connection:
-            entry = _load(connection, view.fingerprint)
-            if entry is not None and entry.view.state == view.state:
-                settled = replace(entry.life, settled=view.state)
-                _save(connection, Entry(entry.view, settled))
-
     def fired(self) -> dict[tuple[str, str], int]:
         """Return how often alerts began to fire since the start, by (name, severity)."""
         with self._lock:
@@ -285,6 +277,14 @@ class Inbox:
 
 def _nobody(_what: object) -> None:
     """Tell nobody: an inbox that is only read."""
+
+
+def settle(store: Store, view: AlertView) -> None:
+    """Note that every notifier has had this state, unless the alert has moved on since."""
+    with store.write() as connection:
+        entry = _load(connection, view.fingerprint)
+        if entry is not None and entry.view.state == view.state:
+            _save(connection, Entry(entry.view, replace(entry.life, settled=view.state)))
 
 
 # ----------------------------------------------------------------------------------- life cycle
@@ -453,4 +453,4 @@ def _write_audit(connection: Connection, fingerprint: str, request: AckRequest, 
     connection.execute(audit.insert().values(values))
 
 
-__all__ = ["Entry", "Inbox", "InboxConfig", "Life", "Occurrence", "RunNow", "entry_of"]
+__all__ = ["Entry", "Inbox", "InboxConfig", "Life", "Occurrence", "RunNow", "entry_of", "settle"]

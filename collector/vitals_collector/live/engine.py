@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -41,7 +42,7 @@ from trainvitals.records import (
 from trainvitals.wire import Batch
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.delivery import Dispatcher
-from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, settle
 from vitals_collector.alerts.notifiers import Notifier
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor, LiveMonitorConfig
@@ -100,7 +101,7 @@ class Engine:
         self._lock = threading.Lock()
         self._dirty: set[Writer] = set()
         self._watching = LiveMonitor(store, self._config.watching)
-        self._statuses = RunStatusCache()
+        self._runs = RunStatusCache()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._has_more = False
@@ -132,8 +133,8 @@ class Engine:
         self._watching.add(rows)
         for run_id in noted:
             self._watching.note(run_id)
-        self._statuses.touch(run_ids, at_once=False)
-        self._statuses.touch(changed, at_once=True)
+        self._runs.touch(run_ids, at_once=False)
+        self._runs.touch(changed, at_once=True)
         with self._lock:
             self._dirty |= dirty
         self._wake.set()
@@ -157,14 +158,14 @@ class Engine:
         try:
             for writer in sorted(dirty):
                 self._consume(writer)
-            looked = self._look_at_runs(only_new=only_new)
+            refreshed = self._refresh_runs(only_new=only_new)
             runs_with_findings = self._watch(only_new=only_new)
             dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
-            looks = self._statuses.known(looked | runs_with_findings if only_new else None)
-            if looks:
-                self._inbox.update(self._run_now(look) for look in looks)
+            changed = refreshed | runs_with_findings if only_new else None
+            if statuses := self._runs.statuses(changed):
+                self._inbox.update(self._run_now(status) for status in statuses)
             # Last: steps that are stored already must not resolve what was not told yet.
-            finished = {look.run_id for look in self._statuses.known() if look.state == "finished"}
+            finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
             for writer in sorted(dirty):
                 self._consume_findings(writer, is_finished=writer[0] in finished)
                 dirty.discard(writer)
@@ -176,12 +177,12 @@ class Engine:
             self._retell()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
-        """Have the watchers look, and return of which runs they told anything."""
-        look = self._watching.poll(
-            now_ns=self._clock.monotonic_ns(), running=self._statuses.running, only_new=only_new
+        """Have the watchers look; return the runs of which they found something new."""
+        polled = self._watching.poll(
+            now_ns=self._clock.monotonic_ns(), running=self._runs.running, only_new=only_new
         )
-        self._has_more = look.has_more
-        return look.told
+        self._has_more = polled.has_more
+        return polled.runs_with_findings
 
     @property
     def watching(self) -> LiveMonitor:
@@ -316,15 +317,15 @@ class Engine:
 
     # -------------------------------------------------------------------------------------- runs
 
-    def _look_at_runs(self, *, only_new: bool) -> set[str]:
+    def _refresh_runs(self, *, only_new: bool) -> set[str]:
         when = Liveness(
             now_unix_ns=self._clock.time_ns(),
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._config.lost_after_seconds,
             is_reading_in=self._store.is_reading_in,
         )
-        with self._store.read(settled=self._statuses.has_urgent) as connection:
-            return self._statuses.look(connection, when, only_new=only_new)
+        with self._store.read(settled=self._runs.has_urgent) as connection:
+            return self._runs.refresh(connection, when, only_new=only_new)
 
     def _run_now(self, run: RunStatus) -> RunNow:
         conditions: list[Alert] = [
@@ -392,7 +393,7 @@ def assemble(
     up_since_unix_ns: int = 0,
 ) -> Acting:
     """Return inbox, engine and dispatcher over one store; nothing runs yet."""
-    dispatcher = Dispatcher(notifiers, clock=clock)
+    dispatcher = Dispatcher(notifiers, clock=clock, on_settled=partial(settle, store))
     inbox = Inbox(
         store,
         clock=clock,
@@ -400,7 +401,6 @@ def assemble(
         hush=dispatcher.withdraw,
         config=inbox_config,
     )
-    dispatcher.on_settled = inbox.settle
     engine = Engine(
         store,
         inbox,

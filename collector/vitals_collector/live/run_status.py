@@ -168,7 +168,7 @@ class RunStatusCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: dict[str, bool] = {}
-        self._known: dict[str, RunStatus] = {}
+        self._statuses: dict[str, RunStatus] = {}
         self._decided: dict[str, _Decided] = {}
 
     def touch(self, run_ids: Iterable[str], *, at_once: bool) -> None:
@@ -186,15 +186,15 @@ class RunStatusCache:
     @property
     def running(self) -> set[str]:
         """The runs that go on."""
-        return {look.run_id for look in self._known.values() if look.state == "running"}
+        return {status.run_id for status in self._statuses.values() if status.state == "running"}
 
-    def known(self, run_ids: Iterable[str] | None = None) -> list[RunStatus]:
+    def statuses(self, run_ids: Iterable[str] | None = None) -> list[RunStatus]:
         """Return what was last seen of some runs, or of all."""
         if run_ids is None:
-            return list(self._known.values())
-        return [self._known[run_id] for run_id in run_ids if run_id in self._known]
+            return list(self._statuses.values())
+        return [self._statuses[run_id] for run_id in run_ids if run_id in self._statuses]
 
-    def look(self, connection: Connection, when: Liveness, *, only_new: bool) -> set[str]:
+    def refresh(self, connection: Connection, when: Liveness, *, only_new: bool) -> set[str]:
         """Ask after runs and return which; ``only_new``: after those of which that cannot wait."""
         with self._lock:
             touched = self._touched
@@ -205,19 +205,19 @@ class RunStatusCache:
         try:
             if not only_new:
                 every = set(connection.execute(select(runs.c.run_id)).scalars())
-                for removed_id in self._known.keys() - every:
-                    del self._known[removed_id]
+                for removed_id in self._statuses.keys() - every:
+                    del self._statuses[removed_id]
                     self._decided.pop(removed_id, None)
-                due_runs = (due_runs | self.running | (every - self._known.keys())) & every
+                due_runs = (due_runs | self.running | (every - self._statuses.keys())) & every
             order = sorted(due_runs)
             for first in range(0, len(order), _RUNS_AT_ONCE):
-                self._look_at(connection, order[first : first + _RUNS_AT_ONCE], touched, when)
+                self._refresh_some(connection, order[first : first + _RUNS_AT_ONCE], touched, when)
         except BaseException:
             self.touch(due_runs, at_once=True)
             raise
         return due_runs
 
-    def _look_at(
+    def _refresh_some(
         self,
         connection: Connection,
         run_ids: Sequence[str],
@@ -232,7 +232,7 @@ class RunStatusCache:
         for row in connection.execute(select(*_COLUMNS).where(sources.c.run_id.in_(run_ids))):
             of_run[row.run_id].append(row)
         for run_id in run_ids:
-            self._known[run_id] = _look_of(
+            self._statuses[run_id] = _status_of(
                 connection, run_id, of_run[run_id], self._decided[run_id], when
             )
 
@@ -254,7 +254,7 @@ _COLUMNS = tuple(
 )
 
 
-def _look_of(
+def _status_of(
     connection: Connection,
     run_id: str,
     rows: Sequence[Row[Any]],
@@ -265,7 +265,7 @@ def _look_of(
     heads = [row for row in rows if row.source == "rank:0" and row.last_step >= 0]
     head = max(heads, key=lambda row: row.last_step_unix_ns, default=None)
     last_step = -1 if head is None else head.last_step
-    look = RunStatus(
+    status = RunStatus(
         run_id=run_id,
         state=state,
         last_step=last_step,
@@ -276,11 +276,11 @@ def _look_of(
     if decided.halt is not None:
         # The rank may have died before it could say goodbye; its last decision says it for it.
         halt = decided.halt
-        return replace(look, state="halted", reason=halt.reason, step=halt.step)
+        return replace(status, state="halted", reason=halt.reason, step=halt.step)
     if state in ("failed", "lost"):
         started = max((row.started_unix_ns for row in rows if row.source == "rank:0"), default=0)
-        return replace(look, reason=_why(connection, run_id, state, started))
-    return look
+        return replace(status, reason=_why(connection, run_id, state, started))
+    return status
 
 
 def _why(connection: Connection, run_id: str, state: RunState, started_unix_ns: int) -> str:

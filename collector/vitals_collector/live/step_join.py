@@ -429,8 +429,8 @@ class StepMerger:
             self._held.append(held)
         return len(held.rows)
 
-    def ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
-        """Return the steps that are whole or waited for long enough.
+    def take_ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
+        """Return the steps that are whole or waited for long enough, and hold their rows no more.
 
         Args:
             now_ns: the clock by which rows were added.
@@ -612,8 +612,8 @@ class NodeMerger:
             self._num_dropped += excess
             del kept.gpus[:excess]
 
-    def ready(self, gates: Mapping[str, int]) -> list[Round]:
-        """Return the rounds that are whole, by time.
+    def take_ready(self, gates: Mapping[str, int]) -> list[Round]:
+        """Return the rounds that are whole, by time, and hold their rows no more.
 
         Args:
             gates: of a node that has rows which were not added yet, the monotonic time up to which
@@ -627,7 +627,7 @@ class NodeMerger:
         return sorted(rounds, key=lambda host_round: host_round.time_unix_ns)
 
     def take_dropped(self) -> int:
-        """Return how many rows of GPUs were dropped since it was last asked."""
+        """Return how many rows of GPUs were dropped since it was last taken."""
         num, self._num_dropped = self._num_dropped, 0
         return num
 

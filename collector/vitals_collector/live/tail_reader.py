@@ -296,8 +296,8 @@ class TailReader:
 
     # ------------------------------------------------------------------------------ from the store
 
-    def look(self, connection: Connection) -> None:
-        """Find the writers, and how far each is stored."""
+    def find_streams(self, connection: Connection) -> None:
+        """Learn who writes, and how far each is stored."""
         at = (streams.c.run_id == sources.c.run_id) & (
             streams.c.incarnation == sources.c.incarnation
         )
