@@ -26,6 +26,8 @@ from vitals_collector.storage.store import UNKNOWN, Store, clean, insert
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
+MAX_SILENCE_SECONDS = 30 * 86_400.0
+"""Longest silence: each has an end, for nobody remembers one that has not."""
 
 Tell = Callable[[AlertView], None]
 
@@ -54,8 +56,6 @@ class InboxConfig:
     """Steps without trouble after which a point alert resolves."""
     lost_hold_seconds: float = 15.0
     """How long a run must be lost before that fires; every other condition fires at once."""
-    max_silence_seconds: float = 30 * 86_400.0
-    """Longest silence: each has an end, for nobody remembers one that has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ class Inbox:
                 raise UsageError(
                     f"{name} has {len(text)} characters; give {least} to {MAX_WORDS} printable ones"
                 )
-        longest = self._config.max_silence_seconds
+        longest = MAX_SILENCE_SECONDS
         if not 0 <= request.silence_seconds <= longest:
             raise UsageError(
                 f"silence_seconds is {request.silence_seconds}; it must be 0 to {longest:g}"

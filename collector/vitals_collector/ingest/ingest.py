@@ -209,6 +209,7 @@ def _store_or_halve(
 ) -> list[Stored]:
     """Store the batches; where one cannot be stored, find it by halves and refuse it alone."""
     try:
+        # A savepoint: what a refused batch began must go, and the transaction is everybody's.
         with connection.begin_nested():
             return _store(connection, batches, received_unix_ns)
     except (OverflowError, DataError) as error:
@@ -242,6 +243,7 @@ def _is_of_a_batch(error: Exception) -> bool:
 def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: int) -> list[Stored]:
     offsets = _read_offsets(connection, batches)
     keys = [key_of(batch) for batch in batches]
+    # Whether the run was removed is asked of new streams alone: its removal took the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _forgotten_runs(connection, unknown)
     _register_streams(connection, offsets, _without_forgotten(unknown, removed))
@@ -503,7 +505,7 @@ def _place_batches(
     _note_columns(connection, offsets, summaries, schemas)
     placed = [_row_of(*both) for both in zip(fresh_batches, summaries, strict=True)]
     _PLACE.execute(connection, placed)
-    moved = {id(offset): offset for offset in offsets}
+    moved = {id(offset): offset for offset in offsets}  # a stream's batches share one: moved once
     _MOVE.execute(connection, [_moved(offset) for offset in moved.values()])
     _note_sources(connection, offsets, summaries, received_unix_ns)
     projections.note_processes(
@@ -648,6 +650,7 @@ _MOVE = Prepared(
         "new_measured",
     ),
 )
+# A spool may arrive late: an old batch must not make its writer look silent.
 _HEAR = (
     update(sources)
     .where(sources.c.run_id == bindparam("of_run"), sources.c.incarnation == bindparam("of_writer"))

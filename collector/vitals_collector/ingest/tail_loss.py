@@ -34,7 +34,7 @@ def num_lost_rows() -> ColumnElement[int]:
     return streams.c.num_lost + case((promised > last, promised - last), else_=0)
 
 
-class Promises:
+class TailLoss:
     """Knows which states of spools were compared with the store already."""
 
     def __init__(self, store: Store) -> None:
@@ -54,7 +54,7 @@ class Promises:
         except FileNotFoundError:
             return None
 
-    def keep(
+    def count(
         self, spool: Path, version: Version, state: State, position: Position, now: float
     ) -> None:
         """Take note of what the state promised, where the spool was read to ``position``.
@@ -146,4 +146,4 @@ def _lost(connection: Connection, promised: dict[StreamKey, int]) -> dict[Stream
     return {key: num for key, num in lost.items() if num > 0}
 
 
-__all__ = ["Promises", "num_lost_rows"]
+__all__ = ["TailLoss", "num_lost_rows"]

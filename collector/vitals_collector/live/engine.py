@@ -11,7 +11,7 @@ it was.
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -45,15 +45,20 @@ from vitals_collector.alerts.delivery import Dispatcher
 from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, settle
 from vitals_collector.alerts.notifiers import Notifier
 from vitals_collector.ingest.projections import loss_kind_of
-from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor, LiveMonitorConfig
+from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor
 from vitals_collector.live.run_status import Liveness, RunStatus, RunStatusCache
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store
 
 _AT_ONCE = 500
-_MAX_TOLD = 100
+_MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
+_PAUSE_SECONDS = 0.2
+"""Time between two looks at what just arrived: a large run's rows arrive all the time."""
+_RESEND_SECONDS = 60.0
+"""How often a change that no notifier has settled is handed out again: the end of a silence, and
+the start of this process."""
 _LOG = logging.getLogger("vitals.collector.engine")
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
@@ -70,13 +75,6 @@ class EngineConfig:
     """A run that is silent for longer, and its agent too, is lost."""
     interval_seconds: float = 2.0
     """How often all runs that go on are looked at; silence tells too."""
-    pause_seconds: float = 0.2
-    """Time between two looks at what just arrived: a large run's rows arrive all the time."""
-    resend_interval: float = 60.0
-    """How often a change that no notifier has settled is handed out again: the end of a silence,
-    and the start of this process."""
-    watching: LiveMonitorConfig = field(default_factory=LiveMonitorConfig)
-    """How the steps of all ranks are watched."""
 
 
 class Engine:
@@ -100,19 +98,21 @@ class Engine:
         self._up_since_unix_ns = up_since_unix_ns
         self._lock = threading.Lock()
         self._dirty: set[Writer] = set()
-        self._watching = LiveMonitor(store, self._config.watching)
+        self._watching = LiveMonitor(store)
         self._runs = RunStatusCache()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._has_more = False
         self._thread: threading.Thread | None = None
-        self._retold_ns: int | None = None
+        self._resend_ns: int | None = None
         self._is_first = True
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
         """Note who wrote what, and have it looked at soon; reads and writes nothing."""
+        # Called by the thread that commits, before agents have their answers: all work is left to
+        # the engine's own.
         rows: list[Batch] = []
         run_ids: set[str] = set()
         changed: set[str] = set()
@@ -174,7 +174,7 @@ class Engine:
                 self._dirty |= dirty
         if not only_new:
             commands.expire(self._store, self._clock.time_ns())
-            self._retell()
+            self._resend()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
         """Have the watchers look; return the runs of which they found something new."""
@@ -214,21 +214,23 @@ class Engine:
                 self.poll(only_new=not is_due)
             except Exception as error:  # noqa: BLE001 - a bug of ours must not end alerting
                 self._store.counters.fail("engine")
-                self._say(error)
+                self._log_error(error)
                 self._stopping.wait(self._config.interval_seconds)
                 continue
             if not self._has_more:
-                self._stopping.wait(self._config.pause_seconds)
+                # Not at every commit: a thousand agents commit all the time, and one look costs the
+                # same for one row and for a thousand.
+                self._stopping.wait(_PAUSE_SECONDS)
                 self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
 
-    def _say(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         """Log what stopped a look; of an error that is ours, once, where it happened."""
         if isinstance(error, VitalsError):
             _LOG.warning("engine: %s", error)
             return
         text = repr(error)
-        if text not in self._told and len(self._told) < _MAX_TOLD:
-            self._told.add(text)
+        if text not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(text)
             _LOG.error("engine: a look failed, the next one goes on", exc_info=error)
 
     # --------------------------------------------------------------------------------- decisions
@@ -353,11 +355,11 @@ class Engine:
             lasting=frozenset(lasting),
         )
 
-    def _retell(self) -> None:
+    def _resend(self) -> None:
         now = self._clock.monotonic_ns()
-        if self._dispatcher is None or (self._retold_ns is not None and now < self._retold_ns):
+        if self._dispatcher is None or (self._resend_ns is not None and now < self._resend_ns):
             return
-        self._retold_ns = now + int(self._config.resend_interval * 1e9)
+        self._resend_ns = now + int(_RESEND_SECONDS * 1e9)
         new, posted = self._inbox.untold()
         for view in new:
             self._dispatcher.resume(view)

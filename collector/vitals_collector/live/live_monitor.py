@@ -28,7 +28,6 @@ from vitals_collector.live.step_join import (
     LAYER_COLUMNS,
     Key,
     LayerPart,
-    MergeConfig,
     NodeMerger,
     Round,
     Rows,
@@ -336,7 +335,7 @@ class FollowedRun:
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
         if self.saved.open:
             self._close("stalled")
-        return self._told(findings, step.time_unix_ns) if findings else []
+        return self._timed(findings, step.time_unix_ns) if findings else []
 
     def _sampled(self, host_round: Round) -> list[TimedFinding]:
         sample = NodeSample(
@@ -345,13 +344,13 @@ class FollowedRun:
             step=self.saved.last[1],
             gpus=host_round.gpus,
         )
-        return self._told(self.watchers.update_node(sample), host_round.time_unix_ns)
+        return self._timed(self.watchers.update_node(sample), host_round.time_unix_ns)
 
     def _idle(self, now_ns: int) -> list[TimedFinding]:
         """Ask how long nothing came: by this collector's clock, carried on from the run's own."""
         assert self.heard_ns is not None, "set by advance"
         at = self.saved.last[2] + max(0, now_ns - self.heard_ns)
-        return self._told(self.watchers.idle(at), at)
+        return self._timed(self.watchers.idle(at), at)
 
     def _save_until(self, key: Key) -> None:
         """Tell the watchers of the checkpoints up to a step, in the order of the steps."""
@@ -361,7 +360,7 @@ class FollowedRun:
             self._close("checkpoint_overdue")
             self.has_changed = True
 
-    def _told(self, findings: tuple[Finding, ...], time_unix_ns: int) -> list[TimedFinding]:
+    def _timed(self, findings: tuple[Finding, ...], time_unix_ns: int) -> list[TimedFinding]:
         for finding in findings:
             if finding.kind in ("stalled", "checkpoint_overdue"):
                 self._close(finding.kind)
@@ -393,13 +392,12 @@ def open_run(
     run_id: str,
     *,
     watch: FleetConfig | None = None,
-    merge: MergeConfig | None = None,
 ) -> FollowedRun:
     """Return the run as it was stored, or from its beginning."""
     query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
     body = connection.execute(query).scalar()
     saved = Saved() if body is None else msgspec.msgpack.decode(body, type=Saved)
-    watchers, steps = FleetDetectors(watch), StepMerger(merge or MergeConfig())
+    watchers, steps = FleetDetectors(watch), StepMerger()
     if saved.merger:
         steps.load_state_dict(saved.merger)
     if saved.watchers:
@@ -417,6 +415,11 @@ def open_run(
 
 COLLECTOR = "collector"
 """The incarnation of findings that no rank wrote."""
+_PAUSE_SECONDS = 10.0
+"""How long a run is left alone after watching it met an error of our own; doubled each time."""
+_LONGEST_PAUSE_SECONDS = 600.0
+"""The longest of these pauses; a run that comes to it is set aside: its old rows are thinned though
+no watcher has seen them, and it is tried again all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,13 +435,6 @@ class LiveMonitorConfig:
     """How often memory is stored where nothing is told; what came since is read again."""
     save_bytes_a_second: int = 1 << 16
     """A large memory, of thousands of ranks, is stored so much less often."""
-    pause_seconds: float = 10.0
-    """How long a run is left alone after watching it met an error of our own; doubled each time."""
-    longest_pause_seconds: float = 600.0
-    """The longest of these pauses; a run that comes to it is set aside: its old rows are thinned
-    though no watcher has seen them, and it is tried again all the same."""
-    merge: MergeConfig = field(default_factory=MergeConfig)
-    """How long ranks are waited for."""
     watch: FleetConfig = field(default_factory=FleetConfig)
     """The watchers' own settings."""
 
@@ -593,7 +589,7 @@ class LiveMonitor:
             seconds = self._pause(run_id, now_ns)
             self._store.counters.fail("watching")
             _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
-            if seconds >= self._config.longest_pause_seconds:
+            if seconds >= _LONGEST_PAUSE_SECONDS:
                 self._set_aside(run_id, is_aside=True)
             return 0, False
         if num:
@@ -605,9 +601,7 @@ class LiveMonitor:
 
     def _opened(self, run_id: str) -> FollowedRun:
         with self._store.read(settled=False) as connection:
-            followed = self._open[run_id] = open_run(
-                connection, run_id, watch=self._config.watch, merge=self._config.merge
-            )
+            followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
 
     def _forget(self, run_id: str) -> None:
@@ -617,8 +611,8 @@ class LiveMonitor:
     def _pause(self, run_id: str, now_ns: int) -> float:
         """Leave a run alone for longer each time; return for how many seconds."""
         before = self._pauses.get(run_id)
-        seconds = self._config.pause_seconds if before is None else 2 * before.seconds
-        seconds = min(seconds, self._config.longest_pause_seconds)
+        seconds = _PAUSE_SECONDS if before is None else 2 * before.seconds
+        seconds = min(seconds, _LONGEST_PAUSE_SECONDS)
         self._pauses[run_id] = _Pause(now_ns + int(seconds * 1e9), seconds)
         return seconds
 

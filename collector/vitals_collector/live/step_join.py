@@ -310,6 +310,8 @@ class _Positions:
 
     def move(self, rows: Rows, merged: Key) -> None:
         """Take in which rows there are; who writes beyond what is merged is waited for again."""
+        # The newest key of each rank by one sort: a loop over thousands of ranks would cost more
+        # than all that is done with their rows.
         order = np.lexsort((rows.step, rows.attempt, rows.origin.rank))
         ranks = rows.origin.rank[order]
         newest = order[np.flatnonzero(np.append(ranks[1:] != ranks[:-1], True))]
@@ -436,6 +438,8 @@ class StepMerger:
             now_ns: the clock by which rows were added.
             gate: rows at and before this key have all been added; None: all that there are have.
         """
+        # Asked several times a second of every run, mostly for nothing: numbers of ranks come from
+        # arrays, and no row is touched before a step is known to be whole.
         until = max(self._whole(), self._overdue(now_ns), self._too_many())
         if gate is not None:
             until = min(until, gate)
