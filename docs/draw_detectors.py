@@ -107,7 +107,7 @@ false alarms in 10,000 records and delay, of *act* and of *tell* apart, and wher
 what would have been found and done in a log of your own.
 
 In `observe` mode nothing is acted on, and the run itself shows who was right
-(`trainvitals/policy/hindsight.py:outcome`): a decision was *needed* where the loss stayed above
+(`trainvitals/policy/evidence.py:outcome`): a decision was *needed* where the loss stayed above
 where it had been, *unneeded* where it came back by itself. `vitals show` and the dashboard count
 both.
 """

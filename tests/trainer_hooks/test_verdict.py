@@ -23,7 +23,7 @@ from trainer_hooks.step.shards import named_parameters
 from trainer_hooks.step.verdict import clip_divisor, judge_on_device
 from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
-from trainvitals.policy.withholding import DeviceRule, Withholding
+from trainvitals.policy.state import DeviceRule, Withholding
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,

@@ -11,7 +11,7 @@ from trainer_hooks.step.decode_step import Derived, step_record
 from trainer_hooks.step.reduce_vector import Rank0Values, Reduced
 from trainer_hooks.step.verdict import judge_on_device
 from trainvitals.detect.outliers import Limits
-from trainvitals.policy.withholding import DeviceRule, Withholding
+from trainvitals.policy.state import DeviceRule, Withholding
 from trainvitals.records import StepRecord
 
 ODD = (math.nan, math.inf, -math.inf)

@@ -6,22 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainvitals.detect.burst import BURST_DEFAULTS, BurstConfig, BurstDetector
 from trainvitals.detect.level import (
     DRIFT_DEFAULTS,
     LEVEL_DEFAULTS,
+    PROGRESS_DEFAULTS,
     DriftConfig,
     DriftDetector,
     LevelConfig,
     LevelDetector,
+    ProgressConfig,
+    ProgressDetector,
 )
-from trainvitals.detect.nonfinite import NonFiniteDetector
-from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.progress import PROGRESS_DEFAULTS, ProgressConfig, ProgressDetector
-from trainvitals.detect.protocol import is_clean
+from trainvitals.detect.outliers import LossKind, NonFiniteDetector, is_clean
 from trainvitals.detect.spike import (
+    BURST_DEFAULTS,
     GRAD_NORM_DEFAULTS,
     LOSS_DEFAULTS,
+    BurstConfig,
+    BurstDetector,
     GradNormConfig,
     SpikeConfig,
     SpikeDetector,

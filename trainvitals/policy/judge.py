@@ -25,12 +25,10 @@ from trainvitals.policy.state import (
     LadderState,
     Mode,
     Proposal,
-    lr_factor_at,
-)
-from trainvitals.policy.withholding import (
     Withholding,
     accepted_level,
     limits_in_force,
+    lr_factor_at,
     withholding,
 )
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord

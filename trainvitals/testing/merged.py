@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import MergedStep, StepWatcher
+from trainvitals.detect.fleet.base import MergedStep, StepWatcher
 from trainvitals.records import Finding
 from trainvitals.testing.series import _values
 

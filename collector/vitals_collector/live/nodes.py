@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainvitals.detect.merged import Value
+from trainvitals.detect.fleet.base import Value
 from trainvitals.rows import Schema, column_of
 from vitals_collector.live.step_join import Writer
 

@@ -15,7 +15,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
-from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.records import Finding
 from vitals_collector.live.nodes import NodeMerger, Round, host_rows
 from vitals_collector.live.progress import state_name

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.fleet.base import MergedStep
 from vitals_collector.live.step_merge import Ints, Key, LayerPart, Mask, Rows, merge
 
 Writer = tuple[str, str]

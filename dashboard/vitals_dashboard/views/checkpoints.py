@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import streamlit as st
 
+from trainvitals.policy.rungs import newest_healthy
 from trainvitals.policy.state import CheckpointRef
-from trainvitals.policy.targets import newest_healthy
 from trainvitals.views import CheckpointView, RunDetail, RunSummary
 from vitals_dashboard import commands, formatting, layout, tables
 from vitals_dashboard.source import Source

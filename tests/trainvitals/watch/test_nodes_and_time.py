@@ -3,23 +3,21 @@
 import pytest
 
 from tests.trainvitals.watch.worlds import SECOND, healthy_run, slower
-from trainvitals.detect.fleet import (
-    FleetDetectors,
-    GpuErrorWatcher,
-    GpuLostWatcher,
-    LayerConfig,
-    LearningRateConfig,
-    LossScaleConfig,
-    MemoryConfig,
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.fleet.layers import LayerConfig
+from trainvitals.detect.fleet.memory import MemoryConfig
+from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher
+from trainvitals.detect.fleet.optimizer import LearningRateConfig, LossScaleConfig
+from trainvitals.detect.fleet.ranks import RankLossConfig
+from trainvitals.detect.fleet.speed import (
     Pace,
-    RankLossConfig,
     StallConfig,
     ThroughputConfig,
     checkpoint_overdue,
     stalled,
     usual_interval,
 )
-from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.errors import ConfigError
 from trainvitals.testing.merged import causes, merged_series
 

@@ -15,12 +15,12 @@ from typing import Any
 from trainvitals.detect.fleet.base import (
     INFINITY,
     Episode,
+    MergedStep,
     Watcher,
     require,
     tell,
     upper_median,
 )
-from trainvitals.detect.merged import MergedStep
 from trainvitals.records import Finding
 
 MOST_LAYERS = 4096

@@ -10,6 +10,7 @@ from typing import Any
 from trainvitals.detect.fleet.base import (
     INFINITY,
     Episode,
+    MergedStep,
     Watcher,
     finite,
     number,
@@ -17,7 +18,6 @@ from trainvitals.detect.fleet.base import (
     tell,
     upper_median,
 )
-from trainvitals.detect.merged import MergedStep
 from trainvitals.records import Finding
 from trainvitals.units import humanize_bytes
 

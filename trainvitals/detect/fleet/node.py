@@ -11,8 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainvitals.detect.fleet.base import INFINITY, Episode, number, require, tell
-from trainvitals.detect.merged import NodeSample, Value
+from trainvitals.detect.fleet.base import (
+    INFINITY,
+    Episode,
+    NodeSample,
+    Value,
+    number,
+    require,
+    tell,
+)
 from trainvitals.records import Finding
 from trainvitals.units import humanize
 

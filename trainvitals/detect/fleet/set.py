@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainvitals.detect.fleet.base import NodeWatcher
+from trainvitals.detect.fleet.base import MergedStep, NodeSample, NodeWatcher, StepWatcher
 from trainvitals.detect.fleet.layers import (
     ActivationConfig,
     ActivationWatcher,
@@ -22,24 +22,29 @@ from trainvitals.detect.fleet.node import (
     GpuThrottleWatcher,
     ThrottleConfig,
 )
-from trainvitals.detect.fleet.overdue import (
+from trainvitals.detect.fleet.optimizer import (
+    LearningRateConfig,
+    LearningRateWatcher,
+    LossScaleConfig,
+    LossScaleWatcher,
+)
+from trainvitals.detect.fleet.ranks import (
+    DataBoundConfig,
+    DataBoundWatcher,
+    RankLossConfig,
+    RankLossWatcher,
+    StragglerConfig,
+    StragglerWatcher,
+)
+from trainvitals.detect.fleet.speed import (
     CheckpointConfig,
     StallConfig,
+    ThroughputConfig,
+    ThroughputWatcher,
     checkpoint_overdue,
     stalled,
     usual_interval,
 )
-from trainvitals.detect.fleet.rate import LearningRateConfig, LearningRateWatcher
-from trainvitals.detect.fleet.scale import LossScaleConfig, LossScaleWatcher
-from trainvitals.detect.fleet.speed import ThroughputConfig, ThroughputWatcher
-from trainvitals.detect.fleet.spread import RankLossConfig, RankLossWatcher
-from trainvitals.detect.fleet.waits import (
-    DataBoundConfig,
-    DataBoundWatcher,
-    StragglerConfig,
-    StragglerWatcher,
-)
-from trainvitals.detect.merged import MergedStep, NodeSample, StepWatcher
 from trainvitals.records import Finding
 
 _KEPT_CHECKPOINTS = 16

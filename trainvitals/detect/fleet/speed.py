@@ -1,14 +1,17 @@
-"""Throughput that falls for good: against the best the run itself has shown."""
+"""How long steps take: what is usual, a throughput that falls, what does not come in time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 from trainvitals.detect.fleet.base import (
     INFINITY,
     Episode,
+    MergedStep,
     Watcher,
     number,
     require,
@@ -16,11 +19,118 @@ from trainvitals.detect.fleet.base import (
     tell,
     upper_median,
 )
-from trainvitals.detect.fleet.pace import Pace, PaceConfig
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.outliers import SIGMA_PER_MAD, RobustWindow
 from trainvitals.records import Finding
 from trainvitals.units import humanize, humanize_seconds
-from trainvitals.windows import SIGMA_PER_MAD
+
+Kind = Literal["ordinary", "periodic", "slow"]
+
+_KEPT_SLOW = 64
+_IN_ROW = 4
+"""Slow steps at equal distances that make a period: three distances are no accident."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceConfig:
+    """What makes a step slow."""
+
+    window: int = 32
+    """Ordinary steps whose median is the usual duration."""
+    slow_ratio: float = 1.5
+    """Multiple of the usual duration from which a step is slow."""
+    accept_after: int = 16
+    """Slow steps in a row after which that is the usual duration."""
+
+    def __post_init__(self) -> None:
+        require("pace", "window", self.window, least=4, most=4096)
+        require("pace", "slow_ratio", self.slow_ratio, least=1.05, most=100.0)
+        require("pace", "accept_after", self.accept_after, least=2, most=INFINITY)
+
+
+class Pace:
+    """Sorts steps by their duration. Slow ones never enter what is usual.
+
+    Evaluations and checkpoints make nearly all slow steps of a healthy run, at equal distances in
+    steps: a slow step is periodic where three more lie behind it at the same distance, one off at
+    the most.
+    """
+
+    def __init__(self, config: PaceConfig | None = None) -> None:
+        self._config = config or PaceConfig()
+        self._usual = RobustWindow(self._config.window)
+        self._slow: list[int] = []
+        self._streak: list[float] = []
+        self._longest = (0.0, 0.0)
+        self.period = 0
+        """Distance of the newest periodic slow steps; 0 until one is known."""
+
+    @property
+    def typical_seconds(self) -> float | None:
+        """The usual duration of a step; None until some are known."""
+        return self._usual.median() if len(self._usual) >= 4 else None
+
+    @property
+    def longest_seconds(self) -> float:
+        """The second longest step: what happened once (a hang that ended) is no measure."""
+        return self._longest[1]
+
+    def push(self, step: int, seconds: float) -> Kind:
+        """Take one step's duration in, finite and above zero, and return of what kind it is."""
+        if seconds > self._longest[1]:
+            self._longest = (max(seconds, self._longest[0]), min(seconds, self._longest[0]))
+        usual = self.typical_seconds
+        if usual is None or seconds <= self._config.slow_ratio * usual:
+            self._usual.push(seconds)
+            self._streak.clear()
+            return "ordinary"
+        self._streak.append(seconds)
+        if len(self._streak) >= self._config.accept_after:
+            self._usual.restore(self._streak)
+            self._streak.clear()
+        return "periodic" if self._is_periodic(step) else "slow"
+
+    def _is_periodic(self, step: int) -> bool:
+        slow = set(self._slow)
+        cycle = 0
+        for earlier in reversed(self._slow):
+            period = step - earlier
+            if period >= 2 and all(
+                any(step - n * period + off in slow for off in ((0, -1, 1) if period > 8 else (0,)))
+                for n in range(2, _IN_ROW)
+            ):
+                cycle = period
+                break
+        self._slow = [*self._slow, step][-_KEPT_SLOW:]
+        self.period = cycle or self.period
+        return cycle > 0
+
+    def went_back(self, step: int) -> None:
+        """Forget the slow steps that are made again."""
+        self._slow = [slow for slow in self._slow if slow < step]
+        self._streak.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        return {
+            "usual": self._usual.values(),
+            "slow": list(self._slow),
+            "streak": list(self._streak),
+            "longest": list(self._longest),
+            "period": self.period,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on as the pace that gave ``state``."""
+        self._usual.restore(state["usual"])
+        self._slow = [int(step) for step in state["slow"]]
+        self._streak = [float(seconds) for seconds in state["streak"]]
+        first, second = state["longest"]
+        self._longest = (float(first), float(second))
+        self.period = int(state["period"])
+
+
+# ------------------------------------------------------------------------------------- throughput
+
 
 _LEAST_BLOCKS = 5
 
@@ -193,3 +303,103 @@ class ThroughputWatcher(Watcher):
 
 def _exp(value: float) -> float:
     return math.exp(max(-700.0, min(700.0, value)))
+
+
+# ----------------------------------------------------------------------------- what does not come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallConfig:
+    """How long a step may take."""
+
+    least_seconds: float = 300.0
+    """Silence that is never a stall: the first evaluation comes without notice."""
+    typical_ratio: float = 20.0
+    """Multiple of the usual step. Our own choice."""
+    longest_ratio: float = 3.0
+    """Multiple of the longest step that was seen twice, evaluations and checkpoints included.
+    nvidia-resiliency-ext takes 5 times the longest and restarts the job; this one only tells."""
+
+    def __post_init__(self) -> None:
+        require("stall", "least_seconds", self.least_seconds, least=0.0, most=1e9)
+        require("stall", "typical_ratio", self.typical_ratio, least=1.0, most=1e6)
+        require("stall", "longest_ratio", self.longest_ratio, least=1.0, most=1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """How old the newest checkpoint may be."""
+
+    ratio: float = 2.0
+    """Multiple of the usual interval: one save may fail, or be late, without a word."""
+
+    def __post_init__(self) -> None:
+        require("checkpoint", "ratio", self.ratio, least=1.0, most=INFINITY)
+
+
+_STALL = StallConfig()
+_CHECKPOINT = CheckpointConfig()
+
+
+def stalled(
+    now_ns: int,
+    *,
+    last_step: int,
+    last_time_ns: int,
+    typical_seconds: float | None,
+    longest_seconds: float = 0.0,
+    config: StallConfig = _STALL,
+) -> Finding | None:
+    """Say whether the step after ``last_step`` takes too long; None while that is not known.
+
+    Both times must be of one clock. A clock that went back is no stall.
+    """
+    if typical_seconds is None:
+        return None
+    silent = (now_ns - last_time_ns) / 1e9
+    limit = max(
+        config.least_seconds,
+        config.typical_ratio * typical_seconds,
+        config.longest_ratio * longest_seconds,
+    )
+    if silent <= limit:
+        return None
+    return tell(
+        "stalled",
+        last_step,
+        f"no step for {humanize_seconds(silent)} after step {last_step}; a step usually takes "
+        f"{humanize_seconds(typical_seconds)}, and {humanize_seconds(limit)} is the limit",
+        value=silent,
+        limit=limit,
+    )
+
+
+def usual_interval(checkpoint_steps: Sequence[int]) -> int | None:
+    """Return the median distance of checkpoints, in steps; None for less than two."""
+    steps = sorted(set(checkpoint_steps))
+    gaps = [after - before for before, after in pairwise(steps)]
+    return int(upper_median(gaps)) if gaps else None
+
+
+def checkpoint_overdue(
+    step: int,
+    *,
+    newest_checkpoint_step: int,
+    interval: int | None,
+    config: CheckpointConfig = _CHECKPOINT,
+) -> Finding | None:
+    """Say whether a checkpoint is missing at a step; None where the interval is not known."""
+    if interval is None or interval < 1:
+        return None
+    age, limit = step - newest_checkpoint_step, config.ratio * interval
+    if age <= limit:
+        return None
+    return tell(
+        "checkpoint_overdue",
+        step,
+        f"the newest checkpoint is of step {newest_checkpoint_step}, {age} steps ago; one comes "
+        f"every {interval} steps",
+        value=float(age),
+        limit=limit,
+        onset_step=newest_checkpoint_step + interval,
+    )
