@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from trainvitals.detect.outliers import Detector
 from trainvitals.errors import ConfigError
@@ -93,6 +92,10 @@ class LevelDetector(Detector):
     """
 
     name = "loss_level"
+    STATE = (
+        "_losses", "_steps", "_noise", "_seen", "_best", "_onset", "_low", "_num_told", "_is_far",
+        "_at_once", "_silent", "_top", "_recovered", "_since", "_looks",
+    )  # fmt: skip
 
     def __init__(self, config: LevelConfig | None = None) -> None:
         self._config = config or LEVEL_DEFAULTS
@@ -253,42 +256,6 @@ class LevelDetector(Detector):
         self._noise = 0.0
         self._forget_level()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "losses": list(self._losses),
-            "steps": list(self._steps),
-            "noise": self._noise,
-            "seen": self._seen,
-            "best": self._best,
-            "onset": self._onset,
-            "low": self._low,
-            "num_told": self._num_told,
-            "is_far": self._is_far,
-            "at_once": self._at_once,
-            "silent": self._silent,
-            "top": self._top,
-            "recovered": [list(rise) for rise in self._recovered],
-            "since": self._since,
-            "looks": list(self._looks),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._losses.clear()
-        self._losses.extend(float(loss) for loss in state["losses"])
-        self._steps.clear()
-        self._steps.extend(int(step) for step in state["steps"])
-        self._noise, self._seen = float(state["noise"]), int(state["seen"])
-        self._best = state["best"]
-        self._onset, self._low = int(state["onset"]), float(state["low"])
-        self._num_told, self._is_far = int(state["num_told"]), bool(state["is_far"])
-        self._at_once, self._silent = bool(state["at_once"]), bool(state["silent"])
-        self._top = float(state["top"])
-        self._recovered.clear()
-        self._recovered.extend([float(number) for number in rise] for rise in state["recovered"])
-        self._since, self._looks = int(state["since"]), [float(x) for x in state["looks"]]
-
 
 def _noise_of(losses: Iterable[float]) -> float:
     """Return the deviation of single losses, by how much neighbours differ."""
@@ -358,6 +325,10 @@ class DriftDetector(Detector):
     """
 
     name = "loss_drift"
+    STATE = (
+        "_block", "_begin", "_blocks", "_begins", "_differences", "_moves", "_num", "_lowest",
+        "_peaks", "_wandered", "_told", "_known",
+    )  # fmt: skip
 
     def __init__(self, config: DriftConfig | None = None) -> None:
         self._config = config or DRIFT_DEFAULTS
@@ -504,41 +475,6 @@ class DriftDetector(Detector):
         for moves in self._moves:
             moves.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "block": list(self._block),
-            "begin": self._begin,
-            "blocks": list(self._blocks),
-            "begins": list(self._begins),
-            "differences": list(self._differences),
-            "moves": [list(moves) for moves in self._moves],
-            "num": self._num,
-            "lowest": list(self._lowest),
-            "peaks": list(self._peaks),
-            "wandered": list(self._wandered),
-            "told": self._told,
-            "known": self._known,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._block = [float(loss) for loss in state["block"]]
-        self._begin = int(state["begin"])
-        self._blocks.clear()
-        self._blocks.extend(float(block) for block in state["blocks"])
-        self._begins.clear()
-        self._begins.extend(int(step) for step in state["begins"])
-        self._differences.clear()
-        self._differences.extend(float(difference) for difference in state["differences"])
-        for moves, kept in zip(self._moves, state["moves"], strict=True):
-            moves.clear()
-            moves.extend(float(move) for move in kept)
-        self._num, self._lowest = int(state["num"]), list(state["lowest"])
-        self._peaks = [float(peak) for peak in state["peaks"]]
-        self._wandered = [float(rise) for rise in state["wandered"]]
-        self._told, self._known = float(state["told"]), int(state["known"])
-
 
 # --------------------------------------------------------------------------------------- progress
 
@@ -615,6 +551,10 @@ class ProgressDetector(Detector):
     """
 
     name = "loss_progress"
+    STATE = (
+        "_losses", "_before", "_suspended", "_seen", "_start", "_first", "_best", "_lowest",
+        "_learning", "_rate", "_lost", "_num_lost", "_collapsed",
+    )  # fmt: skip
 
     def __init__(self, config: ProgressConfig | None = None) -> None:
         self._config = config or PROGRESS_DEFAULTS
@@ -831,33 +771,3 @@ class ProgressDetector(Detector):
         self._losses.clear()
         self._suspended = max(self._suspended, steps)
         self._forget()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "losses": list(self._losses),
-            "before": self._before,
-            "suspended": self._suspended,
-            "seen": self._seen,
-            "start": list(self._start),
-            "first": self._first,
-            "best": self._best,
-            "lowest": self._lowest,
-            "learning": self._learning,
-            "rate": self._rate,
-            "lost": self._lost,
-            "num_lost": self._num_lost,
-            "collapsed": self._collapsed,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._losses.clear()
-        self._losses.extend(float(loss) for loss in state["losses"])
-        self._before, self._suspended = state["before"], int(state["suspended"])
-        self._seen, self._first = int(state["seen"]), state["first"]
-        self._start = [float(loss) for loss in state["start"]]
-        self._best, self._lowest = state["best"], state["lowest"]
-        self._learning, self._rate = int(state["learning"]), float(state["rate"])
-        self._lost, self._num_lost = bool(state["lost"]), int(state["num_lost"])
-        self._collapsed = state["collapsed"]

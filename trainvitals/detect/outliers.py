@@ -21,18 +21,19 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
+from trainvitals.stateful import Stateful, StatefulRow
 
 SIGMA_PER_MAD = 1.4826
 """Standard deviations per median absolute deviation, where the samples are normal."""
 
 
-class RobustWindow:
+class RobustWindow(StatefulRow):
     """The newest ``size`` samples, kept in order of arrival and in order of value."""
 
     def __init__(self, size: int) -> None:
@@ -60,6 +61,10 @@ class RobustWindow:
     def values(self) -> list[float]:
         """Return the samples, oldest first."""
         return list(self._arrived)
+
+    def state(self) -> list[float]:
+        """Return the state: the samples, oldest first."""
+        return self.values()
 
     def restore(self, values: Iterable[float]) -> None:
         """Hold exactly these samples, oldest first; the newest stay where they are too many."""
@@ -102,7 +107,7 @@ class RobustWindow:
         return self._sorted[-1 - int(len(self._sorted) * fraction)]
 
 
-class Detector(Protocol):
+class Detector(Stateful):
     """Judges one step after another. Reads no clock, draws no random number, never raises on data.
 
     Every rank, the collector and a replay run it on the same records and get the same findings.
@@ -112,15 +117,7 @@ class Detector(Protocol):
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
         """Take one step in and return what is to be said about it. Steps come in order."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        ...
+        raise NotImplementedError
 
 
 def is_clean(record: StepRecord) -> bool:
@@ -146,7 +143,7 @@ MAX_OVERFLOWS = 40
 after 16 halvings, and even 2**40 after this many: what still overflows is not the scale's fault."""
 
 
-class NonFiniteDetector:
+class NonFiniteDetector(Detector):
     """Finds what is NaN or infinite. Needs no warm-up and no history.
 
     An overflow under a gradient scaler is how that scaler works, and no finding, as long as the
@@ -154,6 +151,7 @@ class NonFiniteDetector:
     """
 
     name = "nonfinite"
+    STATE = ("_overflows",)
 
     def __init__(self) -> None:
         self._overflows = 0
@@ -222,14 +220,6 @@ class NonFiniteDetector:
             onset_step=record.step,
             cause="rank_failed",
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {"overflows": self._overflows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._overflows = int(state["overflows"])
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -309,8 +299,10 @@ class Level(NamedTuple):
 NOTHING = Level()
 
 
-class _Metric:
+class _Metric(Stateful):
     """The reference of one metric."""
+
+    STATE = ("window", "first", "_limit", "_age")
 
     def __init__(self, ratio: float, config: OutlierConfig) -> None:
         self._ratio = ratio
@@ -359,21 +351,8 @@ class _Metric:
         # Most values are zero, as rounded losses of GRPO are: there is nothing to be far from.
         return min(limit, _LARGEST) if limit > median else None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "window": self.window.values(),
-            "first": list(self.first),
-            "limit": self._limit,
-            "age": self._age,
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.window.restore(state["window"])
-        self.first = [float(value) for value in state["first"]]
-        self._limit, self._age = state["limit"], int(state["age"])
-
-
-class OutlierRule:
+class OutlierRule(Detector):
     """Gives the limits, and finds the steps above the limits that were in force.
 
     The reference is poison-proof: only steps that were applied, finite, and no outlier by the
@@ -381,6 +360,7 @@ class OutlierRule:
     """
 
     name = "outlier"
+    STATE = ("_loss", "_grad_norm", "_suspended")
 
     def __init__(
         self, config: OutlierConfig | None = None, *, loss_kind: LossKind = "minimize"
@@ -486,17 +466,3 @@ class OutlierRule:
         """Begin a new reference with the values of a level that was accepted."""
         self._loss.begin_anew(losses)
         self._grad_norm.begin_anew(grad_norms)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "loss": self._loss.state_dict(),
-            "grad_norm": self._grad_norm.state_dict(),
-            "suspended": self._suspended,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the rule that gave ``state``."""
-        self._loss.load_state_dict(state["loss"])
-        self._grad_norm.load_state_dict(state["grad_norm"])
-        self._suspended = int(state["suspended"])

@@ -16,11 +16,12 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from trainvitals.detect.outliers import Detector, RobustWindow, is_clean
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
+from trainvitals.stateful import row
 
 Metric = Literal["loss", "grad_norm"]
 _LARGEST = sys.float_info.max
@@ -170,7 +171,7 @@ the median (9.7) is passed at the same step as 10 times (2.4), two steps before 
 anything. What rises over several steps is told earlier (``grad_norm_burst``)."""
 
 
-class SpikeDetector:
+class SpikeDetector(Detector):
     """Finds steps that are above what the steps before allow for, alone or together.
 
     The reference is poison-proof: only steps that were applied, finite and told by no rule enter
@@ -178,6 +179,16 @@ class SpikeDetector:
     lasting change would be high for ever; it becomes the new level after ``accept_after`` high
     steps in a row that are alike. What comes back again and again is told ``recurs`` times.
     """
+
+    STATE = (
+        "_deviations", "_course", "_suspended", "_clock", "_groups", "_begins", "_rises", "_newest",
+        "_recurring_told", "_accepted", "_farthest", "_wandered", "_highest",
+        row("computed", "_middle", "_sigma", "_far", "_stale"),
+        row("evidence", "_sum", "_peak", "_height"),
+        row("counts", "_onset", "_num", "_usual"),
+        row("told", "_told", "_silent"),
+        "_held",
+    )  # fmt: skip
 
     def __init__(
         self, metric: Metric, config: SpikeConfig | None = None, *, together: bool = True
@@ -605,49 +616,6 @@ class SpikeDetector:
         self._suspended = max(self._suspended, steps)
         self._forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "deviations": self._deviations.values(),
-            "course": self._course.values(),
-            "suspended": self._suspended,
-            "clock": self._clock,
-            "groups": [list(group) for group in self._groups],
-            "begins": list(self._begins),
-            "rises": list(self._rises),
-            "newest": list(self._newest),
-            "recurring_told": self._recurring_told,
-            "accepted": list(self._accepted),
-            "farthest": self._farthest,
-            "wandered": self._wandered,
-            "highest": self._highest,
-            "computed": [self._middle, self._sigma, self._far, self._stale],
-            "evidence": [self._sum, self._peak, self._height],
-            "counts": [self._onset, self._num, self._usual],
-            "told": [self._told, self._silent],
-            "held": list(self._held),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._deviations.restore(state["deviations"])
-        self._course.restore(state["course"])
-        self._suspended, self._clock = int(state["suspended"]), int(state["clock"])
-        groups = [[float(number) for number in group] for group in state["groups"]]
-        self._groups = deque(groups, self._config.recurs + 3)
-        self._begins = deque(map(int, state["begins"]), _REGULAR + 1)
-        self._rises = deque(map(int, state["rises"]), _NOISE_BEGINS)
-        self._newest = deque(map(float, state["newest"]), _NOISE_WITHIN)
-        self._recurring_told = int(state["recurring_told"])
-        self._accepted = [float(number) for number in state["accepted"]]
-        self._farthest, self._wandered = float(state["farthest"]), float(state["wandered"])
-        self._highest = float(state["highest"])
-        self._middle, self._sigma, self._far, self._stale = state["computed"]
-        self._sum, self._peak, self._height = (float(number) for number in state["evidence"])
-        self._onset, self._num, self._usual = (int(number) for number in state["counts"])
-        self._told, self._silent = (bool(flag) for flag in state["told"])
-        self._held = [float(value) for value in state["held"]]
-
 
 # ------------------------------------------------------------------------------ a norm that rises
 
@@ -724,6 +692,10 @@ class BurstDetector(Detector):
     """
 
     name = "grad_norm_burst"
+    STATE = (
+        "_window", "_deviations", "_course", "_bursts", "_clock", "_held", "_sum", "_onset",
+        "_told",
+    )  # fmt: skip
 
     def __init__(self, config: BurstConfig | None = None) -> None:
         self._config = config or BURST_DEFAULTS
@@ -851,29 +823,3 @@ class BurstDetector(Detector):
         self._course.clear()
         self._bursts.clear()
         self._end()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "window": self._window.values(),
-            "deviations": self._deviations.values(),
-            "course": self._course.values(),
-            "bursts": [list(burst) for burst in self._bursts],
-            "clock": self._clock,
-            "held": list(self._held),
-            "sum": self._sum,
-            "onset": self._onset,
-            "told": self._told,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._window.restore(state["window"])
-        self._deviations.restore(state["deviations"])
-        self._course.restore(state["course"])
-        self._bursts.clear()
-        self._bursts.extend([float(number) for number in burst] for burst in state["bursts"])
-        self._clock = int(state["clock"])
-        self._held = [float(norm) for norm in state["held"]]
-        self._sum, self._onset = float(state["sum"]), int(state["onset"])
-        self._told = bool(state["told"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainvitals.errors import ConfigError
+from trainvitals.stateful import Stateful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,10 @@ class EarlyStopping:
             raise ConfigError(f"early_stopping.mode is {self.mode!r}; it must be 'min' or 'max'")
 
 
-class Stopper:
+class Stopper(Stateful):
     """Takes one value after the other; equal on all ranks, as it is fed with what they share."""
+
+    STATE = ("best", "best_step", "num_without")
 
     def __init__(self, config: EarlyStopping) -> None:
         self._config = config
@@ -106,13 +109,7 @@ class Stopper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values, with what the numbers are of."""
-        return {
-            "metric": self._config.metric,
-            "mode": self._config.mode,
-            "best": self.best,
-            "best_step": self.best_step,
-            "num_without": self.num_without,
-        }
+        return {"metric": self._config.metric, "mode": self._config.mode, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a state; from the beginning where there is none, or it is another metric's.
@@ -123,7 +120,4 @@ class Stopper:
         ours = {"metric": self._config.metric, "mode": self._config.mode}
         if not state or {key: state.get(key) for key in ours} != ours:
             return
-        best = state["best"]
-        self.best = None if best is None else float(best)
-        self.best_step = int(state["best_step"])
-        self.num_without = int(state["num_without"])
+        super().load_state_dict(state)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import ClassVar
 
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding
+from trainvitals.stateful import Entry, Stateful, StatefulRow, row
 
 Value = float | int | None
 
@@ -45,29 +46,6 @@ class NodeSample:
     """The newest step of the run that was known then."""
     gpus: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     """Columns of every GPU, by its UUID."""
-
-
-class StepWatcher(Protocol):
-    """Tells what merged steps show. Reads no clock, never raises on data."""
-
-    name: str
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether what was told as it began still holds."""
-        ...
-
-    def update(self, merged: MergedStep) -> tuple[Finding, ...]:
-        """Take one step in; steps come in order, a newer attempt may go back."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        ...
 
 
 INFINITY = math.inf
@@ -154,13 +132,14 @@ def tell(
     )
 
 
-class Episode:
+class Episode(StatefulRow):
     """Lets a condition be told once, until it has been absent for a while.
 
     Feed it only where the condition could be judged: unknown is not absent.
     """
 
     __slots__ = ("_absent", "_clear_after", "on")
+    STATE = ("on", "_absent")
 
     def __init__(self, clear_after: int) -> None:
         self._clear_after = clear_after
@@ -179,23 +158,17 @@ class Episode:
                 self.on, self._absent = False, 0
         return False
 
-    def state(self) -> list[int]:
-        """Return the state as JSON types."""
-        return [int(self.on), self._absent]
 
-    def restore(self, state: Sequence[int]) -> None:
-        """Go on as the episode that gave ``state``."""
-        self.on, self._absent = bool(state[0]), int(state[1])
-
-
-class Watcher:
+class Watcher(Stateful):
     """Base of the step watchers: knows when a run went back or was started anew.
 
-    A subclass gives ``_judge``, ``_state`` and ``_restore``, ``_restarted`` where it keeps anything
-    that a new attempt makes void, and ``goes_on`` where it tells of what lasts.
+    A subclass gives ``_judge`` and ``STATE``, ``_restarted`` where it keeps anything that a new
+    attempt makes void, and ``goes_on`` where it tells of what lasts.
     """
 
     name = ""
+    STATE: ClassVar[tuple[str | Entry, ...]] = (row("place", "_attempt", "_step", "_has_seen"),)
+    FLAGS_ARE_NUMBERS = True
 
     def __init__(self) -> None:
         self._attempt = 0
@@ -214,43 +187,19 @@ class Watcher:
         self._attempt, self._step, self._has_seen = merged.attempt, merged.step, True
         return self._judge(merged)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        place = [self._attempt, self._step, int(self._has_seen)]
-        return {"place": place, **self._state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        attempt, step, has_seen = state["place"]
-        self._attempt, self._step, self._has_seen = int(attempt), int(step), bool(has_seen)
-        self._restore(state)
-
     def _restarted(self, merged: MergedStep) -> None:
         """Drop what the first step of another attempt, or of another process, makes void."""
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         raise NotImplementedError
 
-    def _state(self) -> dict[str, Any]:
-        raise NotImplementedError
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class NodeWatcher(Protocol):
+class NodeWatcher(Stateful):
     """Tells what a node's samples show. Reads no clock, draws no random number, never raises."""
 
-    name: str
+    FLAGS_ARE_NUMBERS = True
+    name = ""
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        ...
+        raise NotImplementedError

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trainvitals.detect.fleet.base import (
     INFINITY,
@@ -22,6 +21,7 @@ from trainvitals.detect.fleet.base import (
     upper_median,
 )
 from trainvitals.records import Finding
+from trainvitals.stateful import StatefulRow, table
 
 MOST_LAYERS = 4096
 """Layers followed; what comes beyond is not judged."""
@@ -30,10 +30,11 @@ _SIGMA_PER_MEAN_DEVIATION = 1.2533
 _LEAST_SPREAD = 0.05
 
 
-class Course:
+class Course(StatefulRow):
     """A layer's own course: centre and mean deviation of the logarithm of a number."""
 
     __slots__ = ("center", "count", "level", "spread", "streak")
+    STATE = ("count", "center", "spread", "streak", "level")
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,18 +61,6 @@ class Course:
     def begin(self, value: float) -> None:
         """Start at a value, with nothing known before."""
         self.count, self.center, self.spread, self.streak = 1, value, 0.0, 0
-
-    def state(self) -> list[float]:
-        """Return the state as JSON types."""
-        return [self.count, self.center, self.spread, self.streak, self.level]
-
-    @classmethod
-    def of(cls, state: list[float]) -> Course:
-        """Return the course that gave ``state``."""
-        course = cls()
-        count, course.center, course.spread, streak, course.level = state
-        course.count, course.streak = int(count), int(streak)
-        return course
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +111,7 @@ class LayerOutlierWatcher(Watcher):
     """
 
     label = ""
+    STATE = (table("_courses", lambda _: Course()), "_episode")
 
     def __init__(self, config: LayerConfig | None = None) -> None:
         super().__init__()
@@ -212,14 +202,6 @@ class LayerOutlierWatcher(Watcher):
     def _least(self, total: float) -> float:
         return self._config.least_share * total
 
-    def _state(self) -> dict[str, Any]:
-        courses = [[layer, *course.state()] for layer, course in self._courses.items()]
-        return {"courses": courses, "episode": self._episode.state()}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._courses = {layer: Course.of(kept) for layer, *kept in state["courses"]}
-        self._episode.restore(state["episode"])
-
 
 class LayerGradientWatcher(LayerOutlierWatcher):
     """Finds the layer whose gradients alone explode."""
@@ -296,6 +278,7 @@ class ActivationWatcher(Watcher):
     """
 
     name = "activation"
+    STATE = (table("_courses", lambda _: Course()), "_episode")
 
     def __init__(self, config: ActivationConfig | None = None) -> None:
         super().__init__()
@@ -356,14 +339,6 @@ class ActivationWatcher(Watcher):
         course.begin(value)
         course.count, course.level = self._config.warm_up, value
         return growth
-
-    def _state(self) -> dict[str, Any]:
-        courses = [[key, *course.state()] for key, course in self._courses.items()]
-        return {"courses": courses, "episode": self._episode.state()}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._courses = {key: Course.of(kept) for key, *kept in state["courses"]}
-        self._episode.restore(state["episode"])
 
 
 def _exp(value: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from trainvitals.detect.fleet.base import (
     INFINITY,
@@ -19,6 +18,7 @@ from trainvitals.detect.fleet.base import (
     upper_median,
 )
 from trainvitals.records import Finding
+from trainvitals.stateful import StatefulRow
 from trainvitals.units import humanize_bytes
 
 _MOST_BYTES = 1e18
@@ -62,8 +62,10 @@ class MemoryConfig:
         require("memory", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
-class _Floors:
+class _Floors(StatefulRow):
     """Smallest values of blocks of steps, of every rank: one scale."""
+
+    STATE = ("present", "num", "kept")
 
     def __init__(self, size: int, most: int) -> None:
         self.size, self.most = size, most
@@ -96,6 +98,7 @@ class MemoryCreepWatcher(Watcher):
     """
 
     name = "memory_creep"
+    STATE = ("_total", "_settling", "_scales", "_creeps", "_episode")
 
     def __init__(self, config: MemoryConfig | None = None) -> None:
         super().__init__()
@@ -185,23 +188,6 @@ class MemoryCreepWatcher(Watcher):
             value=left,
             onset_step=max(0, onset),
         )
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "total": self._total,
-            "settling": self._settling,
-            "scales": [[list(s.present), s.num, [list(k) for k in s.kept]] for s in self._scales],
-            "creeps": [int(creeps) for creeps in self._creeps],
-            "episode": self._episode.state(),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._total, self._settling = float(state["total"]), int(state["settling"])
-        for scale, (present, num, kept) in zip(self._scales, state["scales"], strict=True):
-            scale.present, scale.num = list(present), int(num)
-            scale.kept = [list(row) for row in kept]
-        self._creeps = [bool(creeps) for creeps in state["creeps"]]
-        self._episode.restore(state["episode"])
 
 
 def _theil_sen(values: Sequence[float]) -> float:

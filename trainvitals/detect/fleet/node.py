@@ -15,12 +15,14 @@ from trainvitals.detect.fleet.base import (
     INFINITY,
     Episode,
     NodeSample,
+    NodeWatcher,
     Value,
     number,
     require,
     tell,
 )
 from trainvitals.records import Finding
+from trainvitals.stateful import StatefulRow, table
 from trainvitals.units import humanize
 
 MOST_GPUS = 65536
@@ -77,8 +79,10 @@ class ThrottleConfig:
         require("throttle", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
-class _Clocks:
+class _Clocks(StatefulRow):
     """What is kept of one GPU's clocks."""
+
+    STATE = ("hot", "capped", "highest", "slowed", "cap")
 
     def __init__(self, clear_after: int) -> None:
         self.hot = self.capped = 0
@@ -86,14 +90,18 @@ class _Clocks:
         self.slowed, self.cap = Episode(clear_after), Episode(clear_after)
 
 
-class GpuThrottleWatcher:
+class GpuThrottleWatcher(NodeWatcher):
     """Finds GPUs whose clocks are slowed for heat or by the power supply, and caps that hurt."""
 
     name = "gpu_throttle"
+    STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
 
     def __init__(self, config: ThrottleConfig | None = None) -> None:
         self._config = config or ThrottleConfig()
         self._gpus: dict[tuple[str, str], _Clocks] = {}
+
+    def _new(self) -> _Clocks:
+        return _Clocks(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
@@ -102,7 +110,7 @@ class GpuThrottleWatcher:
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
                 continue
-            clocks = _of(self._gpus, (sample.node, uuid), lambda: _Clocks(self._config.clear_after))
+            clocks = _of(self._gpus, (sample.node, uuid), self._new)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
                 text = f"{_gpu(sample, uuid)} {reason}{_shown(columns)}"
                 cause = "gpu_power_cap" if mask & POWER_CAP and not mask & _SLOWED else _cause(mask)
@@ -125,24 +133,6 @@ class GpuThrottleWatcher:
         if begins_hot:
             return _WORDS[_cause(mask)]
         return "is held far below its clock by its power cap" if begins_cap else ""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        gpus = [
-            [*key, c.hot, c.capped, c.highest, c.slowed.state(), c.cap.state()]
-            for key, c in self._gpus.items()
-        ]
-        return {"gpus": gpus}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        self._gpus = {}
-        for node, uuid, hot, capped, highest, slowed, cap in state["gpus"]:
-            clocks = _Clocks(self._config.clear_after)
-            clocks.hot, clocks.capped, clocks.highest = int(hot), int(capped), float(highest)
-            clocks.slowed.restore(slowed)
-            clocks.cap.restore(cap)
-            self._gpus[node, uuid] = clocks
 
 
 THROTTLES: dict[int, str] = {
@@ -198,8 +188,10 @@ class GpuErrorConfig:
         require("gpu_errors", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
-class _Errors:
+class _Errors(StatefulRow):
     """What is kept of one GPU's errors; -1 where a counter was not seen yet."""
+
+    STATE = ("uncorrected", "corrected", "since_ns", "xid", "ecc", "many")
 
     def __init__(self, clear_after: int) -> None:
         self.uncorrected = self.corrected = self.xid = -1
@@ -207,20 +199,24 @@ class _Errors:
         self.ecc, self.many = Episode(clear_after), Episode(clear_after)
 
 
-class GpuErrorWatcher:
+class GpuErrorWatcher(NodeWatcher):
     """Finds memory errors and Xids as they happen; those from before the first sample are old."""
 
     name = "gpu_error"
+    STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
 
     def __init__(self, config: GpuErrorConfig | None = None) -> None:
         self._config = config or GpuErrorConfig()
         self._gpus: dict[tuple[str, str], _Errors] = {}
 
+    def _new(self) -> _Errors:
+        return _Errors(self._config.clear_after)
+
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
-            kept = _of(self._gpus, (sample.node, uuid), lambda: _Errors(self._config.clear_after))
+            kept = _of(self._gpus, (sample.node, uuid), self._new)
             if kept is None:
                 continue
             if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
@@ -292,25 +288,6 @@ class GpuErrorWatcher:
             ),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        gpus = [
-            [*key, e.uncorrected, e.corrected, e.since_ns, e.xid, e.ecc.state(), e.many.state()]
-            for key, e in self._gpus.items()
-        ]
-        return {"gpus": gpus}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        self._gpus = {}
-        for node, uuid, uncorrected, corrected, since, xid, ecc, many in state["gpus"]:
-            kept = _Errors(self._config.clear_after)
-            kept.uncorrected, kept.corrected = int(uncorrected), int(corrected)
-            kept.since_ns, kept.xid = int(since), int(xid)
-            kept.ecc.restore(ecc)
-            kept.many.restore(many)
-            self._gpus[node, uuid] = kept
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLostConfig:
@@ -326,13 +303,14 @@ class GpuLostConfig:
         require("gpu_lost", "all_samples", self.all_samples, least=1, most=INFINITY)
 
 
-class GpuLostWatcher:
+class GpuLostWatcher(NodeWatcher):
     """Finds GPUs that were there and answer no more: fallen off the bus, most likely.
 
     An agent sends no columns of a GPU that answers nothing. A GPU that comes back may be lost anew.
     """
 
     name = "gpu_lost"
+    STATE = ("_missing",)
 
     def __init__(self, config: GpuLostConfig | None = None) -> None:
         self._config = config or GpuLostConfig()
@@ -364,17 +342,6 @@ class GpuLostWatcher:
             return (tell(self.name, sample.step, text, value=float(len(lost))),)
         words = "does not answer any more: it may have fallen off the bus"
         return tuple(tell(self.name, sample.step, f"{_gpu(sample, uuid)} {words}") for uuid in lost)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {"missing": {node: dict(gpus) for node, gpus in self._missing.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        self._missing = {
-            node: {uuid: int(count) for uuid, count in gpus.items()}
-            for node, gpus in state["missing"].items()
-        }
 
 
 def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
 
 from trainvitals.detect.fleet.base import (
     INFINITY,
@@ -22,6 +21,7 @@ from trainvitals.detect.fleet.base import (
     tell,
 )
 from trainvitals.records import OVERFLOW, Finding
+from trainvitals.stateful import hexadecimal, row
 
 _NEWEST = 512
 _MOST = 2048
@@ -70,6 +70,13 @@ class LearningRateWatcher(Watcher):
     """
 
     name = "learning_rate"
+    STATE = (
+        "_steps", "_rates", "_last", "_last_step", "_peak", "_rows_since_peak",
+        row("flags", "_is_warm", "_is_resumed"),
+        "_jump",
+        row("zeros", "_zeros", "_zero_since"),
+        row("episodes", "_jumps", "_zero", "_nonfinite"),
+    )  # fmt: skip
 
     def __init__(self, config: LearningRateConfig | None = None) -> None:
         super().__init__()
@@ -248,34 +255,6 @@ class LearningRateWatcher(Watcher):
         if len(steps) > _MOST:
             del steps[1:-_NEWEST:2], rates[1:-_NEWEST:2]
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "steps": list(self._steps),
-            "rates": list(self._rates),
-            "last": self._last,
-            "last_step": self._last_step,
-            "peak": self._peak,
-            "rows_since_peak": self._rows_since_peak,
-            "flags": [int(self._is_warm), int(self._is_resumed)],
-            "jump": list(self._jump),
-            "zeros": [self._zeros, self._zero_since],
-            "episodes": [e.state() for e in (self._jumps, self._zero, self._nonfinite)],
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._steps, self._rates = list(state["steps"]), list(state["rates"])
-        self._last, self._last_step = state["last"], int(state["last_step"])
-        self._peak = float(state["peak"])
-        self._rows_since_peak = int(state["rows_since_peak"])
-        self._is_warm, self._is_resumed = (bool(flag) for flag in state["flags"])
-        low, high = state["jump"]
-        self._jump = (float(low), float(high))
-        self._zeros, self._zero_since = (int(n) for n in state["zeros"])
-        for episode, kept in zip(
-            (self._jumps, self._zero, self._nonfinite), state["episodes"], strict=True
-        ):
-            episode.restore(kept)
-
 
 def _requested(applied: float | None, factor: float | None) -> float | None:
     """Return the schedule's rate; as it was applied where no factor of the policy is known."""
@@ -330,6 +309,14 @@ class LossScaleWatcher(Watcher):
     """
 
     name = "loss_scale"
+    STATE = (
+        "_scale",
+        "_count",
+        hexadecimal("_bits"),
+        row("rows", "_rows", "_in_row", "_calm", "_is_settled"),
+        "_before",
+        row("episodes", "_low", "_collapse", "_rate"),
+    )
 
     def __init__(self, config: LossScaleConfig | None = None) -> None:
         super().__init__()
@@ -434,23 +421,3 @@ class LossScaleWatcher(Watcher):
                 onset_step=max(0, step - self._bits.bit_length() + 1),
             ),
         )
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "scale": self._scale,
-            "count": self._count,
-            "bits": f"{self._bits:x}",
-            "rows": [self._rows, self._in_row, self._calm, int(self._is_settled)],
-            "before": self._before,
-            "episodes": [e.state() for e in (self._low, self._collapse, self._rate)],
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._scale, self._count = state["scale"], state["count"]
-        self._bits, self._before = int(state["bits"], 16), float(state["before"])
-        self._rows, self._in_row, self._calm, settled = (int(n) for n in state["rows"])
-        self._is_settled = bool(settled)
-        for episode, kept in zip(
-            (self._low, self._collapse, self._rate), state["episodes"], strict=True
-        ):
-            episode.restore(kept)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import Any
 
 from trainvitals.detect.fleet.base import (
     INFINITY,
@@ -21,6 +20,7 @@ from trainvitals.detect.fleet.base import (
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD
 from trainvitals.records import Finding
+from trainvitals.stateful import table
 from trainvitals.units import humanize_seconds
 
 
@@ -56,6 +56,7 @@ class DataBoundWatcher(Watcher):
     """
 
     name = "data_bound"
+    STATE = ("_waits", "_durations", "_of_rank", "_start", "_episode")
 
     def __init__(self, config: DataBoundConfig | None = None) -> None:
         super().__init__()
@@ -142,20 +143,6 @@ class DataBoundWatcher(Watcher):
         is_alone = longest / self._config.one_rank_ratio > usual
         return self._of_rank.index(longest) if is_alone else -1
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "waits": list(self._waits),
-            "durations": list(self._durations),
-            "of_rank": list(self._of_rank),
-            "start": self._start,
-            "episode": self._episode.state(),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._waits, self._durations = list(state["waits"]), list(state["durations"])
-        self._of_rank, self._start = list(state["of_rank"]), int(state["start"])
-        self._episode.restore(state["episode"])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerConfig:
@@ -184,12 +171,13 @@ class StragglerWatcher(Watcher):
     """
 
     name = "straggler"
+    STATE = (table("_late"), "_told")
 
     def __init__(self, config: StragglerConfig | None = None) -> None:
         super().__init__()
         self._config = config or StragglerConfig()
-        self._late: dict[int, int] = {}
-        self._since: dict[int, int] = {}
+        self._late: dict[int, tuple[int, int]] = {}
+        """By rank: steps late, and since when."""
         self._told: set[int] = set()
 
     @property
@@ -199,7 +187,6 @@ class StragglerWatcher(Watcher):
 
     def _restarted(self, merged: MergedStep) -> None:
         self._late.clear()
-        self._since.clear()
         self._told.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
@@ -217,17 +204,16 @@ class StragglerWatcher(Watcher):
     ) -> tuple[Finding, ...]:
         limit, counts, latecomers = self._config.late * duration, self._late, []
         for rank, late in zip(ranks, lateness, strict=True):
-            count = counts.get(rank, 0)
+            count, since = counts.get(rank, (0, merged.step))
             if late > limit:
-                if not count:
-                    self._since[rank] = merged.step
-                counts[rank] = min(count + 1, 2 * self._config.steps)
-                if counts[rank] >= self._config.steps and rank not in self._told:
+                count = min(count + 1, 2 * self._config.steps)
+                counts[rank] = (count, since)
+                if count >= self._config.steps and rank not in self._told:
                     latecomers.append((late, rank))
             elif count > 2:
-                counts[rank] = count - 2
+                counts[rank] = (count - 2, since)
             elif count:
-                del counts[rank], self._since[rank]
+                del counts[rank]
                 self._told.discard(rank)
         self._told.update(rank for _, rank in latecomers)
         return (self._tell(merged, latecomers, ranks, duration),) if latecomers else ()
@@ -240,7 +226,7 @@ class StragglerWatcher(Watcher):
         duration: float,
     ) -> Finding:
         late, rank = max(latecomers)
-        late = min(late, LONGEST_SECONDS)
+        late, since = min(late, LONGEST_SECONDS), self._late[rank][1]
         more = sorted(other for _, other in latecomers if other != rank)
         others = f", as for {_names(more)}" if more else ""
         of_data = _is_late_by_data(merged, rank, late)
@@ -250,22 +236,13 @@ class StragglerWatcher(Watcher):
             self.name,
             merged.step,
             f"{len(ranks) - 1} other ranks wait {humanize_seconds(late)}, {share:.0%} of a step, "
-            f"for rank {rank}{others}, since step {self._since[rank]}{why}",
+            f"for rank {rank}{others}, since step {since}{why}",
             rank=rank,
             value=share,
             limit=self._config.late,
-            onset_step=self._since[rank],
+            onset_step=since,
             cause="straggler_data" if of_data else "straggler",
         )
-
-    def _state(self) -> dict[str, Any]:
-        late = [[rank, count, self._since[rank]] for rank, count in self._late.items()]
-        return {"late": late, "told": sorted(self._told)}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._late = {int(rank): int(count) for rank, count, _ in state["late"]}
-        self._since = {int(rank): int(since) for rank, _, since in state["late"]}
-        self._told = {int(rank) for rank in state["told"]}
 
 
 def _nobody_is_late(merged: MergedStep, limit: float) -> bool:
@@ -352,6 +329,7 @@ class RankLossWatcher(Watcher):
     """
 
     name = "rank_loss"
+    STATE = (table("_counts"), "_told")
 
     def __init__(self, config: RankLossConfig | None = None) -> None:
         super().__init__()
@@ -438,11 +416,3 @@ class RankLossWatcher(Watcher):
             limit=middle,
             onset_step=since,
         )
-
-    def _state(self) -> dict[str, Any]:
-        counts = [[rank, count, since] for rank, (count, since) in self._counts.items()]
-        return {"counts": counts, "told": sorted(self._told)}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._counts = {int(r): (int(count), int(since)) for r, count, since in state["counts"]}
-        self._told = {int(rank) for rank in state["told"]}

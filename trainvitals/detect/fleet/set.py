@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainvitals.detect.fleet.base import MergedStep, NodeSample, NodeWatcher, StepWatcher
+from trainvitals.detect.fleet.base import MergedStep, NodeSample, NodeWatcher, Watcher
 from trainvitals.detect.fleet.layers import (
     ActivationConfig,
     ActivationWatcher,
@@ -46,6 +47,7 @@ from trainvitals.detect.fleet.speed import (
     usual_interval,
 )
 from trainvitals.records import Finding
+from trainvitals.stateful import Stateful, row
 
 _KEPT_CHECKPOINTS = 16
 
@@ -84,18 +86,21 @@ class FleetConfig:
     """A checkpoint that does not come."""
 
 
-class FleetDetectors:
+class FleetDetectors(Stateful):
     """Feeds every watcher of one run, in a fixed order. Reads no clock and never raises on data.
 
     Call ``update`` with each merged step, ``update_node`` with each node's sample, ``saved`` with
     each checkpoint, and ``idle`` now and then with the time.
     """
 
+    STATE = ("_watchers", "_last", row("told", "_is_stalled", "_is_overdue"), "_checkpoints")
+    FLAGS_ARE_NUMBERS = True
+
     def __init__(self, config: FleetConfig | None = None) -> None:
         self._config = config = config or FleetConfig()
         self._throughput = ThroughputWatcher(config.throughput)
         self._memory = MemoryCreepWatcher(config.memory)
-        self._of_steps: tuple[StepWatcher, ...] = (
+        self._of_steps: tuple[Watcher, ...] = (
             LearningRateWatcher(config.learning_rate),
             LossScaleWatcher(config.loss_scale),
             LayerGradientWatcher(config.layers),
@@ -112,8 +117,9 @@ class FleetDetectors:
             GpuErrorWatcher(config.gpu_errors),
             GpuLostWatcher(config.gpu_lost),
         )
-        self._all: tuple[StepWatcher | NodeWatcher, ...] = (*self._of_steps, *self._of_nodes)
-        self._last: tuple[int, int] | None = None
+        self._watchers = {watcher.name: watcher for watcher in (*self._of_steps, *self._of_nodes)}
+        self._last: Sequence[int] | None = None
+        """Step and time of the newest step."""
         self._is_stalled = self._is_overdue = False
         self._checkpoints: list[int] = []
         self._interval: int | None = None
@@ -185,22 +191,7 @@ class FleetDetectors:
         self._is_overdue = finding is not None
         return () if finding is None else (finding,)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "watchers": {w.name: w.state_dict() for w in self._all},
-            "last": None if self._last is None else list(self._last),
-            "told": [int(self._is_stalled), int(self._is_overdue)],
-            "checkpoints": list(self._checkpoints),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the set that gave ``state``; a watcher it did not have starts anew."""
-        for watcher in self._all:
-            if watcher.name in state["watchers"]:
-                watcher.load_state_dict(state["watchers"][watcher.name])
-        last = state["last"]
-        self._last = None if last is None else (int(last[0]), int(last[1]))
-        self._is_stalled, self._is_overdue = (bool(flag) for flag in state["told"])
-        self._checkpoints = [int(step) for step in state["checkpoints"]]
+        super().load_state_dict(state)
         self._interval = usual_interval(self._checkpoints)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from trainvitals.detect.fleet.base import (
     INFINITY,
@@ -21,6 +21,7 @@ from trainvitals.detect.fleet.base import (
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD, RobustWindow
 from trainvitals.records import Finding
+from trainvitals.stateful import Stateful, row
 from trainvitals.units import humanize, humanize_seconds
 
 Kind = Literal["ordinary", "periodic", "slow"]
@@ -47,13 +48,15 @@ class PaceConfig:
         require("pace", "accept_after", self.accept_after, least=2, most=INFINITY)
 
 
-class Pace:
+class Pace(Stateful):
     """Sorts steps by their duration. Slow ones never enter what is usual.
 
     Evaluations and checkpoints make nearly all slow steps of a healthy run, at equal distances in
     steps: a slow step is periodic where three more lie behind it at the same distance, one off at
     the most.
     """
+
+    STATE = ("_usual", "_slow", "_streak", "_longest", "period")
 
     def __init__(self, config: PaceConfig | None = None) -> None:
         self._config = config or PaceConfig()
@@ -109,25 +112,6 @@ class Pace:
         self._slow = [slow for slow in self._slow if slow < step]
         self._streak.clear()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "usual": self._usual.values(),
-            "slow": list(self._slow),
-            "streak": list(self._streak),
-            "longest": list(self._longest),
-            "period": self.period,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on as the pace that gave ``state``."""
-        self._usual.restore(state["usual"])
-        self._slow = [int(step) for step in state["slow"]]
-        self._streak = [float(seconds) for seconds in state["streak"]]
-        first, second = state["longest"]
-        self._longest = (float(first), float(second))
-        self.period = int(state["period"])
-
 
 # ------------------------------------------------------------------------------------- throughput
 
@@ -180,6 +164,16 @@ class ThroughputWatcher(Watcher):
     """
 
     name = "throughput"
+    STATE = (
+        "pace",
+        row("measures", "_world_size", "_per_token", "_settling"),
+        "_block",
+        "_blocks",
+        "_best",
+        "_noise",
+        row("low", "_low_blocks", "_onset", "_block_start"),
+        "_episode",
+    )
 
     def __init__(self, config: ThroughputConfig | None = None) -> None:
         super().__init__()
@@ -278,27 +272,6 @@ class ThroughputWatcher(Watcher):
                 f"as the {humanize_seconds(_exp(best))} of the run's best course, {for_steps}"
             )
         return tell(self.name, step, reason, value=now, limit=limit, onset_step=self._onset)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "pace": self.pace.state(),
-            "measures": [self._world_size, int(self._per_token), self._settling],
-            "block": list(self._block),
-            "blocks": list(self._blocks),
-            "best": self._best,
-            "noise": self._noise,
-            "low": [self._low_blocks, self._onset, self._block_start],
-            "episode": self._episode.state(),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.pace.restore(state["pace"])
-        self._world_size, per_token, self._settling = (int(n) for n in state["measures"])
-        self._per_token = bool(per_token)
-        self._block, self._blocks = list(state["block"]), list(state["blocks"])
-        self._best, self._noise = state["best"], float(state["noise"])
-        self._low_blocks, self._onset, self._block_start = (int(n) for n in state["low"])
-        self._episode.restore(state["episode"])
 
 
 def _exp(value: float) -> float:
