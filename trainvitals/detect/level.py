@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated, ClassVar
 
+from msgspec import Meta
+
+from trainvitals.config import AboveZero, Settings
 from trainvitals.detect.outliers import Detector
-from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
 
 _SIGMA_OF_DIFFERENCES = 1.28 * math.sqrt(2.0)
@@ -37,18 +39,23 @@ _NOISE_EVERY = 4
 """Looks from one estimate of the noise to the next."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelConfig:
+class LevelConfig(Settings, frozen=True, kw_only=True):
     """What counts as a loss that walked away, and as one that stays there."""
 
-    window: int = 64
+    section = "level"
+    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("window", "noise"),
+        ("rise", "divergence", "far"),
+    )
+
+    window: Annotated[int, Meta(ge=8)] = 64
     """Steps whose median is the level."""
     noise: int = 256
     """Steps whose differences give the noise of the loss."""
-    sigmas: float = 6.0
+    sigmas: AboveZero = 6.0
     """Deviations of that noise by which the level must be above the lowest; the median of 64 steps
     itself deviates by a sixth of one. Clean real runs reach 3."""
-    rise: float = 0.02
+    rise: AboveZero = 0.02
     """And the part of the lowest level; from there on the loss has not recovered."""
     divergence: float = 0.05
     """Rise at which it is told at once; told again where it has risen by twice as much further."""
@@ -58,28 +65,10 @@ class LevelConfig:
     recurs_within: int = 3000
     """Steps within which three rises that were told and went back are this run's way: told no more
     up to 1.3 times the highest."""
-    flat_steps: int = 150
+    flat_steps: Annotated[int, Meta(ge=_LOOKS)] = 150
     """Steps without progress, since the level rose, after which it is a plateau."""
-    flat: float = 0.01
+    flat: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.01
     """What the level may move by in these and still be flat; half of it downwards."""
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.window <= self.noise:
-            raise ConfigError(
-                f"level.window is {self.window}; it must be 8 to level.noise ({self.noise})"
-            )
-        if not 0.0 < self.rise <= self.divergence <= self.far:
-            raise ConfigError(
-                f"level.rise is {self.rise}, level.divergence {self.divergence}, level.far "
-                f"{self.far}; they must be above 0 and in this order"
-            )
-        if self.sigmas <= 0.0:
-            raise ConfigError(f"level.sigmas is {self.sigmas}; it must be above 0")
-        if self.flat_steps < _LOOKS or not 0.0 < self.flat < 1.0:
-            raise ConfigError(
-                f"level.flat_steps is {self.flat_steps}, level.flat {self.flat}; they must be at "
-                f"least {_LOOKS} and between 0 and 1"
-            )
 
 
 LEVEL_DEFAULTS = LevelConfig()
@@ -287,32 +276,22 @@ _NOT_AGAIN = 8
 """Blocks after any other finding about the loss in which a rise is not told once more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriftConfig:
+class DriftConfig(Settings, frozen=True, kw_only=True):
     """What counts as a loss that drifts up, beyond what it does by itself."""
 
-    rise: float = 0.04
+    section = "drift"
+
+    rise: AboveZero = 0.04
     """Smallest rise of the level above its lowest that is told (in logarithm)."""
-    sigmas: float = 6.0
+    sigmas: AboveZero = 6.0
     """And in deviations of such a level, by how much blocks of 32 steps differ."""
-    fall: float = 0.15
+    fall: AboveZero = 0.15
     """A fall (in logarithm) from one block to the next after which the level is learned anew: a new
     epoch of a set that is learned by heart creeps up afterwards, by 12 % in a clean real run."""
-    remembered: float = 2.0
+    remembered: Annotated[float, Meta(ge=1.0)] = 2.0
     """And this multiple of the largest rise that went back by itself."""
-    warm_up: int = 16
+    warm_up: Annotated[int, Meta(ge=2 * _SPANS[0])] = 16
     """Blocks needed before anything is told: 512 steps."""
-
-    def __post_init__(self) -> None:
-        if self.rise <= 0.0 or self.sigmas <= 0.0 or self.fall <= 0.0 or self.remembered < 1.0:
-            raise ConfigError(
-                f"drift.rise is {self.rise}, drift.sigmas {self.sigmas}, drift.fall {self.fall}, "
-                f"drift.remembered {self.remembered}; they must be above 0, and the last at least 1"
-            )
-        if self.warm_up < 2 * _SPANS[0]:
-            raise ConfigError(
-                f"drift.warm_up is {self.warm_up}; it must be at least {2 * _SPANS[0]} blocks"
-            )
 
 
 DRIFT_DEFAULTS = DriftConfig()
@@ -504,37 +483,22 @@ _WIDE = 1.25
 """The error of a median of n normal samples is this deviation over the root of n."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressConfig:
+class ProgressConfig(Settings, frozen=True, kw_only=True):
     """What counts as progress that is lost, never made, or too good."""
 
-    given_back: float = 0.9
+    section = "progress"
+
+    given_back: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
     """Part of the gain since the first losses that is given back for 100 steps."""
-    learn_steps: int = 500
+    learn_steps: Annotated[int, Meta(ge=2 * _KEPT)] = 500
     """Steps after which a loss that is still where it began never learns. They count from the end
     of the learning rate's warm-up."""
-    learned: float = 0.02
+    learned: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.02
     """Part of the first losses by which it must have fallen by then, beyond its noise."""
-    collapse: float = 0.3
+    collapse: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.3
     """A loss that falls below this part of its course within 16 steps, and stays there for 16."""
-    stuck: float = 1.15
+    stuck: Annotated[float, Meta(ge=1.0)] = 1.15
     """Multiple of the lowest level before a restart at which a loss that does not fall is stuck."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.given_back <= 1.0 or not 0.0 < self.collapse < 1.0:
-            raise ConfigError(
-                f"progress.given_back is {self.given_back}, progress.collapse {self.collapse}; "
-                "they must be above 0, at most 1 and below 1"
-            )
-        if self.learn_steps < 2 * _KEPT:
-            raise ConfigError(
-                f"progress.learn_steps is {self.learn_steps}; it must be at least {2 * _KEPT}"
-            )
-        if not 0.0 < self.learned < 1.0 or self.stuck < 1.0:
-            raise ConfigError(
-                f"progress.learned is {self.learned}, progress.stuck {self.stuck}; they must be "
-                "between 0 and 1, and at least 1"
-            )
 
 
 PROGRESS_DEFAULTS = ProgressConfig()

@@ -20,12 +20,12 @@ import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from trainvitals.errors import ConfigError
+from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Settings
 from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import Stateful, StatefulRow
 
@@ -247,43 +247,29 @@ class Limits(msgspec.Struct, frozen=True):
     grad_norm: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutlierConfig:
+class OutlierConfig(Settings, frozen=True, kw_only=True):
     """How far off a finite step must be to count as an outlier. All three conditions must hold."""
+
+    section = "outlier"
+    ascending = (("warm_up", "window"),)
 
     window: int = 64
     """Clean steps kept as the reference."""
-    warm_up: int = 50
+    warm_up: Annotated[int, Meta(ge=8)] = 50
     """Clean steps needed; before, only what is absurd is stopped."""
-    sigmas: float = 8.0
+    sigmas: AboveZero = 8.0
     """Robust standard deviations (1.4826 MAD) above the median."""
-    loss_ratio: float = 3.0
+    loss_ratio: AboveOne = 3.0
     """Multiple of the median loss; around zero, that many times its size above it."""
-    grad_norm_ratio: float = 10.0
+    grad_norm_ratio: AboveOne = 10.0
     """Multiple of the median gradient norm: clean runs show single steps of 5 to 15 times it."""
-    floor: float = 0.05
+    floor: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
     """Part of the run's first values that the value itself must exceed: a loss near 0 has noise of
     its own size."""
-    first: int = 20
+    first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
-    absurd: float = 1e5
+    absurd: Annotated[float, Meta(ge=100.0)] = 1e5
     """Multiple of the largest first value that is stopped before the warm-up is over."""
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.warm_up <= self.window:
-            raise ConfigError(
-                f"outlier.warm_up is {self.warm_up}; it must be 8 to outlier.window ({self.window})"
-            )
-        for name, least in (("sigmas", 0.0), ("loss_ratio", 1.0), ("grad_norm_ratio", 1.0)):
-            if not getattr(self, name) > least:
-                raise ConfigError(
-                    f"outlier.{name} is {getattr(self, name)}; it must be above {least:g}"
-                )
-        if not 0.0 <= self.floor < 1.0 or self.first < 1 or self.absurd < 100.0:
-            raise ConfigError(
-                f"outlier.floor is {self.floor}, outlier.first {self.first}, outlier.absurd "
-                f"{self.absurd}; they must be from 0 to below 1, at least 1, and at least 100"
-            )
 
 
 OUTLIER_DEFAULTS = OutlierConfig()

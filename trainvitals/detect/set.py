@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from trainvitals.config import Settings
 from trainvitals.detect.level import (
     DRIFT_DEFAULTS,
     LEVEL_DEFAULTS,
@@ -31,9 +31,10 @@ from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import Stateful
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectConfig:
+class DetectConfig(Settings, frozen=True, kw_only=True):
     """Settings of the detectors in the loop."""
+
+    section = "detect"
 
     loss: SpikeConfig = LOSS_DEFAULTS
     """A loss that is high, for one step or for several."""

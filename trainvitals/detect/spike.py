@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
+from msgspec import Meta
+
+from trainvitals.config import AboveOne, AboveZero, AtLeastOne, NotNegative, Settings
 from trainvitals.detect.outliers import Detector, RobustWindow, is_clean
-from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import row
 
@@ -70,96 +71,78 @@ _OF_HIGHER = 0.5
 a run that jumps to four times its loss now and then is not told of 1.7 times."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpikeConfig:
+class SpikeConfig(Settings, frozen=True, kw_only=True):
     """How far above its recent course a metric may be, for one step and for several."""
+
+    section = "loss"
+    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("warm_up", "window"),
+        ("together", "min_ratio"),
+    )
 
     window: int = 200
     """Clean steps whose distances from the course are remembered: the spread, and the tail."""
-    warm_up: int = 10
+    warm_up: Annotated[int, Meta(ge=8)] = 10
     """Clean steps needed before there is a limit; 16 and 10 score alike on real curves."""
-    trend_window: int = 25
+    trend_window: AtLeastOne = 25
     """Newest clean steps whose median is the metric's course: what a step is compared with. Its own
     error is a quarter of a step's noise."""
-    sigmas: float = 4.5
+    sigmas: AboveZero = 4.5
     """Robust standard deviations around the course that clean steps keep within. A step at 3x is
     7 of them where the noise is 15 %."""
-    margin: float = 1.2
+    margin: Annotated[float, Meta(ge=1.0)] = 1.2
     """The limit exceeds by this factor the distance that 2 % of these steps went beyond: what was
     normal before is no outlier (bimodal losses, heavy tails)."""
     min_ratio: float = 2.0
     """The limit of one step is at least this multiple of the course: single batches of clean runs
     reach 1.9 times their neighbours' loss; but less than that in a calm run, see ``calm``."""
-    calm: float = 30.0
+    calm: NotNegative = 30.0
     """In a calm run the limit of one step is at least this many deviations instead: 1.35x where the
     noise is 1 %. 0: ``min_ratio`` always."""
-    allowance: float = 1.0
+    allowance: NotNegative = 1.0
     """Deviations that a step may be above the course without being evidence."""
-    most: float = 4.0
+    most: AboveZero = 4.0
     """Deviations beyond the allowance that one step counts for at most, however far it is."""
-    enough: float = 5.5
+    enough: NotNegative = 5.5
     """Sum of what is beyond the allowance at which several steps are told; above ``most``: it takes
     two steps. 0: several steps are never told together."""
-    deviation: float = 0.02
+    deviation: AboveZero = 0.02
     """Smallest deviation assumed where steps are added up."""
-    together: float = 1.35
+    together: AboveOne = 1.35
     """Multiple of the course that steps which are told together lie at, on average."""
-    remembered: float = 1.25
+    remembered: Annotated[float, Meta(ge=1.0)] = 1.25
     """The sum must exceed by this factor the largest one that came to nothing: a loss that wanders
     by itself collects evidence too."""
-    accept_after: int = 40
+    accept_after: Annotated[int, Meta(ge=3)] = 40
     """High steps in a row, alike among themselves, after which they are the new level."""
-    recurs: int = 5
+    recurs: Annotated[int, Meta(ge=2)] = 5
     """Times that outliers of one step come back within ``recurs_within`` steps until they
     are hard batches and told no more, up to 1.5 times the highest."""
-    recurs_within: int = 2000
+    recurs_within: AtLeastOne = 2000
     """See ``recurs``."""
 
     def __post_init__(self) -> None:
-        if not 8 <= self.warm_up <= self.window:
-            raise ConfigError(
-                f"spike.warm_up is {self.warm_up}; it must be 8 to spike.window ({self.window})"
-            )
-        if self.trend_window < 1:
-            raise ConfigError(f"spike.trend_window is {self.trend_window}; it must be at least 1")
-        if self.sigmas <= 0.0 or self.margin < 1.0 or self.calm < 0.0:
-            raise ConfigError(
-                f"spike.sigmas is {self.sigmas}, spike.margin {self.margin}, spike.calm "
-                f"{self.calm}; they must be above 0, at least 1, and not below 0"
-            )
-        if not 1.0 < self.together <= self.min_ratio:
-            raise ConfigError(
-                f"spike.together is {self.together}; it must be above 1 and at most "
-                f"spike.min_ratio ({self.min_ratio})"
-            )
-        if self.enough and not 0.0 < self.most < self.enough:
-            raise ConfigError(
-                f"spike.most is {self.most}; it must be above 0 and below spike.enough "
-                f"({self.enough}): one step alone is not enough"
-            )
-        if self.accept_after < 3 or self.recurs < 2 or self.recurs_within < 1:
-            raise ConfigError(
-                f"spike.accept_after is {self.accept_after}, spike.recurs {self.recurs}, "
-                f"spike.recurs_within {self.recurs_within}; they must be at least 3, 2 and 1"
-            )
-        if self.deviation <= 0.0 or self.allowance < 0.0 or self.remembered < 1.0:
-            raise ConfigError(
-                f"spike.deviation is {self.deviation}, spike.allowance {self.allowance}, "
-                f"spike.remembered {self.remembered}; they must be above 0, at least 0 and 1"
+        """Refuse what cannot work; one step alone must not be enough."""
+        super().__post_init__()
+        if self.enough and not self.most < self.enough:
+            raise self.refusal(
+                "most",
+                f"below {self.section}.enough ({self.enough}): one step alone is not enough",
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradNormConfig(SpikeConfig):
+class GradNormConfig(SpikeConfig, frozen=True, kw_only=True):
     """The same for the gradient norm."""
 
-    sigmas: float = 8.0
+    section = "grad_norm"
+
+    sigmas: AboveZero = 8.0
     """Robust standard deviations around the course that clean steps keep within."""
     min_ratio: float = 40.0
     """The limit is at least this multiple of the course."""
-    calm: float = 0.0
+    calm: NotNegative = 0.0
     """Not for the norm: ``min_ratio`` always."""
-    enough: float = 0.0
+    enough: NotNegative = 0.0
     """Not here: a norm that is high for several steps is another detector's (section ``burst``)."""
 
 
@@ -627,51 +610,42 @@ _FALLS = 0.02
 _HIGHER = math.log(1.5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BurstConfig:
+class BurstConfig(Settings, frozen=True, kw_only=True):
     """When steps in a row are evidence enough together."""
+
+    section = "burst"
+    ascending = (("warm_up", "window"),)
 
     window: int = 64
     """Steps kept as the reference."""
-    warm_up: int = 20
+    warm_up: Annotated[int, Meta(ge=8)] = 20
     """Steps needed before anything is said."""
-    deviation: float = 0.3
+    deviation: AboveZero = 0.3
     """Smallest standard deviation assumed of the logarithm of the norm: 35 %."""
-    allowance: float = 3.0
+    allowance: AboveZero = 3.0
     """Deviations a step may be above the median without being evidence."""
     most: float = 8.0
     """Deviations that one step counts for at most, however far it is."""
     enough: float = 6.0
     """Sum of what is beyond the allowance at which it is told; above ``most - allowance``, so that
     it takes two steps."""
-    accept_after: int = 40
+    accept_after: AtLeastOne = 40
     """Steps in a row beyond the allowance after which they enter the reference."""
 
-    recurs: int = 5
+    recurs: AtLeastOne = 5
     """Bursts within ``recurs_within`` steps after which they are told no more, up to 1.5 times the
     highest: hard batches that come one after the other."""
-    recurs_within: int = 3000
+    recurs_within: AtLeastOne = 3000
     """See ``recurs``."""
 
     def __post_init__(self) -> None:
-        if not 8 <= self.warm_up <= self.window:
-            raise ConfigError(
-                f"burst.warm_up is {self.warm_up}; it must be 8 to burst.window ({self.window})"
-            )
-        if self.deviation <= 0.0 or self.allowance <= 0.0 or self.accept_after < 1:
-            raise ConfigError(
-                f"burst.deviation is {self.deviation}, burst.allowance {self.allowance}, "
-                f"burst.accept_after {self.accept_after}; they must be above 0"
-            )
-        if self.recurs < 1 or self.recurs_within < 1:
-            raise ConfigError(
-                f"burst.recurs is {self.recurs}, burst.recurs_within {self.recurs_within}; they "
-                "must be at least 1"
-            )
+        """Refuse what cannot work; one step alone must not be enough."""
+        super().__post_init__()
         if not self.allowance < self.most < self.allowance + self.enough:
-            raise ConfigError(
-                f"burst.most is {self.most}; it must be above burst.allowance ({self.allowance}) "
-                f"and by less than burst.enough ({self.enough}): one step alone is not enough"
+            raise self.refusal(
+                "most",
+                f"above burst.allowance ({self.allowance}) and by less than burst.enough "
+                f"({self.enough}): one step alone is not enough",
             )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
-from trainvitals.config import load_settings
+from trainvitals.config import Settings, load_settings
 from trainvitals.detect import DetectConfig, DetectorSet
 from trainvitals.detect.outliers import NOTHING, Level, Limits, LossKind, OutlierConfig, OutlierRule
 from trainvitals.policy.evidence import Ask, Reading
@@ -37,21 +36,22 @@ _FIRST_STEPS = 2
 """Steps whose numbers are waited for: from the second on, what is absurd is stopped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(Settings, frozen=True, kw_only=True):
     """Settings of what judges a run."""
 
-    outlier: OutlierConfig = field(default_factory=OutlierConfig)
+    section = "judge"
+
+    outlier: OutlierConfig = OutlierConfig()
     """What may be withheld."""
-    detect: DetectConfig = field(default_factory=DetectConfig)
+    detect: DetectConfig = DetectConfig()
     """What is told."""
-    ladder: LadderConfig = field(default_factory=LadderConfig)
+    ladder: LadderConfig = LadderConfig()
     """What is done about it."""
     loss_kind: LossKind = "minimize"
     """What the loss is good for: ``watch(loss_kind=...)``."""
 
 
-SECTIONS: dict[str, type] = {
+SECTIONS: dict[str, type[Settings]] = {
     "ladder": LadderConfig,
     "outlier": OutlierConfig,
     **{of.name: type(of.default) for of in fields(DetectConfig)},

@@ -15,14 +15,14 @@ else be frozen out one by one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
+from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.outliers import Level, Limits
-from trainvitals.errors import ConfigError
 from trainvitals.records import Command, CommandAction, StepRecord
 
 Mode = Literal["observe", "guard", "heal"]
@@ -35,95 +35,70 @@ NEWEST = -1.0
 """Argument of a rollback to the newest healthy checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LadderConfig:
+class LadderConfig(Settings, frozen=True, kw_only=True):
     """When an update is withheld, when the run goes back, and how far each may go."""
 
-    max_withheld: int = 32
+    section = "ladder"
+
+    max_withheld: AtLeastOne = 32
     """Finite outliers withheld in a row, after which their level is accepted; and in any
     ``withheld_window`` steps, after which outliers pass."""
-    max_firsts: int = 4
+    max_firsts: AtLeastOne = 4
     """Firsts of a row withheld in any ``withheld_window`` steps where the loop does not clip; then
     they pass, and only followers are withheld."""
-    withheld_window: int = 1000
+    withheld_window: AtLeastOne = 1000
     """Steps over which withheld updates and recurring outliers are counted."""
-    recurring_groups: int = 5
+    recurring_groups: AtLeastOne = 5
     """Groups of outliers within ``withheld_window`` that are a recurring level, where the loop does
     not clip: a kind of batch that comes again, and passes."""
-    group_steps: int = 10
+    group_steps: AtLeastOne = 10
     """Steps without an outlier that end a group."""
-    group_size: int = 3
+    group_size: AtLeastOne = 3
     """Outliers that a group of a recurring level has at most; a longer one is treated as ever."""
-    ask_after: int = 3
+    ask_after: AtLeastOne = 3
     """Finite outliers, or non-finite steps, in a row after which the probe is asked."""
-    state_ratio: float = 2.0
+    state_ratio: AboveOne = 2.0
     """Kept batches that read above this multiple of their earlier loss blame the state."""
-    state_ratio_unclipped: float = 5.0
+    state_ratio_unclipped: AboveOne = 5.0
     """The same where the loop does not clip: healthy states read up to 4.3 there, after a hard
     batch that was applied. In between nothing goes back, and nothing more is withheld."""
-    state_ratio_jump: float = 1.25
+    state_ratio_jump: AboveOne = 1.25
     """The same right after a jump of the learning rate: healthy states read up to 1.02 there, and
     where chance is near a damaged one cannot read much more."""
-    state_floor: float = 0.02
+    state_floor: NotNegative = 0.02
     """Part of the run's first losses that is added to both sides of that ratio."""
-    nonfinite_in_a_row: int = 32
+    nonfinite_in_a_row: AtLeastOne = 32
     """Non-finite steps with finite parameters, in a row, after which the run goes back, unless the
     probe read the state sound."""
-    margin: int = 20
+    margin: Count = 20
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
     spike began earlier. The state before the first step is exempt: nothing is older."""
-    leave_out_margin: int = 3
+    leave_out_margin: Count = 3
     """Batches left out before the onset and after the last flagged one; doubled each time the same
     trouble recurs."""
-    max_leave_out_margin: int = 1000
+    max_leave_out_margin: AtLeastOne = 1000
     """Bound of that doubling."""
-    finite_cooldown: int = 1000
+    finite_cooldown: Count = 1000
     """Judged steps between two rollbacks on finite evidence."""
-    lr_jump: float = 3.0
+    lr_jump: AboveOne = 3.0
     """Factor by which the learning rate must rise in one step to be a jump."""
-    lr_jump_steps: int = 40
+    lr_jump_steps: Count = 40
     """Steps after a jump within which trouble of the state is taken to be its doing."""
-    level_rise: float = 0.25
+    level_rise: AboveZero = 0.25
     """Part of the gain since the first losses that the level of 8 steps must have given back, right
     after a jump of the learning rate, to ask the probe."""
-    max_tries: int = 3
+    max_tries: AtLeastOne = 3
     """Rollbacks for one cause; when it recurs once more, the run halts."""
-    max_causes: int = 10
+    max_causes: AtLeastOne = 10
     """Causes treated by rollback within ``budget_window`` steps; one more halts the run."""
-    budget_window: int = 10_000
+    budget_window: AtLeastOne = 10_000
     """Judged steps after which a spent cause is given back."""
-    lr_cut: float = 0.5
+    lr_cut: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
     """Factor on the learning rate from the second try on, once more for each further try."""
-    lr_rewarm_steps: int = 200
+    lr_rewarm_steps: AtLeastOne = 200
     """Steps over which a lowered learning rate climbs back, once the trouble is passed."""
-    max_skips_in_a_row: int = 100
+    max_skips_in_a_row: AtLeastOne = 100
     """Non-finite steps in a row after which a run that cannot go back halts."""
-
-    def __post_init__(self) -> None:
-        positive = (
-            "max_withheld", "max_firsts", "withheld_window", "recurring_groups", "group_steps",
-            "group_size", "ask_after", "nonfinite_in_a_row", "max_leave_out_margin", "max_tries",
-            "max_causes",
-            "budget_window", "lr_rewarm_steps", "max_skips_in_a_row",
-        )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("margin", "leave_out_margin", "finite_cooldown", "lr_jump_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"ladder.{name} is {getattr(self, name)}; it must not be negative"
-                )
-        for name in ("state_ratio", "state_ratio_unclipped", "state_ratio_jump", "lr_jump"):
-            if not getattr(self, name) > 1.0:
-                raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be above 1")
-        if not (self.state_floor >= 0.0 and self.level_rise > 0.0):
-            raise ConfigError(
-                f"ladder.state_floor is {self.state_floor}, ladder.level_rise {self.level_rise}; "
-                "they must be at least 0 and above 0"
-            )
-        if not 0.0 < self.lr_cut <= 1.0:
-            raise ConfigError(f"ladder.lr_cut is {self.lr_cut}; it must be above 0 and at most 1")
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,8 +140,14 @@ def test_an_overdue_checkpoint_is_told_once_until_one_comes() -> None:
         (lambda: LossScaleConfig(overflow_ratio=float("nan")), "overflow_ratio is nan"),
         (lambda: LayerConfig(weak_ratio=50.0), "layers.strong_ratio is 30.0"),
         (lambda: ThroughputConfig(fall=1.5), "throughput.fall is 1.5; it must be 0.01 to 0.99"),
-        (lambda: MemoryConfig(blocks=4), "memory.blocks is 4; it must be 8 to 1000"),
-        (lambda: RankLossConfig(least=0.5), "rank_loss.least is 0.5; it must be 0 to 0.1"),
+        (
+            lambda: MemoryConfig(blocks=4),
+            r"memory.blocks is 4; it must be at least memory.least_blocks \(8\)",
+        ),
+        (
+            lambda: RankLossConfig(least=0.5),
+            r"rank_loss.most is 0.1; it must be at least rank_loss.least \(0.5\)",
+        ),
         (lambda: StallConfig(longest_ratio=0.0), "stall.longest_ratio is 0.0"),
     ],
 )

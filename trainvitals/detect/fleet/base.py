@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from trainvitals.errors import ConfigError
 from trainvitals.records import Finding
 from trainvitals.stateful import Entry, Stateful, StatefulRow, row
 
@@ -51,17 +50,6 @@ class NodeSample:
 INFINITY = math.inf
 LONGEST_SECONDS = 1e9
 """Thirty years: a duration beyond is a broken clock, and no duration."""
-
-
-def require(section: str, field: str, value: float, *, least: float, most: float) -> None:
-    """Refuse a setting that lies outside of its range; NaN lies outside of every range.
-
-    Raises:
-        ConfigError: with the setting, its value and the range.
-    """
-    if not least <= value <= most:
-        upper = f" to {most:g}" if most < INFINITY else " or more"
-        raise ConfigError(f"{section}.{field} is {value}; it must be {least:g}{upper}")
 
 
 def number(value: Value) -> float | None:

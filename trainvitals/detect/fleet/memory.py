@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
     Episode,
@@ -13,7 +16,6 @@ from trainvitals.detect.fleet.base import (
     Watcher,
     finite,
     number,
-    require,
     tell,
     upper_median,
 )
@@ -28,38 +30,30 @@ _PER_LEVEL = 20
 """Blocks of one level that make one of the next: 50, 1,000 and 20,000 steps long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(Settings, frozen=True, kw_only=True):
     """What a leak is."""
 
-    block: int = 50
+    section = "memory"
+    ascending = (("least_blocks", "blocks"),)
+
+    block: Annotated[int, Meta(ge=2, le=100_000)] = 50
     """Steps whose smallest value is one measurement: batches of all lengths come and go above that
     floor, a leak raises it."""
-    blocks: int = 24
+    blocks: Annotated[int, Meta(le=1000)] = 24
     """Measurements kept, at each of three scales."""
-    least_blocks: int = 8
+    least_blocks: Annotated[int, Meta(ge=4, le=1000)] = 8
     """Measurements needed."""
-    rising: float = 0.75
+    rising: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.75
     """Share of the measurements that must lie above the one before: one large buffer that is made
     once is a step, not a slope."""
-    min_growth: float = 0.01
+    min_growth: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.01
     """Part of the device's memory that must have been taken in the time looked at."""
-    horizon: float = 10.0
+    horizon: Annotated[float, Meta(ge=0.1, le=1e6)] = 10.0
     """How far the line is drawn out, in multiples of the time looked at. Our own choice."""
-    warmup_rows: int = 100
+    warmup_rows: Count = 100
     """First steps of an attempt, left out: optimizer states and caches are made."""
-    clear_after: int = 4
+    clear_after: AtLeastOne = 4
     """Measurements without creep after which it would be told again."""
-
-    def __post_init__(self) -> None:
-        require("memory", "block", self.block, least=2, most=100_000)
-        require("memory", "least_blocks", self.least_blocks, least=4, most=1000)
-        require("memory", "blocks", self.blocks, least=self.least_blocks, most=1000)
-        require("memory", "rising", self.rising, least=0.5, most=1.0)
-        require("memory", "min_growth", self.min_growth, least=0.0, most=1.0)
-        require("memory", "horizon", self.horizon, least=0.1, most=1e6)
-        require("memory", "warmup_rows", self.warmup_rows, least=0, most=INFINITY)
-        require("memory", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class _Floors(StatefulRow):

@@ -8,17 +8,17 @@ agent sends them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Settings
 from trainvitals.detect.fleet.base import (
-    INFINITY,
     Episode,
     NodeSample,
     NodeWatcher,
     Value,
     number,
-    require,
     tell,
 )
 from trainvitals.records import Finding
@@ -58,25 +58,20 @@ XIDS: dict[int, str] = {
 """Xids that a program can cause, or survive, by the same catalogue."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThrottleConfig:
+class ThrottleConfig(Settings, frozen=True, kw_only=True):
     """When slowed clocks are told."""
 
-    samples: int = 3
+    section = "throttle"
+
+    samples: AtLeastOne = 3
     """Samples in a row with slowed clocks."""
-    cap_ratio: float = 0.7
+    cap_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.7
     """A power cap alone is normal under load. It is told where the clock is below this part of the
     GPU's own highest. Our own choice."""
-    cap_samples: int = 10
+    cap_samples: AtLeastOne = 10
     """Samples in a row of that."""
-    clear_after: int = 30
+    clear_after: AtLeastOne = 30
     """Samples without, after which it would be told again."""
-
-    def __post_init__(self) -> None:
-        require("throttle", "samples", self.samples, least=1, most=INFINITY)
-        require("throttle", "cap_ratio", self.cap_ratio, least=0.0, most=1.0)
-        require("throttle", "cap_samples", self.cap_samples, least=1, most=INFINITY)
-        require("throttle", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class _Clocks(StatefulRow):
@@ -170,22 +165,18 @@ def _shown(columns: Mapping[str, Value]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuErrorConfig:
+class GpuErrorConfig(Settings, frozen=True, kw_only=True):
     """Which errors are told. Uncorrected memory errors and Xids always are."""
 
-    corrected: int = 100
+    section = "gpu_errors"
+
+    corrected: AtLeastOne = 100
     """Corrected memory errors in ``corrected_seconds`` that are too many. Our own choice: single
     ones are normal, and NVIDIA remaps rows by itself."""
-    corrected_seconds: float = 3600.0
+    corrected_seconds: Annotated[float, Meta(ge=1.0, le=1e9)] = 3600.0
     """The time for these."""
-    clear_after: int = 100
+    clear_after: AtLeastOne = 100
     """Samples without a new error after which one would be told again."""
-
-    def __post_init__(self) -> None:
-        require("gpu_errors", "corrected", self.corrected, least=1, most=INFINITY)
-        require("gpu_errors", "corrected_seconds", self.corrected_seconds, least=1.0, most=1e9)
-        require("gpu_errors", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class _Errors(StatefulRow):
@@ -289,18 +280,15 @@ class GpuErrorWatcher(NodeWatcher):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLostConfig:
+class GpuLostConfig(Settings, frozen=True, kw_only=True):
     """When a GPU counts as gone."""
 
-    samples: int = 3
-    """Samples in a row without it, while other GPUs of its node answer."""
-    all_samples: int = 10
-    """The same where none of the node answers: that may be the sampler's own trouble."""
+    section = "gpu_lost"
 
-    def __post_init__(self) -> None:
-        require("gpu_lost", "samples", self.samples, least=1, most=INFINITY)
-        require("gpu_lost", "all_samples", self.all_samples, least=1, most=INFINITY)
+    samples: AtLeastOne = 3
+    """Samples in a row without it, while other GPUs of its node answer."""
+    all_samples: AtLeastOne = 10
+    """The same where none of the node answers: that may be the sampler's own trouble."""
 
 
 class GpuLostWatcher(NodeWatcher):

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from typing import Annotated
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
-    INFINITY,
     Episode,
     MergedStep,
     Watcher,
     number,
-    require,
     tell,
 )
 from trainvitals.records import OVERFLOW, Finding
@@ -28,38 +29,30 @@ _MOST = 2048
 """Rates kept: the newest as they were, older ones ever more sparsely."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRateConfig:
+class LearningRateConfig(Settings, frozen=True, kw_only=True):
     """What no schedule does. All values are our own choice; their reasons are beside them."""
 
-    max_rise: float = 2.0
+    section = "learning_rate"
+
+    max_rise: Annotated[float, Meta(ge=1.1, le=1e6)] = 2.0
     """Largest rise in one step after the warm-up. The steps of a linear warm-up rise by 2 at
     most (from the first to the second), those of cosine, linear and cyclic schedules by far
     less."""
-    least_rise: float = 0.1
+    least_rise: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
     """A rise by less than this part of the highest rate is a second warm-up, not a jump."""
-    warm_up_rows: int = 10
+    warm_up_rows: Annotated[int, Meta(ge=2)] = 10
     """Steps without a new highest rate after which the warm-up is taken to be over; a fall ends it
     at once."""
-    trough: float = 0.2
+    trough: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2
     """A rise from below this part of the highest rate back to exactly that rate is a warm restart
     (Loshchilov and Hutter, SGDR, 2016), not a jump."""
-    zero_rows: int = 30
+    zero_rows: Annotated[int, Meta(ge=2)] = 30
     """Steps at rate 0 that are too many. Fewer occur in order: a scaler that begins at 2**32
     overflows some 20 times before the first update, and schedulers wait for that."""
-    tolerance: float = 0.1
+    tolerance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
     """What the rate of a new attempt may differ by from that of the last one at the same step."""
-    clear_after: int = 100
+    clear_after: AtLeastOne = 100
     """Steps without the anomaly after which it would be told again."""
-
-    def __post_init__(self) -> None:
-        require("learning_rate", "max_rise", self.max_rise, least=1.1, most=1e6)
-        require("learning_rate", "least_rise", self.least_rise, least=0.0, most=1.0)
-        require("learning_rate", "warm_up_rows", self.warm_up_rows, least=2, most=INFINITY)
-        require("learning_rate", "trough", self.trough, least=0.0, most=1.0)
-        require("learning_rate", "zero_rows", self.zero_rows, least=2, most=INFINITY)
-        require("learning_rate", "tolerance", self.tolerance, least=0.0, most=1.0)
-        require("learning_rate", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class LearningRateWatcher(Watcher):
@@ -275,30 +268,24 @@ _WINDOW = 100
 _ALL = (1 << _WINDOW) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScaleConfig:
+class LossScaleConfig(Settings, frozen=True, kw_only=True):
     """What a gradient scaler does in order: one overflow in about 2000 steps."""
 
-    min_scale: float = 1.0
+    section = "loss_scale"
+
+    min_scale: NotNegative = 1.0
     """Below this the gradients are made smaller, and float16's range is used up from the wrong
     side. ``torch.amp.GradScaler`` begins at 65536 and is 16 halvings away."""
-    overflows_in_row: int = 5
+    overflows_in_row: Annotated[int, Meta(ge=2, le=_WINDOW)] = 5
     """Overflows one after the other that are too many. The scaler tries a doubled scale every 2000
     steps (its ``growth_interval``), and one halving answers that."""
-    overflow_ratio: float = 0.2
+    overflow_ratio: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.2
     """Share of the last 100 steps that may overflow."""
-    warmup_rows: int = 50
+    warmup_rows: AtLeastOne = 50
     """Steps in a row without overflow that show that the scaler has found its scale. Overflows
     before are its search: 2**32 takes some 20 halvings."""
-    clear_after: int = 100
+    clear_after: AtLeastOne = 100
     """Steps without the anomaly after which it would be told again."""
-
-    def __post_init__(self) -> None:
-        require("loss_scale", "min_scale", self.min_scale, least=0.0, most=INFINITY)
-        require("loss_scale", "overflows_in_row", self.overflows_in_row, least=2, most=_WINDOW)
-        require("loss_scale", "overflow_ratio", self.overflow_ratio, least=0.01, most=1.0)
-        require("loss_scale", "warmup_rows", self.warmup_rows, least=1, most=INFINITY)
-        require("loss_scale", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class LossScaleWatcher(Watcher):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import add
+from typing import Annotated
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
-    INFINITY,
     LONGEST_SECONDS,
     Episode,
     MergedStep,
     Watcher,
     finite,
-    require,
     step_seconds,
     tell,
     upper_median,
@@ -24,29 +25,29 @@ from trainvitals.stateful import table
 from trainvitals.units import humanize_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataBoundConfig:
+class DataBoundConfig(Settings, frozen=True, kw_only=True):
     """When a run counts as waiting for its data."""
 
-    share: float = 0.2
+    section = "data_bound"
+
+    share: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.2
     """Share of the steps' time spent waiting for batches, on the rank that waits longest: all
     others wait for it in the exchange. A healthy loader stays below a few per cent; 20 % is what
     another worker or two repay at once. Our own choice."""
-    block: int = 50
+    block: Annotated[int, Meta(ge=5, le=10_000)] = 50
     """Steps that are judged together."""
-    left_out: int = 2
+    left_out: Count = 2
     """Longest waits of these that are left out: the start of an epoch, one slow read."""
-    one_rank_ratio: float = 3.0
+    one_rank_ratio: Annotated[float, Meta(ge=1.1)] = 3.0
     """A rank whose waits are this multiple of the median rank's is named."""
-    clear_after: int = 4
+    clear_after: AtLeastOne = 4
     """Blocks below the share after which it would be told again."""
 
     def __post_init__(self) -> None:
-        require("data_bound", "share", self.share, least=0.01, most=1.0)
-        require("data_bound", "block", self.block, least=5, most=10_000)
-        require("data_bound", "left_out", self.left_out, least=0, most=self.block // 2)
-        require("data_bound", "one_rank_ratio", self.one_rank_ratio, least=1.1, most=INFINITY)
-        require("data_bound", "clear_after", self.clear_after, least=1, most=INFINITY)
+        """Refuse what cannot work; half of the steps at least must count."""
+        super().__post_init__()
+        if self.left_out > self.block // 2:
+            raise self.refusal("left_out", f"at most half of data_bound.block ({self.block})")
 
 
 class DataBoundWatcher(Watcher):
@@ -144,20 +145,17 @@ class DataBoundWatcher(Watcher):
         return self._of_rank.index(longest) if is_alone else -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StragglerConfig:
+class StragglerConfig(Settings, frozen=True, kw_only=True):
     """When one rank counts as keeping the others waiting."""
 
-    late: float = 0.1
+    section = "straggler"
+
+    late: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.1
     """Part of the step that the other ranks wait for it, at their median. Our own choice; a rank
     that writes logs and checkpoints is some per cent late."""
-    steps: int = 20
+    steps: Annotated[int, Meta(ge=2, le=100_000)] = 20
     """Late steps, less twice the steps in time, after which a rank is told: two in three at
     least, so that turns taken by chance are none."""
-
-    def __post_init__(self) -> None:
-        require("straggler", "late", self.late, least=0.01, most=1.0)
-        require("straggler", "steps", self.steps, least=2, most=100_000)
 
 
 class StragglerWatcher(Watcher):
@@ -299,27 +297,23 @@ _LEAST_RANKS = 3
 """Of two that differ nobody knows which is off."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLossConfig:
+class RankLossConfig(Settings, frozen=True, kw_only=True):
     """When a rank's loss counts as off. All values are our own choice."""
 
-    sigmas: float = 3.0
+    section = "rank_loss"
+    ascending = (("least", "most"),)
+
+    sigmas: Annotated[float, Meta(ge=1.0, le=100.0)] = 3.0
     """Robust standard deviations among the ranks of one step that are off."""
-    least: float = 0.02
+    least: NotNegative = 0.02
     """Part of the median loss below which nothing is off, however alike the ranks are."""
-    most: float = 0.1
+    most: Annotated[float, Meta(le=10.0)] = 0.1
     """Part of the median loss above which a rank is off, however unlike they are: it is the side
     it always lies on that counts, not how far."""
-    steps: int = 85
+    steps: Annotated[int, Meta(ge=10, le=100_000)] = 85
     """Steps off on one side, less five times the other steps, after which a rank is told: five in
     six at least. Rank-local losses are heavy-tailed (clean runs show 1.98 times for one step), but
     the tails are not always the same rank's."""
-
-    def __post_init__(self) -> None:
-        require("rank_loss", "sigmas", self.sigmas, least=1.0, most=100.0)
-        require("rank_loss", "least", self.least, least=0.0, most=self.most)
-        require("rank_loss", "most", self.most, least=self.least, most=10.0)
-        require("rank_loss", "steps", self.steps, least=10, most=100_000)
 
 
 class RankLossWatcher(Watcher):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from trainvitals.config import Settings
 from trainvitals.detect.fleet.base import MergedStep, NodeSample, NodeWatcher, Watcher
 from trainvitals.detect.fleet.layers import (
     ActivationConfig,
@@ -52,37 +52,38 @@ from trainvitals.stateful import Stateful, row
 _KEPT_CHECKPOINTS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
+class FleetConfig(Settings, frozen=True, kw_only=True):
     """Settings of all watchers."""
 
-    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    section = "fleet"
+
+    learning_rate: LearningRateConfig = LearningRateConfig()
     """Jumps, a rate stuck at zero, one that a resume forgot."""
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    loss_scale: LossScaleConfig = LossScaleConfig()
     """The gradient scaler."""
-    layers: LayerConfig = field(default_factory=LayerConfig)
+    layers: LayerConfig = LayerConfig()
     """Layers whose gradients or updates leave their course."""
-    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    activations: ActivationConfig = ActivationConfig()
     """Growing activations."""
-    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+    throughput: ThroughputConfig = ThroughputConfig()
     """A sustained fall."""
-    data_bound: DataBoundConfig = field(default_factory=DataBoundConfig)
+    data_bound: DataBoundConfig = DataBoundConfig()
     """Waiting for data."""
-    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    straggler: StragglerConfig = StragglerConfig()
     """Waiting for one rank."""
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    memory: MemoryConfig = MemoryConfig()
     """Creeping device memory."""
-    rank_loss: RankLossConfig = field(default_factory=RankLossConfig)
+    rank_loss: RankLossConfig = RankLossConfig()
     """One rank's loss off from the others'."""
-    throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
+    throttle: ThrottleConfig = ThrottleConfig()
     """Slowed clocks of a GPU."""
-    gpu_errors: GpuErrorConfig = field(default_factory=GpuErrorConfig)
+    gpu_errors: GpuErrorConfig = GpuErrorConfig()
     """Memory errors and Xids."""
-    gpu_lost: GpuLostConfig = field(default_factory=GpuLostConfig)
+    gpu_lost: GpuLostConfig = GpuLostConfig()
     """GPUs that vanish."""
-    stall: StallConfig = field(default_factory=StallConfig)
+    stall: StallConfig = StallConfig()
     """A step that does not come."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """A checkpoint that does not come."""
 
 

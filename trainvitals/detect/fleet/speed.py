@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
-    INFINITY,
     Episode,
     MergedStep,
     Watcher,
     number,
-    require,
     step_seconds,
     tell,
     upper_median,
@@ -31,21 +31,17 @@ _IN_ROW = 4
 """Slow steps at equal distances that make a period: three distances are no accident."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaceConfig:
+class PaceConfig(Settings, frozen=True, kw_only=True):
     """What makes a step slow."""
 
-    window: int = 32
-    """Ordinary steps whose median is the usual duration."""
-    slow_ratio: float = 1.5
-    """Multiple of the usual duration from which a step is slow."""
-    accept_after: int = 16
-    """Slow steps in a row after which that is the usual duration."""
+    section = "pace"
 
-    def __post_init__(self) -> None:
-        require("pace", "window", self.window, least=4, most=4096)
-        require("pace", "slow_ratio", self.slow_ratio, least=1.05, most=100.0)
-        require("pace", "accept_after", self.accept_after, least=2, most=INFINITY)
+    window: Annotated[int, Meta(ge=4, le=4096)] = 32
+    """Ordinary steps whose median is the usual duration."""
+    slow_ratio: Annotated[float, Meta(ge=1.05, le=100.0)] = 1.5
+    """Multiple of the usual duration from which a step is slow."""
+    accept_after: Annotated[int, Meta(ge=2)] = 16
+    """Slow steps in a row after which that is the usual duration."""
 
 
 class Pace(Stateful):
@@ -119,41 +115,31 @@ class Pace(Stateful):
 _LEAST_BLOCKS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputConfig:
+class ThroughputConfig(Settings, frozen=True, kw_only=True):
     """When a run counts as slower than it was."""
 
-    fall: float = 0.1
+    section = "throughput"
+    ascending = (("persistence", "accept_after"),)
+
+    fall: Annotated[float, Meta(ge=0.01, le=0.99)] = 0.1
     """Part of the best throughput that may be missing."""
-    block: int = 20
+    block: Annotated[int, Meta(ge=3, le=10_000)] = 20
     """Ordinary steps whose median is one measurement."""
-    blocks: int = 15
+    blocks: Annotated[int, Meta(ge=_LEAST_BLOCKS, le=1000)] = 15
     """Measurements whose median is the run's course; the best course is the reference."""
-    persistence: int = 2
+    persistence: AtLeastOne = 2
     """Measurements in a row below the limit that are told: at least 30 of 40 steps are slow."""
-    sigmas: float = 5.0
+    sigmas: Annotated[float, Meta(ge=0.0, le=100.0)] = 5.0
     """Robust standard deviations of these measurements that the fall must exceed as well, so that
     a noisy run is not told for its noise."""
-    warmup_rows: int = 20
+    warmup_rows: Count = 20
     """First steps of an attempt, left out: compilation, autotuning, cold caches."""
     accept_after: int = 50
     """Measurements in a row below the limit (1000 steps) after which that is the reference."""
-    clear_after: int = 5
+    clear_after: AtLeastOne = 5
     """Measurements above the limit after which a fall would be told again."""
-    pace: PaceConfig = field(default_factory=PaceConfig)
+    pace: PaceConfig = PaceConfig()
     """What makes a single step slow; slow steps at intervals are left out."""
-
-    def __post_init__(self) -> None:
-        require("throughput", "fall", self.fall, least=0.01, most=0.99)
-        require("throughput", "block", self.block, least=3, most=10_000)
-        require("throughput", "blocks", self.blocks, least=_LEAST_BLOCKS, most=1000)
-        require("throughput", "persistence", self.persistence, least=1, most=INFINITY)
-        require("throughput", "sigmas", self.sigmas, least=0.0, most=100.0)
-        require("throughput", "warmup_rows", self.warmup_rows, least=0, most=INFINITY)
-        require(
-            "throughput", "accept_after", self.accept_after, least=self.persistence, most=INFINITY
-        )
-        require("throughput", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class ThroughputWatcher(Watcher):
@@ -281,33 +267,27 @@ def _exp(value: float) -> float:
 # ----------------------------------------------------------------------------- what does not come
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StallConfig:
+class StallConfig(Settings, frozen=True, kw_only=True):
     """How long a step may take."""
 
-    least_seconds: float = 300.0
+    section = "stall"
+
+    least_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 300.0
     """Silence that is never a stall: the first evaluation comes without notice."""
-    typical_ratio: float = 20.0
+    typical_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 20.0
     """Multiple of the usual step. Our own choice."""
-    longest_ratio: float = 3.0
+    longest_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 3.0
     """Multiple of the longest step that was seen twice, evaluations and checkpoints included.
     nvidia-resiliency-ext takes 5 times the longest and restarts the job; this one only tells."""
 
-    def __post_init__(self) -> None:
-        require("stall", "least_seconds", self.least_seconds, least=0.0, most=1e9)
-        require("stall", "typical_ratio", self.typical_ratio, least=1.0, most=1e6)
-        require("stall", "longest_ratio", self.longest_ratio, least=1.0, most=1e6)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings, frozen=True, kw_only=True):
     """How old the newest checkpoint may be."""
 
-    ratio: float = 2.0
-    """Multiple of the usual interval: one save may fail, or be late, without a word."""
+    section = "checkpoint"
 
-    def __post_init__(self) -> None:
-        require("checkpoint", "ratio", self.ratio, least=1.0, most=INFINITY)
+    ratio: Annotated[float, Meta(ge=1.0)] = 2.0
+    """Multiple of the usual interval: one save may fail, or be late, without a word."""
 
 
 _STALL = StallConfig()
