@@ -124,6 +124,8 @@ class LevelDetector(Detector):
             return ()
         if self._seen % (_EVERY * _NOISE_EVERY) == 0 or self._noise == 0.0:
             self._noise = _noise_of(losses)
+        # Sorted anew, and no ordered window kept: one sort in eight steps costs less than keeping
+        # order at every step.
         newest = sorted(list(losses)[-window:])
         return self._judge(record, newest[window >> 1], self._noise)
 
@@ -553,7 +555,7 @@ class ProgressDetector(Detector):
         self._losses.append(loss)
         self._seen += 1
         if self._learning >= 0:
-            self._learn(record, loss)
+            self._learn(record, loss)  # at every step: a warm-up's rate may rise between two looks
         if self._seen % _PROGRESS_EVERY:
             return ()
         if self._first is None:

@@ -49,6 +49,8 @@ class RobustWindow(StatefulRow):
         value += 0.0  # -0.0 becomes 0.0: equal values must also be equal bits
         arrived, ordered = self._arrived, self._sorted
         if len(ordered) == self._size:
+            # Both lists hold the same bits, so bisection hits the oldest or its equal: no search
+            # through 200 samples at every step.
             del ordered[bisect_left(ordered, arrived[0])]
         arrived.append(value)
         insort(ordered, value)
@@ -305,7 +307,7 @@ class _Metric(Stateful):
             self._age = 0
         self.window.push(value)
         if len(self.window) <= self._config.warm_up:
-            self._age = 0
+            self._age = 0  # of few samples each one moves the median
         if not self._age:
             self._limit = self._compute()
         self._age = (self._age + 1) % _EVERY
@@ -366,10 +368,14 @@ class OutlierRule(Detector):
         """
         if self._suspended:
             self._suspended -= 1
+        # By the limit in the record, not by the present one: the device compared with that, one or
+        # two steps before this is read, and host and device must not tell different steps apart.
         spikes = self._spikes(record)
         if spikes or record.failed_ranks or not is_clean(record):
             return spikes
         loss, norm = record.loss, record.grad_norm
+        # And by the present one before it enters: a record without a limit (the first steps, an
+        # announced change) would else carry an outlier into the reference.
         if self._is_above(loss, self._loss, accepted.loss) or self._is_above(
             norm, self._grad_norm, accepted.grad_norm
         ):

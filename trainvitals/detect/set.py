@@ -81,6 +81,7 @@ class DetectorSet(Stateful):
         """Take one step in and return all findings about it."""
         findings = self._nonfinite.update(record)
         clean = is_clean(record)
+        # The norm first: where it is an outlier, the loss of that step enters no reference either.
         outliers = self._grad_norm_spike.update(record, clean)
         loss = self._loss_spike.update(record, clean and not outliers)
         if outliers or loss:
@@ -91,6 +92,8 @@ class DetectorSet(Stateful):
         if self._suspended:
             self._suspended -= 1
             return findings
+        # In this order: the level must know whether the loss got there at once, and the drift, the
+        # slowest, what the others told already, so that one rise is told once.
         shifted = any(finding.kind == "level_shift" for finding in loss)
         level = self._loss_level.update(record, shifted)
         drift = self._loss_drift.update(record, bool(loss or level))

@@ -217,7 +217,7 @@ class SpikeDetector(Detector):
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
         """Take one step in and return what is to be said about it."""
         if self._suspended:
-            self._suspended -= 1
+            self._suspended -= 1  # steps, also those without a value: that is how it was announced
         value = record.loss if self.metric == "loss" else record.grad_norm
         if value is None or not math.isfinite(value):
             return ()
@@ -236,7 +236,7 @@ class SpikeDetector(Detector):
         if distance > self._far:
             return self._outlier(record, value, logarithm, distance, beyond)
         if not self._enough and self._held:
-            self._end()
+            self._end()  # held steps become a level in a row only, and this one ends the row
         if not self._enough or (self._sum == 0.0 and beyond <= 0.0):
             if clean:
                 self._push(value, logarithm, distance)
@@ -271,6 +271,8 @@ class SpikeDetector(Detector):
 
     def _push(self, value: float, logarithm: float, distance: float) -> None:
         self._deviations.push(distance)
+        # A window of 200 forgets too soon, and a maximum never: one far step of a clean run widens
+        # the limit for a thousand steps or so, and then no more.
         farthest = self._farthest * _FADES
         self._farthest = distance if distance > farthest else farthest
         self._wandered *= _FADES

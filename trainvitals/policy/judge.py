@@ -143,6 +143,7 @@ class Judge:
             self._ladder = replace(self._ladder, facts=facts)
         if record.attempt != facts.attempt or self._ladder.rolling_back or self.halted:
             return Judgement()
+        # Looked up only where there is any: nearly no run has, and this is each step of each rank.
         accepted = accepted_level(facts.accepted) if facts.accepted else NOTHING
         usual = None if facts.recurring is None else self._usual_limits(accepted)
         spikes = self._outliers.update(record, accepted=accepted)
@@ -168,6 +169,7 @@ class Judge:
         )
         self._ladder, self._last_step = verdict.state, record.step
         if verdict.accepted:
+            # Only now: this step was judged by the reference that the accepted values replace.
             losses = [o.loss for o in verdict.accepted if o.loss is not None]
             norms = [o.grad_norm for o in verdict.accepted if o.grad_norm is not None]
             self._outliers.accept(losses, norms)
