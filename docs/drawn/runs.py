@@ -18,7 +18,7 @@ from trainvitals.detect import (
     SpikeDetector,
 )
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.records import Finding, StepRecord
 
 SECOND = 1_000_000_000

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import msgspec
 from msgspec.structs import replace
 from torch import Tensor, nn
 
@@ -25,7 +25,8 @@ from trainer_hooks.step.device import Device
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.clock import Clock
-from trainvitals.errors import CheckpointError, ConfigError
+from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
+from trainvitals.errors import CheckpointError
 from trainvitals.policy import CheckpointRef
 from trainvitals.records import CheckpointChanged, Decision
 
@@ -38,41 +39,35 @@ _LOAD_SECONDS = 600.0
 """How long a rollback from disk waits for the save that is under way."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSettings:
+class CheckpointSettings(Settings, frozen=True, kw_only=True):
     """Where checkpoints go, how often, and how many are kept."""
+
+    section = "checkpoints"
 
     directory: Path
     """Folder for checkpoints on disk, seen by all ranks; a word will do. What is relative is taken
     from where the process is now: a loop may go elsewhere."""
-    healthy_after: int = 20
+    healthy_after: AtLeastOne = 20
     """Healthy steps after which a verified snapshot is healthy; at least the ladder's margin."""
-    snapshot_every: int = 0
+    snapshot_every: Count = 0
     """Steps between snapshots in memory; 0 takes ``healthy_after`` plus the readback lag, so that
     two slots do."""
-    save_every: int = 200
+    save_every: AtLeastOne = 200
     """Steps between checkpoints on disk; each is a snapshot that became healthy."""
-    save_seconds: float = 0.0
+    save_seconds: NotNegative = 0.0
     """Seconds, by rank 0's clock, after which one is written even so; 0 counts steps alone."""
-    keep: int = 3
+    keep: AtLeastOne = 3
     """Newest checkpoints kept on disk; the newest healthy one and the best always are."""
-    keep_every: int = 0
+    keep_every: Count = 0
     """Steps of which one checkpoint is kept for good; 0 keeps none of them."""
-    grace_seconds: float = 25.0
+    grace_seconds: NotNegative = 25.0
     """Seconds between SIGTERM and SIGKILL, of which a third may pass until all ranks meet at the
     end of a step; then each writes its last snapshot alone."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "directory", Path(self.directory).absolute())
-        least = {
-            "healthy_after": 1, "snapshot_every": 0, "save_every": 1, "save_seconds": 0, "keep": 1,
-            "keep_every": 0, "grace_seconds": 0,
-        }  # fmt: skip
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise ConfigError(
-                    f"checkpoints.{name} is {getattr(self, name)}; it must be at least {bound}"
-                )
+        """Take the folder from where the process is now, and refuse what cannot work."""
+        msgspec.structs.force_setattr(self, "directory", Path(self.directory).absolute())
+        super().__post_init__()
 
 
 class RecoveryManager:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
-from trainvitals.config import load_settings
+from trainvitals.config import Settings, load_settings
 from trainvitals.detect import DetectConfig, DetectorSet
 from trainvitals.detect.outliers import NOTHING, Level, Limits, LossKind, OutlierConfig, OutlierRule
 from trainvitals.policy.evidence import Ask, Reading
@@ -25,12 +24,10 @@ from trainvitals.policy.state import (
     LadderState,
     Mode,
     Proposal,
-    lr_factor_at,
-)
-from trainvitals.policy.withholding import (
     Withholding,
     accepted_level,
     limits_in_force,
+    lr_factor_at,
     withholding,
 )
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
@@ -39,21 +36,22 @@ _FIRST_STEPS = 2
 """Steps whose numbers are waited for: from the second on, what is absurd is stopped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(Settings, frozen=True, kw_only=True):
     """Settings of what judges a run."""
 
-    outlier: OutlierConfig = field(default_factory=OutlierConfig)
+    section = "judge"
+
+    outlier: OutlierConfig = OutlierConfig()
     """What may be withheld."""
-    detect: DetectConfig = field(default_factory=DetectConfig)
+    detect: DetectConfig = DetectConfig()
     """What is told."""
-    ladder: LadderConfig = field(default_factory=LadderConfig)
+    ladder: LadderConfig = LadderConfig()
     """What is done about it."""
     loss_kind: LossKind = "minimize"
     """What the loss is good for: ``watch(loss_kind=...)``."""
 
 
-SECTIONS: dict[str, type] = {
+SECTIONS: dict[str, type[Settings]] = {
     "ladder": LadderConfig,
     "outlier": OutlierConfig,
     **{of.name: type(of.default) for of in fields(DetectConfig)},
@@ -145,6 +143,7 @@ class Judge:
             self._ladder = replace(self._ladder, facts=facts)
         if record.attempt != facts.attempt or self._ladder.rolling_back or self.halted:
             return Judgement()
+        # Looked up only where there is any: nearly no run has, and this is each step of each rank.
         accepted = accepted_level(facts.accepted) if facts.accepted else NOTHING
         usual = None if facts.recurring is None else self._usual_limits(accepted)
         spikes = self._outliers.update(record, accepted=accepted)
@@ -170,6 +169,7 @@ class Judge:
         )
         self._ladder, self._last_step = verdict.state, record.step
         if verdict.accepted:
+            # Only now: this step was judged by the reference that the accepted values replace.
             losses = [o.loss for o in verdict.accepted if o.loss is not None]
             norms = [o.grad_norm for o in verdict.accepted if o.grad_norm is not None]
             self._outliers.accept(losses, norms)

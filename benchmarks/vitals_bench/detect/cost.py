@@ -9,7 +9,7 @@ from typing import Any
 
 from trainvitals.detect import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import MergedStep, Value
+from trainvitals.detect.fleet.base import MergedStep, Value
 from trainvitals.policy import Judge
 from trainvitals.records import StepRecord
 from trainvitals.testing import judgements

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from trainvitals.cli.output import moment
-from trainvitals.policy.hindsight import tally
-from trainvitals.policy.rules import rule_words
+from trainvitals.policy.evidence import tally
+from trainvitals.policy.rungs import rule_words
 from trainvitals.views import DecisionView, IncidentView, MoverView
 from vitals_collector.ingest.projections import samples
 from vitals_collector.report.curves import CurveMark, marks
