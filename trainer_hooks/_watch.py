@@ -29,9 +29,8 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.probe.probe import Probe
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager
+from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.snapshots import Restored
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog

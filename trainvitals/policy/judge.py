@@ -299,7 +299,7 @@ class Judge:
         return {
             **self._detectors.state_dict(),
             "outlier": self._outliers.state_dict(),
-            "known_rate": self._ladder.known_rate,
+            "known_rate": self._ladder.rate_to_know,
         }
 
     def _load_detectors(self, state: Mapping[str, Any]) -> None:
