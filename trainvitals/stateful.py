@@ -114,7 +114,7 @@ class Entry(NamedTuple):
         num = self.num_keys
         key = row[0] if num == 1 else tuple(row[:num])
         if self.make is None:
-            return key, tuple(row[num:])
+            return key, tuple(map(_copied, row[num:]))
         value = self.make(owner)
         value.restore(row[num:])
         return key, value
@@ -204,6 +204,12 @@ _PARTS = (bool, deque, Stateful, StatefulRow)
 
 
 def _copied(saved: Any) -> Any:
+    if isinstance(saved, str):
+        raise ValueError(
+            f"{saved!r} is no number"
+        )  # a damaged state fails here, not while training
     if isinstance(saved, list | tuple):
         return [_copied(part) for part in saved]
-    return dict(saved) if isinstance(saved, dict) else saved
+    if isinstance(saved, dict):
+        return {key: _copied(part) for key, part in saved.items()}
+    return saved

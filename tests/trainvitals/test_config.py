@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Settings, load_settings
 from trainvitals.errors import ConfigError
+from trainvitals.policy.judge import SECTIONS
 
 
 class Collector(Settings, frozen=True, kw_only=True):
@@ -240,3 +241,7 @@ def test_a_bound_is_told_with_the_source_of_the_value() -> None:
     assert text == caught.value.text
     with pytest.raises(ConfigError, match=r"at least window.least \(9\) \(window.least: variable"):
         load_settings({"window": Window}, environ={"VITALS_WINDOW_LEAST": "9"})
+
+
+def test_errors_name_a_section_as_the_file_does() -> None:
+    assert list(SECTIONS) == [cls.section for cls in SECTIONS.values()]

@@ -109,6 +109,24 @@ def test_a_key_that_is_missing_is_an_error_unless_an_older_state_may_lack_it() -
     assert (lenient._best, lenient._pair) == (None, (1.0, 2.0))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"best": "x"},
+        {"newest": ["x"]},
+        {"groups": [["x"]]},
+        {"pair": 7},
+        {"part": [1]},
+        {"flags": [True]},
+        {"counts": [["node", "gpu", "x", 5]]},
+        {"bits": "no"},
+    ],
+)
+def test_a_damaged_state_is_refused_while_it_is_loaded(damage: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Whole().load_state_dict({**filled().state_dict(), **damage})
+
+
 def test_a_class_adds_its_attributes_to_those_of_its_base() -> None:
     class More(Whole):
         STATE = ("_extra",)
