@@ -198,7 +198,7 @@ def _described(entry: Entry) -> Iterator[str]:
         yield from (f"*Good for*: {entry.good}", "", f"*Not good for*: {entry.bad}", "")
     yield f"![{_alternative(entry)}]({FOLDER}/{entry.name}.svg)"
     for panel in drawn()[entry.name]:
-        for finding in panel.said:
+        for finding in panel.findings:
             unit = "sample" if panel.x_label == "sample" else "step"
             yield from ("", f"> {unit} {finding.step}, *{finding.level}*: {finding.reason}")
     yield from ("", *_settings(entry))

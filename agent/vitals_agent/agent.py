@@ -2,7 +2,7 @@
 
 - The main thread discovers, tails, spools, buries, and samples the node and its ranks: all that is
   local and quick.
-- The courier's thread ships and relays: all that may wait for a network (``courier``).
+- The I/O loop's thread ships and carries commands: all that may wait for a network (``io_loop``).
 - The GPU driver is asked on a thread of its own, as it may never answer (``sampling``).
 - HTTP threads only read.
 """
@@ -23,15 +23,20 @@ from trainvitals.io.spool import Spool
 from trainvitals.records import Note
 from vitals_agent.backoff import Backoff
 from vitals_agent.command_delivery import CommandDelivery, Commands
-from vitals_agent.detached_call import Spawn, on_a_thread
-from vitals_agent.exposition import Health, MetricsServer, Reading
+from vitals_agent.exposition import (
+    Health,
+    MetricsServer,
+    Reading,
+    agent_readings,
+    run_readings,
+    sample_readings,
+)
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
 from vitals_agent.host import HostSampler
 from vitals_agent.io_loop import IoLoop
-from vitals_agent.metrics import agent_readings, run_readings, sample_readings
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
-from vitals_agent.sampling import Sampling
+from vitals_agent.sampling import Sampling, Spawn, on_a_thread
 from vitals_agent.shipper import Ingests, Shipper
 from vitals_agent.state_dir import TOKEN_FILE, AgentInfo, AgentStateDir
 from vitals_agent.tailer import num_left
@@ -83,7 +88,7 @@ class Agent:
     """Serves the runs of one folder on one node.
 
     Call ``start``, then ``turn`` again and again, then ``stop``, all in one thread; in any other
-    one ``courier.turn``. ``cycle`` turns both.
+    one ``io_loop.turn``. ``cycle`` turns both.
 
     Args:
         config: what to serve.
@@ -125,7 +130,7 @@ class Agent:
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
         self.shipper = Shipper(client, backoff=ships, faults=self.faults) if client else None
         self.relay = CommandDelivery(client, backoff=asks, clock=self._clock, faults=self.faults)
-        self.courier = IoLoop(
+        self.io_loop = IoLoop(
             self.shipper,
             self.relay,
             runs=lambda: self.runs,
@@ -162,7 +167,7 @@ class Agent:
         """
         self._home.acquire()
         try:
-            token = self._home.read_token(self.config.read_token)
+            token = self._home.load_or_create_token(self.config.read_token)
             self._server = MetricsServer(
                 self, host=self.config.host, port=self.config.port, token=token
             )
@@ -187,7 +192,7 @@ class Agent:
         """Give everything back. Call ``turn`` before, so that nothing new is left behind."""
         for run_id in list(self.runs):
             if not self._let_go(run_id):
-                # Its spool is in the courier's hands: the lock on it ends with this process.
+                # Its spool is in the I/O loop's hands: the lock on it ends with this process.
                 log.warning("stopped while the collector keeps us waiting run=%s", run_id)
         if self._server is not None:
             self._server.close()
@@ -200,15 +205,15 @@ class Agent:
 
     def cycle(self, now: float) -> None:
         """Turn every part once, one after the other; ``now`` is in monotonic seconds."""
-        self.courier.look(now)
+        self.io_loop.look(now)
         self.turn(now)
-        self.courier.turn(now)
+        self.io_loop.turn(now)
         self._retire(now)
 
     def turn(self, now: float) -> None:
         """Turn once what is local: it waits for no network and for no driver."""
         with self.faults.contained("discover"):
-            if self.courier.can_ship and self._has_leftovers:
+            if self.io_loop.can_ship and self._has_leftovers:
                 self._take_up_leftovers()
             self._discover()
         runs = list(self.runs.values())
@@ -235,7 +240,7 @@ class Agent:
     def drained(self) -> bool:
         """Whether all is in the spools and, where there is a collector, stored there."""
         runs = self.runs.values()
-        return not any(run.active for run in runs) and all(map(self.courier.drained, runs))
+        return not any(run.active for run in runs) and all(map(self.io_loop.drained, runs))
 
     def report_left_behind(self) -> int:
         """Say which rows never came into a spool; return how many. They stay in shared memory."""
@@ -266,7 +271,7 @@ class Agent:
                 run = self.runs.get(ref.run_id)
                 run = run or self._take_up(ref.run_dir, keep=self._keeps_history)
                 if run is not None:
-                    run.found(ref.directory)
+                    run.follow(ref.directory)
 
     def _is_ours(self, ref: JournalRef) -> bool:
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
@@ -326,19 +331,19 @@ class Agent:
 
     def _retire(self, now: float) -> None:
         for run_id, run in list(self.runs.items()):
-            if run.active or not self.courier.drained(run):
+            if run.active or not self.io_loop.drained(run):
                 self._idle_since.pop(run_id, None)
             elif now - self._idle_since.setdefault(run_id, now) >= self.config.retire_seconds:
                 self._let_go(run_id)
 
     def _let_go(self, run_id: str) -> bool:
-        """Close a run; False where the courier serves it just now."""
+        """Close a run; False where the I/O loop serves it just now."""
         run = self.runs[run_id]
 
         def remove() -> None:
             self.runs = {key: other for key, other in self.runs.items() if key != run_id}
 
-        if not self.courier.leave(run_id, remove):
+        if not self.io_loop.leave(run_id, remove):
             return False
         self._counted["rows"] += run.num_rows
         self._counted["dropped"] += run.num_dropped

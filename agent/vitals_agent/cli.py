@@ -96,8 +96,7 @@ def serve(
     """
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
-    from vitals_agent.daemon import LoopConfig, log_to_stderr, run
-    from vitals_agent.drain import wait_for_leaving
+    from vitals_agent.daemon import LoopConfig, log_to_stderr, run, wait_for_leaving
 
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)

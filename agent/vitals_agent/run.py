@@ -5,21 +5,77 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.clock import Clock
 from trainvitals.errors import NewerVersionError, StorageError
 from trainvitals.identity import Identity, Source, new_incarnation
-from trainvitals.io.rundir import RunDir
+from trainvitals.io.rundir import RunDir, replace_file
 from trainvitals.io.spool import Spool
 from trainvitals.records import Note
 from trainvitals.rows import Value
 from vitals_agent.faults import Faults
-from vitals_agent.open_journals import OpenJournal, OpenJournals
 from vitals_agent.sources import OwnSource
 from vitals_agent.state_dir import AgentStateDir
 from vitals_agent.tailer import JournalTail, journal_identity
 
 log = logging.getLogger("vitals_agent")
+
+# ------------------------------------------------------------------- journals that are being copied
+
+
+class OpenJournal(msgspec.Struct, frozen=True):
+    """A journal that is not wholly in the spool yet."""
+
+    folder: str
+    source: str
+    incarnation: str
+
+
+class OpenJournals:
+    """The list in a file beside the spool: a later agent sees by it what did not survive.
+
+    A list that cannot be read is an empty one: nothing is said then, and nothing else is lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._listed = _read(path)
+
+    def add(self, journal: OpenJournal) -> None:
+        """List a journal. May raise OSError."""
+        if self._listed.get(journal.folder) != journal:
+            self._listed[journal.folder] = journal
+            self._write()
+
+    def discard(self, folder: str) -> None:
+        """Take a journal off the list: all of it is in the spool. May raise OSError."""
+        if self._listed.pop(folder, None) is not None:
+            self._write()
+
+    def take_missing(self, memory: Path) -> list[OpenJournal]:
+        """Take those off the list that are not in the node's memory any more; return them."""
+        missing = [each for each in self._listed.values() if not (memory / each.folder).is_dir()]
+        for each in missing:
+            del self._listed[each.folder]
+        if missing:
+            self._write()
+        return missing
+
+    def _write(self) -> None:
+        replace_file(self._path, msgspec.json.encode(list(self._listed.values())))
+
+
+def _read(path: Path) -> dict[str, OpenJournal]:
+    try:
+        journals = msgspec.json.decode(path.read_bytes(), type=list[OpenJournal])
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return {each.folder: each for each in journals}
+
+
+# ------------------------------------------------------------------------------------------ the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +163,7 @@ class ServedRun:
 
     # ------------------------------------------------------------------------- journals
 
-    def found(self, directory: Path) -> None:
+    def follow(self, directory: Path) -> None:
         """Begin to tail a journal, once its first segment says who writes it."""
         if directory in self.tails or directory in self._strangers:
             return
@@ -158,7 +214,7 @@ class ServedRun:
             for tail in self.tails.values():
                 tail.not_synced()
             return num_rows
-        # Not what was appended: the courier's thread may have met the disk's refusal in between.
+        # Not what was appended: the I/O thread may have met the disk's refusal in between.
         durable = self.spool.last_seqs()
         for tail in self.tails.values():
             with faults.contained("release"):

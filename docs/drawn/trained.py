@@ -188,7 +188,7 @@ def _panel(
         y_label=label,
         lines=[Line(label=label, points=[(step, heights[step]) for step in kept])],
         marks=[Mark(x=f.step, y=heights[f.step], level=f.level, word="") for f in findings],
-        said=tuple(findings),
+        findings=tuple(findings),
         log=training.log or column == "grad_norm",
     )
 

@@ -61,7 +61,7 @@ def test_a_collector_that_came_back_at_another_port_is_found_again(world, stub, 
     address_file(tmp_path, stub.url)
     agent.cycle(100.0)
     assert len(stub.batches) > num_before
-    assert agent.courier.drained(agent.runs[RUN])
+    assert agent.io_loop.drained(agent.runs[RUN])
     link.close()
 
 
@@ -152,7 +152,7 @@ def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, st
     link = CollectorEndpoint(lambda: CollectorAddress(url=stub.url))
     agent = world.agent(client=link, reachable=link.reachable, keeps_history=True)
     agent.cycle(0.0)
-    assert agent.courier.drained(agent.runs[RUN])
+    assert agent.io_loop.drained(agent.runs[RUN])
     assert agent.runs[RUN].spool.keep
     assert [0] == world.steps()
     link.close()

@@ -10,7 +10,7 @@ import pytest
 
 from trainvitals.errors import TransportError, VitalsError
 from trainvitals.io.client import CollectorAddress, CollectorClient, Tokens
-from vitals_agent.http import AgentClient
+from vitals_agent.collector_endpoint import AgentClient
 
 RUN = "01JD0000000000000000000000"
 

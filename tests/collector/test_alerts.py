@@ -6,7 +6,7 @@ from trainvitals.alerting import Alert, alerts_for_run_state
 from trainvitals.errors import UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, RunState
-from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, listed
+from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, listed, settle
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.metrics import UNKNOWN
 from vitals_collector.storage.schema import audit
@@ -275,16 +275,16 @@ def test_what_was_not_settled_is_handed_out_again_after_a_restart(desk: Desk):
     view = desk.only()
     restarted = desk.reopened()
     assert ([view], []) == restarted.untold()
-    restarted.settle(view)
+    settle(desk.store, view)
     assert ([], [view]) == restarted.untold()
 
 
 def test_a_resolution_that_nobody_heard_is_handed_out_again(desk: Desk):
     desk.skip(5)
-    desk.inbox.settle(desk.only())
+    settle(desk.store, desk.only())
     desk.look(step=15, trouble=5)
     assert ([desk.only()], []) == desk.reopened().untold()
-    desk.inbox.settle(desk.only())
+    settle(desk.store, desk.only())
     assert ([], []) == desk.reopened().untold()
 
 
@@ -300,7 +300,7 @@ def test_a_late_word_of_a_notifier_does_not_settle_a_newer_state(desk: Desk):
     desk.skip(5)
     fired = desk.only()
     desk.look(step=15, trouble=5)
-    desk.inbox.settle(fired)
+    settle(desk.store, fired)
     assert ([desk.only()], []) == desk.inbox.untold()
 
 

@@ -16,7 +16,7 @@ from trainvitals.records import RunEnded
 from trainvitals.rows import Column, Schema
 from trainvitals.views import ManySeriesQuestion, RunQuestion, SeriesQuestion, SeriesRequest
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries.chunk_summary_cache import ChunkSummaryCache
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.quota import Volumes

@@ -14,7 +14,7 @@ from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
 from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest, ingest_all
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.removal import delete_old, delete_run, finish, pin
 from vitals_collector.storage.schema import audit, batches, forgotten, metadata, runs

@@ -36,7 +36,7 @@ from vitals_collector.ingest.staging import (
     recover,
 )
 from vitals_collector.ingest.validate import check_batches
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.retention.removal import delete_run
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.read_rows import read_pages

@@ -17,8 +17,7 @@ from trainvitals.io.spool_state import STATE_FILE
 from trainvitals.views import RunQuestion
 from trainvitals.wire import decode_batch
 from vitals_collector.ingest.folder import FolderIngest
-from vitals_collector.ingest.ingest import ingest
-from vitals_collector.ingest.offsets import StreamKey
+from vitals_collector.ingest.ingest import StreamKey, ingest
 from vitals_collector.ingest.staging import WriteAheadBuffer
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.queries.open import open_folder

@@ -23,7 +23,7 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.views import Problem
 from trainvitals.wire import IngestReply
-from vitals_collector.alerts.notifiers import build_notifiers
+from vitals_collector.alerts.notifiers import NotifierSettings, build_notifiers
 from vitals_collector.api.auth import (
     INGEST_PATH,
     Gate,
@@ -71,10 +71,8 @@ class CollectorSettings:
     """Other names it is called by, for the ``Host`` check."""
     origins: tuple[str, ...] = ()
     """Foreign origins whose pages may call it."""
-    webhooks: tuple[str, ...] = ()
-    """Addresses that alerts are posted to as JSON."""
-    alertmanager: str = ""
-    """Address of an Alertmanager, which then alone routes: webhooks are not used beside it."""
+    notifiers: NotifierSettings = field(default_factory=NotifierSettings)
+    """Where alerts go."""
     lost_after_seconds: float = 60.0
     """A run that is silent for longer, and its agent too, is lost."""
     volumes: VolumeSettings = field(default_factory=VolumeSettings)
@@ -144,12 +142,9 @@ def _arrivals(store: Store, settings: CollectorSettings) -> WriteAheadBuffer | N
 
 
 def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
-    notifiers = build_notifiers(
-        webhooks=settings.webhooks, alertmanager=settings.alertmanager, clock=clock
-    )
     return assemble(
         store,
-        notifiers,
+        build_notifiers(settings.notifiers, clock=clock),
         clock=clock,
         config=EngineConfig(lost_after_seconds=settings.lost_after_seconds),
         up_since_unix_ns=clock.time_ns(),

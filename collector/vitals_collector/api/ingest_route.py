@@ -110,7 +110,9 @@ class IngestApp:
         # What got room here always finds some there.
         limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING)
         self._arrivals = arrivals
-        self.commits = CommitQueue(store, clock=clock, tell=_tell, limits=limits, arrivals=arrivals)
+        self.commits = CommitQueue(
+            store, clock=clock, on_done=_tell, limits=limits, arrivals=arrivals
+        )
 
     def start(self) -> None:
         """Start to store."""

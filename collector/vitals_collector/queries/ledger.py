@@ -23,9 +23,9 @@ from trainvitals.views import (
     StepData,
     StepRow,
 )
-from vitals_collector.alerts.rows import entry_of
+from vitals_collector.alerts.inbox import entry_of
+from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.ingest.tombstones import is_being_removed
 from vitals_collector.queries import series
 from vitals_collector.retention.rollup import RANKS
 from vitals_collector.storage.columns import whole

@@ -57,7 +57,7 @@ from trainvitals.views import (
 )
 from vitals_collector.alerts import commands, inbox
 from vitals_collector.live import overview
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries import metrics, series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.chunk_summary_cache import ChunkSummaryCache

@@ -16,9 +16,9 @@ from trainvitals.errors import UsageError
 from trainvitals.jsonable import jsonable, word_of
 from trainvitals.records import Decision, Finding
 from trainvitals.views import AlertView, EventView, RunSummary, TableQuestion, TableReply
-from vitals_collector.alerts.rows import entry_of
+from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.live import overview
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries.conditions import Cells, Condition, Kind, parse, unknown_column
 from vitals_collector.queries.ledger import event_view, run_row
 from vitals_collector.queries.step_tables import (
