@@ -81,7 +81,7 @@ class AgentConfig:
 
 
 class Collects(Ingests, Commands, Protocol):
-    """What the agent needs of a collector: ``trainvitals.io.client.CollectorClient``."""
+    """What the agent needs of a collector: ``collector_endpoint.CollectorEndpoint``."""
 
 
 class Agent:

@@ -23,7 +23,7 @@ from trainvitals.io.client import (
     read_tokens,
     refusal,
 )
-from trainvitals.views import CommandsQuestion, CommandView
+from trainvitals.question import Question
 from trainvitals.wire import IngestReply
 
 TIMEOUT_SECONDS = 3.0
@@ -160,20 +160,19 @@ class CollectorEndpoint:
 
     def ingest(self, raw: bytes) -> IngestReply:
         """Store one batch."""
-        return self._ask(lambda client: client.ingest(raw))
+        return self._call(lambda client: client.ingest(raw))
 
     def ingest_all(self, raws: Sequence[bytes]) -> tuple[IngestReply, ...]:
         """Store batches together."""
-        return self._ask(lambda client: client.ingest_all(raws))
+        return self._call(lambda client: client.ingest_all(raws))
 
-    def pending_commands(self, run_id: str) -> Sequence[CommandView]:
-        """Return the commands that wait to be delivered."""
-        asked = CommandsQuestion(run_id=run_id, status="pending")
-        return self._ask(lambda client: client.ask(asked))
+    def ask(self, question: Question[T]) -> T:
+        """Return the collector's answer."""
+        return self._call(lambda client: client.ask(question))
 
     def mark_delivered(self, run_id: str, number: int) -> None:
         """Say that a command lies in the mailbox."""
-        self._ask(lambda client: client.mark_delivered(run_id, number))
+        self._call(lambda client: client.mark_delivered(run_id, number))
 
     def close(self) -> None:
         """Close the connections."""
@@ -182,7 +181,7 @@ class CollectorEndpoint:
                 self._client.close()
                 self._client = None
 
-    def _ask(self, call: Callable[[CollectorClient], T]) -> T:
+    def _call(self, call: Callable[[CollectorClient], T]) -> T:
         client = self._client
         if client is None:
             raise TransportError(

@@ -22,8 +22,8 @@ class Stalled:
         headers = [decode_batch(raw).header for raw in raws]
         return [IngestReply(durable_seq=h.last_seq, num_new=1, num_duplicate=0) for h in headers]
 
-    def pending_commands(self, run_id):
-        return []
+    def ask(self, question):
+        return ()
 
     def mark_delivered(self, run_id, number):
         raise TransportError("away")
