@@ -23,7 +23,7 @@ from trainvitals.io.client import (
     read_tokens,
     refusal,
 )
-from trainvitals.views import CommandView
+from trainvitals.views import CommandsQuestion, CommandView
 from trainvitals.wire import IngestReply
 
 TIMEOUT_SECONDS = 3.0
@@ -168,7 +168,8 @@ class CollectorEndpoint:
 
     def pending_commands(self, run_id: str) -> Sequence[CommandView]:
         """Return the commands that wait to be delivered."""
-        return self._ask(lambda client: client.pending_commands(run_id))
+        asked = CommandsQuestion(run_id=run_id, status="pending")
+        return self._ask(lambda client: client.ask(asked))
 
     def mark_delivered(self, run_id: str, number: int) -> None:
         """Say that a command lies in the mailbox."""

@@ -82,7 +82,7 @@ def test_many_decisions_of_one_cause_are_one_alert(place: Place):
     for start in range(0, 1_200, 200):
         place.send(writer.events(*events[start : start + 200]))
     assert ["StepSkipped firing"] == place.look()
-    assert 1_200 == place.acting.inbox.listed()[0].step
+    assert 1_200 == place.alerts()[0].step
 
 
 # ----------------------------------------------------------------------------------- run states
@@ -218,7 +218,7 @@ def test_a_silence_withholds_and_its_end_tells(place: Place):
     writer = Writer()
     place.send(writer.events(started(), decision(step=5, action="rollback", budget_left=2)))
     place.look()
-    (view,) = place.acting.inbox.listed()
+    (view,) = place.alerts()
     request = AckRequest(by="alice", reason="known", silence_seconds=600)
     place.acting.inbox.acknowledge(view.fingerprint, request)
     place.send(writer.steps(range(16)))

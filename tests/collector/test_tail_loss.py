@@ -14,6 +14,7 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.io.spool_files import spool_files
 from trainvitals.io.spool_state import STATE_FILE
+from trainvitals.views import RunQuestion
 from trainvitals.wire import decode_batch
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.ingest import StreamKey, ingest
@@ -170,7 +171,7 @@ def test_a_lost_end_is_told_to_whoever_reads_the_folder_alone(
     files_of(tmp_path)[-1].unlink()
     age(tmp_path)
     with open_folder(tmp_path) as opened:
-        detail = opened.reader.run(RUN)
+        detail = opened.reader.ask(RunQuestion(run_id=RUN))
     stored = sum(one.num_rows for one in detail.sources)
     lost = sum(one.num_lost_rows for one in detail.sources)
     assert sum(len(rows) for rows in written.values()) == stored + lost

@@ -92,7 +92,7 @@ def test_the_curve_and_the_tokens_go_on_in_a_branch_of_their_own():
     assert monitor.step_index == 30
     monitor.step(new.forward(), weight=torch.tensor(3))
     monitor.close()
-    assert monitor._controller.tokens_seen == 30 * 3
+    assert monitor._controller.log.tokens.seen == 30 * 3
     assert monitor.attempt > state["attempt"]
 
 

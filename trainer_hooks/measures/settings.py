@@ -67,6 +67,12 @@ class SignalSettings:
                 hint="leave it out to count 6 per parameter",
             )
 
+    @property
+    def measures(self) -> bool:
+        """Whether anything is opted in that has to be measured."""
+        norms = self.weight_norm or self.update_norm or self.noise_scale
+        return norms or bool(self.activations)
+
     def due(self, step: int) -> bool:
         """Return whether the step is a sampled one."""
         return step % self.every == 0

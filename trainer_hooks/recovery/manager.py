@@ -27,7 +27,7 @@ from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.clock import Clock
 from trainvitals.errors import CheckpointError, ConfigError
 from trainvitals.policy import CheckpointRef
-from trainvitals.records import CheckpointChanged, Decision, Note
+from trainvitals.records import CheckpointChanged, Decision
 
 if TYPE_CHECKING:
     from trainer_hooks.recovery.checkpoints.store import CheckpointStore
@@ -123,8 +123,7 @@ class RecoveryManager:
             StorageError: the folder cannot be written; raised on all.
         """
         # Half a second of torch.distributed.checkpoint: paid by those who heal.
-        from trainer_hooks.recovery.checkpoints.agree import Agreement
-        from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+        from trainer_hooks.recovery.checkpoints.store import Agreement, CheckpointStore
 
         state = TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra
@@ -152,12 +151,11 @@ class RecoveryManager:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
         agreement.on_root(store.prepare)
-        if ranks.rank == 0:
-            text = (
-                f"{ring.slots_in_words()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
-                f"{interval} steps"
-            )
-            emitter.event(Note(code="snapshots", text=text), step=0, attempt=0)
+        text = (
+            f"{ring.slots_in_words()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
+            f"{interval} steps"
+        )
+        emitter.note("snapshots", text, step=0, attempt=0)
         return cls(settings, ring, store, ranks, emitter, plan, clock)
 
     def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
@@ -180,9 +178,7 @@ class RecoveryManager:
                 "started before: it begins at step 0"
             )
             _LOG.warning("vitals: %s", text)
-            self._emitter.event(
-                Note(code="nothing_to_resume", text=text, severity="warning"), step=0, attempt=0
-            )
+            self._emitter.note("nothing_to_resume", text, "warning", step=0, attempt=0)
         # Those after it could not be loaded.
         ids = [ref.id for ref in refs]
         self._on_disk = refs[: ids.index(restored.id) + 1] if restored is not None else ()
@@ -386,17 +382,17 @@ class RecoveryManager:
         return self._ranks.rank == 0
 
     def _say(self) -> None:
-        stored = self._store.take_changes()
+        # Asked only where there is something: this is on every step's way.
+        stored = self._store.take_changes() if self._store.folder.changes else []
         for change in stored:
             if change.state == "healthy":  # the best is unproven at first, and no way back
                 attempt = int(change.checkpoint_id.rpartition("-")[2])
                 self._newest_saved = change.checkpoint_step, attempt
         for change in self._ring.take_changes() + stored:
-            if self._is_rank0:
-                announce(self._emitter, change)
+            announce(self._emitter, change)
 
 
 def announce(emitter: Emitter, change: CheckpointChanged) -> None:
     """Write a checkpoint's change as an event of the branch that the checkpoint lies on."""
     attempt = int(change.checkpoint_id.rpartition("-")[2])
-    emitter.event(change, step=change.checkpoint_step, attempt=attempt)
+    emitter.of_run(change, step=change.checkpoint_step, attempt=attempt)

@@ -30,6 +30,7 @@ MAX_SILENCE_SECONDS = 30 * 86_400.0
 """Longest silence: each has an end, for nobody remembers one that has not."""
 
 Tell = Callable[[AlertView], None]
+NewestBy = Literal["updated_unix_ns", "started_unix_ns"]
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +82,26 @@ class Occurrence(NamedTuple):
     run_id: str
     time_unix_ns: int
     alert: Alert
+
+
+def listed(
+    store: Store,
+    *,
+    now_unix_ns: int,
+    run_id: str = "",
+    state: str = "",
+    newest_by: NewestBy = "updated_unix_ns",
+) -> tuple[AlertView, ...]:
+    """Return alerts, the newest first, with the silences that hold now."""
+    query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
+    if run_id:
+        query = query.where(alerts.c.run_id == run_id)
+    if state:
+        query = query.where(alerts.c.state == state)
+    with store.read(settled=False) as connection:
+        quiet = _silences_now(connection, now_unix_ns)
+        rows = connection.execute(query.limit(MAX_LISTED)).all()
+    return tuple(_silenced(entry_of(row).view, quiet) for row in rows)
 
 
 class Inbox:
@@ -188,18 +209,6 @@ class Inbox:
         return Entry(_view(alert, run.run_id, state, now, now), life)
 
     # ------------------------------------------------------------------------------ for people
-
-    def listed(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return alerts, the newest first."""
-        query = select(alerts).order_by(alerts.c.updated_unix_ns.desc(), alerts.c.fingerprint)
-        if run_id:
-            query = query.where(alerts.c.run_id == run_id)
-        if state:
-            query = query.where(alerts.c.state == state)
-        with self._store.read(settled=False) as connection:
-            quiet = _silences_now(connection, self._clock.time_ns())
-            rows = connection.execute(query.limit(MAX_LISTED)).all()
-        return tuple(_silenced(entry_of(row).view, quiet) for row in rows)
 
     def acknowledge(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it for a while; both are written into the audit.
@@ -453,4 +462,15 @@ def _write_audit(connection: Connection, fingerprint: str, request: AckRequest, 
     connection.execute(audit.insert().values(values))
 
 
-__all__ = ["Entry", "Inbox", "InboxConfig", "Life", "Occurrence", "RunNow", "entry_of", "settle"]
+__all__ = [
+    "Entry",
+    "Inbox",
+    "InboxConfig",
+    "Life",
+    "NewestBy",
+    "Occurrence",
+    "RunNow",
+    "entry_of",
+    "listed",
+    "settle",
+]

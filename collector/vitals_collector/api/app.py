@@ -34,8 +34,7 @@ from vitals_collector.api.auth import (
 from vitals_collector.api.control import control_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
 from vitals_collector.api.ingest_route import IngestApp
-from vitals_collector.api.lookback import lookback_routers
-from vitals_collector.api.query import query_router
+from vitals_collector.api.questions import question_router
 from vitals_collector.api.web import answers, bug, document, problem, problem_of, reply, takes
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.staging import (
@@ -171,9 +170,7 @@ def _add_routes(
         up_since_unix_ns=since,
     )
     app.state.store, app.state.query, app.state.acting = store, query, acting
-    app.include_router(query_router(query, guard=require("read")))
-    for router in lookback_routers(query, store, clock=clock):
-        app.include_router(router)
+    app.include_router(question_router(query))
     app.include_router(control_router(store, acting.inbox, clock=clock, folders=settings.folders))
     app.include_router(metrics_router(exposed))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainvitals.errors import UsageError
-from trainvitals.views import Branch, DecisionView, SeriesReply
+from trainvitals.views import Branch, DecisionView, SeriesQuestion, SeriesReply
 from vitals_collector.queries.open import Reader
 
 LOG_FROM = 20.0
@@ -137,8 +137,15 @@ def curves(
         if metric not in metrics:
             return None
         try:
-            return reader.series(
-                run_id, metric, branch=branch, points=POINTS, from_step=from_step, to_step=to_step
+            return reader.ask(
+                SeriesQuestion(
+                    run_id=run_id,
+                    metric=metric,
+                    branch=branch,
+                    points=POINTS,
+                    from_step=from_step,
+                    to_step=to_step,
+                )
             )
         except UsageError:  # measured, but on no rank whose rows are left
             return None
