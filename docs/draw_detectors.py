@@ -57,7 +57,7 @@ detector at all says anything.
 SETS = (
     (
         "In every rank",
-        "`trainvitals/detect/set.py:DetectorSet` runs in every rank, on the reduced numbers that "
+        "`trainvitals/policy/judge.py:DetectorSet` runs in every rank, on the reduced numbers that "
         "all ranks hold alike: so all of them find the same, and the same once more in a replay. "
         "Of these only what is not finite may act; finite outliers are kept back by the policy's "
         "own rule, and all that stands here tells.",

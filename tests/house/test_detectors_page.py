@@ -12,10 +12,10 @@ from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
 from docs.drawn.svg import WIDTH, Line, Panel, draw
 from docs.drawn.trained import FAULT, TRAININGS, heard, is_found, panels, read, withheld
-from trainvitals.detect import DetectorSet
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet import set as fleet
 from trainvitals.detect.fleet.speed import PaceConfig
+from trainvitals.policy.judge import DetectorSet
 
 NAMES = [entry.name for entry in ENTRIES]
 SVG = "{http://www.w3.org/2000/svg}"
