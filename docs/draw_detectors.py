@@ -57,7 +57,7 @@ detector at all says anything.
 SETS = (
     (
         "In every rank",
-        "`trainvitals/detect/set.py:DetectorSet` runs in every rank, on the reduced numbers that "
+        "`trainvitals/policy/judge.py:DetectorSet` runs in every rank, on the reduced numbers that "
         "all ranks hold alike: so all of them find the same, and the same once more in a replay. "
         "Of these only what is not finite may act; finite outliers are kept back by the policy's "
         "own rule, and all that stands here tells.",
@@ -200,7 +200,7 @@ def _described(entry: Entry) -> Iterator[str]:
         yield from (f"*Good for*: {entry.good}", "", f"*Not good for*: {entry.bad}", "")
     yield f"![{_alternative(entry)}]({FOLDER}/{entry.name}.svg)"
     for panel in drawn()[entry.name]:
-        for finding in panel.said:
+        for finding in panel.findings:
             unit = "sample" if panel.x_label == "sample" else "step"
             yield from ("", f"> {unit} {finding.step}, *{finding.level}*: {finding.reason}")
     yield from ("", *_settings(entry))

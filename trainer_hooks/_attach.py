@@ -21,18 +21,16 @@ from torch.optim import Optimizer
 from trainer_hooks._watch import set_up
 from trainer_hooks.arguments import Arguments, as_list
 from trainer_hooks.guard.optimizers import agree_on_overflow
-from trainer_hooks.guard.refusals import refuse_at_step, refuse_max_norm
 from trainer_hooks.guard.route import Route
 from trainer_hooks.lifecycle.loop import Loop
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
-from trainer_hooks.step.phases import Orders, Prepared
-from trainer_hooks.step.verdict import Verdict
+from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step, refuse_max_norm
+from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
-from trainvitals.records import Note
 
 _PROBE_LINE = "attached.keep_batch(batch, loss_of) before each forward"
 
@@ -105,6 +103,7 @@ def attach(
         state=state,
         signals=signals,
         loss_kind=loss_kind,
+        owns_clip=max_norm is not None,
     )
     made = set_up(given)
     if made is None:
@@ -139,7 +138,6 @@ class Attached(Loop):
         max_norm: float | None,
     ) -> None:
         super().__init__(device, controller, tokens_per_step=tokens_per_step)
-        controller.owns_clip = max_norm is not None
         self._max_norm = None if max_norm == math.inf else max_norm
         self._norm: Tensor | None = None
         self._orders: Orders | None = None
@@ -147,7 +145,7 @@ class Attached(Loop):
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._num_batches = 0
         self._undo: list[Callable[[], None]] = []
-        stepped = device.optimizers if device.engine is None else ()
+        stepped = device.optimizers if device.engine.guards else ()
         self._route = Route(stepped, device.scaler, self._step_one, controller.faults)
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
@@ -196,7 +194,7 @@ class Attached(Loop):
         """
         controller = self._controller
         if not self._num_batches:
-            controller.probe.use(probe, step=self._step)
+            controller.probe.use(probe, step=self._step, attempt=self.attempt)
         controller.probe.keep(batch)
         self._num_batches += 1
 
@@ -210,7 +208,7 @@ class Attached(Loop):
         """Step one optimizer; the first of a round is judged, and finished, for all."""
         if self._controller.halted is not None:
             raise self._controller.halted
-        guards = (self._device.guards[index],)
+        guards = (self._device.engine.guards[index],)
         if not begins:
             self._refuse_late_gradients(index)
             assert self._orders is not None, "a round begins with orders"
@@ -245,7 +243,8 @@ class Attached(Loop):
         if self._num_batches:
             controller.probe.fed(self._step, self._num_batches, attempt=self.attempt)
             self._num_batches = 0
-        controller.probe.rehearse(self._step, parts.own_loss)
+        if controller.probe.has_loss:
+            controller.probe.rehearse(self._step, parts.own_loss)
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
         if controller.owns_clip:
             before_clip, max_norm = False, self._max_norm
@@ -266,22 +265,24 @@ class Attached(Loop):
             before_clip=judged.before_clip,
         )
         self._step += 1
-        device.sampler.begin(self._step)
+        if device.sampler is not None:
+            device.sampler.begin(self._step)
         self._norm = None
-        while ready is not None or (ready := self._waited_for()) is not None:
+        while ready is not None or (ready := parts.waited_for()) is not None:
             judgement = controller.handle(*ready, now_step=attempted)
             controller.carry_out(judgement, now_step=attempted)
             ready = None
 
     def _say_what_is_not_judged(self) -> None:
-        if not self._controller.owns_clip and self._norm is None and self._controller.is_rank0:
+        if not self._controller.owns_clip and self._norm is None:
             text = (
                 "outliers of the gradient norm are not judged: after the loop's own clip they "
                 "cannot be seen. Call attached.before_clip() before it, give its result to "
                 "attached.grad_norm(), or attach(max_norm=...) and no clip of your own"
             )
-            event = Note(code="norm_unknown", text=text)
-            self._controller.emitter.event(event, step=self._step, attempt=self.attempt)
+            self._controller.emitter.note(
+                "norm_unknown", text, step=self._step, attempt=self.attempt
+            )
 
     def _refuse_late_gradients(self, index: int) -> None:
         """Refuse, in the first round, gradients that came after the exchange: nobody judged them.

@@ -19,25 +19,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_hooks.arguments import Arguments, Mode, as_list
-from trainer_hooks.callbacks.early_stopping import Evaluations, NoEarlyStopping
+from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
+from trainer_hooks.measures.host import Utilization
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.probe.probe import Probe
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager
+from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.snapshots import Restored
-from trainer_hooks.step.columns import RootColumns
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
-from trainer_hooks.step.emit import Emitter
-from trainer_hooks.step.layers import Layers
-from trainer_hooks.step.shards import unwrap
-from trainer_hooks.step.signals import Utilization
+from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
+from trainer_hooks.step.gradients import unwrap
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import Judge
@@ -199,7 +196,9 @@ def _emitter(
         faults=faults,
         is_rank0=ranks.rank == 0,
         num_groups=sum(len(o.param_groups) for o in device.optimizers),
-        layers=Layers(device.norms.names, device.sampler.activation_names),
+        layers=Layers(
+            device.norms.names, () if device.sampler is None else device.sampler.activation_names
+        ),
     )
 
 
@@ -246,9 +245,9 @@ def _controller(
     recovery = _recovery(given, ranks, device, place, plan, emitter, clock)
     config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
-    norms, world_size, sampler = device.norms, ranks.world_size, device.sampler
-    flops_per_token = sampler.settings.flops_per_token
-    utilization = Utilization(norms.num_parameters, world_size, norms.device, flops_per_token)
+    norms, sampler = device.norms, device.sampler
+    flops_per_token = None if given.signals is None else given.signals.flops_per_token
+    utilization = Utilization(norms.num_parameters, ranks.world_size, norms.device, flops_per_token)
     probe = Probe(
         given.model,
         given.optimizers,
@@ -257,7 +256,8 @@ def _controller(
         faults=faults,
         rewind=lambda: device.shadow.buffers.put_back(torch.ones((), device=norms.device)),
     )
-    controller = StepController(
+    columns = RootColumns(utilization, sampler, ranks.world_size)
+    return StepController(
         mode=mode,
         ranks=ranks,
         layout=device.packer.layout,
@@ -271,22 +271,23 @@ def _controller(
         clock=clock,
         sampler=sampler,
         probe=probe,
-        columns=RootColumns(utilization, sampler, world_size),
+        log=StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0),
         attempt=place.attempt,
+        evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
+        owns_clip=given.owns_clip,
     )
-    controller.evaluations = _evaluations(given.early_stopping, controller)
-    return controller
 
 
 def _evaluations(
-    early_stopping: EarlyStopping | None, controller: StepController
-) -> NoEarlyStopping:
+    early_stopping: EarlyStopping | None,
+    ranks: Ranks,
+    emitter: Emitter,
+    recovery: RecoveryManager | None,
+) -> Evaluations | None:
     if early_stopping is None:
-        return NoEarlyStopping()
-    ring, store = (None, None) if controller.recovery is None else controller.recovery.keepers()
-    return Evaluations(
-        early_stopping, ranks=controller.ranks, emitter=controller.emitter, ring=ring, store=store
-    )
+        return None
+    ring, store = (None, None) if recovery is None else recovery.keepers()
+    return Evaluations(early_stopping, ranks=ranks, emitter=emitter, ring=ring, store=store)
 
 
 def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:
@@ -336,8 +337,13 @@ def _warn(controller: StepController, text: str) -> None:
     """Say what watch() sees and cannot help: once, in the log and among the run's events."""
     if controller.is_rank0:
         _LOG.warning("vitals: %s", text)
-        event = Note(code="unseen_state", text=text, severity="warning")
-        controller.emitter.event(event, step=controller.first_step, attempt=controller.attempt)
+        controller.emitter.note(
+            "unseen_state",
+            text,
+            "warning",
+            step=controller.first_step,
+            attempt=controller.attempt,
+        )
 
 
 def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[str, str]) -> None:
@@ -346,7 +352,8 @@ def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[s
     missing = missing_packages()
     if missing:
         text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
-        controller.emitter.event(Note(code="no_agent", text=text), step=0, attempt=place.attempt)
+        note = Note(code="no_agent", text=text)  # of this node, whichever rank is first on it
+        controller.emitter.event(note, step=0, attempt=place.attempt)
         return
     with controller.faults.fail_open("agent.start"):
         controller.agent = NodeAgent(

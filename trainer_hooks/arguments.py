@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.measures.settings import SignalSettings
-from trainer_hooks.ranks import Ranks
+from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.step.device import Engine
 from trainvitals.detect.outliers import LossKind
@@ -47,6 +46,8 @@ class Arguments:
     engine: Engine | None = None
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
+    owns_clip: bool = True
+    """Whether the gradients are clipped by us, if at all; else they may come clipped."""
 
     def tokens(self) -> int | None:
         """Return the tokens of a step as a number, checked."""

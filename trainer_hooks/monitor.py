@@ -9,22 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
-from trainer_hooks.data.ledger import SampleIds
 from trainer_hooks.data.loader import Position
-from trainer_hooks.data.position import AfterRollback, DataPosition
-from trainer_hooks.guard.optimizers import update_scaler
-from trainer_hooks.guard.refusals import refuse_at_step
-from trainer_hooks.guard.route import OwnSteps
+from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
+from trainer_hooks.guard.optimizers import OwnSteps, update_scaler
 from trainer_hooks.lifecycle.loop import Loop, not_compiled
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
+from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.recovery.snapshots import Meta, Restored
+from trainer_hooks.recovery.manager import Meta, Restored
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
-from trainer_hooks.step.phases import Prepared
-from trainer_hooks.step.signals import HostMeasurements
-from trainer_hooks.step.verdict import Verdict
+from trainer_hooks.step.phases import Prepared, refuse_at_step
+from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
 
@@ -60,7 +57,8 @@ class Monitor(Loop):
     @property
     def should_stop(self) -> bool:
         """Whether early stopping ends the run: on all ranks at the same step."""
-        return self._controller.evaluations.should_stop
+        evaluations = self._controller.evaluations
+        return evaluations is not None and evaluations.should_stop
 
     # ------------------------------------------------------------------------- the loop's calls
 
@@ -167,16 +165,17 @@ class Monitor(Loop):
         refuse_at_step(loss, self._device.joinables)
         if self._primes and self._prime():
             return StepOutcome(step=self._step, next_step=self._step)
-        parts, attempted = self._parts, self._step
+        controller, parts, attempted = self._controller, self._parts, self._step
         first = attempted == self._first_step
         max_norm = parts.usable(max_norm, first=first)
         parts.clock.enter()
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
-        position = self._feed.take(attempted, self.attempt)
+        position, samples = self._feed.take(attempted, controller.attempt)
         if first:
-            self._controller.tell_without_probe(_PROBE_LINE)
-        self._controller.probe.rehearse(attempted, parts.own_loss)
+            controller.tell_without_probe(_PROBE_LINE)
+        if controller.probe.has_loss:
+            controller.probe.rehearse(attempted, parts.own_loss)
         self._update(verdict, prepared, max_norm)
         ready = parts.report(
             verdict,
@@ -184,16 +183,17 @@ class Monitor(Loop):
             step=attempted,
             max_norm=max_norm,
             position=position,
-            samples=self._feed.take_samples(),
+            samples=samples,
         )
         self._step += 1
         decision, restored = self._host_side(ready, attempted)
-        self._device.sampler.begin(self._step)
-        if self._controller.stopping:
+        if self._device.sampler is not None:
+            self._device.sampler.begin(self._step)
+        if controller.stopping:
             self._save_and_stop()
-        if self._controller.recovery is not None:
+        if controller.recovery is not None:
             # After the judgement: what it proves healthy must not be evicted just before it.
-            self._controller.recovery.after_step(self._step, self.attempt, self._meta)
+            controller.recovery.after_step(self._step, controller.attempt, self._meta)
         back = None if restored is None else restored.step
         return StepOutcome(
             step=attempted, next_step=self._step, decision=decision, rolled_back_to=back
@@ -255,9 +255,13 @@ class Monitor(Loop):
         """
         if self._closed:
             raise nothing_kept("the monitor is closed")
-        self._device.averages.refuse_swapped()
+        if self._device.averages is not None:
+            self._device.averages.refuse_swapped()
         self._take_in_what_is_left(patience_seconds=None)
-        self._best = self._controller.evaluations.restore_best(
+        evaluations = self._controller.evaluations
+        if evaluations is None:
+            raise nothing_kept("the run has no early stopping, which would know the best state")
+        self._best = evaluations.restore_best(
             step=self._step, attempt=self.attempt, meta=self._evaluated
         )
         return self._best
@@ -269,7 +273,7 @@ class Monitor(Loop):
         device, parts = self._device, self._parts
         orders = parts.orders(verdict, prepared, self._step, max_norm)
         with self._own_steps:
-            parts.apply(device.guards, orders)
+            parts.apply(device.engine.guards, orders)
         parts.settle(orders)
         update_scaler(device.scaler, device.optimizers, verdict.overflow)
         with parts.clock.not_ours():
@@ -288,7 +292,7 @@ class Monitor(Loop):
     ) -> tuple[Decision | None, Restored | None]:
         """Judge what has come back; while the judge is suspicious, this step's numbers as well."""
         decision = restored = None
-        while ready is not None or (ready := self._waited_for()) is not None:
+        while ready is not None or (ready := self._parts.waited_for()) is not None:
             judgement = self._controller.handle(*ready, now_step=attempted)
             self._feed.judged(ready[1].step, judgement)
             decision = judgement.decision or decision
@@ -313,8 +317,10 @@ class Monitor(Loop):
         """Take the state, which was put back, for the one that the next step begins with."""
         self._controller.probe.rolled_back(self._step)
         self._device.shadow.keep()
-        self._device.sampler.forget()
-        self._device.averages.rolled_back()
+        if self._device.sampler is not None:
+            self._device.sampler.forget()
+        if self._device.averages is not None:
+            self._device.averages.rolled_back()
         self._parts.forget_row()
         self._parts.clock.restart()
         for optimizer in self._device.optimizers:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from msgspec.structs import replace
+
 from trainvitals import arrays
 from trainvitals.arrays import Cells, Series, Table
 from trainvitals.errors import MissingDependencyError, UsageError
@@ -25,19 +27,32 @@ from trainvitals.io.client import CollectorClient
 from trainvitals.io.lookup import choose_run, default_folder, find_collector
 from trainvitals.views import (
     AnnotationRequest,
+    AnnotationsQuestion,
     AnnotationView,
     Branch,
+    CellsQuestion,
+    CheckpointsQuestion,
     CheckpointView,
+    CurveQuestion,
+    DecisionsQuestion,
     DecisionView,
+    EventsQuestion,
     EventView,
+    FindingsQuestion,
     FindingView,
+    IncidentsQuestion,
     IncidentView,
+    MoversQuestion,
     MoverView,
     RunDetail,
+    RunQuestion,
+    RunsQuestion,
     RunSummary,
+    SeriesQuestion,
+    StepQuestion,
     StepView,
     TableName,
-    TableRequest,
+    TableQuestion,
 )
 
 READERS = "trainvitals.readers"
@@ -103,7 +118,7 @@ class Client:
         }
         return [
             Run(self, summary)
-            for summary in self._reader.runs()
+            for summary in self._reader.ask(RunsQuestion())
             if all(getattr(summary, key) == value for key, value in attributes.items() if value)
             and (not tag or tag in summary.tags)
         ]
@@ -114,7 +129,7 @@ class Client:
         Raises:
             UsageError: there is none, or the beginning of an id fits several.
         """
-        return Run(self, choose_run(self._reader.runs(), id_or_name))
+        return Run(self, choose_run(self._reader.ask(RunsQuestion()), id_or_name))
 
     def table(
         self,
@@ -145,7 +160,7 @@ class Client:
             newest_first: the other way around.
             limit: at most this many rows; ``num_total`` of the answer says how many there are.
         """
-        request = TableRequest(
+        question = TableQuestion(
             table=table,
             run_id=run_id,
             where=tuple(where),
@@ -156,7 +171,7 @@ class Client:
             newest_first=newest_first,
             limit=limit,
         )
-        return Table(self._reader.table(request))
+        return Table(self._reader.ask(question))
 
     def refresh(self) -> None:
         """See what came into a folder since it was opened; a collector sees it by itself."""
@@ -191,7 +206,7 @@ class Run:
 
     def __init__(self, client: Client, summary: RunSummary) -> None:
         self._client = client
-        self._reader = client._reader
+        self._ask = client._reader.ask
         self.summary = summary
 
     @property
@@ -210,7 +225,7 @@ class Run:
 
     def detail(self) -> RunDetail:
         """Return everything that is not a curve: attempts, sources, settings, size."""
-        return self._reader.run(self.run_id)
+        return self._ask(RunQuestion(run_id=self.run_id))
 
     def metrics(self) -> tuple[str, ...]:
         """Return the names of all series: ``stream.column``, ``scalars.NAME``, ``layers.NAME``."""
@@ -242,22 +257,21 @@ class Run:
             UsageError: no such metric or source; where a name is close to a known one, it is said.
         """
         if points is not None:
-            reply = self._reader.series(
-                self.run_id,
-                metric,
+            question = SeriesQuestion(
+                run_id=self.run_id,
+                metric=metric,
                 source=source,
                 branch=branch,
                 points=points,
                 from_step=from_step,
                 to_step=to_step,
             )
-            return arrays.drawn(reply)
-        curve = self._reader.curve
-        how: dict[str, Any] = {"source": source, "branch": branch}
+            return arrays.drawn(self._ask(question))
+        curve = CurveQuestion(run_id=self.run_id, metric=metric, source=source, branch=branch)
         if metric.partition(".")[0] in _HOST_STREAMS:
-            return arrays.whole([curve(self.run_id, metric, **how)])
+            return arrays.whole([self._ask(curve)])
         parts = [
-            curve(self.run_id, metric, from_step=first, to_step=last, **how)
+            self._ask(replace(curve, from_step=first, to_step=last))
             for first, last in self._parts(from_step, to_step)
         ]
         return arrays.whole(parts)
@@ -271,31 +285,31 @@ class Run:
 
     def step(self, step: int) -> StepView:
         """Return what is known of one step: every rank's row, findings, decisions, its samples."""
-        return self._reader.step(self.run_id, step)
+        return self._ask(StepQuestion(run_id=self.run_id, step=step))
 
     def decisions(self) -> tuple[DecisionView, ...]:
         """Return the ledger: what was done about what, why, and what it cost."""
-        return self._reader.decisions(self.run_id)
+        return self._ask(DecisionsQuestion(run_id=self.run_id))
 
     def findings(self) -> tuple[FindingView, ...]:
         """Return what the detectors said, by step."""
-        return self._reader.findings(self.run_id)
+        return self._ask(FindingsQuestion(run_id=self.run_id))
 
     def incidents(self) -> tuple[IncidentView, ...]:
         """Return what went wrong, each whole with its story and its cost, the newest first."""
-        return self._reader.incidents(self.run_id)
+        return self._ask(IncidentsQuestion(run_id=self.run_id))
 
     def movers(self, step: int) -> tuple[MoverView, ...]:
         """Return which layers and ranks moved most before a step, the first one most."""
-        return self._reader.movers(self.run_id, step)
+        return self._ask(MoversQuestion(run_id=self.run_id, step=step))
 
     def checkpoints(self) -> tuple[CheckpointView, ...]:
         """Return the latest state of each checkpoint and snapshot, by step."""
-        return self._reader.checkpoints(self.run_id)
+        return self._ask(CheckpointsQuestion(run_id=self.run_id))
 
     def events(self) -> tuple[EventView, ...]:
         """Return all other events as lines for people, by time."""
-        return self._reader.events(self.run_id)
+        return self._ask(EventsQuestion(run_id=self.run_id))
 
     def cells(
         self,
@@ -319,16 +333,16 @@ class Run:
             from_step: first step wanted.
             to_step: last step wanted, inclusive.
         """
-        reply = self._reader.cells(
-            self.run_id,
-            metric,
+        question = CellsQuestion(
+            run_id=self.run_id,
+            metric=metric,
             points=points,
             rows=rows,
             branch=branch,
             from_step=from_step,
             to_step=to_step,
         )
-        return arrays.cells(reply)
+        return arrays.cells(self._ask(question))
 
     def table(self, table: TableName = "steps", **how: Any) -> Table:
         """Return rows of this run that meet conditions; the arguments of ``Client.table``."""
@@ -336,7 +350,7 @@ class Run:
 
     def annotations(self) -> tuple[AnnotationView, ...]:
         """Return what people wrote and the training announced, by step."""
-        return self._reader.annotations(self.run_id)
+        return self._ask(AnnotationsQuestion(run_id=self.run_id))
 
     def annotate(self, step: int, text: str, *, by: str = "") -> AnnotationView:
         """Write a line at a step; it is drawn on the curves and kept for ever.

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from trainvitals.question import Question, route
 from trainvitals.records import BatchNoted, Command, CommandAction, Decision, Finding, RunInfo
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
@@ -26,6 +27,12 @@ Branch = Literal["lineage", "discarded", "all"]
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 """What a database can compare a step with."""
+
+MAX_POINTS = 20_000
+MAX_MAP_COLUMNS = 2_000
+MAX_MAP_ROWS = 1_024
+Points = Annotated[int, msgspec.Meta(ge=2, le=MAX_POINTS)]
+"""At most about this many."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +57,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_attempts: int
     num_firing_alerts: int
     last_decision: str = ""
+
+
+@route("GET", "/v1/runs")
+class RunsQuestion(Question[tuple[RunSummary, ...]], frozen=True, kw_only=True):
+    """Every run, the newest first."""
 
 
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +127,13 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
     volume: RunVolume | None = None
 
 
+@route("GET", "/v1/runs/{run_id}")
+class RunQuestion(Question[RunDetail], frozen=True, kw_only=True):
+    """Everything about one run that is not a curve."""
+
+    run_id: str
+
+
 class NonFiniteMark(msgspec.Struct, frozen=True, array_like=True):
     """A NaN or infinite value; downsampling leaves none out, until there are many thousand."""
 
@@ -141,6 +160,22 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
     num_nonfinite: int = 0
 
 
+@route("GET", "/v1/runs/{run_id}/series")
+class SeriesQuestion(Question[SeriesReply], frozen=True, kw_only=True):
+    """One curve, downsampled so that no extreme and no non-finite value is lost."""
+
+    run_id: str
+    metric: str
+    """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
+    source: str = ""
+    """Whose rows; "" is rank 0, or the first GPU or node there is."""
+    branch: Branch = "lineage"
+    points: Points = 1_000
+    from_step: Int64 | None = None
+    to_step: Int64 | None = None
+    """Inclusive."""
+
+
 class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which series is wanted, and how finely."""
 
@@ -160,9 +195,11 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Inclusive: the way to a part of what has no step."""
 
 
-class ManySeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a page draws, asked for at once."""
+@route("POST", "/v1/runs/{run_id}/series")
+class ManySeriesQuestion(Question[tuple[SeriesReply, ...]], frozen=True, kw_only=True):
+    """Several curves of one moment, in the order they are asked for."""
 
+    run_id: str
     series: tuple[SeriesRequest, ...]
 
 
@@ -182,6 +219,21 @@ class CurveReply(msgspec.Struct, frozen=True, kw_only=True):
     """``float64``; NaN and infinities are themselves."""
 
 
+@route("GET", "/v1/runs/{run_id}/curve")
+class CurveQuestion(Question[CurveReply], frozen=True, kw_only=True):
+    """Every point of one curve, for programs."""
+
+    run_id: str
+    metric: str
+    """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
+    source: str = ""
+    """Whose rows; "" is rank 0, or the first GPU or node there is."""
+    branch: Branch = "lineage"
+    from_step: Int64 | None = None
+    to_step: Int64 | None = None
+    """Inclusive."""
+
+
 class DifferenceReply(msgspec.Struct, frozen=True, kw_only=True):
     """What one run has more than another, of every point; thinned as a series is."""
 
@@ -196,6 +248,17 @@ class DifferenceReply(msgspec.Struct, frozen=True, kw_only=True):
     """Steps, or tokens."""
     value: tuple[float | None, ...]
     """None where one of them was not finite."""
+
+
+@route("GET", "/v1/runs/{run_id}/difference")
+class DifferenceQuestion(Question[DifferenceReply], frozen=True, kw_only=True):
+    """What another run's curve has more than this one's."""
+
+    run_id: str
+    other: str
+    metric: str
+    along: Along = "step"
+    points: Points = 1_000
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +279,13 @@ class FindingView(msgspec.Struct, frozen=True, kw_only=True):
     finding: Finding
 
 
+@route("GET", "/v1/runs/{run_id}/findings")
+class FindingsQuestion(Question[tuple[FindingView, ...]], frozen=True, kw_only=True):
+    """What the run's detectors said, by step."""
+
+    run_id: str
+
+
 class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     """A ledger entry and when it was recorded."""
 
@@ -224,6 +294,13 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
     hindsight: str = ""
     """Of one that was not carried out: ``needed``, ``unneeded``, or ``open`` so far."""
+
+
+@route("GET", "/v1/runs/{run_id}/decisions")
+class DecisionsQuestion(Question[tuple[DecisionView, ...]], frozen=True, kw_only=True):
+    """The run's ledger, in its order."""
+
+    run_id: str
 
 
 class StepData(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +328,14 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     ``num_ranks`` is how many ranks had a row; ``rows`` then holds only those of the worst."""
 
 
+@route("GET", "/v1/runs/{run_id}/steps/{step}")
+class StepQuestion(Question[StepView], frozen=True, kw_only=True):
+    """What is known of one step, on every attempt that trained it."""
+
+    run_id: str
+    step: Int64
+
+
 class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     """The latest state of a checkpoint or snapshot."""
 
@@ -264,6 +349,13 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
     time_unix_ns: int
 
 
+@route("GET", "/v1/runs/{run_id}/checkpoints")
+class CheckpointsQuestion(Question[tuple[CheckpointView, ...]], frozen=True, kw_only=True):
+    """The latest state of each checkpoint and snapshot, by step."""
+
+    run_id: str
+
+
 class EventView(msgspec.Struct, frozen=True, kw_only=True):
     """Any other event, as a line for people."""
 
@@ -273,6 +365,14 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     kind: str
     text: str
+
+
+@route("GET", "/v1/runs/{run_id}/events")
+class EventsQuestion(Question[tuple[EventView, ...]], frozen=True, kw_only=True):
+    """Other events, all or of one kind, as lines for people, by time."""
+
+    run_id: str
+    kind: str = ""
 
 
 class AlertView(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +394,14 @@ class AlertView(msgspec.Struct, frozen=True, kw_only=True):
     silence_reason: str = ""
 
 
+@route("GET", "/v1/alerts", tag="alerts")
+class AlertsQuestion(Question[tuple[AlertView, ...]], frozen=True, kw_only=True):
+    """The inbox, newest first: all of it, one run's, or one state's."""
+
+    run_id: str = msgspec.field(default="", name="run")
+    state: Literal["", "pending", "firing", "resolved"] = ""
+
+
 class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a person asks the ladder to do."""
 
@@ -312,6 +420,14 @@ class CommandView(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["pending", "delivered", "done", "refused", "expired", "invalid"]
     detail: str = ""
     step: int = -1
+
+
+@route("GET", "/v1/runs/{run_id}/commands", tag="commands", scopes=("read", "ingest"))
+class CommandsQuestion(Question[tuple[CommandView, ...]], frozen=True, kw_only=True):
+    """The run's commands, newest first; ``pending`` is what an agent has to deliver."""
+
+    run_id: str
+    status: Literal["", "pending", "delivered", "done", "refused", "expired", "invalid"] = ""
 
 
 class CellsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,6 +452,24 @@ class CellsReply(msgspec.Struct, frozen=True, kw_only=True):
     """Those of ``nonfinite`` in which no step that was kept has such a value."""
 
 
+@route("GET", "/v1/runs/{run_id}/cells", tag="look back")
+class CellsQuestion(Question[CellsReply], frozen=True, kw_only=True):
+    """A heat map of one metric: ranks, GPUs, nodes or layers by steps."""
+
+    run_id: str
+    metric: str
+    """``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``."""
+    points: Annotated[int, msgspec.Meta(ge=1, le=MAX_MAP_COLUMNS)] = 200
+    """At most so many columns."""
+    rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_MAP_ROWS)] = 64
+    """At most so many rows: those that deviate most."""
+    branch: Branch = "all"
+    """Of a step that several attempts trained, a cell has all their values."""
+    from_step: Int64 | None = None
+    to_step: Int64 | None = None
+    """Inclusive."""
+
+
 class MoverView(msgspec.Struct, frozen=True, kw_only=True):
     """A layer or rank whose numbers moved before a step, the one that moved most first."""
 
@@ -350,6 +484,14 @@ class MoverView(msgspec.Struct, frozen=True, kw_only=True):
     """How far the peak is from the median, in scales (1.4826 times the median distance)."""
 
 
+@route("GET", "/v1/runs/{run_id}/movers", tag="look back")
+class MoversQuestion(Question[tuple[MoverView, ...]], frozen=True, kw_only=True):
+    """The layers and ranks that moved most up to a step, the first of them first."""
+
+    run_id: str
+    step: Int64
+
+
 class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):
     """What a person wrote at a step, or announced with ``monitor.expect``."""
 
@@ -358,6 +500,13 @@ class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     by: str
     """Empty where the training itself announced it."""
+
+
+@route("GET", "/v1/runs/{run_id}/annotations", tag="look back")
+class AnnotationsQuestion(Question[tuple[AnnotationView, ...]], frozen=True, kw_only=True):
+    """What people wrote and the training announced, by step."""
+
+    run_id: str
 
 
 class AnnotationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -394,8 +543,28 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[StepData, ...]
 
 
-class TableRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A question with filters; ``queries/tables.py`` of the collector says which columns are."""
+@route("GET", "/v1/runs/{run_id}/incidents", tag="look back")
+class IncidentsQuestion(Question[tuple[IncidentView, ...]], frozen=True, kw_only=True):
+    """What went wrong, each whole and told as a story, the newest first."""
+
+    run_id: str
+
+
+class TableReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A table by columns, all of one length."""
+
+    columns: tuple[str, ...]
+    data: tuple[tuple[str | float | int | bool | None, ...], ...]
+    """``data[column][row]``; numbers that are not finite are the texts nan, inf and -inf."""
+    num_total: int
+    """Rows that met the conditions; more than there are here where ``limit`` cut them."""
+    num_discarded: int = 0
+    """Rows that rollbacks left behind and that were not looked at: the branch was ``lineage``."""
+
+
+@route("POST", "/v1/tables", tag="look back")
+class TableQuestion(Question[TableReply], frozen=True, kw_only=True):
+    """The rows of a table that meet conditions, ``COLUMN OP VALUE`` each."""
 
     table: TableName
     run_id: str = ""
@@ -410,18 +579,6 @@ class TableRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     to_step: int | None = None
     newest_first: bool = False
     limit: int = 1_000
-
-
-class TableReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A table by columns, all of one length."""
-
-    columns: tuple[str, ...]
-    data: tuple[tuple[str | float | int | bool | None, ...], ...]
-    """``data[column][row]``; numbers that are not finite are the texts nan, inf and -inf."""
-    num_total: int
-    """Rows that met the conditions; more than there are here where ``limit`` cut them."""
-    num_discarded: int = 0
-    """Rows that rollbacks left behind and that were not looked at: the branch was ``lineage``."""
 
 
 class AckRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

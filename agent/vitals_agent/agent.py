@@ -2,7 +2,7 @@
 
 - The main thread discovers, tails, spools, buries, and samples the node and its ranks: all that is
   local and quick.
-- The courier's thread ships and relays: all that may wait for a network (``courier``).
+- The I/O loop's thread ships and carries commands: all that may wait for a network (``io_loop``).
 - The GPU driver is asked on a thread of its own, as it may never answer (``sampling``).
 - HTTP threads only read.
 """
@@ -23,15 +23,20 @@ from trainvitals.io.spool import Spool
 from trainvitals.records import Note
 from vitals_agent.backoff import Backoff
 from vitals_agent.command_delivery import CommandDelivery, Commands
-from vitals_agent.detached_call import Spawn, on_a_thread
-from vitals_agent.exposition import Health, MetricsServer, Reading
+from vitals_agent.exposition import (
+    Health,
+    MetricsServer,
+    Reading,
+    agent_readings,
+    run_readings,
+    sample_readings,
+)
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuSampler
 from vitals_agent.host import HostSampler
 from vitals_agent.io_loop import IoLoop
-from vitals_agent.metrics import agent_readings, run_readings, sample_readings
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
-from vitals_agent.sampling import Sampling
+from vitals_agent.sampling import Sampling, Spawn, on_a_thread
 from vitals_agent.shipper import Ingests, Shipper
 from vitals_agent.state_dir import TOKEN_FILE, AgentInfo, AgentStateDir
 from vitals_agent.tailer import num_left
@@ -76,14 +81,14 @@ class AgentConfig:
 
 
 class Collects(Ingests, Commands, Protocol):
-    """What the agent needs of a collector: ``trainvitals.io.client.CollectorClient``."""
+    """What the agent needs of a collector: ``collector_endpoint.CollectorEndpoint``."""
 
 
 class Agent:
     """Serves the runs of one folder on one node.
 
     Call ``start``, then ``turn`` again and again, then ``stop``, all in one thread; in any other
-    one ``courier.turn``. ``cycle`` turns both.
+    one ``io_loop.turn``. ``cycle`` turns both.
 
     Args:
         config: what to serve.
@@ -125,7 +130,7 @@ class Agent:
         ships, asks = Backoff(rng=chance), Backoff(rng=chance)
         self.shipper = Shipper(client, backoff=ships, faults=self.faults) if client else None
         self.relay = CommandDelivery(client, backoff=asks, clock=self._clock, faults=self.faults)
-        self.courier = IoLoop(
+        self.io_loop = IoLoop(
             self.shipper,
             self.relay,
             runs=lambda: self.runs,
@@ -134,7 +139,7 @@ class Agent:
         )
         keeps = config.keeps_history
         self._keeps_history = client is None if keeps is None else keeps
-        self._home = AgentStateDir(self._home_path(), config.base)
+        self._state_dir = AgentStateDir(self._state_path(), config.base)
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._elsewhere: set[str] = set()
@@ -146,7 +151,7 @@ class Agent:
         self._turned_at_ns = 0
         self._counted = {"rows": 0, "dropped": 0, "corrupt": 0}
 
-    def _home_path(self) -> Path:
+    def _state_path(self) -> Path:
         if self.config.run_id:
             run_dir = RunDir.create(self.config.vitals_dir, self.config.run_id)
             return run_dir.agent_dir(self.config.node)
@@ -160,9 +165,9 @@ class Agent:
         Raises:
             UsageError: another agent serves the folder, or the address cannot be used.
         """
-        self._home.acquire()
+        self._state_dir.acquire()
         try:
-            token = self._home.read_token(self.config.read_token)
+            token = self._state_dir.load_or_create_token(self.config.read_token)
             self._server = MetricsServer(
                 self, host=self.config.host, port=self.config.port, token=token
             )
@@ -170,9 +175,9 @@ class Agent:
                 pid=os.getpid(),
                 node=self.config.node,
                 url=self._server.url,
-                token_file=str(self._home.path / TOKEN_FILE),
+                token_file=str(self._state_dir.path / TOKEN_FILE),
             )
-            self._home.publish(self._info)
+            self._state_dir.publish(self._info)
         except BaseException:
             self.stop()
             raise
@@ -187,28 +192,28 @@ class Agent:
         """Give everything back. Call ``turn`` before, so that nothing new is left behind."""
         for run_id in list(self.runs):
             if not self._let_go(run_id):
-                # Its spool is in the courier's hands: the lock on it ends with this process.
+                # Its spool is in the I/O loop's hands: the lock on it ends with this process.
                 log.warning("stopped while the collector keeps us waiting run=%s", run_id)
         if self._server is not None:
             self._server.close()
             self._server = None
         with self.faults.contained("sampler.gpu"):
             self.sampling.close()
-        self._home.release()
+        self._state_dir.release()
 
     # ----------------------------------------------------------------------------- cycle
 
     def cycle(self, now: float) -> None:
         """Turn every part once, one after the other; ``now`` is in monotonic seconds."""
-        self.courier.look(now)
+        self.io_loop.look(now)
         self.turn(now)
-        self.courier.turn(now)
+        self.io_loop.turn(now)
         self._retire(now)
 
     def turn(self, now: float) -> None:
         """Turn once what is local: it waits for no network and for no driver."""
         with self.faults.contained("discover"):
-            if self.courier.can_ship and self._has_leftovers:
+            if self.io_loop.can_ship and self._has_leftovers:
                 self._take_up_leftovers()
             self._discover()
         runs = list(self.runs.values())
@@ -235,7 +240,7 @@ class Agent:
     def drained(self) -> bool:
         """Whether all is in the spools and, where there is a collector, stored there."""
         runs = self.runs.values()
-        return not any(run.active for run in runs) and all(map(self.courier.drained, runs))
+        return not any(run.active for run in runs) and all(map(self.io_loop.drained, runs))
 
     def report_left_behind(self) -> int:
         """Say which rows never came into a spool; return how many. They stay in shared memory."""
@@ -266,7 +271,7 @@ class Agent:
                 run = self.runs.get(ref.run_id)
                 run = run or self._take_up(ref.run_dir, keep=self._keeps_history)
                 if run is not None:
-                    run.found(ref.directory)
+                    run.follow(ref.directory)
 
     def _is_ours(self, ref: JournalRef) -> bool:
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
@@ -282,24 +287,26 @@ class Agent:
     def _take_up(self, path: Path, *, keep: bool) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
         run_dir = RunDir.create(path.parent, path.name)
-        home = AgentStateDir(run_dir.agent_dir(self.config.node), self.config.base)
-        if home.path != self._home.path:
+        state_dir = AgentStateDir(run_dir.agent_dir(self.config.node), self.config.base)
+        if state_dir.path != self._state_dir.path:
             try:
-                home.acquire()
+                state_dir.acquire()
             except UsageError as error:
                 if run_dir.run_id not in self._elsewhere:
                     self._elsewhere.add(run_dir.run_id)
                     log.info("run left to another agent run=%s: %s", run_dir.run_id, error.text)
                 return None
         try:
-            spool = Spool(home.path / "spool", max_bytes=self.config.spool_max_bytes, keep=keep)
+            spool = Spool(
+                state_dir.path / "spool", max_bytes=self.config.spool_max_bytes, keep=keep
+            )
             if self._info is not None:
-                home.publish(self._info)
+                state_dir.publish(self._info)
         except BaseException:
-            home.release()
+            state_dir.release()
             raise
         folder = self.config.base / run_dir.run_id
-        run = ServedRun(run_dir, home, spool, folder=folder, facts=self._facts)
+        run = ServedRun(run_dir, state_dir, spool, folder=folder, facts=self._facts)
         self.runs = {**self.runs, run.run_id: run}
         self._elsewhere.discard(run.run_id)
         log.info("run taken up run=%s", run.run_id)
@@ -326,19 +333,19 @@ class Agent:
 
     def _retire(self, now: float) -> None:
         for run_id, run in list(self.runs.items()):
-            if run.active or not self.courier.drained(run):
+            if run.active or not self.io_loop.drained(run):
                 self._idle_since.pop(run_id, None)
             elif now - self._idle_since.setdefault(run_id, now) >= self.config.retire_seconds:
                 self._let_go(run_id)
 
     def _let_go(self, run_id: str) -> bool:
-        """Close a run; False where the courier serves it just now."""
+        """Close a run; False where the I/O loop serves it just now."""
         run = self.runs[run_id]
 
         def remove() -> None:
             self.runs = {key: other for key, other in self.runs.items() if key != run_id}
 
-        if not self.courier.leave(run_id, remove):
+        if not self.io_loop.leave(run_id, remove):
             return False
         self._counted["rows"] += run.num_rows
         self._counted["dropped"] += run.num_dropped

@@ -1,14 +1,17 @@
-"""The way to a collector: found, lost, and found again where it moved."""
+"""The way to a collector: found, lost, and found again where it moved; and how it is asked."""
 
+import http.client
 import ipaddress
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
+from urllib.parse import urlencode, urlsplit
 
+import httpx
 import msgspec
 
 from trainvitals.errors import TransportError, UnauthorizedError
@@ -18,10 +21,105 @@ from trainvitals.io.client import (
     Tokens,
     default_data_dir,
     read_tokens,
+    refusal,
 )
-from trainvitals.views import CommandView
+from trainvitals.question import Question
 from trainvitals.wire import IngestReply
-from vitals_agent.http import AgentClient
+
+TIMEOUT_SECONDS = 3.0
+
+
+class AgentClient(CollectorClient):
+    """A collector's API over one connection that is kept. Thread-safe: one request at a time.
+
+    Args:
+        address: where the collector is; the token for ingest goes along.
+        timeout: seconds for each of connecting, sending and waiting.
+    """
+
+    def __init__(self, address: CollectorAddress, *, timeout: float = TIMEOUT_SECONDS) -> None:
+        token = address.tokens.ingest
+        super().__init__(address.url, token, timeout=timeout)
+        parts = urlsplit(self.url)
+        self._prefix = parts.path
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._lock = threading.Lock()
+        self._connection: http.client.HTTPConnection = (
+            http.client.HTTPSConnection(
+                parts.hostname or "",
+                parts.port,
+                timeout=timeout,
+                context=ssl.create_default_context(),
+            )
+            if parts.scheme == "https"
+            else http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
+        )
+
+    def close(self) -> None:
+        """Close the connection, also under a request that does not end."""
+        self._connection.close()
+        super().close()
+
+    def _send(self, method: str, path: str, **how: Any) -> bytes:
+        query = f"?{urlencode(how['params'])}" if how.get("params") else ""
+        headers = {**self._headers, **how.get("headers", {})}
+        try:
+            with self._lock:
+                response, body = self._exchange(
+                    method, f"{self._prefix}{path}{query}", how.get("content", b""), headers
+                )
+        except TimeoutError as error:
+            raise TransportError(
+                f"the collector at {self.url} did not answer in time",
+                hint="it may be overloaded; what is spooled is not lost",
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise TransportError(
+                f"the collector at {self.url} cannot be reached: {error or type(error).__name__}",
+                hint="start one with `vitals collector`, or give its address with --collector",
+            ) from error
+        if 200 <= response.status < 300:
+            return body
+        httpx_response = httpx.Response(
+            response.status, headers=dict(response.getheaders()), content=body
+        )
+        raise refusal(self.url, path, httpx_response)
+
+    def _exchange(
+        self, method: str, target: str, content: bytes, headers: dict[str, str]
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """Ask, and once more where the kept connection turns out to be closed: all may come twice.
+
+        A batch that is stored twice counts once, and so does a delivery.
+        """
+        connection = self._connection
+        was_open = connection.sock is not None
+        try:
+            return _ask(connection, method, target, content, headers)
+        except (ConnectionError, http.client.BadStatusLine):
+            if not was_open:
+                raise
+        return _ask(connection, method, target, content, headers)
+
+
+def _ask(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    content: bytes,
+    headers: dict[str, str],
+) -> tuple[http.client.HTTPResponse, bytes]:
+    try:
+        connection.request(method, target, content or None, headers)
+        response = connection.getresponse()
+        return response, response.read()
+    except BaseException:
+        connection.close()  # what is half said, or half heard, belongs to no other request
+        raise
+
+
+# ----------------------------------------------------------------------------- that may come and go
+
 
 LOOK_SECONDS = 5.0
 
@@ -57,24 +155,24 @@ class CollectorEndpoint:
             is_due = self._looked_at is None or now - self._looked_at >= LOOK_SECONDS
             if self._is_doubtful and is_due:
                 self._looked_at = now
-                self._look()
+                self._reconnect()
             return self._client is not None
 
     def ingest(self, raw: bytes) -> IngestReply:
         """Store one batch."""
-        return self._ask(lambda client: client.ingest(raw))
+        return self._call(lambda client: client.ingest(raw))
 
     def ingest_all(self, raws: Sequence[bytes]) -> tuple[IngestReply, ...]:
         """Store batches together."""
-        return self._ask(lambda client: client.ingest_all(raws))
+        return self._call(lambda client: client.ingest_all(raws))
 
-    def pending_commands(self, run_id: str) -> Sequence[CommandView]:
-        """Return the commands that wait to be delivered."""
-        return self._ask(lambda client: client.pending_commands(run_id))
+    def ask(self, question: Question[T]) -> T:
+        """Return the collector's answer."""
+        return self._call(lambda client: client.ask(question))
 
     def mark_delivered(self, run_id: str, number: int) -> None:
         """Say that a command lies in the mailbox."""
-        self._ask(lambda client: client.mark_delivered(run_id, number))
+        self._call(lambda client: client.mark_delivered(run_id, number))
 
     def close(self) -> None:
         """Close the connections."""
@@ -83,7 +181,7 @@ class CollectorEndpoint:
                 self._client.close()
                 self._client = None
 
-    def _ask(self, call: Callable[[CollectorClient], T]) -> T:
+    def _call(self, call: Callable[[CollectorClient], T]) -> T:
         client = self._client
         if client is None:
             raise TransportError(
@@ -97,7 +195,7 @@ class CollectorEndpoint:
         self._is_doubtful = False
         return answer
 
-    def _look(self) -> None:
+    def _reconnect(self) -> None:
         address = self._find()
         if address == self._address:
             return

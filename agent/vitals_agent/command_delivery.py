@@ -1,27 +1,28 @@
 """Carries commands into a run's mailbox, one at a time: signed, in order, each at most once."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from trainvitals.clock import Clock
 from trainvitals.errors import TransportError, VitalsError
 from trainvitals.io.mailbox import Mailbox, sign_command, verify_command
+from trainvitals.question import Question
 from trainvitals.records import Command, Note
-from trainvitals.views import CommandView
+from trainvitals.views import CommandsQuestion
 from vitals_agent.backoff import Backoff
 from vitals_agent.faults import Faults
 from vitals_agent.run import ServedRun
 
+A = TypeVar("A")
 POLL_SECONDS = 1.0
 
 
 class Commands(Protocol):
-    """What the relay needs of a collector."""
+    """What the delivery needs of a collector."""
 
-    def pending_commands(self, run_id: str) -> Sequence[CommandView]:
-        """Return the commands that wait to be delivered."""
+    def ask(self, question: Question[A]) -> A:
+        """Return the answer."""
         ...
 
     def mark_delivered(self, run_id: str, number: int) -> object:
@@ -84,8 +85,9 @@ class CommandDelivery:
     def _collect(self, run: ServedRun, desk: _Desk, now: float, *, reachable: bool) -> None:
         commands = [(command, True) for command in run.run_dir.take_commands()]
         if self._client is not None and reachable and self._backoff.due(now):
+            pending = CommandsQuestion(run_id=run.run_id, status="pending")
             try:
-                for view in self._client.pending_commands(run.run_id):
+                for view in self._client.ask(pending):
                     if view.command.number in desk.delivered:
                         self._client.mark_delivered(run.run_id, view.command.number)
                     else:

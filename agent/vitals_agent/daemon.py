@@ -1,4 +1,4 @@
-"""The agent as a process: its loop, when it ends, and how it ends."""
+"""The agent as a process: what it waits for before, its loop, when it ends, and how."""
 
 import logging
 import os
@@ -6,12 +6,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-from trainvitals.errors import UsageError
+from trainvitals.errors import UsageError, VitalsError
+from trainvitals.identity import Identity
+from trainvitals.io.journal import discover
+from trainvitals.io.rundir import RunDir
 from vitals_agent.agent import Agent
 from vitals_agent.io_loop import IoThread
+from vitals_agent.process import RankProcess
+from vitals_agent.state_dir import AgentStateDir
+from vitals_agent.tailer import journal_identity
 
 log = logging.getLogger("vitals_agent")
 
@@ -101,9 +109,9 @@ def run(agent: Agent, config: LoopConfig) -> None:
 
 
 def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
-    """Turn the agent here, and its courier on a thread of its own, until the end is reached."""
+    """Turn the agent here, and its I/O loop on a thread of its own, until the end is reached."""
     ending = Ending(config)
-    courier = IoThread(agent.courier, interval_seconds=config.interval_seconds)
+    io_thread = IoThread(agent.io_loop, interval_seconds=config.interval_seconds)
     while True:
         now = time.monotonic()
         agent.turn(now)
@@ -119,9 +127,9 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
         signals.wait(config.interval_seconds)
     if signals.count:
         agent.turn(time.monotonic())
-    if not courier.end(config.last_turn_seconds):
+    if not io_thread.end(config.last_turn_seconds):
         log.warning("the collector keeps us waiting: what is not shipped stays in the spools")
-    agent.turn(time.monotonic())  # what the courier had to say
+    agent.turn(time.monotonic())  # what the I/O loop had to say
     if config.child:
         agent.report_left_behind()
 
@@ -176,3 +184,56 @@ def log_to_stderr(level: int) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s vitals-agent %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(level)
+
+
+# --------------------------------------------------------------------- agents that are about to end
+
+
+LEAVING_SECONDS = 20.0
+"""As long as a rank's child tries to reach its collector once the ranks are gone, and some more."""
+
+
+def wait_for_leaving(
+    base: Path,
+    vitals_dir: Path,
+    *,
+    seconds: float = LEAVING_SECONDS,
+    stopwatch: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return once no agent holds a run of the folder whose ranks on this node are all gone.
+
+    After ``seconds`` it returns all the same. A run with a rank that lives here is left alone.
+    """
+    deadline = stopwatch() + seconds
+    state_dirs = _state_dirs_of_the_dead(base, vitals_dir)
+    while (
+        any(state_dir.is_held_by_another() for state_dir in state_dirs) and stopwatch() < deadline
+    ):
+        sleep(0.1)
+
+
+def _state_dirs_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
+    ranks: dict[Path, list[Identity]] = {}
+    for ref in discover(base):
+        if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():
+            continue
+        who = _writer(ref.directory)
+        if who is not None:
+            ranks.setdefault(ref.run_dir, []).append(who)
+    ended = {
+        path: who
+        for path, who in ranks.items()
+        if not any(RankProcess(each).alive() for each in who)
+    }
+    folders = {
+        RunDir.open(path).agent_dir(each.node) for path, who in ended.items() for each in who
+    }
+    return [AgentStateDir(folder, base) for folder in sorted(folders)]
+
+
+def _writer(directory: Path) -> Identity | None:
+    try:
+        return journal_identity(directory)
+    except VitalsError:
+        return None  # of a newer version: the agent says so

@@ -42,7 +42,7 @@ class IoLoop:
         self._reachable = reachable
         self._lock = threading.Lock()
         self._serving = ""
-        self._known: dict[str, ServedRun] = {}
+        self._served: dict[str, ServedRun] = {}
         self._sent: dict[str, tuple[ServedRun, int]] = {}
 
     def look(self, now: float) -> None:
@@ -67,7 +67,7 @@ class IoLoop:
                     self._relay.relay(run, now, reachable=bool(self.can_ship))
             finally:
                 self._serving = ""
-        for run_id in set(self._known) - set(self._runs()):
+        for run_id in set(self._served) - set(self._runs()):
             self._forget(run_id)
 
     def leave(self, run_id: str, remove: Callable[[], None]) -> bool:
@@ -89,9 +89,9 @@ class IoLoop:
             run = self._runs().get(run_id)
             if run is not None:
                 self._serving = run_id
-                if self._known.get(run_id, run) is not run:
+                if self._served.get(run_id, run) is not run:
                     self._forget(run_id)  # it was let go, and taken up again
-                self._known[run_id] = run
+                self._served[run_id] = run
             return run
 
     def _ship(self, run: ServedRun, now: float) -> None:
@@ -102,7 +102,7 @@ class IoLoop:
             self._sent[run.run_id] = (run, written)
 
     def _forget(self, run_id: str) -> None:
-        self._known.pop(run_id, None)
+        self._served.pop(run_id, None)
         self._sent.pop(run_id, None)
         self._relay.forget(run_id)
         if self._shipper is not None:
@@ -110,13 +110,13 @@ class IoLoop:
 
 
 class IoThread:
-    """Turns a courier until it is told to end; the end of the process does not wait for it."""
+    """Turns the loop until it is told to end; the end of the process does not wait for it."""
 
-    def __init__(self, courier: IoLoop, *, interval_seconds: float) -> None:
-        self._courier = courier
+    def __init__(self, loop: IoLoop, *, interval_seconds: float) -> None:
+        self._loop = loop
         self._interval = interval_seconds
         self._told_to_end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vitals-agent-courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="vitals-agent-io", daemon=True)
         self._thread.start()
 
     def end(self, seconds: float) -> bool:
@@ -128,6 +128,6 @@ class IoThread:
     def _run(self) -> None:
         while True:
             is_ending = self._told_to_end.wait(self._interval)
-            self._courier.turn(time.monotonic())
+            self._loop.turn(time.monotonic())
             if is_ending:
                 return

@@ -5,21 +5,77 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from trainvitals.catalog import PROCESS_SCHEMA
 from trainvitals.clock import Clock
 from trainvitals.errors import NewerVersionError, StorageError
 from trainvitals.identity import Identity, Source, new_incarnation
-from trainvitals.io.rundir import RunDir
+from trainvitals.io.rundir import RunDir, replace_file
 from trainvitals.io.spool import Spool
 from trainvitals.records import Note
 from trainvitals.rows import Value
 from vitals_agent.faults import Faults
-from vitals_agent.open_journals import OpenJournal, OpenJournals
 from vitals_agent.sources import OwnSource
 from vitals_agent.state_dir import AgentStateDir
 from vitals_agent.tailer import JournalTail, journal_identity
 
 log = logging.getLogger("vitals_agent")
+
+# ------------------------------------------------------------------- journals that are being copied
+
+
+class OpenJournal(msgspec.Struct, frozen=True):
+    """A journal that is not wholly in the spool yet."""
+
+    folder: str
+    source: str
+    incarnation: str
+
+
+class OpenJournals:
+    """The list in a file beside the spool: a later agent sees by it what did not survive.
+
+    A list that cannot be read is an empty one: nothing is said then, and nothing else is lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._listed = _read(path)
+
+    def add(self, journal: OpenJournal) -> None:
+        """List a journal. May raise OSError."""
+        if self._listed.get(journal.folder) != journal:
+            self._listed[journal.folder] = journal
+            self._write()
+
+    def discard(self, folder: str) -> None:
+        """Take a journal off the list: all of it is in the spool. May raise OSError."""
+        if self._listed.pop(folder, None) is not None:
+            self._write()
+
+    def take_missing(self, memory: Path) -> list[OpenJournal]:
+        """Take those off the list that are not in the node's memory any more; return them."""
+        missing = [each for each in self._listed.values() if not (memory / each.folder).is_dir()]
+        for each in missing:
+            del self._listed[each.folder]
+        if missing:
+            self._write()
+        return missing
+
+    def _write(self) -> None:
+        replace_file(self._path, msgspec.json.encode(list(self._listed.values())))
+
+
+def _read(path: Path) -> dict[str, OpenJournal]:
+    try:
+        journals = msgspec.json.decode(path.read_bytes(), type=list[OpenJournal])
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return {each.folder: each for each in journals}
+
+
+# ------------------------------------------------------------------------------------------ the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +90,24 @@ class NodeFacts:
 
 
 class ServedRun:
-    """Everything of one run on this node. The spool has one owner: the holder of ``home``.
+    """Everything of one run on this node. The spool has one owner: the holder of ``state_dir``.
 
     The agent's main thread copies and buries. Other threads read properties, and ``say`` through
     ``node_source``.
     """
 
     def __init__(
-        self, run_dir: RunDir, home: AgentStateDir, spool: Spool, *, folder: Path, facts: NodeFacts
+        self,
+        run_dir: RunDir,
+        state_dir: AgentStateDir,
+        spool: Spool,
+        *,
+        folder: Path,
+        facts: NodeFacts,
     ) -> None:
         self.run_dir = run_dir
         self.run_id = run_dir.run_id
-        self.home = home
+        self.state_dir = state_dir
         self.spool = spool
         self.folder = folder
         self.tails: dict[Path, JournalTail] = {}
@@ -60,7 +122,7 @@ class ServedRun:
         self._strangers: set[Path] = set()
         self.node_source = self._source(Source("node", facts.node))
         """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
-        self._open = OpenJournals(home.path / "journals.json")
+        self._open = OpenJournals(state_dir.path / "journals.json")
         with facts.faults.contained("journals"):
             self._tell_what_is_gone()
 
@@ -107,7 +169,7 @@ class ServedRun:
 
     # ------------------------------------------------------------------------- journals
 
-    def found(self, directory: Path) -> None:
+    def follow(self, directory: Path) -> None:
         """Begin to tail a journal, once its first segment says who writes it."""
         if directory in self.tails or directory in self._strangers:
             return
@@ -158,7 +220,7 @@ class ServedRun:
             for tail in self.tails.values():
                 tail.not_synced()
             return num_rows
-        # Not what was appended: the courier's thread may have met the disk's refusal in between.
+        # Not what was appended: the I/O thread may have met the disk's refusal in between.
         durable = self.spool.last_seqs()
         for tail in self.tails.values():
             with faults.contained("release"):
@@ -243,7 +305,7 @@ class ServedRun:
         """Close the spool and give the folder back."""
         with self._facts.faults.contained("spool"):
             self.spool.close()
-        self.home.release()
+        self.state_dir.release()
 
 
 def boot_id() -> str:

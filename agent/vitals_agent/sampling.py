@@ -1,18 +1,87 @@
-"""Takes the samples of one round and writes them into every active run's spool."""
+"""Takes the samples of one round and writes them into every active run's spool.
+
+A call into the driver of a broken GPU may never return: it is made on a thread of its own, and
+nobody waits for it.
+"""
 
 import logging
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA, PROCESS_SCHEMA
 from trainvitals.records import Note
 from trainvitals.rows import Value
-from vitals_agent.detached_call import DetachedCall, Spawn, on_a_thread
 from vitals_agent.faults import Faults
 from vitals_agent.gpu import GpuReport, GpuSampler
 from vitals_agent.host import HostSampler
 from vitals_agent.run import ServedRun
 
 log = logging.getLogger("vitals_agent")
+
+T = TypeVar("T")
+
+Spawn = Callable[[str, Callable[[], None]], None]
+"""Begins a function and returns at once; given its name too."""
+
+
+def on_a_thread(name: str, function: Callable[[], None]) -> None:
+    """Begin the function on a thread that the end of the process does not wait for."""
+    threading.Thread(target=function, name=name, daemon=True).start()
+
+
+class DetachedCall(Generic[T]):
+    """Makes one call at a time; whoever wants its result asks whether it is there.
+
+    For one owner. Where a call never returns, no other one is begun: one thread is lost at most.
+
+    Args:
+        name: of the thread.
+        call: may take any time.
+        spawn: a test hands in one that calls at once.
+    """
+
+    def __init__(self, name: str, call: Callable[[], T], *, spawn: Spawn = on_a_thread) -> None:
+        self._name = name
+        self._call = call
+        self._spawn = spawn
+        self._begun: float | None = None
+        self._outcome: tuple[T | None, Exception | None] | None = None
+
+    def begin(self, now: float) -> bool:
+        """Begin a call; False where the last one is under way, or its result was not taken."""
+        if self._begun is not None:
+            return False
+        self._begun = now
+        try:
+            self._spawn(self._name, self._run)
+        except BaseException:
+            self._begun = None  # no thread could be had: the next call may try again
+            raise
+        return True
+
+    def take(self) -> T | None:
+        """Return a finished call's result, once, or raise its error; None where there is none."""
+        if self._outcome is None:
+            return None
+        (result, error), self._outcome, self._begun = self._outcome, None, None
+        if error is not None:
+            raise error
+        return result
+
+    def seconds_out(self, now: float) -> float:
+        """Return for how long a call has not come back; 0 where none is under way."""
+        return 0.0 if self._begun is None or self._outcome is not None else now - self._begun
+
+    def _run(self) -> None:
+        try:
+            self._outcome = (self._call(), None)
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is taken
+            self._outcome = (None, error)
+
+
+# ------------------------------------------------------------------------------------- the samplers
+
 
 HUNG_SECONDS = 10.0
 """Eight GPUs that measure PCIe need a third of a second; a broken one may need for ever."""
@@ -42,7 +111,7 @@ class Sampling:
         self._faults = faults
         self._spawn = spawn
         self._asking = DetachedCall("vitals-agent-gpu", gpu.sample, spawn=spawn)
-        self._said: dict[str, set[str]] = {}
+        self._noted: dict[str, set[str]] = {}
 
     def sample(self, runs: Iterable[ServedRun], now: float) -> None:
         """Sample once and write the rows. Without an active run, only the newest values change.
@@ -71,16 +140,16 @@ class Sampling:
                 self.gpus = {}
                 raise
             if report is not None:
-                self._answered(active)
+                self._note_answered(active)
                 self.gpus = {sample.uuid: sample.values for sample in report.samples}
                 for run in active:
                     self._write_gpus(run, report)
             elif self._asking.seconds_out(now) >= HUNG_SECONDS:
-                self._is_hung(active)
+                self._note_hung(active)
 
     def forget(self, run_id: str) -> None:
         """Drop what is known of a run that is not served any more."""
-        self._said.pop(run_id, None)
+        self._noted.pop(run_id, None)
 
     def close(self) -> None:
         """Let go of the GPUs, without waiting: that call too may hang."""
@@ -113,7 +182,7 @@ class Sampling:
 
     # ------------------------------------------------------------------------ a driver that hangs
 
-    def _is_hung(self, active: Iterable[ServedRun]) -> None:
+    def _note_hung(self, active: Iterable[ServedRun]) -> None:
         if not self.hung:
             self.gpus = {}  # the newest values are old
             asking = self._gpu.asking
@@ -122,16 +191,16 @@ class Sampling:
         for run in active:
             self._say_once(run, Note(code="gpu_hung", text=text, severity="error"))
 
-    def _answered(self, active: Iterable[ServedRun]) -> None:
+    def _note_answered(self, active: Iterable[ServedRun]) -> None:
         if self.hung:
             self.hung = ""
             for run in active:
                 run.node_source.say(Note(code="gpu_back", text="the GPU driver answers again"))
-            for texts in self._said.values():
+            for texts in self._noted.values():
                 texts -= {text for text in texts if text.startswith(_HUNG)}
 
     def _say_once(self, run: ServedRun, note: Note) -> None:
-        texts = self._said.setdefault(run.run_id, set())
+        texts = self._noted.setdefault(run.run_id, set())
         if note.text not in texts:
             run.node_source.say(note)
             texts.add(note.text)

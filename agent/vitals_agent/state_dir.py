@@ -69,9 +69,8 @@ class AgentStateDir:
         self._lock_fd = fd
 
     def _lock_here(self, local: Path) -> int:
-        name = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
         try:
-            fd = open_private(local / f"agent-{name}.lock", os.O_RDWR | os.O_CREAT)
+            fd = open_private(self._lock_in(local), os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise self._refusal(error) from error
         try:
@@ -80,6 +79,25 @@ class AgentStateDir:
             os.close(fd)
             raise self._refusal(error) from error
         return fd
+
+    def _lock_in(self, local: Path) -> Path:
+        name = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
+        return local / f"agent-{name}.lock"
+
+    def is_held_by_another(self) -> bool:
+        """Return whether an agent has the folder, or it cannot be told; changes nothing there."""
+        paths = [self.path / "agent.lock"]
+        if self._local is not None:
+            paths.append(self._lock_in(self._local))
+        for path in paths:
+            try:
+                return _is_locked(path)
+            except VitalsError:
+                return True  # it is a stranger's
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    return True
+        return True
 
     def _refusal(self, error: OSError) -> VitalsError:
         if isinstance(error, BlockingIOError):
@@ -97,7 +115,7 @@ class AgentStateDir:
         """Whether this agent holds the folder."""
         return self._lock_fd is not None
 
-    def read_token(self, given: str = "") -> str:
+    def load_or_create_token(self, given: str = "") -> str:
         """Return the token for ``/metrics``: the one given, else one made once; keep it here."""
         path = self.path / TOKEN_FILE
         try:
@@ -134,3 +152,18 @@ class AgentStateDir:
         except (OSError, msgspec.MsgspecError):
             return "another agent"  # it starts just now
         return f"an agent (pid {info.pid}, {info.url or 'no address'})"
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether somebody holds the lock; what is not there is held by nobody."""
+    try:
+        fd = open_private(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closed, and so let go, right below
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -7,7 +7,7 @@ from itertools import pairwise
 import streamlit as st
 
 from trainvitals.errors import UsageError
-from trainvitals.views import Branch, CellsReply, RunSummary
+from trainvitals.views import Branch, CellsQuestion, CellsReply, DecisionsQuestion, RunSummary
 from vitals_dashboard import formatting, heatmap, layout
 from vitals_dashboard.source import Source
 
@@ -40,14 +40,16 @@ def ask(
 ) -> CellsReply | None:
     """Return a heat map's cells; None where the run has no number of it in these steps."""
     try:
-        reply = source.client.cells(
-            run.run_id,
-            metric,
-            points=points,
-            rows=ROWS,
-            branch=branch,
-            from_step=steps[0],
-            to_step=steps[1],
+        reply = source.client.ask(
+            CellsQuestion(
+                run_id=run.run_id,
+                metric=metric,
+                points=points,
+                rows=ROWS,
+                branch=branch,
+                from_step=steps[0],
+                to_step=steps[1],
+            )
         )
     except UsageError:
         return None  # this run never measured it
@@ -99,7 +101,7 @@ def draw(
         reply,
         shade=shade,
         look=layout.present_palette(),
-        decisions=source.client.decisions(run.run_id),
+        decisions=source.client.ask(DecisionsQuestion(run_id=run.run_id)),
         names=names,
     )
     st.echarts_chart(

@@ -6,7 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from trainvitals.views import RunSummary
+from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import formatting, states, tables
 from vitals_dashboard.source import Source, guarded
 from vitals_dashboard.theme import (
@@ -102,7 +102,7 @@ def run_page(draw: Callable[[Source, RunSummary], None], *, key: str) -> None:
 
 def chosen_run(source: Source) -> RunSummary | None:
     """Draw the choice of a run and return it; None, said in formatting, where there is none."""
-    runs = tables.matching(source.client.runs(), "", None)
+    runs = tables.matching(source.client.ask(RunsQuestion()), "", None)
     if not runs:
         states.no_runs()
         return None

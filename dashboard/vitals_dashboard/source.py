@@ -9,7 +9,15 @@ import streamlit as st
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import Along, DifferenceReply, RunDetail, SeriesReply, SeriesRequest
+from trainvitals.views import (
+    Along,
+    DifferenceQuestion,
+    DifferenceReply,
+    ManySeriesQuestion,
+    RunDetail,
+    SeriesReply,
+    SeriesRequest,
+)
 from vitals_dashboard import states
 from vitals_dashboard.settings import load_settings
 
@@ -62,7 +70,9 @@ def guarded(draw: Callable[[Source], None]) -> None:
 @st.cache_data(max_entries=1000, ttl=3600, show_spinner=False)
 def loss_curve(_client: CollectorClient, url: str, run_id: str, last_step: int) -> list[float]:
     """Return a few points of a run's loss; asked again only when the run has gone on."""
-    (reply,) = _client.many_series(run_id, [SeriesRequest(metric="steps.loss", points=60)])
+    (reply,) = _client.ask(
+        ManySeriesQuestion(run_id=run_id, series=(SeriesRequest(metric="steps.loss", points=60),))
+    )
     return [value for value in reply.value if value is not None]
 
 
@@ -75,7 +85,7 @@ def _series(
     seen_unix_ns: int,
 ) -> tuple[SeriesReply, ...]:
     """Return series; asked again only when the run was heard of again, or after a minute."""
-    return _client.many_series(run_id, asked)
+    return _client.ask(ManySeriesQuestion(run_id=run_id, series=tuple(asked)))
 
 
 def last_value(reply: SeriesReply | None) -> float | None:
@@ -100,7 +110,9 @@ def _difference(
     seen_unix_ns: tuple[int, int],
 ) -> DifferenceReply:
     """Return a difference; asked again only when one of the runs was heard of again."""
-    return _client.difference(base, other, metric, along=along, points=POINTS)
+    return _client.ask(
+        DifferenceQuestion(run_id=base, other=other, metric=metric, along=along, points=POINTS)
+    )
 
 
 def differences(

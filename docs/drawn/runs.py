@@ -12,13 +12,13 @@ from typing import Any
 from docs.drawn.svg import Line, Mark, Panel, Point
 from trainvitals.detect import (
     BurstDetector,
-    DetectorSet,
     LevelDetector,
     LossKind,
     SpikeDetector,
 )
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 SECOND = 1_000_000_000
@@ -59,7 +59,7 @@ def _panel(title: str, lines: Sequence[Line], findings: Sequence[Finding], **opt
         Mark(x=f.step, y=_height(lines, f.step), level=f.level, word=f.kind.replace("_", " "))
         for f in findings
     ]
-    return Panel(title=title, lines=lines, marks=marks, said=findings, **options)
+    return Panel(title=title, lines=lines, marks=marks, findings=findings, **options)
 
 
 # ------------------------------------------------------------------------------- in every rank
@@ -236,7 +236,7 @@ def silence(title: str, times: Sequence[float], seconds_after: float, detector: 
         Mark(x=now, y=_height(lines, now), level=f.level, word=f.kind) for now, f in timed_findings
     ]
     return Panel(
-        title=title, lines=lines, marks=marks, said=mine, x_label="seconds", y_label="seconds"
+        title=title, lines=lines, marks=marks, findings=mine, x_label="seconds", y_label="seconds"
     )
 
 

@@ -65,14 +65,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One course of a run, and what was said of it."""
+    """One course of a run, and what was found in it."""
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line]
     marks: Sequence[Mark] = ()
-    said: Sequence[Finding] = ()
+    findings: Sequence[Finding] = ()
     """The findings that the marks stand for."""
     log: bool = False
 

@@ -166,4 +166,6 @@ def _saves(title: str, saves: set[int], detector: str = "") -> Panel:
         Line(label="limit", points=limits, role="limit"),
     ]
     marks = [Mark(x=f.step, y=dict(ages)[f.step], level=f.level, word="overdue") for f in mine]
-    return Panel(title=title, lines=lines, marks=marks, said=mine, x_label="step", y_label="steps")
+    return Panel(
+        title=title, lines=lines, marks=marks, findings=mine, x_label="step", y_label="steps"
+    )

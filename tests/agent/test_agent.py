@@ -289,7 +289,7 @@ def test_rows_that_the_disk_refused_in_another_call_are_read_again(world, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def append_and_ack(raw):
-        """Between append and sync the courier's thread writes the spool's state."""
+        """Between append and sync the I/O thread writes the spool's state."""
         kept = append(raw)
         with monkeypatch.context() as patch, contextlib.suppress(StorageError):
             patch.setattr(os, "fsync", full)

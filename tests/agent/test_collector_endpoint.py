@@ -11,6 +11,7 @@ from tests.agent.builders import RUN
 from tests.agent.stub_collector import StubCollector
 from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import CollectorAddress, Tokens
+from trainvitals.views import CommandsQuestion
 from vitals_agent.collector_endpoint import LOOK_SECONDS, CollectorEndpoint, finder
 
 
@@ -61,7 +62,7 @@ def test_a_collector_that_came_back_at_another_port_is_found_again(world, stub, 
     address_file(tmp_path, stub.url)
     agent.cycle(100.0)
     assert len(stub.batches) > num_before
-    assert agent.courier.drained(agent.runs[RUN])
+    assert agent.io_loop.drained(agent.runs[RUN])
     link.close()
 
 
@@ -83,12 +84,12 @@ def test_it_is_looked_for_only_while_it_is_in_doubt_and_not_at_every_turn(stub):
 
     link = CollectorEndpoint(find)
     assert link.reachable(0.0)
-    link.pending_commands(RUN)
+    link.ask(CommandsQuestion(run_id=RUN, status="pending"))
     assert all(link.reachable(float(now)) for now in range(1, 60))
     assert 1 == len(looked)
     stub.close()
     with pytest.raises(TransportError):
-        link.pending_commands(RUN)
+        link.ask(CommandsQuestion(run_id=RUN, status="pending"))
     assert all(link.reachable(now / 2) for now in range(120, 141))
     assert 1 + 3 == len(looked)
     link.close()
@@ -152,7 +153,7 @@ def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, st
     link = CollectorEndpoint(lambda: CollectorAddress(url=stub.url))
     agent = world.agent(client=link, reachable=link.reachable, keeps_history=True)
     agent.cycle(0.0)
-    assert agent.courier.drained(agent.runs[RUN])
+    assert agent.io_loop.drained(agent.runs[RUN])
     assert agent.runs[RUN].spool.keep
     assert [0] == world.steps()
     link.close()

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from vitals_agent.detached_call import DetachedCall
+from vitals_agent.sampling import DetachedCall
 
 
 class Later:

@@ -10,9 +10,11 @@ import pytest
 
 from trainvitals.errors import TransportError, VitalsError
 from trainvitals.io.client import CollectorAddress, CollectorClient, Tokens
-from vitals_agent.http import AgentClient
+from trainvitals.views import CommandsQuestion
+from vitals_agent.collector_endpoint import AgentClient
 
 RUN = "01JD0000000000000000000000"
+PENDING = CommandsQuestion(run_id=RUN, status="pending")
 
 
 @contextlib.contextmanager
@@ -63,7 +65,7 @@ def test_one_connection_is_kept_and_the_token_goes_along_below_the_addresses_pat
 
     with serving(answer) as url, ours(f"{url}/vitals/") as client:
         for _ in range(3):
-            assert () == client.pending_commands(RUN)
+            assert () == client.ask(PENDING)
         client.mark_delivered(RUN, 7)
     assert 1 == len({address for address, _, _ in seen})
     assert {"Bearer secret"} == {token for _, _, token in seen}
@@ -84,19 +86,19 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_opened_again_and_a_dead_
 
     with serving(closes) as url, ours(url) as client:
         for _ in range(3):
-            assert () == client.pending_commands(RUN)
+            assert () == client.ask(PENDING)
         with pytest.raises(TransportError, match="cannot be reached"):
-            client.pending_commands(RUN)
+            client.ask(PENDING)
         assert 3 < len(num_asked) <= 5
     with pytest.raises(TransportError, match="cannot be reached"):
-        ours(url).pending_commands(RUN)
+        ours(url).ask(PENDING)
 
 
 def test_a_collector_that_says_nothing_is_waited_for_no_longer_than_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = ours(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
         with client, pytest.raises(TransportError, match="did not answer in time"):
-            client.pending_commands(RUN)
+            client.ask(PENDING)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ class Stalled:
         headers = [decode_batch(raw).header for raw in raws]
         return [IngestReply(durable_seq=h.last_seq, num_new=1, num_duplicate=0) for h in headers]
 
-    def pending_commands(self, run_id):
-        return []
+    def ask(self, question):
+        return ()
 
     def mark_delivered(self, run_id, number):
         raise TransportError("away")
@@ -43,7 +43,7 @@ def stub():
     made.close()
 
 
-def test_while_the_collector_keeps_the_courier_waiting_journals_are_copied_and_ranks_buried(
+def test_while_the_collector_keeps_the_io_loop_waiting_journals_are_copied_and_ranks_buried(
     world, stalled
 ):
     rank, dead = world.rank(), world.rank(1, pid=0)
@@ -51,7 +51,7 @@ def test_while_the_collector_keeps_the_courier_waiting_journals_are_copied_and_r
     dead.step(0)
     agent = world.agent(client=stalled)
     agent.turn(0.0)
-    courier = IoThread(agent.courier, interval_seconds=0.0)
+    io_thread = IoThread(agent.io_loop, interval_seconds=0.0)
     assert stalled.asked.wait(20.0)
     rank.step(1, 2)
     agent.turn(1.0)
@@ -60,21 +60,21 @@ def test_while_the_collector_keeps_the_courier_waiting_journals_are_copied_and_r
     assert 1 == world.notes().count("rank_gone")
     assert not agent.drained
     stalled.go_on.set()
-    assert courier.end(20.0)
+    assert io_thread.end(20.0)
 
 
-def test_a_run_is_not_closed_under_the_courier_that_serves_it(world, stalled):
+def test_a_run_is_not_closed_under_the_io_loop_that_serves_it(world, stalled):
     rank = world.rank()
     rank.step(0)
     agent = world.agent(client=stalled)
     agent.turn(0.0)
-    courier = IoThread(agent.courier, interval_seconds=0.0)
+    io_thread = IoThread(agent.io_loop, interval_seconds=0.0)
     assert stalled.asked.wait(20.0)
-    assert not courier.end(0.0)
+    assert not io_thread.end(0.0)
     agent.stop()
     assert {RUN} == set(agent.runs)  # its lock ends with the process
     stalled.go_on.set()
-    assert courier.end(20.0)
+    assert io_thread.end(20.0)
     agent.stop()
     assert {} == agent.runs
 
@@ -86,12 +86,12 @@ def test_what_is_written_after_a_delivery_is_not_called_drained(world, stub):
         agent = world.agent(client=client)
         agent.cycle(0.0)
         run = agent.runs[RUN]
-        assert agent.courier.drained(run)
+        assert agent.io_loop.drained(run)
         rank.step(1)
         agent.turn(0.5)
-        assert not agent.courier.drained(run)
-        agent.courier.turn(0.5)
-        assert agent.courier.drained(run)
+        assert not agent.io_loop.drained(run)
+        agent.io_loop.turn(0.5)
+        assert agent.io_loop.drained(run)
 
 
 def test_a_run_that_was_let_go_and_taken_up_again_is_drained_anew(world, stub):
@@ -105,9 +105,9 @@ def test_a_run_that_was_let_go_and_taken_up_again_is_drained_anew(world, stub):
         assert {} == agent.runs
         world.rank().step(1)
         agent.turn(2.0)
-        assert not agent.courier.drained(agent.runs[RUN])
-        agent.courier.turn(2.0)
-        assert agent.courier.drained(agent.runs[RUN])
+        assert not agent.io_loop.drained(agent.runs[RUN])
+        agent.io_loop.turn(2.0)
+        assert agent.io_loop.drained(agent.runs[RUN])
 
 
 def test_without_a_collector_to_talk_to_everything_is_drained_and_nothing_is_tried(world, stub):
@@ -115,9 +115,9 @@ def test_without_a_collector_to_talk_to_everything_is_drained_and_nothing_is_tri
     with CollectorClient(stub.url) as client:
         agent = world.agent(client=client, reachable=lambda now: now >= 10.0)
         agent.turn(0.0)
-        assert not agent.courier.drained(agent.runs[RUN])  # nobody has looked yet
-        agent.courier.turn(0.0)
-        assert agent.courier.drained(agent.runs[RUN])
+        assert not agent.io_loop.drained(agent.runs[RUN])  # nobody has looked yet
+        agent.io_loop.turn(0.0)
+        assert agent.io_loop.drained(agent.runs[RUN])
         assert [] == stub.requests
         agent.cycle(10.0)
         assert stub.batches
@@ -139,7 +139,7 @@ def test_runs_that_ended_before_a_collector_came_are_shipped_when_it_comes(world
         assert any(decode_batch(raw).header.stream == "steps" for raw in stub.batches)
 
 
-def test_a_courier_that_fails_is_counted_and_turns_again(world):
+def test_an_io_loop_that_fails_is_counted_and_turns_again(world):
     world.rank().step(0)
     agent = world.agent(client=Stalled(), reachable=lambda now: 1 / 0)
     agent.cycle(0.0)

@@ -3,7 +3,7 @@
 import shutil
 
 from tests.agent.builders import NODE
-from vitals_agent.open_journals import OpenJournal, OpenJournals
+from vitals_agent.run import OpenJournal, OpenJournals
 
 
 def test_a_journal_that_went_with_the_nodes_memory_is_said_to_be_lost_once(world):

@@ -10,8 +10,8 @@ import pytest
 from tests.agent.builders import NODE
 from trainvitals.errors import StorageError, UsageError
 from vitals_agent import state_dir as home_module
-from vitals_agent.drain import wait_for_leaving
-from vitals_agent.state_dir import AgentStateDir
+from vitals_agent.daemon import wait_for_leaving
+from vitals_agent.state_dir import AgentInfo, AgentStateDir
 
 
 @pytest.fixture
@@ -43,6 +43,31 @@ def test_without_locks_the_nodes_own_folder_keeps_a_second_agent_out(no_locks, w
 def test_without_locks_and_without_a_folder_of_the_node_it_is_said(no_locks):
     with pytest.raises(StorageError, match="has no locks: Function not implemented"):
         AgentStateDir(no_locks).acquire()
+
+
+def test_to_ask_whether_an_agent_has_a_folder_changes_nothing_there(world):
+    folder = world.vitals_dir / "agents" / "node"
+    asking = AgentStateDir(folder, world.base)
+    assert (False, False) == (asking.is_held_by_another(), folder.exists())
+    holder = AgentStateDir(folder, world.base)
+    holder.acquire()
+    holder.publish(AgentInfo(pid=1, node=NODE, url="", token_file=""))
+    assert asking.is_held_by_another()
+    holder.release()
+    (folder / "agent.json").write_text("left by one that was killed")
+    before = sorted(path.name for path in folder.iterdir())
+    assert not asking.is_held_by_another()
+    assert before == sorted(path.name for path in folder.iterdir())
+
+
+def test_without_locks_the_nodes_own_lock_tells_whether_a_folder_is_held(no_locks, world):
+    holder, asking = AgentStateDir(no_locks, world.base), AgentStateDir(no_locks, world.base)
+    assert AgentStateDir(no_locks).is_held_by_another() is False  # there is no file to lock
+    holder.acquire()
+    assert asking.is_held_by_another()
+    assert AgentStateDir(no_locks).is_held_by_another()  # nobody can tell
+    holder.release()
+    assert not asking.is_held_by_another()
 
 
 def wait(world, *, giving_back: AgentStateDir) -> int:

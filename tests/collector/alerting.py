@@ -12,8 +12,8 @@ from trainvitals.records import (
     RunStarted,
 )
 from trainvitals.testing import ManualClock
-from trainvitals.views import AlertView
-from vitals_collector.alerts.inbox import InboxConfig
+from trainvitals.views import AlertView, FindingsQuestion
+from vitals_collector.alerts.inbox import InboxConfig, listed
 from vitals_collector.alerts.notifiers import DELIVERED, Result
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import Acting, EngineConfig, assemble
@@ -64,6 +64,9 @@ class Place:
             up_since_unix_ns=self.clock.time_ns(),
         )
 
+    def alerts(self) -> tuple[AlertView, ...]:
+        return listed(self.store, now_unix_ns=self.clock.time_ns())
+
     def send(self, raw: bytes) -> None:
         ingest(self.store, raw, received_unix_ns=self.clock.time_ns())
 
@@ -94,7 +97,9 @@ class Job:
 
     def found(self, run: str = RUN) -> list[tuple[str, int]]:
         query = Query(self.place.store, clock=self.place.clock)
-        return [(one.finding.kind, one.finding.step) for one in query.findings(run)]
+        return [
+            (one.finding.kind, one.finding.step) for one in query.ask(FindingsQuestion(run_id=run))
+        ]
 
 
 class Agent:

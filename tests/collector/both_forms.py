@@ -1,11 +1,12 @@
 """Asks of rows as they came and again of the columns they become: the answers must be the same."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
 
+from trainvitals.question import Question
 from trainvitals.views import RunDetail
 from vitals_collector.queries.query import Query
 from vitals_collector.storage import compaction
@@ -37,6 +38,5 @@ class QueryOfBothForms:
         self._store = store
         self._query = query
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._query, name)
-        return lambda *args, **how: asked_twice(self._store, lambda: method(*args, **how))
+    def ask(self, question: Question[Answer]) -> Answer:
+        return asked_twice(self._store, lambda: self._query.ask(question))

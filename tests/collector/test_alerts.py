@@ -6,7 +6,7 @@ from trainvitals.alerting import Alert, alerts_for_run_state
 from trainvitals.errors import UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AckRequest, AlertView, RunState
-from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, listed, settle
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.metrics import UNKNOWN
 from vitals_collector.storage.schema import audit
@@ -65,8 +65,11 @@ class Desk:
         )
         self.inbox.update([now])
 
+    def listed(self, **of: str) -> tuple[AlertView, ...]:
+        return listed(self.store, now_unix_ns=self.clock.time_ns(), **of)
+
     def only(self) -> AlertView:
-        (view,) = self.inbox.listed()
+        (view,) = self.listed()
         return view
 
 
@@ -94,8 +97,8 @@ def test_another_cause_or_another_run_is_another_alert(desk: Desk):
     desk.skip(5)
     desk.skip(5, cause="loss_outlier")
     desk.skip(5, run=OTHER_RUN)
-    assert 3 == len(desk.inbox.listed()) == len(desk.told)
-    assert 2 == len(desk.inbox.listed(run_id=RUN))
+    assert 3 == len(desk.listed()) == len(desk.told)
+    assert 2 == len(desk.listed(run_id=RUN))
 
 
 def test_a_point_alert_resolves_after_healthy_steps_and_not_before(desk: Desk):
@@ -115,7 +118,7 @@ def test_the_alert_of_a_run_that_is_read_months_later_ended_with_the_run(desk: D
     assert started + 60 * SECOND == desk.only().ended_unix_ns
     desk.skip(5, cause="loss_outlier")
     desk.look("finished", step=90, seen_unix_ns=1)
-    ended = {view.ended_unix_ns for view in desk.inbox.listed()}
+    ended = {view.ended_unix_ns for view in desk.listed()}
     assert {started + 60 * SECOND, desk.clock.time_ns()} == ended, "none ends before it began"
 
 
@@ -183,7 +186,7 @@ def test_a_halted_run_fires_at_once_until_it_is_resumed(desk: Desk):
 @pytest.mark.parametrize("state", ["finished", "interrupted", "running"])
 def test_an_end_that_was_meant_pages_nobody(desk: Desk, state: RunState):
     desk.look(state)
-    assert () == desk.inbox.listed()
+    assert () == desk.listed()
 
 
 def test_a_lost_run_that_turns_out_to_have_halted_is_one_page_at_a_time(desk: Desk):
@@ -191,7 +194,7 @@ def test_a_lost_run_that_turns_out_to_have_halted_is_one_page_at_a_time(desk: De
         desk.look("lost")
         desk.clock.advance(15)
     desk.look("halted")
-    firing = [view.name for view in desk.inbox.listed(state="firing")]
+    firing = [view.name for view in desk.listed(state="firing")]
     assert ["TrainingHalted"] == firing
 
 
@@ -272,16 +275,16 @@ def test_what_was_not_settled_is_handed_out_again_after_a_restart(desk: Desk):
     view = desk.only()
     restarted = desk.reopened()
     assert ([view], []) == restarted.untold()
-    restarted.settle(view)
+    settle(desk.store, view)
     assert ([], [view]) == restarted.untold()
 
 
 def test_a_resolution_that_nobody_heard_is_handed_out_again(desk: Desk):
     desk.skip(5)
-    desk.inbox.settle(desk.only())
+    settle(desk.store, desk.only())
     desk.look(step=15, trouble=5)
     assert ([desk.only()], []) == desk.reopened().untold()
-    desk.inbox.settle(desk.only())
+    settle(desk.store, desk.only())
     assert ([], []) == desk.reopened().untold()
 
 
@@ -297,7 +300,7 @@ def test_a_late_word_of_a_notifier_does_not_settle_a_newer_state(desk: Desk):
     desk.skip(5)
     fired = desk.only()
     desk.look(step=15, trouble=5)
-    desk.inbox.settle(fired)
+    settle(desk.store, fired)
     assert ([desk.only()], []) == desk.inbox.untold()
 
 

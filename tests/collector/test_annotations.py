@@ -8,7 +8,7 @@ from tests.collector.lookback import troubled_run
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import query
 from trainvitals.errors import UnauthorizedError, UsageError
-from trainvitals.views import AnnotationRequest
+from trainvitals.views import AnnotationRequest, AnnotationsQuestion
 from vitals_collector.alerts import annotations as acting
 from vitals_collector.alerts.annotations import annotate
 from vitals_collector.ingest.ingest import ingest
@@ -25,7 +25,7 @@ def test_lines_of_people_stand_beside_what_the_training_announced(store: Store):
     troubled_run(store)
     write(store, " new data \0mix ", 150)
     write(store, "no name", 2, by="")
-    found = query(store).annotations(RUN)
+    found = query(store).ask(AnnotationsQuestion(run_id=RUN))
     assert [(2, "no name", "api from here"), (130, None, ""), (150, "new data mix", "ann")] == [
         (one.step, one.text if one.by else None, one.by) for one in found
     ]
@@ -66,7 +66,7 @@ def test_writing_one_takes_a_token_that_may(served: Served):
         written = client.annotate(RUN, AnnotationRequest(step=1, text="<b>yes</b>"))
     assert written.by.startswith("api from ")
     with served.client("read") as client:
-        assert (written,) == client.annotations(RUN)
+        assert (written,) == client.ask(AnnotationsQuestion(run_id=RUN))
     path = f"/v1/runs/{RUN}/annotations"
     for body in ('{"step": 1, "text": "x", "who": "me"}', '{"step": 1e400, "text": "x"}', "[]"):
         headers = {"Content-Type": "application/json"}

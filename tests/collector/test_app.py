@@ -15,7 +15,19 @@ from trainvitals.errors import (
     UsageError,
 )
 from trainvitals.records import AttemptStarted, NamesDefined, RunInfo, RunStarted
-from trainvitals.views import Problem, SeriesRequest
+from trainvitals.views import (
+    CheckpointsQuestion,
+    DecisionsQuestion,
+    EventsQuestion,
+    FindingsQuestion,
+    ManySeriesQuestion,
+    Problem,
+    RunQuestion,
+    RunsQuestion,
+    SeriesQuestion,
+    SeriesRequest,
+    StepQuestion,
+)
 from vitals_collector.api.app import CollectorSettings, create_app
 
 
@@ -34,23 +46,30 @@ def test_a_batch_goes_in_over_http_and_every_question_is_answered(served: Served
         assert [1, 1, 20] == [client.ingest(raw).num_new for raw in batches]
         assert [0, 0, 0] == [client.ingest(raw).num_new for raw in batches]
     with served.client() as client:
-        assert ["tiny"] == [run.name for run in client.runs()]
-        assert RUN == client.run(RUN).summary.run_id
-        loss = client.series(RUN, "steps.loss")
+        assert ["tiny"] == [run.name for run in client.ask(RunsQuestion())]
+        assert RUN == client.ask(RunQuestion(run_id=RUN)).summary.run_id
+        loss = client.ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
         assert 20 == loss.num_total
         asked = [SeriesRequest(metric=f"steps.{name}") for name in ("loss", "mfu_ratio")]
-        both = client.many_series(RUN, asked)
+        both = client.ask(ManySeriesQuestion(run_id=RUN, series=tuple(asked)))
         assert (loss, ()) == (both[0], both[1].step)
-        assert 1.0 == client.step(RUN, 7).rows[0].values["loss"]
-        assert () == client.decisions(RUN) == client.findings(RUN) == client.checkpoints(RUN)
-        assert ["RunStarted", "AttemptStarted"] == [one.kind for one in client.events(RUN)]
+        assert 1.0 == client.ask(StepQuestion(run_id=RUN, step=7)).rows[0].values["loss"]
+        assert (
+            ()
+            == client.ask(DecisionsQuestion(run_id=RUN))
+            == client.ask(FindingsQuestion(run_id=RUN))
+            == client.ask(CheckpointsQuestion(run_id=RUN))
+        )
+        assert ["RunStarted", "AttemptStarted"] == [
+            one.kind for one in client.ask(EventsQuestion(run_id=RUN))
+        ]
 
 
 def test_a_run_that_sends_now_is_running_whatever_its_clock_says(served: Served):
     with served.client("ingest") as client:
         client.ingest(Writer().steps([0]))
     with served.client() as client:
-        assert "running" == client.runs()[0].state
+        assert "running" == client.ask(RunsQuestion())[0].state
 
 
 @pytest.mark.parametrize(
@@ -206,7 +225,7 @@ def _fill(data: Path) -> None:
                 break
             acknowledged += answer.json()[0]["num_new"]
         with served.client() as client:
-            assert acknowledged == client.run(RUN).sources[0].num_rows
+            assert acknowledged == client.ask(RunQuestion(run_id=RUN)).sources[0].num_rows
     assert 507 == answers[-1]
     assert acknowledged > 0
 
@@ -217,7 +236,7 @@ def test_named_scalars_can_be_asked_for_by_name(served: Served):
         client.ingest(writer.events(NamesDefined(stream="scalars", names={1: "eval/loss (α)"})))
         client.ingest(writer.scalars(1, {3: 0.5}))
     with served.client() as client:
-        found = client.series(RUN, "scalars.eval/loss (α)")
+        found = client.ask(SeriesQuestion(run_id=RUN, metric="scalars.eval/loss (α)"))
     assert ([3], [0.5]) == (list(found.step), list(found.value))
 
 

@@ -26,7 +26,17 @@ from trainvitals.records import (
     RunInfo,
     RunStarted,
 )
-from trainvitals.views import RunSummary
+from trainvitals.views import (
+    CheckpointsQuestion,
+    DecisionsQuestion,
+    EventsQuestion,
+    FindingsQuestion,
+    RunQuestion,
+    RunsQuestion,
+    RunSummary,
+    SeriesQuestion,
+    StepQuestion,
+)
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.queries.open import Reader, open_reader
 
@@ -146,7 +156,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
 
 
 def test_the_run_is_told_as_it_was(reader: Reader):
-    (run,) = reader.runs()
+    (run,) = reader.ask(RunsQuestion())
     assert ("tiny", "finished", 119, 0.01, 1, 1, 2) == (
         run.name,
         run.state,
@@ -159,16 +169,18 @@ def test_the_run_is_told_as_it_was(reader: Reader):
 
 
 def test_the_curve_is_the_stitched_lineage(reader: Reader):
-    found = reader.series(RUN, "steps.loss")
+    found = reader.ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
     assert list(range(120)) == list(found.step)
     assert [1] * 60 + [2] * 60 == list(found.attempt)
     assert [(40, "nan")] == [(mark.step, mark.kind) for mark in found.nonfinite]
-    discarded = reader.series(RUN, "steps.rank_loss", source="rank:1", branch="discarded")
+    discarded = reader.ask(
+        SeriesQuestion(run_id=RUN, metric="steps.rank_loss", source="rank:1", branch="discarded")
+    )
     assert list(range(60, 90)) == list(discarded.step)
 
 
 def test_both_nodes_are_seen_and_lost_rows_are_counted(reader: Reader):
-    detail = reader.run(RUN)
+    detail = reader.ask(RunQuestion(run_id=RUN))
     assert [
         ("node:node-a", "node-a", 11, 0),
         ("node:node-b", "node-b", 11, 0),
@@ -181,7 +193,7 @@ def test_both_nodes_are_seen_and_lost_rows_are_counted(reader: Reader):
 
 
 def test_a_step_shows_both_ranks_and_what_was_decided(reader: Reader):
-    view = reader.step(RUN, 40)
+    view = reader.ask(StepQuestion(run_id=RUN, step=40))
     assert ["rank:0", "rank:1"] == [row.source for row in view.rows]
     assert [1] == [one.decision.rank for one in view.decisions]
 
@@ -204,21 +216,32 @@ def _without_alerts(run: RunSummary) -> RunSummary:
 
 def _detail(reader: Reader) -> bytes:
     """Everything but the bytes: a collector packs them, and counts them again, when it has time."""
-    detail = reader.run(RUN)
+    detail = reader.ask(RunQuestion(run_id=RUN))
     summary = _without_alerts(detail.summary)
     return msgspec.json.encode(msgspec.structs.replace(detail, summary=summary, volume=None))
 
 
 QUESTIONS: list[Callable[[Reader], object]] = [
-    lambda reader: msgspec.json.encode([_without_alerts(run) for run in reader.runs()]),
+    lambda reader: msgspec.json.encode(
+        [_without_alerts(run) for run in reader.ask(RunsQuestion())]
+    ),
     _detail,
-    lambda reader: msgspec.json.encode(reader.decisions(RUN)),
-    lambda reader: msgspec.json.encode(reader.findings(RUN)),
-    lambda reader: msgspec.json.encode(reader.checkpoints(RUN)),
-    lambda reader: msgspec.json.encode(sorted(reader.events(RUN), key=str)),
-    lambda reader: [msgspec.json.encode(reader.step(RUN, step)) for step in (0, 40, 75, 119)],
+    lambda reader: msgspec.json.encode(reader.ask(DecisionsQuestion(run_id=RUN))),
+    lambda reader: msgspec.json.encode(reader.ask(FindingsQuestion(run_id=RUN))),
+    lambda reader: msgspec.json.encode(reader.ask(CheckpointsQuestion(run_id=RUN))),
+    lambda reader: msgspec.json.encode(sorted(reader.ask(EventsQuestion(run_id=RUN)), key=str)),
     lambda reader: [
-        msgspec.json.encode(reader.series(RUN, metric, source=source, branch=branch, points=points))
+        msgspec.json.encode(reader.ask(StepQuestion(run_id=RUN, step=step)))
+        for step in (0, 40, 75, 119)
+    ],
+    lambda reader: [
+        msgspec.json.encode(
+            reader.ask(
+                SeriesQuestion(
+                    run_id=RUN, metric=metric, source=source, branch=branch, points=points
+                )
+            )
+        )
         for metric, source in (
             ("steps.loss", ""),
             ("steps.rank_loss", "rank:1"),

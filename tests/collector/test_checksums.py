@@ -36,7 +36,23 @@ from trainvitals.records import (
     Note,
     RunEnded,
 )
-from trainvitals.views import SeriesRequest, TableRequest
+from trainvitals.views import (
+    AnnotationsQuestion,
+    CellsQuestion,
+    CurveQuestion,
+    DecisionsQuestion,
+    EventsQuestion,
+    FindingsQuestion,
+    IncidentsQuestion,
+    ManySeriesQuestion,
+    MoversQuestion,
+    RunQuestion,
+    RunsQuestion,
+    SeriesQuestion,
+    SeriesRequest,
+    StepQuestion,
+    TableQuestion,
+)
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
 from vitals_collector.report.replay import replay
@@ -129,7 +145,9 @@ def check_answers(store: Store) -> int:
     wanted = [(metric, source) for metric in METRICS for source in SOURCES]
     for points in (60, 5_000):
         requests = [SeriesRequest(metric=m, source=s, points=points) for m, s in wanted]
-        for (metric, source), found in zip(wanted, query.many_series(RUN, requests), strict=True):
+        for (metric, source), found in zip(
+            wanted, query.ask(ManySeriesQuestion(run_id=RUN, series=tuple(requests))), strict=True
+        ):
             for step, attempt, number in zip(found.step, found.attempt, found.value, strict=True):
                 true = value(metric, source, step)
                 assert 1 == attempt
@@ -137,30 +155,34 @@ def check_answers(store: Store) -> int:
                 assert (None if math.isnan(true) else true) == number
                 num += 1
     for metric, source in wanted:
-        curve = query.curve(RUN, metric, source=source)
+        curve = query.ask(CurveQuestion(run_id=RUN, metric=metric, source=source))
         steps, numbers = np.frombuffer(curve.step, "<i8"), np.frombuffer(curve.value, "<f8")
         expected = [value(metric, source, int(step)) for step in steps]
         np.testing.assert_array_equal(np.array(expected, dtype=float), numbers)
-        cells = query.cells(RUN, metric, points=50) if metric != "scalars.reward" else None
+        cells = (
+            query.ask(CellsQuestion(run_id=RUN, metric=metric, points=50))
+            if metric != "scalars.reward"
+            else None
+        )
         for row, source_of_row in enumerate(cells.rows if cells else ()):
             there = {value(metric, source_of_row, step) for step in range(NUM_STEPS)}
             assert {one for one in cells.value[row] if one is not None} <= there
     for step in (5, 250, NUM_STEPS - 1):
-        for row in query.step(RUN, step).rows:
+        for row in query.ask(StepQuestion(run_id=RUN, step=step)).rows:
             for metric in METRICS[:2]:
                 true = value(metric, row.source, step)
                 told = row.values.get(metric.removeprefix("steps."))
                 assert (None if true is None or math.isnan(true) else true) == told
-        query.movers(RUN, step)
-    table = query.table(TableRequest(table="ranks", run_id=RUN, limit=5_000))
+        query.ask(MoversQuestion(run_id=RUN, step=step))
+    table = query.ask(TableQuestion(table="ranks", run_id=RUN, limit=5_000))
     by_name = dict(zip(table.columns, table.data, strict=True))
     for step, rank, number in zip(
         *(by_name[name] for name in ("step", "rank", "rank_loss")), strict=True
     ):
         if number is not None and number != "nan":
             assert value("steps.rank_loss", f"rank:{rank}", int(step)) == number
-    query.run(RUN)
-    query.incidents(RUN)
+    query.ask(RunQuestion(run_id=RUN))
+    query.ask(IncidentsQuestion(run_id=RUN))
     return num
 
 
@@ -197,9 +219,13 @@ def test_a_flipped_bit_costs_its_rows_and_gives_out_no_wrong_one(
 def test_a_damaged_overview_is_made_of_the_rows(store: Store):
     fill(store)
     as_columns(store)
-    before = Query(store, clock=At(NUM_STEPS)).series(RUN, "steps.rank_loss", points=5_000)
+    before = Query(store, clock=At(NUM_STEPS)).ask(
+        SeriesQuestion(run_id=RUN, metric="steps.rank_loss", points=5_000)
+    )
     with flipped(store, batch_columns, "summary", random.Random(1)):
-        found = Query(store, clock=At(NUM_STEPS)).series(RUN, "steps.rank_loss", points=5_000)
+        found = Query(store, clock=At(NUM_STEPS)).ask(
+            SeriesQuestion(run_id=RUN, metric="steps.rank_loss", points=5_000)
+        )
         assert before == found
         assert [True] == ["overview of" in one.what for one in check(store).damaged]
 
@@ -232,17 +258,17 @@ def test_a_flipped_bit_in_a_record_costs_that_record(store: Store):
     query = Query(store, clock=At(100))
 
     def ask() -> list[set[str]]:
-        query.incidents(RUN)
-        query.events(RUN)
+        query.ask(IncidentsQuestion(run_id=RUN))
+        query.ask(EventsQuestion(run_id=RUN))
         replay(store, RUN)
-        (info,) = (query.run(RUN).info,)
+        (info,) = (query.ask(RunQuestion(run_id=RUN)).info,)
         answers = (
-            query.decisions(RUN),
-            query.findings(RUN),
-            query.annotations(RUN),
-            query.step(RUN, 4).data,
+            query.ask(DecisionsQuestion(run_id=RUN)),
+            query.ask(FindingsQuestion(run_id=RUN)),
+            query.ask(AnnotationsQuestion(run_id=RUN)),
+            query.ask(StepQuestion(run_id=RUN, step=4)).data,
             [info] if info.name else [],
-            [one.last_decision for one in query.runs() if one.last_decision],
+            [one.last_decision for one in query.ask(RunsQuestion()) if one.last_decision],
         )
         return [{repr(one) for one in answer} for answer in answers]
 

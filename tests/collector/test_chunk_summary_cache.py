@@ -14,9 +14,9 @@ from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
 from trainvitals.records import RunEnded
 from trainvitals.rows import Column, Schema
-from trainvitals.views import SeriesRequest
+from trainvitals.views import ManySeriesQuestion, RunQuestion, SeriesQuestion, SeriesRequest
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries.chunk_summary_cache import ChunkSummaryCache
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.quota import Volumes
@@ -61,10 +61,16 @@ def asked(last: int) -> list[SeriesRequest]:
 def answers(query: Query, last: int) -> str:
     """Return what is answered to all of it, or that there is no such run; NaN is written alike."""
     try:
-        known = query.run(RUN).metrics
+        known = query.ask(RunQuestion(run_id=RUN)).metrics
     except UsageError as error:
         return error.text
-    return repr(query.many_series(RUN, [one for one in asked(last) if one.metric in known]))
+    return repr(
+        query.ask(
+            ManySeriesQuestion(
+                run_id=RUN, series=tuple(one for one in asked(last) if one.metric in known)
+            )
+        )
+    )
 
 
 def thin(store: Store) -> None:
@@ -125,12 +131,20 @@ def test_a_refresh_reads_of_compacted_rows_only_what_is_new(store: Store):
     ingest(store, writer.steps(range(256), loss=[float(s % 7) for s in range(256)]))
     compact(store)
     query = Query(store, clock=SystemClock())
-    (before,) = query.many_series(RUN, [SeriesRequest(metric="steps.loss", points=4)])
+    (before,) = query.ask(
+        ManySeriesQuestion(run_id=RUN, series=(SeriesRequest(metric="steps.loss", points=4),))
+    )
     ingest(store, writer.steps(range(256, 260), loss=9.0))
     with summaries_read(store) as seen:
-        (after,) = query.many_series(RUN, [SeriesRequest(metric="steps.loss", points=4)])
+        (after,) = query.ask(
+            ManySeriesQuestion(run_id=RUN, series=(SeriesRequest(metric="steps.loss", points=4),))
+        )
         assert [] == seen
-        query.many_series(RUN, [SeriesRequest(metric="steps.grad_norm", points=4)])
+        query.ask(
+            ManySeriesQuestion(
+                run_id=RUN, series=(SeriesRequest(metric="steps.grad_norm", points=4),)
+            )
+        )
         assert 1 == len(seen), "another column was not read before"
     assert (256, 260) == (before.num_total, after.num_total)
     assert (6.0, 9.0) == (max(v or 0 for v in before.value), max(v or 0 for v in after.value))
@@ -148,7 +162,7 @@ def test_numbers_over_all_ranks_are_read_each_time_for_they_are_rewritten(store:
         with store.write() as connection:
             connection.execute(delete(batches).where(batches.c.stream == RANKS))
             put_numbers(connection, RUN, schema, rows, first_seq=0)
-        found = query.series(RUN, "ranks.loss:max", points=4)
+        found = query.ask(SeriesQuestion(run_id=RUN, metric="ranks.loss:max", points=4))
         assert ({value}, 64) == (set(found.value), found.num_total)
 
 
@@ -165,5 +179,7 @@ def test_what_is_remembered_has_a_bound_and_what_finds_no_room_is_read_again(sto
         for writer in writers
     ]
     for _ in range(2):
-        assert unbound.many_series(RUN, requests) == query.many_series(RUN, requests)
+        assert unbound.ask(ManySeriesQuestion(run_id=RUN, series=tuple(requests))) == query.ask(
+            ManySeriesQuestion(run_id=RUN, series=tuple(requests))
+        )
     assert 0 < few.num_bytes <= 4_000

@@ -14,7 +14,7 @@ from trainvitals.io.spool import Spool
 from trainvitals.policy import Judge
 from trainvitals.records import CheckpointChanged, DecisionMade, RunEnded
 from trainvitals.testing import judgements
-from trainvitals.views import TableRequest
+from trainvitals.views import AlertsQuestion, CommandsQuestion, TableQuestion
 from vitals_collector.queries.open import open_folder
 
 
@@ -161,9 +161,9 @@ def test_a_command_through_the_collector_waits_for_the_agent(known: Served, caps
     (view,) = json.loads(capsys.readouterr().out)
     assert "pending" == view["status"]
     with known.client("ingest") as agent:
-        (waiting,) = agent.pending_commands(RUN)
+        (waiting,) = agent.ask(CommandsQuestion(run_id=RUN, status="pending"))
         agent.mark_delivered(RUN, waiting.command.number)
-        assert () == agent.pending_commands(RUN)
+        assert () == agent.ask(CommandsQuestion(run_id=RUN, status="pending"))
     assert 0 == run_cli("command", RUN[:12], "list")
     assert "delivered" in capsys.readouterr().out
 
@@ -181,16 +181,26 @@ def test_alerts_of_a_folder_are_what_the_run_would_raise(run_dir: RunDir, capsys
     listed = {alert["name"] for alert in json.loads(capsys.readouterr().out)}
     assert "StepSkipped" in listed
     with open_folder(run_dir.path.parent) as opened:
-        assert listed == {alert.name for alert in opened.reader.alerts()}
-        table = opened.reader.table(TableRequest(table="alerts"))
+        assert listed == {alert.name for alert in opened.reader.ask(AlertsQuestion())}
+        table = opened.reader.ask(TableQuestion(table="alerts"))
         assert listed == set(table.data[table.columns.index("name")])
+
+
+def test_the_alerts_of_a_folder_are_told_newest_first(run_dir: RunDir):
+    more = Writer("rank:1")
+    said = [more.events(decision(40 + i, step=i, action="rollback")) for i in (9, 3)]
+    spool_of(run_dir, said)
+    with open_folder(run_dir.path.parent) as opened:
+        alerts = opened.reader.ask(AlertsQuestion())
+    assert 1 < len({alert.started_unix_ns for alert in alerts})
+    assert sorted(alerts, key=lambda alert: -alert.started_unix_ns) == list(alerts)
 
 
 def test_an_alert_is_listed_acknowledged_and_silenced(known: Served, capsys):
     assert 0 == run_cli("alerts")
     assert "TrainingRolledBack" in capsys.readouterr().out
     with known.client() as client:
-        (alert,) = client.alerts(state="firing")
+        (alert,) = client.ask(AlertsQuestion(state="firing"))
     assert 0 == run_cli("alerts", "ack", alert.fingerprint, "--by", "alice")
     assert "alice" in capsys.readouterr().out
     silence = ("--hours", "2", "--reason", "known", "--format", "json")
@@ -213,4 +223,4 @@ def test_a_read_token_cannot_command(known: Served, tmp_path: Path, monkeypatch,
     assert 0 == run_cli("alerts")
     assert 1 == run_cli("command", RUN, "halt", "--reason", "x")
     with known.client() as client:
-        assert () == client.commands(RUN)
+        assert () == client.ask(CommandsQuestion(run_id=RUN))

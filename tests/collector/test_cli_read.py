@@ -16,6 +16,7 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
+from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile
 from vitals_collector.queries.open import find_run, open_reader
 from vitals_collector.queries.tail import Tail
@@ -159,7 +160,11 @@ def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
     ingest(store, Writer().steps([5], **known))
     ingest(store, Writer("rank:1").steps([5], rank_loss=17.5, batch_index=77, epoch=2))
     asked = query(store)
-    said = " ".join(explain(asked.runs()[0], asked.step(RUN, 5), ()).split())
+    said = " ".join(
+        explain(
+            asked.ask(RunsQuestion())[0], asked.ask(StepQuestion(run_id=RUN, step=5)), ()
+        ).split()
+    )
     store.close()
     assert "The loss was 9 (limit 3)" in said
     assert "the update was skipped" in said

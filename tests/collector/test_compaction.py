@@ -14,7 +14,17 @@ from trainvitals.catalog import GPU_SCHEMA, LAYERS_SCHEMA, ROW_COLUMNS
 from trainvitals.clock import SystemClock
 from trainvitals.records import AttemptStarted, NamesDefined
 from trainvitals.rows import Column, Schema, Value
-from trainvitals.views import Branch, RunDetail, SeriesReply, SeriesRequest, StepView
+from trainvitals.views import (
+    Branch,
+    ManySeriesQuestion,
+    RunDetail,
+    RunQuestion,
+    SeriesQuestion,
+    SeriesReply,
+    SeriesRequest,
+    StepQuestion,
+    StepView,
+)
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries import query as query_module
 from vitals_collector.queries.query import Query
@@ -205,16 +215,28 @@ def whole_answers(store: Store, last: int) -> list[RunDetail | StepView | Series
     """Return all that is asked of rows, nothing of it downsampled."""
     query = Query(store, clock=SystemClock())
     steps = sorted({0, last // 3, last // 2, last - 1})
-    detail = query.run(RUN)
+    detail = query.ask(RunQuestion(run_id=RUN))
     detail = replace(detail, volume=replace(detail.volume, num_bytes=0))  # what compaction is for
     answers: list[RunDetail | StepView | SeriesReply] = [detail]
-    answers += [query.step(RUN, step) for step in steps]
+    answers += [query.ask(StepQuestion(run_id=RUN, step=step)) for step in steps]
     for metric, source in METRICS:
         for branch in BRANCHES:
-            answers.append(query.series(RUN, metric, source=source, branch=branch, points=MANY))
+            answers.append(
+                query.ask(
+                    SeriesQuestion(
+                        run_id=RUN, metric=metric, source=source, branch=branch, points=MANY
+                    )
+                )
+            )
         cut = {"from_step": last // 3, "to_step": last // 2}
-        answers.append(query.series(RUN, metric, source=source, points=MANY, **cut))
-        times = sorted(query.series(RUN, metric, source=source, points=MANY).time_unix_ns)
+        answers.append(
+            query.ask(SeriesQuestion(run_id=RUN, metric=metric, source=source, points=MANY, **cut))
+        )
+        times = sorted(
+            query.ask(
+                SeriesQuestion(run_id=RUN, metric=metric, source=source, points=MANY)
+            ).time_unix_ns
+        )
         part = SeriesRequest(
             metric=metric,
             source=source,
@@ -222,7 +244,7 @@ def whole_answers(store: Store, last: int) -> list[RunDetail | StepView | Series
             from_time_unix_ns=times[len(times) // 3],
             to_time_unix_ns=times[len(times) // 2],
         )
-        answers += query.many_series(RUN, [part])
+        answers += query.ask(ManySeriesQuestion(run_id=RUN, series=(part,)))
     return answers
 
 
@@ -261,8 +283,14 @@ def check_story(store: Store, seed: int, num: int) -> None:
         query = Query(store, clock=SystemClock())
         for whole in before:
             if isinstance(whole, SeriesReply) and whole.num_total == len(whole.step):
-                drawn = query.series(RUN, whole.metric, source=whole.source, branch=whole.branch,
-                                     points=6)  # fmt: skip
+                asked = SeriesQuestion(
+                    run_id=RUN,
+                    metric=whole.metric,
+                    source=whole.source,
+                    branch=whole.branch,
+                    points=6,
+                )
+                drawn = query.ask(asked)
                 if drawn.num_total == whole.num_total:  # the whole one was not cut to steps
                     check_outline(whole, drawn)
         story.step += 5
@@ -326,7 +354,7 @@ def test_some_rows_can_take_the_place_of_all(store: Store):
     (page,) = pages_of(store)
     assert (0, 10, list(range(0, 100, 10))) == (page.first_seq, page.num_rows,
                                                 page.rows["seq"].tolist())  # fmt: skip
-    found = Query(store, clock=SystemClock()).series(RUN, "steps.loss")
+    found = Query(store, clock=SystemClock()).ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
     assert list(range(0, 100, 10)) == list(found.step)
 
 
@@ -367,6 +395,6 @@ def test_marks_of_values_that_are_not_finite_have_a_bound_and_their_number_is_sa
     query = Query(store, clock=SystemClock())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(query_module, "MAX_MARKS", 50)
-        found = query.series(RUN, "steps.loss")
+        found = query.ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
     assert (50, 200) == (len(found.nonfinite), found.num_nonfinite)
     assert (0, 199) == (found.nonfinite[0].step, found.nonfinite[-1].step)

@@ -2,6 +2,7 @@ import pytest
 
 from tests.collector.rows import RUN, Writer
 from trainvitals.errors import StorageError
+from trainvitals.views import SeriesQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
 from vitals_collector.storage import compactor as compactor_module
@@ -111,7 +112,10 @@ def test_it_runs_beside_the_ingest_and_ends_when_it_is_told(store: Store):
     compactor.start()
     for start in range(0, 3_000, 100):
         ingest(store, writer.steps(range(start, start + 100), loss=1.0))
-        assert start + 100 == query.series(RUN, "steps.loss", points=20_000).num_total
+        assert (
+            start + 100
+            == query.ask(SeriesQuestion(run_id=RUN, metric="steps.loss", points=20_000)).num_total
+        )
     compactor.close()
     compactor.compact_due()
     assert 3_000 == sum(sizes(store))

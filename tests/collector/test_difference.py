@@ -9,6 +9,7 @@ from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.collector.test_query import query
 from trainvitals.errors import UsageError
 from trainvitals.rows import Value
+from trainvitals.views import DifferenceQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.difference import Curve, subtract
 from vitals_collector.storage.store import Store
@@ -36,7 +37,9 @@ def test_a_long_difference_has_the_extremes_of_every_point_and_no_others(store: 
     mine[2_345], theirs[2_346] = 50.0, 50.0
     for run_id, values in ((RUN, mine), (OTHER_RUN, theirs)):
         ingest(store, Writer(run=run_id).steps(range(num), loss=values.tolist()))
-    found = query(store).difference(RUN, OTHER_RUN, "steps.loss", points=500)
+    found = query(store).ask(
+        DifferenceQuestion(run_id=RUN, other=OTHER_RUN, metric="steps.loss", points=500)
+    )
     stored = np.float64(theirs.astype(np.float32)) - np.float64(mine.astype(np.float32))
     drawn = dict(zip(found.x, found.value, strict=True))
     assert (num, False) == (found.num_total, found.is_interpolated)
@@ -51,7 +54,11 @@ def test_along_tokens_runs_stand_where_they_had_seen_as_many(store: Store):
     for run_id, size in ((RUN, 10), (OTHER_RUN, 20)):
         tokens: list[Value] = [size * (step + 1) for step in range(100)]
         ingest(store, Writer(run=run_id).steps(range(100), loss=tokens, tokens_seen=tokens))
-    found = query(store).difference(RUN, OTHER_RUN, "steps.loss", along="tokens", points=1_000)
+    found = query(store).ask(
+        DifferenceQuestion(
+            run_id=RUN, other=OTHER_RUN, metric="steps.loss", along="tokens", points=1_000
+        )
+    )
     assert (20, 1_000) == (found.x[0], found.x[-1])
     assert {0.0} == {round(value or 0.0, 6) for value in found.value}
     assert found.is_interpolated
@@ -61,7 +68,14 @@ def test_what_cannot_be_compared_is_said(store: Store):
     for run_id in (RUN, OTHER_RUN):
         ingest(store, Writer(run=run_id).steps([0], loss=1.0))
     with pytest.raises(UsageError, match="has no steps"):
-        query(store).difference(RUN, OTHER_RUN, "gpu.power_watts")
+        query(store).ask(DifferenceQuestion(run_id=RUN, other=OTHER_RUN, metric="gpu.power_watts"))
     with pytest.raises(UsageError, match="there is no run"):
-        query(store).difference(RUN, "01JD0000000000000000000009", "steps.loss")
-    assert () == query(store).difference(RUN, OTHER_RUN, "steps.loss", along="tokens").x
+        query(store).ask(
+            DifferenceQuestion(run_id=RUN, other="01JD0000000000000000000009", metric="steps.loss")
+        )
+    assert (
+        ()
+        == query(store)
+        .ask(DifferenceQuestion(run_id=RUN, other=OTHER_RUN, metric="steps.loss", along="tokens"))
+        .x
+    )

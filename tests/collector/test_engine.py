@@ -82,7 +82,7 @@ def test_many_decisions_of_one_cause_are_one_alert(place: Place):
     for start in range(0, 1_200, 200):
         place.send(writer.events(*events[start : start + 200]))
     assert ["StepSkipped firing"] == place.look()
-    assert 1_200 == place.acting.inbox.listed()[0].step
+    assert 1_200 == place.alerts()[0].step
 
 
 # ----------------------------------------------------------------------------------- run states
@@ -218,7 +218,7 @@ def test_a_silence_withholds_and_its_end_tells(place: Place):
     writer = Writer()
     place.send(writer.events(started(), decision(step=5, action="rollback", budget_left=2)))
     place.look()
-    (view,) = place.acting.inbox.listed()
+    (view,) = place.alerts()
     request = AckRequest(by="alice", reason="known", silence_seconds=600)
     place.acting.inbox.acknowledge(view.fingerprint, request)
     place.send(writer.steps(range(16)))
@@ -244,19 +244,19 @@ def test_pending_commands_expire_by_themselves(place: Place):
 
 
 def states(place: Place) -> dict[str, str]:
-    return {look.run_id: look.state for look in place.acting.engine._statuses.known()}
+    return {run.run_id: run.state for run in place.acting.engine._runs.statuses()}
 
 
 def asked(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that grows by each run that the store is asked after."""
     runs: list[str] = []
-    look_at = RunStatusCache._look_at
+    refresh_some = RunStatusCache._refresh_some
 
     def noted(self: RunStatusCache, connection, some, *rest) -> None:
         runs.extend(some)
-        look_at(self, connection, some, *rest)
+        refresh_some(self, connection, some, *rest)
 
-    monkeypatch.setattr(RunStatusCache, "_look_at", noted)
+    monkeypatch.setattr(RunStatusCache, "_refresh_some", noted)
     return runs
 
 
@@ -309,7 +309,7 @@ def test_a_decision_and_an_end_are_told_without_waiting_for_the_next_look_at_all
 def test_a_run_that_was_removed_from_the_store_is_forgotten(place: Place):
     place.look()
     engine = place.acting.engine
-    engine._statuses.touch([RUN], at_once=True)
+    engine._runs.touch([RUN], at_once=True)
     place.look()
     assert {} == states(place)
     assert [] == place.heard.words
@@ -332,7 +332,7 @@ def test_a_store_that_refuses_a_look_is_asked_again(place: Place, monkeypatch: p
         raise StorageError("locked")
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunStatusCache, "_look_at", refuse)
+        patch.setattr(RunStatusCache, "_refresh_some", refuse)
         with pytest.raises(StorageError):
             place.acting.engine.poll(only_new=True)
     place.acting.engine.poll(only_new=True)

@@ -25,7 +25,9 @@ class Asker:
     def __init__(self, store: Store, limits: CommitLimits | None = None) -> None:
         self.told: list[Told] = []
         self._loop = asyncio.new_event_loop()
-        self.commits = CommitQueue(store, clock=SystemClock(), tell=self.told.append, limits=limits)
+        self.commits = CommitQueue(
+            store, clock=SystemClock(), on_done=self.told.append, limits=limits
+        )
 
     def put(self, *raws: bytes) -> PendingBody:
         waiting = PendingBody(raws, sum(map(len, raws)), self._loop.create_future())
@@ -124,7 +126,7 @@ def test_a_database_that_refuses_is_told_to_the_group_and_the_next_one_is_stored
     heard = threading.Event()
     asker = Asker(memory)
     told = asker.told.append
-    asker.commits._tell = lambda some: (told(some), heard.set())  # type: ignore[assignment]
+    asker.commits._on_done = lambda some: (told(some), heard.set())  # type: ignore[assignment]
     raw = Writer().steps([0])
     with monkeypatch.context() as patch:
 
@@ -152,7 +154,7 @@ def test_a_bug_is_told_and_does_not_end_the_thread(
         heard.set()
         raise RuntimeError("the loop is closed")
 
-    asker.commits._tell = tell
+    asker.commits._on_done = tell
     with monkeypatch.context() as patch:
         patch.setattr("vitals_collector.ingest.group_commit.ingest_bodies", lambda *_: 1 / 0)
         asker.put(Writer().steps([0]))

@@ -19,7 +19,7 @@ from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import At, query
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
-from trainvitals.views import IncidentView
+from trainvitals.views import IncidentsQuestion, IncidentView
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.evidence import lost_spans
 from vitals_collector.queries.grouping import (
@@ -36,7 +36,7 @@ from vitals_collector.storage.store import Store, open_store
 
 
 def told(store: Store) -> tuple[IncidentView, ...]:
-    return query(store).incidents(RUN)
+    return query(store).ask(IncidentsQuestion(run_id=RUN))
 
 
 def test_an_incident_has_what_belongs_to_it_and_its_story_answers(store: Store):
@@ -129,10 +129,10 @@ def test_a_run_without_trouble_has_none_and_http_says_what_the_store_does(served
     with served.client("ingest") as client:
         client.ingest(Writer().steps(range(3), loss=1.0))
     with served.client() as client:
-        assert () == client.incidents(RUN)
+        assert () == client.ask(IncidentsQuestion(run_id=RUN))
         end(served.store, troubled_run(served.store))
-        found = client.incidents(RUN)
-    asked = served.app.state.query.incidents(RUN)
+        found = client.ask(IncidentsQuestion(run_id=RUN))
+    asked = served.app.state.query.ask(IncidentsQuestion(run_id=RUN))
     # Before its end was heard of, the run, silent for long, may have been found lost.
     stories = [
         [(one.title, one.story) for one in some if "RunLost" not in one.incident_id]
@@ -282,7 +282,7 @@ def test_many_incidents_are_bounded_and_the_gravest_are_told_whole(monkeypatch):
         how = {"rollback_to_step": i * 1_000 - 10, "new_attempt": 0}
         made = decision(kind, i * 1_000, ledger_seq=i, **(how if i == 5 else {}))
         ingest(store, writer.events(made, step=i * 1_000))
-    found = Query(store, clock=At(100)).incidents(RUN)
+    found = Query(store, clock=At(100)).ask(IncidentsQuestion(run_id=RUN))
     store.close()
     assert [9_000, 8_000, 7_000, 6_000, 5_000, 4_000] == [one.onset_step for one in found]
     whole = [one.onset_step for one in found if "not gathered" not in one.story[1]]

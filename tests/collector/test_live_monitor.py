@@ -78,7 +78,7 @@ def test_a_collector_that_died_between_storing_a_finding_and_telling_it_tells_it
     job.train(range(25), slow=True)
     watching = LiveMonitor(job.place.store)
     look = watching.poll(now_ns=0, running={RUN})
-    assert {RUN} == look.told
+    assert {RUN} == look.runs_with_findings
     assert [] == job.place.heard.words
     job.place.restart()
     assert ["StragglerRank firing"] == job.look()

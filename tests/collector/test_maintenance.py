@@ -19,6 +19,7 @@ from tests.collector.volume_runs import (
 )
 from trainvitals.records import RunEnded
 from trainvitals.testing import ManualClock
+from trainvitals.views import RunQuestion, RunsQuestion, SeriesQuestion, StepQuestion
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
@@ -83,7 +84,9 @@ def test_hours_of_sixteen_ranks_stay_below_the_cap_and_lose_no_spike(tmp_path: P
             assert 1 == broken[step]
         elif step <= to_step:
             assert value == highest[step]
-    reply = Query(store, clock=clock).series(RUN, "ranks.rank_loss:max", points=50)
+    reply = Query(store, clock=clock).ask(
+        SeriesQuestion(run_id=RUN, metric="ranks.rank_loss:max", points=50)
+    )
     drawn = {value for value in reply.value if value is not None}
     assert max(v for (_, s), v in spikes.items() if s <= to_step) in drawn
     store.close()
@@ -96,9 +99,12 @@ def test_a_thinned_step_says_so_and_tells_the_numbers_over_all_ranks(tmp_path: P
     settings = VolumeSettings(window_steps=10, margin_steps=10, num_worst_ranks=2)
     Upkeep(store, settings, clock=ManualClock(time_ns=START + 48 * HOUR))(threading.Event())
     query = Query(store, clock=ManualClock(), volumes=settings)
-    thinned, whole = query.step(RUN, 5), query.step(RUN, 55)
+    thinned, whole = (
+        query.ask(StepQuestion(run_id=RUN, step=5)),
+        query.ask(StepQuestion(run_id=RUN, step=55)),
+    )
     assert ["rank:0", "rank:10", "rank:11"] == [row.source for row in thinned.rows]
-    summary = query.runs()[0]
+    summary = query.ask(RunsQuestion())[0]
     assert "Thinned: of 11 ranks beside 0, 2 have" in " ".join(
         explain(summary, thinned, ()).split()
     )
@@ -106,12 +112,15 @@ def test_a_thinned_step_says_so_and_tells_the_numbers_over_all_ranks(tmp_path: P
     (over,) = thinned.over_ranks
     assert 11 == over.values["num_ranks"]
     assert (12, ()) == (len(whole.rows), whole.over_ranks)
-    volume = query.run(RUN).volume
+    volume = query.ask(RunQuestion(run_id=RUN)).volume
     assert volume is not None
     (said,) = volume.thinned
     assert ("steps", "age", 9 * 40) == (said.stream, said.reason, said.num_rows)
     assert "2 worst ranks of every 10 steps" in said.rule
-    assert "seconds" == query.series(RUN, "ranks.step_duration_seconds:max").unit
+    assert (
+        "seconds"
+        == query.ask(SeriesQuestion(run_id=RUN, metric="ranks.step_duration_seconds:max")).unit
+    )
     store.close()
 
 
@@ -124,9 +133,9 @@ def test_old_runs_are_removed_only_where_that_is_asked(tmp_path: Path):
         settled(store, run)
     clock = ManualClock(time_ns=START + 20 * 24 * HOUR)
     Upkeep(store, VolumeSettings(), clock=clock)(threading.Event())
-    assert 2 == len(Query(store, clock=clock).runs())
+    assert 2 == len(Query(store, clock=clock).ask(RunsQuestion()))
     Upkeep(store, VolumeSettings(keep_days=10), clock=clock)(threading.Event())
-    assert 0 == len(Query(store, clock=clock).runs())
+    assert 0 == len(Query(store, clock=clock).ask(RunsQuestion()))
     store.close()
 
 

@@ -9,7 +9,7 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import NodeSample
 from trainvitals.rows import rows_of
 from trainvitals.wire import decode_batch
-from vitals_collector.live.nodes import GPU_COLUMNS, HostRow, NodeMerger, host_rows
+from vitals_collector.live.step_join import GPU_COLUMNS, HostRow, NodeMerger, host_rows
 from vitals_collector.storage.store import Store
 
 
@@ -57,12 +57,12 @@ def test_what_a_node_wrote_between_two_of_its_own_rows_is_one_sample():
 
     merger.add(("a", "node"), "n", "", [row(0, 100), row(1, 200)])
     merger.add(("b", "gpu"), "n", "G", [row(0, 101, x=1.0), row(1, 201, x=2.0)])
-    assert [] == merger.ready({"n": 150})
-    (found,) = merger.ready({})
+    assert [] == merger.take_ready({"n": 150})
+    (found,) = merger.take_ready({})
     assert ("n", 1_000, {"G": {"x": 1.0}}) == found
     assert {("a", "node"): 0, ("b", "gpu"): 0} == merger.done()
     merger.add(("a", "node"), "n", "", [row(2, 5)])  # the node was started again
-    assert [{"G": {"x": 2.0}}] == [found.gpus for found in merger.ready({})]
+    assert [{"G": {"x": 2.0}}] == [found.gpus for found in merger.take_ready({})]
 
 
 def test_of_a_gpu_that_is_decoded_which_the_watchers_look_at():

@@ -7,6 +7,14 @@ from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import vitals
 from tests.collector.test_query import decision
 from trainvitals.records import DecisionMade, Finding, FindingRaised, RunEnded, RunInfo, RunStarted
+from trainvitals.views import (
+    DecisionsQuestion,
+    FindingsQuestion,
+    IncidentsQuestion,
+    RunQuestion,
+    RunsQuestion,
+    StepQuestion,
+)
 
 
 def diverge(served: Served) -> None:
@@ -36,13 +44,25 @@ def test_a_run_that_ends_with_nan_says_so_wherever_it_is_asked(
 ):
     diverge(served)
     with served.client("read") as client:
-        (line,) = client.runs()
-        made = client.decisions(RUN)[0].decision
+        (line,) = client.ask(RunsQuestion())
+        made = client.ask(DecisionsQuestion(run_id=RUN))[0].decision
         values = [
-            *(line.loss, client.run(RUN).summary.loss, made.value, made.evidence["loss"]),
-            *(view.finding.value for view in client.findings(RUN)),
-            *(view.decision.value for view in client.step(RUN, 4).decisions),
-            *(v.finding.value for one in client.incidents(RUN) for v in one.findings),
+            *(
+                line.loss,
+                client.ask(RunQuestion(run_id=RUN)).summary.loss,
+                made.value,
+                made.evidence["loss"],
+            ),
+            *(view.finding.value for view in client.ask(FindingsQuestion(run_id=RUN))),
+            *(
+                view.decision.value
+                for view in client.ask(StepQuestion(run_id=RUN, step=4)).decisions
+            ),
+            *(
+                v.finding.value
+                for one in client.ask(IncidentsQuestion(run_id=RUN))
+                for v in one.findings
+            ),
         ]
     assert ["nan"] * 7 == [str(value) for value in values]
     assert (math.inf, math.inf) == (line.grad_norm, made.evidence["grad_norm"])

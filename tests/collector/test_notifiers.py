@@ -5,13 +5,17 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from tests.collector.conftest import Served
 from trainvitals.errors import ConfigError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
@@ -21,11 +25,14 @@ from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
     LogNotifier,
+    NotifierSettings,
     Result,
     WebhookNotifier,
     build_notifiers,
     check_url,
 )
+from vitals_collector.api.app import CollectorSettings
+from vitals_collector.cli import collector as command
 
 RUN = "01JD0000000000000000000000"
 SECOND = 1_000_000_000
@@ -369,15 +376,49 @@ def test_the_thread_delivers_and_stops():
 
 
 def test_where_an_alertmanager_is_configured_it_alone_routes():
-    built = build_notifiers(
-        webhooks=["http://127.0.0.1:1/"], alertmanager="http://127.0.0.1:9093", clock=ManualClock()
-    )
+    both = NotifierSettings(webhooks=("http://127.0.0.1:1/",), alertmanager="http://127.0.0.1:9093")
+    built = build_notifiers(both, clock=ManualClock())
     assert ["log", "alertmanager"] == [n.name for n in built]
-    several = build_notifiers(
-        webhooks=["http://127.0.0.1:1/", "http://127.0.0.1:2/"], clock=ManualClock()
-    )
+    hooks = NotifierSettings(webhooks=("http://127.0.0.1:1/", "http://127.0.0.1:2/"))
+    several = build_notifiers(hooks, clock=ManualClock())
     assert ["log", "webhook", "webhook-2"] == [n.name for n in several]
     Dispatcher([*built, *several], clock=ManualClock()).close()
+
+
+EVERY_WAY = {"webhooks": ("http://127.0.0.1:1/",), "alertmanager": "http://127.0.0.1:9093"}
+"""A value of each setting of notifiers."""
+
+
+def names_of(settings: NotifierSettings) -> list[str]:
+    built = build_notifiers(settings, clock=ManualClock())
+    Dispatcher(built, clock=ManualClock()).close()
+    return [notifier.name for notifier in built]
+
+
+def test_each_setting_of_notifiers_makes_one():
+    assert {field.name for field in fields(NotifierSettings)} == set(EVERY_WAY)
+    for name, value in EVERY_WAY.items():
+        settings = replace(NotifierSettings(), **{name: value})
+        assert names_of(NotifierSettings()) != names_of(settings), name
+
+
+def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An option that nobody hands over, on either way, is found here."""
+    started: list[CollectorSettings] = []
+    monkeypatch.setattr(command, "_serve", lambda settings, where: started.append(settings))
+    app = typer.Typer()
+    command.register(app)
+    words = ["collector", "--data", str(tmp_path / "data")]
+    words += ["--webhook", "http://127.0.0.1:1/", "--alertmanager", "http://127.0.0.1:9093"]
+    assert 0 == CliRunner().invoke(app, words).exit_code
+    assert NotifierSettings(**EVERY_WAY) == started[0].notifiers
+    for name, value in EVERY_WAY.items():
+        settings = replace(NotifierSettings(), **{name: value})
+        with Served(replace(started[0], notifiers=settings)) as served:
+            running = served.app.state.acting.dispatcher.notifiers
+            assert names_of(settings) == [notifier.name for notifier in running]
 
 
 AMTOOL = shutil.which("prometheus-alertmanager")

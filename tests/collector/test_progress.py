@@ -6,8 +6,7 @@ from tests.collector.alerting import Agent, Job
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.records import RunEnded
-from vitals_collector.live.progress import runs_aside
-from vitals_collector.live.run_follower import open_run
+from vitals_collector.live.live_monitor import open_run, runs_aside
 from vitals_collector.storage.store import Store
 
 

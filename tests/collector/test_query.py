@@ -6,6 +6,7 @@ from tests.collector.both_forms import QueryOfBothForms
 from tests.collector.rows import OTHER_RUN, RUN, SECOND, START, STEPS, Writer
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.errors import UsageError
+from trainvitals.question import Question
 from trainvitals.records import (
     AttemptStarted,
     CheckpointChanged,
@@ -20,7 +21,19 @@ from trainvitals.records import (
     RunStarted,
 )
 from trainvitals.rows import Schema
-from trainvitals.views import SeriesReply, SeriesRequest
+from trainvitals.views import (
+    CheckpointsQuestion,
+    DecisionsQuestion,
+    EventsQuestion,
+    FindingsQuestion,
+    ManySeriesQuestion,
+    RunQuestion,
+    RunsQuestion,
+    SeriesQuestion,
+    SeriesReply,
+    SeriesRequest,
+    StepQuestion,
+)
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.schema import alerts
@@ -84,26 +97,33 @@ def rolled_back_run(store: Store) -> None:
 
 def test_a_curve_is_stitched_and_its_discarded_branch_stays_visible(store: Store):
     rolled_back_run(store)
-    found = query(store).series(RUN, "steps.loss")
+    found = query(store).ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
     assert list(range(13)) == list(found.step)
     assert (1,) * 6 + (2,) * 7 == found.attempt
     assert (0, 1, 2, 3, None, 5, *(100,) * 7) == found.value
     assert [(4, 1, "nan")] == [(m.step, m.attempt, m.kind) for m in found.nonfinite]
-    discarded = query(store).series(RUN, "steps.loss", branch="discarded")
+    discarded = query(store).ask(
+        SeriesQuestion(run_id=RUN, metric="steps.loss", branch="discarded")
+    )
     assert [6, 7, 8, 9] == list(discarded.step)
-    assert 17 == query(store).series(RUN, "steps.loss", branch="all").num_total
+    assert (
+        17
+        == query(store).ask(SeriesQuestion(run_id=RUN, metric="steps.loss", branch="all")).num_total
+    )
 
 
 def test_a_curve_can_be_cut_to_steps(store: Store):
     rolled_back_run(store)
-    found = query(store).series(RUN, "steps.loss", from_step=5, to_step=7)
+    found = query(store).ask(
+        SeriesQuestion(run_id=RUN, metric="steps.loss", from_step=5, to_step=7)
+    )
     assert [5, 6, 7] == list(found.step)
 
 
 def test_missing_is_not_nan(store: Store):
     writer = Writer()
     ingest(store, writer.steps(range(4), loss=[1.0, None, math.nan, 2.0]))
-    found = query(store).series(RUN, "steps.loss")
+    found = query(store).ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
     assert ([0, 2, 3], [1.0, None, 2.0]) == (list(found.step), list(found.value))
 
 
@@ -111,9 +131,9 @@ def test_a_relaunched_rank_goes_on_in_the_same_curve(store: Store):
     ingest(store, Writer().steps(range(5), loss=1.0))
     again = Writer(started=START + 100 * SECOND)
     ingest(store, again.steps(range(3, 8), loss=2.0))
-    found = query(store).series(RUN, "steps.loss")
+    found = query(store).ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
     assert (1, 1, 1, 2, 2, 2, 2, 2) == found.value
-    assert 1 == len(query(store).runs())
+    assert 1 == len(query(store).ask(RunsQuestion()))
 
 
 def test_scalars_are_found_by_their_name_in_each_incarnation(store: Store):
@@ -123,9 +143,11 @@ def test_scalars_are_found_by_their_name_in_each_incarnation(store: Store):
     ingest(store, first.events(NamesDefined(stream="scalars", names={7: "val.loss", 8: "acc"})))
     ingest(store, second.events(NamesDefined(stream="scalars", names={8: "val.loss", 7: "acc"})))
     ingest(store, second.scalars(8, {10: 0.3}))
-    found = query(store).series(RUN, "scalars.val.loss")
+    found = query(store).ask(SeriesQuestion(run_id=RUN, metric="scalars.val.loss"))
     assert ([0, 5, 10], [0.5, 0.4, 0.3]) == (list(found.step), list(found.value))
-    assert {"scalars.val.loss", "scalars.acc"} == set(query(store).run(RUN).metrics)
+    assert {"scalars.val.loss", "scalars.acc"} == set(
+        query(store).ask(RunQuestion(run_id=RUN)).metrics
+    )
 
 
 def test_a_layers_other_columns_are_series_beside_its_gradient_norm(store: Store):
@@ -137,11 +159,17 @@ def test_a_layers_other_columns_are_series_beside_its_gradient_norm(store: Store
     ingest(store, writer.batch(LAYERS_SCHEMA, rows))
     ingest(store, writer.events(NamesDefined(stream="layers", names={3: "h.0:x"})))
     found = query(store)
-    assert ((0, 10), (0.5, 0.4)) == _points(found.series(RUN, "layers.h.0:x"))
-    assert ((0, 10), (7.0, 8.0)) == _points(found.series(RUN, "layers.h.0:x:weight_norm"))
-    assert ((10,), (0.1,)) == _points(found.series(RUN, "layers.h.0:x:update_norm"))
+    assert ((0, 10), (0.5, 0.4)) == _points(
+        found.ask(SeriesQuestion(run_id=RUN, metric="layers.h.0:x"))
+    )
+    assert ((0, 10), (7.0, 8.0)) == _points(
+        found.ask(SeriesQuestion(run_id=RUN, metric="layers.h.0:x:weight_norm"))
+    )
+    assert ((10,), (0.1,)) == _points(
+        found.ask(SeriesQuestion(run_id=RUN, metric="layers.h.0:x:update_norm"))
+    )
     assert {f"layers.h.0:x{c}" for c in ("", ":weight_norm", ":update_norm")} == set(
-        found.run(RUN).metrics
+        found.ask(RunQuestion(run_id=RUN)).metrics
     )
 
 
@@ -154,14 +182,18 @@ def test_rows_from_before_a_column_was_there_are_one_curve_with_those_after(stor
     writer = Writer()
     ingest(store, writer.batch(old, [[0, 1, START, 0, 2.5, *[None] * 15]]))
     ingest(store, writer.steps([1], loss=1.5, weight_norm=3.0))
-    assert ((0, 1), (2.5, 1.5)) == _points(query(store).series(RUN, "steps.loss"))
-    assert ((1,), (3.0,)) == _points(query(store).series(RUN, "steps.weight_norm"))
+    assert ((0, 1), (2.5, 1.5)) == _points(
+        query(store).ask(SeriesQuestion(run_id=RUN, metric="steps.loss"))
+    )
+    assert ((1,), (3.0,)) == _points(
+        query(store).ask(SeriesQuestion(run_id=RUN, metric="steps.weight_norm"))
+    )
 
 
 def test_host_series_come_by_time_from_the_first_node(store: Store):
     ingest(store, Writer("node:b").node_rows([1], cpu_ratio=0.9))
     ingest(store, Writer("node:a").node_rows([3, 4, 5], cpu_ratio=0.1))
-    found = query(store).series(RUN, "node.cpu_ratio")
+    found = query(store).ask(SeriesQuestion(run_id=RUN, metric="node.cpu_ratio"))
     assert ("node:a", "ratio", (-1, -1, -1)) == (found.source, found.unit, found.step)
     assert [START + s * SECOND for s in (3, 4, 5)] == list(found.time_unix_ns)
 
@@ -170,19 +202,19 @@ def test_a_process_series_is_picked_out_of_its_agents_rows(store: Store):
     agent = Writer("node:a")
     for second in range(3):
         ingest(store, agent.process_rows(second, {0: (100, 1), 1: (101, 0)}))
-    found = query(store).series(RUN, "process.alive", source="rank:1")
+    found = query(store).ask(SeriesQuestion(run_id=RUN, metric="process.alive", source="rank:1"))
     assert (0, 0, 0) == found.value
     with pytest.raises(UsageError, match="is of a rank"):
-        query(store).series(RUN, "process.alive", source="node:a")
+        query(store).ask(SeriesQuestion(run_id=RUN, metric="process.alive", source="node:a"))
 
 
 def test_the_metrics_of_a_run_are_those_with_a_value(store: Store):
     writer = Writer()
     ingest(store, writer.steps([0], loss=1.0))
-    assert ("steps.loss",) == query(store).run(RUN).metrics
+    assert ("steps.loss",) == query(store).ask(RunQuestion(run_id=RUN)).metrics
     ingest(store, writer.steps([1], grad_norm=1.0))
     ingest(store, writer.steps([2], loss=1.0))
-    assert ("steps.grad_norm", "steps.loss") == query(store).run(RUN).metrics
+    assert ("steps.grad_norm", "steps.loss") == query(store).ask(RunQuestion(run_id=RUN)).metrics
 
 
 @pytest.mark.parametrize(
@@ -197,7 +229,7 @@ def test_the_metrics_of_a_run_are_those_with_a_value(store: Store):
 def test_a_series_that_is_not_there_is_explained(store: Store, metric: str, source: str, said: str):
     ingest(store, Writer().steps([0], loss=1.0))
     with pytest.raises(UsageError, match=said):
-        query(store).series(RUN, metric, source=source)
+        query(store).ask(SeriesQuestion(run_id=RUN, metric=metric, source=source))
 
 
 def test_many_series_at_once_are_what_each_is_alone(store: Store):
@@ -210,13 +242,22 @@ def test_many_series_at_once_are_what_each_is_alone(store: Store):
         for first in (None, 4)
     ]
     alone = [
-        query(store).series(
-            RUN, a.metric, source=a.source, branch=a.branch, points=a.points, from_step=a.from_step
+        query(store).ask(
+            SeriesQuestion(
+                run_id=RUN,
+                metric=a.metric,
+                source=a.source,
+                branch=a.branch,
+                points=a.points,
+                from_step=a.from_step,
+            )
         )
         for a in asked
     ]
-    assert repr(alone) == repr(list(query(store).many_series(RUN, asked)))  # NaN is not itself
-    assert () == query(store).many_series(RUN, [])
+    assert repr(alone) == repr(
+        list(query(store).ask(ManySeriesQuestion(run_id=RUN, series=tuple(asked))))
+    )  # NaN is not itself
+    assert () == query(store).ask(ManySeriesQuestion(run_id=RUN, series=()))
     assert any(one.num_total for one in alone)
 
 
@@ -236,7 +277,7 @@ def test_what_has_no_step_can_be_cut_to_a_time(store: Store):
             metric="node.cpu_ratio", from_time_unix_ns=times[0], to_time_unix_ns=times[1]
         )
         whole = SeriesRequest(metric="node.cpu_ratio")
-        found, all_of_it = query(store).many_series(RUN, [asked, whole])
+        found, all_of_it = query(store).ask(ManySeriesQuestion(run_id=RUN, series=(asked, whole)))
         assert (num, num, 200) == (found.num_total, len(found.step), all_of_it.num_total)
         begin = 0 if first is None else first
         assert [node.time_of(begin + i) for i in range(num)] == list(found.time_unix_ns)
@@ -246,27 +287,32 @@ def test_more_points_than_an_answer_may_have_are_refused(store: Store):
     rolled_back_run(store)
     many = [SeriesRequest(metric="steps.loss", points=20_000)] * 11
     with pytest.raises(UsageError, match="11 series are to have 220000 points"):
-        query(store).many_series(RUN, many)
+        query(store).ask(ManySeriesQuestion(run_id=RUN, series=tuple(many)))
     with pytest.raises(UsageError, match="points is 1"):
-        query(store).many_series(RUN, [SeriesRequest(metric="steps.loss", points=1)])
+        query(store).ask(
+            ManySeriesQuestion(run_id=RUN, series=(SeriesRequest(metric="steps.loss", points=1),))
+        )
 
 
 def test_a_mistyped_metric_gets_the_right_name(store: Store):
     ingest(store, Writer().steps([0], loss=1.0))
     with pytest.raises(UsageError) as caught:
-        query(store).series(RUN, "steps.los")
+        query(store).ask(SeriesQuestion(run_id=RUN, metric="steps.los"))
     assert "did you mean steps.loss?" == caught.value.hint
 
 
 def test_a_known_metric_without_values_is_an_empty_curve(store: Store):
     ingest(store, Writer().steps([0], loss=1.0))
-    assert () == query(store).series(RUN, "gpu.power_watts").value
+    assert () == query(store).ask(SeriesQuestion(run_id=RUN, metric="gpu.power_watts")).value
 
 
-@pytest.mark.parametrize("ask", ["run", "decisions", "findings", "checkpoints", "events"])
-def test_a_run_that_is_not_there_is_said(store: Store, ask: str):
+@pytest.mark.parametrize(
+    "kind",
+    [RunQuestion, DecisionsQuestion, FindingsQuestion, CheckpointsQuestion, EventsQuestion],
+)
+def test_a_run_that_is_not_there_is_said(store: Store, kind: type[Question]):
     with pytest.raises(UsageError, match=f"there is no run {OTHER_RUN}") as caught:
-        getattr(query(store), ask)(OTHER_RUN)
+        query(store).ask(kind(run_id=OTHER_RUN))
     assert "V101" == caught.value.code
 
 
@@ -276,7 +322,7 @@ def test_the_list_of_runs_tells_what_each_is_doing(store: Store):
     with store.write() as connection:
         firing = {"run_id": RUN, "severity": "log", "state": "firing"}
         connection.execute(alerts.insert().values(fingerprint="f", **firing))
-    other, run = query(store, 60).runs()
+    other, run = query(store, 60).ask(RunsQuestion())
     assert ("tiny", ("a", "b"), "running", "acting") == (run.name, run.tags, run.state, run.health)
     assert (12, 100.0, 1, 1, 2) == (
         run.last_step,
@@ -297,27 +343,27 @@ def test_a_run_says_how_it_ended_and_a_relaunch_runs_again(store: Store):
     first = Writer()
     ingest(store, first.steps(range(3)))
     ingest(store, first.events(RunEnded(state="interrupted", reason="SIGTERM"), step=3))
-    assert "interrupted" == query(store, 10_000).runs()[0].state
+    assert "interrupted" == query(store, 10_000).ask(RunsQuestion())[0].state
     again = Writer(started=START + 9_990 * SECOND)
     ingest(store, again.steps([3]))
-    assert "running" == query(store, 10_000).runs()[0].state
+    assert "running" == query(store, 10_000).ask(RunsQuestion())[0].state
 
 
 def test_a_silent_run_is_lost_unless_its_agent_is_there(store: Store):
     ingest(store, Writer().steps([0]))
     agent = Writer("node:a")
-    assert "lost" == query(store, 300).runs()[0].state
+    assert "lost" == query(store, 300).ask(RunsQuestion())[0].state
     ingest(store, agent.node_rows([290]))
-    assert "running" == query(store, 300).runs()[0].state
+    assert "running" == query(store, 300).ask(RunsQuestion())[0].state
     ingest(store, agent.process_rows(291, {0: (100, 0)}))
-    assert "lost" == query(store, 300).runs()[0].state
+    assert "lost" == query(store, 300).ask(RunsQuestion())[0].state
 
 
 def test_a_run_shows_its_attempts_and_sources_with_what_was_lost(store: Store):
     rolled_back_run(store)
     ranks = Writer("rank:1", started=START + 50 * SECOND)
     ingest(store, ranks.steps([12], attempt=2, lose=4))
-    detail = query(store).run(RUN)
+    detail = query(store).ask(RunQuestion(run_id=RUN))
     assert [(1, None, 0, 9), (2, 1, 6, 12)] == [
         (a.ordinal, a.parent, a.fork_step, a.last_step) for a in detail.attempts if a.id < 3
     ]
@@ -337,16 +383,16 @@ def test_a_batch_across_a_rollback_gives_each_attempt_its_own_last_step(store: S
     rest = [None] * (len(STEPS.columns) - 4)
     whole = [[s, a, START, 0, *rest] for s, a in ((8, 1), (9, 1), (2, 2), (3, 2))]
     ingest(store, writer.batch(STEPS, whole))
-    assert [9, 3] == [a.last_step for a in query(store).run(RUN).attempts]
+    assert [9, 3] == [a.last_step for a in query(store).ask(RunQuestion(run_id=RUN)).attempts]
 
 
 def test_a_step_shows_every_ranks_row_on_every_attempt(store: Store):
     rolled_back_run(store)
-    view = query(store).step(RUN, 8)
+    view = query(store).ask(StepQuestion(run_id=RUN, step=8))
     assert [("rank:0", 1), ("rank:1", 1), ("rank:0", 2), ("rank:1", 2)] == [
         (row.source, row.attempt) for row in view.rows
     ]
-    bad = query(store).step(RUN, 4)
+    bad = query(store).ask(StepQuestion(run_id=RUN, step=4))
     assert (None, ("loss=nan", "rank_loss=nan")) == (
         bad.rows[0].values["loss"],
         bad.rows[0].nonfinite,
@@ -373,7 +419,9 @@ def test_the_ledger_findings_checkpoints_and_events_come_in_order(store: Store):
     evidence = DecisionMade(decision=decision(evidence={"a": 1.0, "b": math.nan}, value=math.nan))
     ingest(store, writer.events(*events, *notes, *saved, evidence))
     asked = query(store)
-    assert [3, 7] == [one.finding.step for one in asked.findings(RUN)]
-    assert ["one [N1]", "two [N2]"] == [one.text for one in asked.events(RUN)]
-    assert [10, 20] == [one.step for one in asked.checkpoints(RUN)]
-    assert "{'a': 1.0, 'b': nan}" == str(asked.decisions(RUN)[0].decision.evidence)
+    assert [3, 7] == [one.finding.step for one in asked.ask(FindingsQuestion(run_id=RUN))]
+    assert ["one [N1]", "two [N2]"] == [one.text for one in asked.ask(EventsQuestion(run_id=RUN))]
+    assert [10, 20] == [one.step for one in asked.ask(CheckpointsQuestion(run_id=RUN))]
+    assert "{'a': 1.0, 'b': nan}" == str(
+        asked.ask(DecisionsQuestion(run_id=RUN))[0].decision.evidence
+    )

@@ -26,7 +26,7 @@ from tests.collector.watched_again import watch_again
 from trainvitals.catalog import LAYERS_SCHEMA
 from trainvitals.records import AttemptStarted, Finding, FindingRaised
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.live.progress import set_aside, take_up
+from vitals_collector.live.live_monitor import set_aside, take_up
 from vitals_collector.report.replay import replay
 from vitals_collector.retention.quota import Volumes
 from vitals_collector.retention.rollup import VolumeSettings

@@ -210,8 +210,8 @@ def test_lost_rows_are_said(place: Place):
 
 def test_a_replay_changes_nothing_in_the_store(place: Place):
     write(place, Writer(), judgements(Judge(mode="guard"), COURSE))
-    before = place.acting.inbox.listed()
+    before = place.alerts()
     replay(place.store, RUN)
-    assert before == place.acting.inbox.listed()
+    assert before == place.alerts()
     with place.store.read() as connection:
         assert 1 == len(connection.execute(sources.select()).all())

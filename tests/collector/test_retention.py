@@ -12,8 +12,9 @@ from tests.small_disks import small_file_system
 from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.records import RunEnded, RunInfo, RunStarted
+from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest, ingest_all
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.removal import delete_old, delete_run, finish, pin
 from vitals_collector.storage.schema import audit, batches, forgotten, metadata, runs
@@ -166,9 +167,9 @@ def test_a_run_that_is_being_removed_is_gone_for_readers_and_removed_by_asking_a
         patch.setattr("vitals_collector.retention.removal._free_some", no_room)
         with pytest.raises(StorageError):
             delete_run(store, RUN, by="ann", when=LATER)
-    assert () == query.runs()
+    assert () == query.ask(RunsQuestion())
     with pytest.raises(UsageError, match="there is no run"):
-        query.step(RUN, 3)
+        query.ask(StepQuestion(run_id=RUN, step=3))
     assert "a run" == delete_run(store, RUN, by="ann", when=LATER).name
     assert {"forgotten"} == tables_with(store, RUN)
 

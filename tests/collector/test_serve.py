@@ -16,6 +16,7 @@ from tests.collector.rows import RUN, STEPS, Writer
 from trainvitals.errors import TransportError, UsageError
 from trainvitals.io.client import CollectorClient, discover_collector, read_tokens
 from trainvitals.rows import column_of, rows_of
+from trainvitals.views import RunQuestion, RunsQuestion
 from trainvitals.wire import decode_batch
 from vitals_collector.api.serve import ADDRESS_FILE, CollectorFile, parse_listen
 from vitals_collector.ingest.staging import recover
@@ -94,7 +95,7 @@ def test_on_a_full_disk_it_is_read_scraped_and_started_again_and_says_so(small_d
 
     def answered() -> list[int]:
         with client_of(data, "read") as client:
-            assert [RUN] == [run.run_id for run in client.runs()]
+            assert [RUN] == [run.run_id for run in client.ask(RunsQuestion())]
             assert client.answers()
             paths = ("/healthz", "/metrics")
             return [client._http.get(path).status_code for path in paths]
@@ -115,7 +116,7 @@ def test_on_a_full_disk_it_is_read_scraped_and_started_again_and_says_so(small_d
             assert num_sent + 14 == client.ingest(refused).durable_seq
         assert [200, 200] == answered()
         with client_of(data, "read") as client:
-            assert num_sent + 15 == client.run(RUN).sources[0].num_rows
+            assert num_sent + 15 == client.ask(RunQuestion(run_id=RUN)).sources[0].num_rows
 
 
 def fill(client: CollectorClient, writer: Writer) -> tuple[bytes, int]:
@@ -138,7 +139,7 @@ def test_a_signal_ends_it_in_seconds_and_takes_the_address_away(tmp_path: Path, 
             msgspec.json.decode((data / ADDRESS_FILE).read_bytes(), type=CollectorFile)
         )
         with client_of(data, "read") as client:
-            assert () == client.runs()  # leaves a kept-alive connection open
+            assert () == client.ask(RunsQuestion())  # leaves a kept-alive connection open
             began = time.monotonic()
             process.send_signal(number)
             process.wait(timeout=20)
@@ -192,7 +193,7 @@ def test_programs_of_the_same_user_find_it(tmp_path: Path):
         with CollectorClient(found.url, found.tokens.ingest) as client:
             assert 1 == client.ingest(Writer().steps([0])).num_new
         with CollectorClient(found.url, found.tokens.read) as client:
-            assert [RUN] == [run.run_id for run in client.runs()]
+            assert [RUN] == [run.run_id for run in client.ask(RunsQuestion())]
 
 
 @pytest.mark.parametrize(

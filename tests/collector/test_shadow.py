@@ -8,6 +8,7 @@ from tests.collector.rows import RUN, Writer
 from tests.collector.test_cli_read import leave, vitals
 from tests.collector.test_query import decision, query
 from trainvitals.records import AttemptStarted, DecisionMade, RunInfo, RunStarted
+from trainvitals.views import DecisionsQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.storage.store import Store
 
@@ -38,7 +39,9 @@ def parts() -> list[bytes]:
 def test_the_ledger_says_what_would_have_been_needed(store: Store):
     for part in parts():
         ingest(store, part)
-    assert ["unneeded", "needed", "open"] == [v.hindsight for v in query(store).decisions(RUN)]
+    assert ["unneeded", "needed", "open"] == [
+        v.hindsight for v in query(store).ask(DecisionsQuestion(run_id=RUN))
+    ]
 
 
 def test_what_was_carried_out_has_no_hindsight(store: Store):
@@ -46,7 +49,7 @@ def test_what_was_carried_out_has_no_hindsight(store: Store):
     ingest(store, rank.events(RunStarted(info=RunInfo(name="tiny"))))
     ingest(store, rank.steps(range(50), loss=2.0))
     ingest(store, rank.events(DecisionMade(decision=decision())))
-    assert [""] == [v.hindsight for v in query(store).decisions(RUN)]
+    assert [""] == [v.hindsight for v in query(store).ask(DecisionsQuestion(run_id=RUN))]
 
 
 def test_show_counts_it_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -22,9 +22,10 @@ from trainvitals.identity import new_run_id
 from trainvitals.records import Note
 from trainvitals.rows import Column, Schema
 from trainvitals.testing.clock import ManualClock
+from trainvitals.views import RunsQuestion
 from trainvitals.wire import Batch, IngestReply, decode_batch
 from vitals_collector.alerts import commands
-from vitals_collector.alerts.inbox import Inbox
+from vitals_collector.alerts.inbox import Inbox, listed
 from vitals_collector.ingest import staging as arriving
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.ingest.ingest import ingest, store_batches
@@ -35,7 +36,7 @@ from vitals_collector.ingest.staging import (
     recover,
 )
 from vitals_collector.ingest.validate import check_batches
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.retention.removal import delete_run
 from vitals_collector.storage import schema as tables
 from vitals_collector.storage.read_rows import read_pages
@@ -178,7 +179,7 @@ def test_who_asks_for_commands_or_alerts_has_no_row_placed(memory: Store):
     assert 1 == num_waiting(memory)
     inbox = Inbox(memory, clock=ManualClock())
     assert () == commands.listed(memory, RUN, now_unix_ns=START), "each agent asks every second"
-    assert ((), ([], [])) == (inbox.listed(), inbox.untold())
+    assert ((), ([], [])) == (listed(memory, now_unix_ns=START), inbox.untold())
     inbox.update([])
     assert 0 == commands.expire(memory, START)
     assert 1 == num_waiting(memory)
@@ -376,5 +377,5 @@ def test_a_collector_that_ends_leaves_nothing_waiting(served: Served):
     served.app.state.store.flush()
     assert 0 == num_waiting(served.store)
     with served.client() as client:
-        (run,) = client.runs()
+        (run,) = client.ask(RunsQuestion())
         assert 2 == run.last_step

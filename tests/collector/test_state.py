@@ -1,7 +1,7 @@
 import pytest
 
 from tests.collector.rows import SECOND, START
-from vitals_collector.live.state import Liveness, SourceState, health, run_state
+from vitals_collector.live.run_status import Liveness, SourceState, health, run_state
 
 
 def source(

@@ -19,6 +19,7 @@ from trainvitals.records import (
     RunStarted,
     StateRead,
 )
+from trainvitals.views import EventsQuestion, IncidentsQuestion, RunsQuestion, StepQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.ingest.projections import describe
 from vitals_collector.queries.why import explain
@@ -39,7 +40,11 @@ def finding(kind: str, level: str = "advisory", step: int = 6, cause: str = "") 
 
 def why(store: Store, step: int) -> str:
     asked = query(store)
-    return " ".join(explain(asked.runs()[0], asked.step(RUN, step), ()).split())
+    return " ".join(
+        explain(
+            asked.ask(RunsQuestion())[0], asked.ask(StepQuestion(run_id=RUN, step=step)), ()
+        ).split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,9 +97,9 @@ def test_a_step_of_the_trouble_tells_what_the_state_said(store: Store):
         assert "the state is sound, so the updates were withheld" in why(store, step)
     for step in (3, 7):
         assert "Probe" not in why(store, step)
-    (event,) = query(store).events(RUN, "StateRead")
+    (event,) = query(store).ask(EventsQuestion(run_id=RUN, kind="StateRead"))
     assert describe(ROW) == event.text
-    assert () == query(store).events(RUN, "Note")
+    assert () == query(store).ask(EventsQuestion(run_id=RUN, kind="Note"))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,7 @@ def test_an_incident_tells_what_the_state_said_before_what_was_decided(store: St
     writer = Writer()
     ingest(store, writer.steps(range(12), loss=1.0))
     ingest(store, writer.events(decision(rule="outlier", cause="spike"), ROW, step=5))
-    (incident,) = query(store).incidents(RUN)
+    (incident,) = query(store).ask(IncidentsQuestion(run_id=RUN))
     (reading,) = [i for i, words in enumerate(incident.story) if words.startswith("Probe: kept")]
     assert "by rule outlier (a finite outlier)" in incident.story[reading + 1]
     assert "1.31x" in incident.story[reading]
@@ -148,7 +153,7 @@ def test_a_damaged_state_pages_unless_vitals_went_back(
     place.send(writer.events(finding("state_damaged", "actionable"), *made, step=6))
     assert expected == sorted(place.look())
     severities = {"page" if "StateDamaged" in name else "notify" for name in expected[:1]}
-    (incident,) = query(store).incidents(RUN)
+    (incident,) = query(store).ask(IncidentsQuestion(run_id=RUN))
     assert ("page" in severities) == (incident.severity == "page")
 
 
@@ -162,4 +167,4 @@ def test_lost_progress_pages_only_where_the_loss_is_what_training_makes_small(
     place.send(writer.events(finding("lost_progress"), step=6))
     assert ["ProgressLost firing"] == place.look()
     assert severity == place.heard.alerts[0].severity
-    assert severity == query(store).incidents(RUN)[0].severity
+    assert severity == query(store).ask(IncidentsQuestion(run_id=RUN))[0].severity

@@ -16,13 +16,15 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import decode_batch
-from vitals_collector.live.step_join import BEFORE_ALL, MergeConfig, StepMerger
-from vitals_collector.live.step_merge import (
+from vitals_collector.live.step_join import (
+    BEFORE_ALL,
     LAYER_COLUMNS,
     RANK_COLUMNS,
     LayerPart,
+    MergeConfig,
     Origin,
     Rows,
+    StepMerger,
     decode,
     merge,
     step_columns,
@@ -208,7 +210,7 @@ class Gathered:
 
     def out(self, seconds: float = 0.0, **how: Any) -> list[tuple[int, int]]:
         self.now += int(seconds * SECOND)
-        return steps_of(self.merger.ready(self.now, **how))
+        return steps_of(self.merger.take_ready(self.now, **how))
 
 
 def test_a_step_comes_out_when_all_ranks_have_written_it():
@@ -323,11 +325,11 @@ def test_steps_at_which_layers_are_due_wait_for_them():
     for steps in ([0], [10]):
         gathered.write_layers(steps)
     gathered.write(0, range(25))
-    merged = gathered.merger.ready(0)
+    merged = gathered.merger.take_ready(0)
     assert [0, 10] == [m.step for m in merged if m.layers]
     assert 19 == merged[-1].step
     gathered.write_layers([20])
-    assert [20] == [m.step for m in gathered.merger.ready(0) if m.layers]
+    assert [20] == [m.step for m in gathered.merger.take_ready(0) if m.layers]
 
 
 def test_layers_that_end_hold_nobody_up_for_long():

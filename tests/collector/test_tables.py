@@ -16,7 +16,7 @@ from tests.collector.test_quota import LATER, SMALL
 from tests.collector.volume_runs import ranks, settled, write_steps
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
-from trainvitals.views import Branch, TableReply, TableRequest
+from trainvitals.views import Branch, TableQuestion, TableReply
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.conditions import OPERATORS, Kind, parse
 from vitals_collector.retention.quota import Volumes
@@ -28,7 +28,7 @@ COLUMNS: dict[str, Kind] = {"step": "number", "name": "text", "acted": "bool"}
 
 
 def ask(store: Store, table: str, *where: str, run: str = RUN, **how) -> TableReply:
-    return query(store).table(TableRequest(table=table, run_id=run, where=where, **how))
+    return query(store).ask(TableQuestion(table=table, run_id=run, where=where, **how))
 
 
 def rows(reply: TableReply) -> list[tuple]:
@@ -207,7 +207,7 @@ def test_a_question_that_cannot_be_answered_says_what_could(how: dict, said: str
     store = open_store("sqlite://")
     ingest(store, Writer().steps([0], loss=1.0))
     with pytest.raises(UsageError, match=said):
-        query(store).table(TableRequest(**({"run_id": RUN} | how)))
+        query(store).ask(TableQuestion(**({"run_id": RUN} | how)))
     store.close()
 
 
@@ -238,8 +238,8 @@ def test_any_number_can_be_asked_for(column: str, op: str, value: float):
 
     store = open_store("sqlite://")
     ingest(store, Writer().steps([1, 2], loss=[1.0, math.nan]))
-    asked = TableRequest(table="steps", run_id=RUN, where=(f"{column} {op} {value!r}",))
-    found = Query(store, clock=_Clock()).table(asked)
+    asked = TableQuestion(table="steps", run_id=RUN, where=(f"{column} {op} {value!r}",))
+    found = Query(store, clock=_Clock()).ask(asked)
     store.close()
     assert found.num_total <= 2
     assert msgspec.json.decode(msgspec.json.encode(found), type=TableReply) == found
@@ -255,11 +255,11 @@ class _Clock:
 
 def test_a_table_comes_over_http_as_it_is_in_the_store(served: Served):
     troubled_run(served.store, num_after=5)
-    asked = TableRequest(table="steps", run_id=RUN, where=("loss > 2",), columns=("step", "loss"))
+    asked = TableQuestion(table="steps", run_id=RUN, where=("loss > 2",), columns=("step", "loss"))
     with served.client() as client:
-        assert query(served.store).table(asked) == client.table(asked)
+        assert query(served.store).ask(asked) == client.ask(asked)
         with pytest.raises(UsageError, match="did you mean loss"):
-            client.table(msgspec.structs.replace(asked, where=("losss > 2",)))
+            client.ask(msgspec.structs.replace(asked, where=("losss > 2",)))
     assert (
         401
         == served.request(

@@ -13,10 +13,10 @@ from tests.collector.rows import RUN, Writer
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.io.spool_files import STATE_FILE, spool_files
+from trainvitals.views import RunQuestion
 from trainvitals.wire import decode_batch
 from vitals_collector.ingest.folder import FolderIngest
-from vitals_collector.ingest.ingest import ingest
-from vitals_collector.ingest.offsets import StreamKey
+from vitals_collector.ingest.ingest import StreamKey, ingest
 from vitals_collector.ingest.staging import WriteAheadBuffer
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.queries.open import open_folder
@@ -170,7 +170,7 @@ def test_a_lost_end_is_told_to_whoever_reads_the_folder_alone(
     files_of(tmp_path)[-1].unlink()
     age(tmp_path)
     with open_folder(tmp_path) as opened:
-        detail = opened.reader.run(RUN)
+        detail = opened.reader.ask(RunQuestion(run_id=RUN))
     stored = sum(one.num_rows for one in detail.sources)
     lost = sum(one.num_lost_rows for one in detail.sources)
     assert sum(len(rows) for rows in written.values()) == stored + lost

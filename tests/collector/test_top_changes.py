@@ -11,6 +11,7 @@ from tests.collector.lookback import BAD, ONSET, troubled_run
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_query import query
 from trainvitals.errors import UsageError
+from trainvitals.views import MoversQuestion
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.top_changes import NONFINITE_SCORE, judge
 from vitals_collector.storage.store import Store
@@ -18,11 +19,11 @@ from vitals_collector.storage.store import Store
 
 def test_what_was_not_finite_comes_first_and_then_what_moved_most(store: Store):
     troubled_run(store)
-    found = query(store).movers(RUN, BAD)
+    found = query(store).ask(MoversQuestion(run_id=RUN, step=BAD))
     assert {"h.1", "rank:1", "run"} == {one.row for one in found if one.score == NONFINITE_SCORE}
     assert ("h.1", "grad_norm") == (found[0].row, found[0].metric)
     assert all(one.peak is None for one in found[:3])
-    before = query(store).movers(RUN, BAD - 1)
+    before = query(store).ask(MoversQuestion(run_id=RUN, step=BAD - 1))
     assert [("h.1", "grad_norm", ONSET, 500.0)] == [
         (one.row, one.metric, one.peak_step, one.peak) for one in before
     ]
@@ -31,16 +32,18 @@ def test_what_was_not_finite_comes_first_and_then_what_moved_most(store: Store):
 
 def test_the_branch_with_the_trouble_is_looked_at_and_not_the_one_that_went_on(store: Store):
     troubled_run(store)
-    assert () == query(store).movers(RUN, BAD + 30)  # of the lineage: nothing moved there
-    assert any(one.row == "h.1" for one in query(store).movers(RUN, BAD))
+    assert () == query(store).ask(
+        MoversQuestion(run_id=RUN, step=BAD + 30)
+    )  # of the lineage: nothing moved there
+    assert any(one.row == "h.1" for one in query(store).ask(MoversQuestion(run_id=RUN, step=BAD)))
 
 
 def test_a_run_without_numbers_has_no_movers_and_an_unknown_one_is_an_error(store: Store):
     ingest(store, Writer().steps([0], loss=1.0))
-    assert () == query(store).movers(RUN, 10**15)
-    assert () == query(store).movers(RUN, -5)
+    assert () == query(store).ask(MoversQuestion(run_id=RUN, step=10**15))
+    assert () == query(store).ask(MoversQuestion(run_id=RUN, step=-5))
     with pytest.raises(UsageError, match="there is no run"):
-        query(store).movers("01JD0000000000000000000009", 0)
+        query(store).ask(MoversQuestion(run_id="01JD0000000000000000000009", step=0))
 
 
 def test_among_equals_the_first_to_leave_its_course_is_first():

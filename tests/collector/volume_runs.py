@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from tests.collector.rows import RUN, Writer
 from trainvitals.rows import column_of
 from vitals_collector.ingest.ingest import ingest_all
-from vitals_collector.live.progress import state_name
+from vitals_collector.live.live_monitor import state_name
 from vitals_collector.storage.compaction import compact
 from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.schema import batches, engine_state, streams

@@ -5,12 +5,12 @@ from typing import NamedTuple
 from sqlalchemy import Connection
 
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
-from vitals_collector.live.run_follower import FollowedRun, Progress, Saved
+from vitals_collector.live.live_monitor import FollowedRun, Saved, TimedFinding
 from vitals_collector.live.step_join import MergeConfig, StepMerger
 
 
 class Again(NamedTuple):
-    told: list[Progress]
+    told: list[TimedFinding]
     num_missing: int
     """Rows of ranks that they had to do without: they never came, or were thinned."""
 
@@ -19,7 +19,7 @@ def watch_again(connection: Connection, run_id: str, *, watch: FleetConfig | Non
     """Return what is told of the run from its beginning, but for what needs the clock."""
     steps = StepMerger(MergeConfig())
     followed = FollowedRun(run_id, Saved(), FleetDetectors(watch), steps)
-    now_ns, told = 0, list[Progress]()
+    now_ns, told = 0, list[TimedFinding]()
     while not followed.is_drained or not now_ns:
         followed.read(connection, 50_000, now_ns)
         told += followed.advance(now_ns, is_running=False)

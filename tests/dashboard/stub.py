@@ -1,33 +1,42 @@
 """A collector that answers with made-up views over real HTTP: the dashboard's other side."""
 
 import math
+import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 import numpy as np
 
 from tests.dashboard.samples import NOW_NS, SampleRun
 from trainvitals.jsonable import to_json
+from trainvitals.question import ROUTES, Question
 from trainvitals.records import Command
 from trainvitals.views import (
     AckRequest,
+    AlertsQuestion,
     AlertView,
     AnnotationRequest,
     AnnotationView,
+    CellsQuestion,
     CellsReply,
     CommandRequest,
     CommandView,
+    DifferenceQuestion,
     DifferenceReply,
-    ManySeriesRequest,
+    EventsQuestion,
+    ManySeriesQuestion,
     Problem,
+    RunQuestion,
+    RunsQuestion,
     RunSummary,
     SeriesReply,
     SeriesRequest,
+    TableQuestion,
     TableReply,
-    TableRequest,
 )
 from vitals_collector.queries.difference import Curve, subtract
 
@@ -43,7 +52,7 @@ class Stub:
     alerts: list[AlertView] = field(default_factory=list)
     acks: list[tuple[str, AckRequest]] = field(default_factory=list)
     commands: list[tuple[str, CommandRequest]] = field(default_factory=list)
-    questions: list[TableRequest] = field(default_factory=list)
+    questions: list[TableQuestion] = field(default_factory=list)
     table: TableReply | Problem = field(
         default_factory=lambda: TableReply(columns=(), data=(), num_total=0)
     )
@@ -64,38 +73,42 @@ class Stub:
         self.samples[run_id].annotations.append(made)
         return made
 
-    def answer(self, path: str, query: dict[str, str]) -> object:
-        """Return the body of a GET, or None for 404."""
-        parts = path.strip("/").split("/")[1:]
-        if parts == ["runs"]:
-            return self.runs
-        if parts == ["alerts"]:
-            return self.alerts
-        sample = self.samples.get(parts[1]) if parts[0] == "runs" and len(parts) > 1 else None
+    def ask(self, question: Question[Any]) -> object:
+        """Return the answer, or None for 404."""
+        match question:
+            case RunsQuestion():
+                return self.runs
+            case AlertsQuestion():
+                return self.alerts
+            case TableQuestion():
+                self.questions.append(question)
+                return self.table
+            case ManySeriesQuestion(run_id=run_id, series=requests):
+                self.num_series += 1
+                return [_series(self.samples.get(run_id), run_id, one) for one in requests]
+        run_id = question.run_id  # type: ignore[attr-defined]
+        sample = self.samples.get(run_id)
         if sample is None:
-            line = next((r for r in self.runs if r.run_id in parts), None)
-            if line is None or len(parts) < 3:
-                return None
-            return ()
-        kind = parts[2] if len(parts) > 2 else "detail"
-        if kind == "difference":
-            return _difference(sample, self.samples[query["other"]], query)
-        if kind == "cells":
-            return _cells(sample, query)
-        if kind == "events" and query.get("kind"):
-            return [event for event in sample.events if event.kind == query["kind"]]
-        return {"detail": sample.detail}.get(kind, getattr(sample, kind, None))
+            is_listed = any(run.run_id == run_id for run in self.runs)
+            return () if is_listed and not isinstance(question, RunQuestion) else None
+        return self._of(sample, question)
+
+    def _of(self, sample: SampleRun, question: Question[Any]) -> object:
+        match question:
+            case RunQuestion():
+                return sample.detail
+            case DifferenceQuestion():
+                return _difference(sample, self.samples[question.other], question)
+            case CellsQuestion():
+                return _cells(sample, question)
+            case EventsQuestion(kind=kind):
+                return [event for event in sample.events if kind in ("", event.kind)]
+        name = type(question).__name__.removesuffix("Question").lower()
+        return getattr(sample, name, None)
 
     def take(self, path: str, raw: bytes) -> object:
-        """Return the body of a POST, and keep what was asked."""
+        """Return what becomes of an order, and keep it."""
         parts = path.strip("/").split("/")[1:]
-        if parts == ["tables"]:
-            self.questions.append(msgspec.json.decode(raw, type=TableRequest))
-            return self.table
-        if parts[-1] == "series":
-            self.num_series += 1
-            asked = msgspec.json.decode(raw, type=ManySeriesRequest)
-            return [_series(self.samples.get(parts[1]), parts[1], one) for one in asked.series]
         if parts[-1] == "ack":
             self.acks.append((parts[1], msgspec.json.decode(raw, type=AckRequest)))
             return next(a for a in self.alerts if a.fingerprint == parts[1])
@@ -106,13 +119,26 @@ class Stub:
         return _sent(parts[1], asked, len(self.commands))
 
 
-def _difference(base: SampleRun, other: SampleRun, query: dict[str, str]) -> DifferenceReply:
+def question_of(method: str, url: str, raw: bytes) -> Question[Any] | None:
+    """Return the question that a request asks; None where it asks none."""
+    parts = urlsplit(url)
+    for route in ROUTES.values():
+        place = re.fullmatch(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", route.path), parts.path)
+        if place is None or route.method != method:
+            continue
+        values = {name: unquote(value) for name, value in place.groupdict().items()}
+        values |= dict(parse_qsl(parts.query)) | (msgspec.json.decode(raw) if raw else {})
+        return msgspec.convert(values, route.kind, strict=False)
+    return None
+
+
+def _difference(base: SampleRun, other: SampleRun, asked: DifferenceQuestion) -> DifferenceReply:
     """Return it at the points the stub has, by the collector's own arithmetic."""
 
     def curve(sample: SampleRun) -> Curve:
-        reply = sample.series[query["metric"], "rank:0", "lineage"]
+        reply = sample.series[asked.metric, "rank:0", "lineage"]
         x = np.array(reply.step, dtype=float)
-        if query["along"] == "tokens":
+        if asked.along == "tokens":
             counted = sample.series["steps.tokens_seen", "rank:0", "lineage"]
             x = np.interp(x, counted.step, np.array(counted.value, dtype=float))
         return Curve(x, np.array(reply.value, dtype=float))
@@ -121,8 +147,8 @@ def _difference(base: SampleRun, other: SampleRun, query: dict[str, str]) -> Dif
     return DifferenceReply(
         base=base.summary.run_id,
         other=other.summary.run_id,
-        metric=query["metric"],
-        along=query["along"],  # type: ignore[arg-type]
+        metric=asked.metric,
+        along=asked.along,
         num_total=len(found.x),
         is_interpolated=False,
         x=tuple(np.rint(found.x).astype(int).tolist()),
@@ -145,11 +171,12 @@ def _sent(run_id: str, asked: CommandRequest, number: int) -> CommandView:
     return CommandView(command=command, status="pending")
 
 
-def _cells(sample: SampleRun, query: dict[str, str]) -> CellsReply | Problem:
-    reply = sample.cells.get(query["metric"])
+def _cells(sample: SampleRun, asked: CellsQuestion) -> CellsReply | Problem:
+    reply = sample.cells.get(asked.metric)
     if reply is None:
-        return Problem(code="V101", text=f"there is no heat map of {query['metric']}")
-    first, last = int(query.get("from_step", 0)), int(query.get("to_step", 1 << 60))
+        return Problem(code="V101", text=f"there is no heat map of {asked.metric}")
+    first = 0 if asked.from_step is None else asked.from_step
+    last = 1 << 60 if asked.to_step is None else asked.to_step
     keep = [i for i, step in enumerate(reply.step) if first <= step <= last]
     return msgspec.structs.replace(
         reply,
@@ -207,22 +234,20 @@ class StubServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                parts = urlsplit(self.path)
-                query = {key: value[0] for key, value in parse_qs(parts.query).items()}
                 if self.headers.get("Authorization") not in (f"Bearer {READ}", f"Bearer {CONTROL}"):
                     self._send(401, Problem(code="V410", text="the token is wrong"))
                     return
-                body = stub.answer(parts.path, query)
-                self._say(body)
+                question = question_of("GET", self.path, b"")
+                self._say(None if question is None else stub.ask(question))
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["Content-Length"]))
-                only_reads = self.path.endswith(("/tables", "/series"))
-                needed = (READ, CONTROL) if only_reads else (CONTROL,)
+                question = question_of("POST", self.path, raw)
+                needed = (CONTROL,) if question is None else (READ, CONTROL)
                 if self.headers.get("Authorization") not in [f"Bearer {t}" for t in needed]:
                     self._send(403, Problem(code="V410", text="the token may not do this"))
                     return
-                self._say(stub.take(self.path, raw))
+                self._say(stub.take(self.path, raw) if question is None else stub.ask(question))
 
             def _say(self, body: object) -> None:
                 if stub.broken and self.path.endswith("/tables"):

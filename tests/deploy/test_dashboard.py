@@ -15,8 +15,8 @@ import pytest
 
 from trainvitals.catalog import CATALOG
 from vitals_deploy import prometheus
+from vitals_deploy.cli import write_files
 from vitals_deploy.dashboard import NOT_DRAWN, TOGETHER, dashboard, files
-from vitals_deploy.files import write_files
 
 VARIABLES = {
     "$__rate_interval": "1m",

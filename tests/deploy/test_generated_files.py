@@ -8,8 +8,7 @@ import pytest
 
 from trainvitals.cli.main import main
 from trainvitals.errors import StorageError, UsageError
-from vitals_deploy.cli import GENERATORS, read_token
-from vitals_deploy.files import write_files
+from vitals_deploy.cli import GENERATORS, read_token, write_files
 from vitals_deploy.prometheus import agent_targets
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -10,7 +10,7 @@ import pytest
 
 from trainvitals.catalog import CATALOG
 from vitals_deploy import prometheus
-from vitals_deploy.files import write_files
+from vitals_deploy.cli import write_files
 
 RULES = [rule for _, rules in prometheus.GROUPS for rule in rules]
 FIRING = 'collector_alert_firing{instance="c", job="vitals-collector", run="R", '

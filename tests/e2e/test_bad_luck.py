@@ -14,6 +14,7 @@ from tests.small_disks import small_file_system
 from trainvitals.identity import new_run_id
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
+from trainvitals.views import RunsQuestion
 
 pytestmark = pytest.mark.servers
 
@@ -181,7 +182,7 @@ def test_a_collector_that_goes_while_a_run_is_followed_is_said(lab):
     agent = lab.agent(port)
     where = ("--collector", f"http://127.0.0.1:{port}", "--token-file", lab.tokens)
     with lab.client(port) as client:
-        until(lambda: len(client.runs()) == 1, "the run is known")
+        until(lambda: len(client.ask(RunsQuestion())) == 1, "the run is known")
     follow = lab.start_vitals("tail", "--follow", *where)
     until(lambda: "STEP" in lab.log("tail").read_text(), "it is followed")
     os.kill(collector.pid, signal.SIGKILL)

@@ -22,6 +22,7 @@ from tests.agent.builders import NODE, RUN
 from tests.e2e.lab import Lab, RowKey, free_port, open_lab, until
 from tests.e2e.mirror import Mirror
 from trainvitals.io.private import private_base
+from trainvitals.views import RunQuestion
 from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.schema import batches
 from vitals_collector.storage.store import open_data_store
@@ -182,7 +183,7 @@ def test_every_row_has_the_values_that_its_rank_wrote(fleet):
 
 def test_the_collector_says_that_nothing_was_lost(fleet):
     with fleet.lab.client(fleet.port) as client:
-        detail = client.run(RUN)
+        detail = client.ask(RunQuestion(run_id=RUN))
     assert {0} == {source.num_lost_rows for source in detail.sources}
     assert NUM_RANKS < len({s.incarnation for s in detail.sources if s.source.startswith("rank:")})
 

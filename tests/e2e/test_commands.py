@@ -7,7 +7,17 @@ import pytest
 
 from tests.e2e.lab import Lab, free_port, open_lab, until
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import AlertView, CommandView, DecisionView, RunDetail
+from trainvitals.views import (
+    AlertsQuestion,
+    AlertView,
+    CommandsQuestion,
+    CommandView,
+    DecisionsQuestion,
+    DecisionView,
+    RunDetail,
+    RunQuestion,
+    RunsQuestion,
+)
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -43,7 +53,11 @@ def command(
     number = sent["command"]["number"]
 
     def answer() -> CommandView:
-        (view,) = [v for v in client.commands(lab.run_id()) if v.command.number == number]
+        (view,) = [
+            v
+            for v in client.ask(CommandsQuestion(run_id=lab.run_id()))
+            if v.command.number == number
+        ]
         return view
 
     until(lambda: answer().status not in ("pending", "delivered"), f"{action} is answered")
@@ -51,7 +65,7 @@ def command(
 
 
 def state(client: CollectorClient, run_id: str) -> str:
-    return client.run(run_id).summary.state
+    return client.ask(RunQuestion(run_id=run_id)).summary.state
 
 
 def steer(lab: Lab, client: CollectorClient) -> Steered:
@@ -62,8 +76,8 @@ def steer(lab: Lab, client: CollectorClient) -> Steered:
     run_id = lab.run_id()
     until(
         lambda: (
-            run_id in {run.run_id for run in client.runs()}
-            and client.run(run_id).summary.last_step >= 25
+            run_id in {run.run_id for run in client.ask(RunsQuestion())}
+            and client.ask(RunQuestion(run_id=run_id)).summary.last_step >= 25
         ),
         "some steps are trained",
     )
@@ -74,7 +88,7 @@ def steer(lab: Lab, client: CollectorClient) -> Steered:
     seen.exit_codes["halted"] = training.wait(60)
     seen.outputs["halted"] = lab.log("training").read_text()
     until(lambda: state(client, run_id) == "halted", "the collector knows of the halt")
-    until(lambda: client.alerts(run_id=run_id, state="firing"), "an alert fires")
+    until(lambda: client.ask(AlertsQuestion(run_id=run_id, state="firing")), "an alert fires")
     seen.states.append(state(client, run_id))
     seen.marker = json.loads((lab.runs / run_id / "HALTED").read_text())
 
@@ -82,7 +96,7 @@ def steer(lab: Lab, client: CollectorClient) -> Steered:
     again = lab.train(*ONE, steps=3, mode="heal", name="refused", **environ)
     seen.exit_codes["refused"] = again.wait(60)
     seen.outputs["refused"] = lab.log("refused").read_text()
-    seen.alerts = client.alerts(run_id=run_id)
+    seen.alerts = client.ask(AlertsQuestion(run_id=run_id))
     resumed = lab.vitals("resume", run_id)
     seen.exit_codes["resume"] = resumed.returncode
     seen.outputs["resume"] = resumed.stdout
@@ -91,8 +105,8 @@ def steer(lab: Lab, client: CollectorClient) -> Steered:
     seen.outputs["resumed"] = lab.log("resumed").read_text()
     until(lambda: state(client, run_id) == "finished", "the run is seen to finish")
     seen.states.append(state(client, run_id))
-    seen.decisions = client.decisions(run_id)
-    seen.detail = client.run(run_id)
+    seen.decisions = client.ask(DecisionsQuestion(run_id=run_id))
+    seen.detail = client.ask(RunQuestion(run_id=run_id))
     return seen
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.lab import Lab, free_port, open_lab, stored_rows, until
 from tests.e2e.mirror import Mirror
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import EventView, RunDetail
+from trainvitals.views import EventsQuestion, EventView, RunDetail, RunQuestion
 
 pytestmark = pytest.mark.dist
 
@@ -77,7 +77,7 @@ def tell(lab: Lab) -> Story:
 
     with lab.client(port) as client:
         story.stored, story.events = wait_for_all(lab, mirror, client)
-        story.detail = client.run(lab.run_id())
+        story.detail = client.ask(RunQuestion(run_id=lab.run_id()))
     return story
 
 
@@ -92,12 +92,16 @@ def wait_for_all(
 
     def complete() -> bool:
         mirror.look()
-        ends = [e for e in client.events(run_id) if GONE in e.text or e.kind == "RunEnded"]
+        ends = [
+            e
+            for e in client.ask(EventsQuestion(run_id=run_id))
+            if GONE in e.text or e.kind == "RunEnded"
+        ]
         return len(ends) >= 2 and mirror.rows.keys() <= {key for key, _ in stored_rows(lab.data)}
 
     until(complete, "the ranks' rows and ends are stored")
     until(lambda: not list(lab.shared.glob("trainvitals-*/*/rank-*")), "the journals are freed")
-    return stored_rows(lab.data), client.events(run_id)
+    return stored_rows(lab.data), client.ask(EventsQuestion(run_id=run_id))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
 from trainvitals.cli.main import main
 from trainvitals.policy.history import JudgedStep, document, judge_history
 from trainvitals.testing.faults import FaultPlan
+from trainvitals.views import FindingsQuestion
 from vitals_collector.importers import ColumnChoice, read_history
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.report.replay import Replay, replay
@@ -59,7 +60,7 @@ def test_the_stored_run_is_reproduced_to_the_last_digit(trained, replayed: Repla
     assert "rollback" == replayed.decisions[-1].action
     assert repr(list(replayed.recorded)) == repr(list(replayed.decisions))
     with reader_of(trained) as reader:
-        found = [view.finding for view in reader.findings(run_id_of(trained))]
+        found = [view.finding for view in reader.ask(FindingsQuestion(run_id=run_id_of(trained)))]
     assert repr(found) == repr([f for j in replayed.judgements for f in j.findings])
 
 

@@ -14,7 +14,15 @@ from trainvitals.io.client import CollectorClient
 from trainvitals.io.spool import read_batches
 from trainvitals.jsonable import to_json
 from trainvitals.testing.faults import FaultPlan
-from trainvitals.views import RunDetail
+from trainvitals.views import (
+    CheckpointsQuestion,
+    DecisionsQuestion,
+    EventsQuestion,
+    RunDetail,
+    RunQuestion,
+    RunsQuestion,
+    SeriesQuestion,
+)
 from trainvitals.wire import decode_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -59,15 +67,17 @@ def train_on_two_nodes(lab: Lab) -> None:
 
 def ask(client: CollectorClient, run_id: str) -> Answers:
     """Ask everything over HTTP."""
-    detail = client.run(run_id)
+    detail = client.ask(RunQuestion(run_id=run_id))
     shown = {
         "run": detail,
-        "decisions": client.decisions(run_id),
-        "checkpoints": client.checkpoints(run_id),
-        "events": client.events(run_id),
+        "decisions": client.ask(DecisionsQuestion(run_id=run_id)),
+        "checkpoints": client.ask(CheckpointsQuestion(run_id=run_id)),
+        "events": client.ask(EventsQuestion(run_id=run_id)),
     }
     series = {
-        (metric, source): client.series(run_id, metric, source=source, points=1_000)
+        (metric, source): client.ask(
+            SeriesQuestion(run_id=run_id, metric=metric, source=source, points=1_000)
+        )
         for metric in detail.metrics
         for source in sources(detail, metric)
     }
@@ -114,9 +124,9 @@ def settled(lab: Lab, client: CollectorClient, run_id: str) -> Answers:
     num_rows = sum(header.num_rows for header in batches)
 
     def num_stored() -> int:
-        if run_id not in {run.run_id for run in client.runs()}:
+        if run_id not in {run.run_id for run in client.ask(RunsQuestion())}:
             return 0
-        return sum(source.num_rows for source in client.run(run_id).sources)
+        return sum(source.num_rows for source in client.ask(RunQuestion(run_id=run_id)).sources)
 
     until(lambda: num_stored() >= num_rows, "everything is there to be read")
     return ask(client, run_id)

@@ -6,6 +6,7 @@ call of a function of another file.
 """
 
 import ast
+import re
 import sys
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -86,6 +88,103 @@ def sizes() -> dict[str, float]:
                 counts["forwarders"] += is_forwarder(node)
     per_thousand = 1000 * counts["vague locals"] / counts["lines"]
     return {**counts, "vague locals in 1,000 lines": round(per_thousand, 2)}
+
+
+# -------------------------------------------------------------------------- files per question
+
+
+class Declared(NamedTuple):
+    """A question as its struct's source declares it."""
+
+    name: str
+    method: str
+    path: str
+    answer: str
+    fields: frozenset[str]
+
+
+def declared_questions(tree: ast.AST) -> Iterator[Declared]:
+    """Yield the questions that a source declares: structs under ``@route(METHOD, PATH)``."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or not node.bases:
+            continue
+        base = node.bases[0]
+        if isinstance(base, ast.Subscript) and ast.unparse(base.value) == "Question":
+            (decorator,) = node.decorator_list
+            assert isinstance(decorator, ast.Call)
+            method, path = (str(ast.literal_eval(argument)) for argument in decorator.args)
+            fields = (s.target for s in node.body if isinstance(s, ast.AnnAssign))
+            names = frozenset(target.id for target in fields if isinstance(target, ast.Name))
+            yield Declared(node.name, method, path, ast.unparse(base.slice), names)
+
+
+def restates(tree: ast.AST, question: Declared) -> bool:
+    """Return whether a source says anew what can be asked. To ask, and to pass it on, is not that.
+
+    It does where it names the struct other than to import, to make or to annotate with it;
+    where it has the question's path, or the end of it, as a text; or where a function that takes
+    its fields, and at most what is asked besides, says that it returns its answer.
+    """
+    made = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    annotations = {id(part) for node in _annotations(tree) for part in ast.walk(node)}
+    of_others = {id(text) for text in _routes_of_other_methods(tree, question.method)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == question.name:
+            return True
+        if isinstance(node, ast.Name) and node.id == question.name:
+            if id(node) not in made | annotations:
+                return True
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
+            answer = "" if node.returns is None else ast.unparse(node.returns).strip("'")
+            is_alike = question.fields <= arguments and len(arguments - question.fields) <= 1
+            if is_alike and answer == question.answer:
+                return True
+        elif id(node) not in of_others and _is_end_of(_text(node), question.path):
+            return True
+    return False
+
+
+def _annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            yield node.annotation
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
+            yield node.returns
+
+
+def _routes_of_other_methods(tree: ast.AST, method: str) -> Iterator[ast.expr]:
+    """Yield the paths in ``@router.get(PATH)`` and the like that are of another method."""
+    for node in ast.walk(tree):
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if is_call and node.args and node.func.attr in {"get", "post"} - {method.lower()}:
+            yield node.args[0]
+
+
+def _text(node: ast.AST) -> str:
+    """Return a literal with ``{}`` for what is put into it; "" where it is none."""
+    if isinstance(node, ast.JoinedStr):
+        parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        return "".join(map(str, parts))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"{\w+}", "{}", node.value)
+    return ""
+
+
+def _is_end_of(text: str, path: str) -> bool:
+    last = path.rpartition("/")[2]
+    whole = re.sub(r"{\w+}", "{}", path)
+    return len(text) > 1 and text.startswith("/") and "{}" != last and whole.endswith(text)
+
+
+def files_per_question() -> dict[str, list[str]]:
+    """Return for each question the shipped files that a change of it has to touch."""
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sources()}
+    questions = [question for tree in trees.values() for question in declared_questions(tree)]
+    return {
+        question.name: [file for file, tree in trees.items() if restates(tree, question)]
+        for question in questions
+    }
 
 
 # ------------------------------------------------------------------------------ the four events
@@ -232,6 +331,8 @@ def main() -> None:
     """Print the table."""
     for name, value in sizes().items():
         print(f"{name}: {value:,}")
+    num_files = [len(files) for files in files_per_question().values()]
+    print(f"files per question: {max(num_files)} at most, {mean(num_files):.1f} on average")
     for name, hops in events().items():
         print(
             f"{name}: {hops.num_files} files, {hops.num_functions} functions, "

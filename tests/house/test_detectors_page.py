@@ -12,10 +12,10 @@ from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
 from docs.drawn.svg import WIDTH, Line, Panel, draw
 from docs.drawn.trained import FAULT, TRAININGS, heard, is_found, panels, read, withheld
-from trainvitals.detect import DetectorSet
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
 from trainvitals.detect.fleet import set as fleet
 from trainvitals.detect.fleet.speed import PaceConfig
+from trainvitals.policy.judge import DetectorSet
 
 NAMES = [entry.name for entry in ENTRIES]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,13 +65,13 @@ class TestNoneIsLeftOut:
 class TestExamples:
     def test_one_speaks_and_one_that_looks_alike_is_silent(self, entry):
         panels = drawn()[entry.name]
-        assert any(panel.said for panel in panels)
+        assert any(panel.findings for panel in panels)
         silent = [panel for panel in panels if panel.title.startswith("silent: ")]
         assert silent
-        assert all(panel.said == () and not panel.marks for panel in silent)
+        assert all(panel.findings == () and not panel.marks for panel in silent)
 
     def test_what_is_said_is_of_the_kinds_and_levels_that_are_named(self, entry):
-        for finding in (finding for panel in drawn()[entry.name] for finding in panel.said):
+        for finding in (finding for panel in drawn()[entry.name] for finding in panel.findings):
             assert entry.name == finding.detector or finding.kind == entry.name
             assert finding.level in entry.kinds[finding.kind].split(" or ")
             assert finding.reason in page()
@@ -83,7 +83,7 @@ class TestExamples:
     def test_each_finding_is_marked_where_it_was_said(self, entry):
         for panel in drawn()[entry.name]:
             if panel.x_label != "seconds":
-                assert [f.step for f in panel.said] == [mark.x for mark in panel.marks]
+                assert [f.step for f in panel.findings] == [mark.x for mark in panel.marks]
             for mark in panel.marks:
                 assert mark.y in (dict(panel.lines[0].points)[mark.x], None)
 
@@ -92,7 +92,7 @@ class TestExamples:
         assert text.isascii()
         assert len(text) < MOST_BYTES
         tree = ElementTree.fromstring(text)
-        said = [f for panel in drawn()[entry.name] for f in panel.said]
+        said = [f for panel in drawn()[entry.name] for f in panel.findings]
         dots = [dot.get("class") for dot in tree.iter(f"{SVG}circle")]
         assert sorted(f.level for f in said) == sorted(dots)
         words = [element.text for element in tree.iter(f"{SVG}text")]
@@ -137,7 +137,7 @@ class TestTrainings:
         assert len(text) < MOST_BYTES
         dots = list(ElementTree.fromstring(text).iter(f"{SVG}circle"))
         shown = panels(training)
-        assert sum(len(panel.said) for panel in shown) == len(dots)
+        assert sum(len(panel.findings) for panel in shown) == len(dots)
         assert all(7 * len(panel.title) + 6 * len(panel.y_label) + 36 < WIDTH - 84
                    for panel in shown)  # fmt: skip
 

@@ -4,8 +4,10 @@ import pytest
 
 from tests.house import measures
 
-FILES = {"step": 55, "ingest": 17, "alert": 29, "series": 21}
+FILES = {"step": 20, "ingest": 16, "alert": 20, "series": 20}
 """Files that an event may go through at most."""
+FILES_PER_QUESTION = 3
+"""The struct with its view, what answers it, and one file to spare."""
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +34,50 @@ def test_a_forwarder_is_known_by_its_body():
         "def f(x):\n    x += 1\n    return b(x)\n"
     )
     assert ["a", "d"] == [f.name for f in tree.body if measures.is_forwarder(f)]
+
+
+def test_a_question_is_declared_and_answered_in_few_files():
+    by_question = measures.files_per_question()
+    assert 18 <= len(by_question)
+    too_many = {name: f for name, f in by_question.items() if not 2 <= len(f) <= FILES_PER_QUESTION}
+    assert {} == too_many
+
+
+TOY = """
+@route("GET", "/v1/runs/{run_id}/toys")
+class ToysQuestion(Question[tuple[Toy, ...]], frozen=True):
+    run_id: str
+    size: int = 3
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        TOY,
+        "@answer_to(ToysQuestion)\ndef f(query, asked): ...",
+        "if isinstance(question, ToysQuestion): ...",
+        "SCOPES = {ToysQuestion: 'read'}",
+        "class Reader:\n    def toys(self, run_id, size=3) -> tuple[Toy, ...]: ...",
+        "@router.get('/{run_id}/toys')\ndef show_toys(run_id: str, size: int) -> Response: ...",
+        "client.get(f'/v1/runs/{run_id}/toys')",
+    ],
+)
+def test_who_says_anew_what_can_be_asked_is_counted(source):
+    (toys,) = measures.declared_questions(measures.ast.parse(TOY))
+    assert measures.restates(measures.ast.parse(source), toys)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from trainvitals.views import ToysQuestion\nreader.ask(ToysQuestion(run_id='a', size=4))",
+        "def draw(question: ToysQuestion) -> str: ...",
+        "class Run:\n    def toys(self, size=3) -> tuple[Toy, ...]: ...",
+        "@router.post('/runs/{run_id}/toys')\ndef make_toy(run_id: str) -> Response: ...",
+        "def shown(connection, run_id, size, toys) -> tuple[Toy, ...]: ...",
+    ],
+)
+def test_who_asks_or_passes_a_question_on_is_not(source):
+    (toys,) = measures.declared_questions(measures.ast.parse(TOY))
+    assert not measures.restates(measures.ast.parse(source), toys)

@@ -179,7 +179,7 @@ def accumulated(rank, sync):
                 monitor.micro(forward(model, rank, step), torch.tensor(rank + 1))
             monitor.micro(forward(model, rank, step + 10), torch.tensor(2.0 * (rank + 1)))
             monitor.step(max_norm=1.0)
-        tokens = monitor._controller.tokens_seen
+        tokens = monitor._controller.log.tokens.seen
     return {"same": same_on_all(model), "tokens": tokens, "losses": losses}
 
 

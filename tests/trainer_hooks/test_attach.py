@@ -398,7 +398,7 @@ def test_an_optimizer_state_loaded_later_keeps_the_verdict_on_the_device():
     with loop.attach() as attached:
         loop.step()
         loop.optimizer.load_state_dict(loop.optimizer.state_dict())
-        assert not attached._device.reads_verdict
+        assert not attached._device.engine.reads_verdict
         loop.step(gradient=NAN)
     assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
@@ -439,5 +439,5 @@ def test_accumulated_losses_weigh_as_they_were_given():
         loop.step()
         loop.step()
     assert losses[0] == 2.0
-    assert attached._controller.tokens_seen == 4
+    assert attached._controller.log.tokens.seen == 4
     assert not math.isnan(losses[1])

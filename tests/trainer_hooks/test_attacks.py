@@ -128,7 +128,7 @@ def test_micro_batches_without_weights_are_not_counted_as_tokens():
         for _ in range(3):
             monitor.micro(loop.forward())
             monitor.step()
-        assert monitor._controller.tokens_seen == 0
+        assert monitor._controller.log.tokens.seen == 0
 
 
 def test_sparse_gradients_are_clipped_as_dense_ones_are():

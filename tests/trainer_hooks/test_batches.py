@@ -22,6 +22,7 @@ from tests.trainer_hooks.loaders import (
     uninterrupted,
 )
 from trainer_hooks.data.loader import Position
+from trainer_hooks.data.position import HandedOut
 from trainvitals.policy.plan import Window
 
 # torchdata still calls what torch has deprecated.
@@ -305,17 +306,20 @@ def test_a_source_longer_than_it_knows_of_is_not_waited_for_after_its_end():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_samples_of_each_batch_are_known_without_loading(workers):
     seed()
-    batches, _ = stream(DataLoader(Numbers(10), 4, shuffle=True, num_workers=workers), epochs=2)
+    out, loader = HandedOut(), DataLoader(Numbers(10), 4, shuffle=True, num_workers=workers)
+    batches, _ = stream(loader, epochs=2, handed_out=out.add)
     for batch in batches:
-        (told,) = batches.take_batches()
-        assert (tuple(batch.tolist()), batches.position) == (told.indices, told.position)
-        assert len(batch) == batches.take_samples()
+        (taken,), num_samples = out.take()
+        assert (tuple(batch.tolist()), batches.position) == (taken.indices, taken.position)
+        assert len(batch) == num_samples
 
 
 def test_workers_that_hand_out_in_any_order_tell_no_samples_and_are_not_exact():
-    batches, _ = stream(DataLoader(Numbers(10), 2, num_workers=2, in_order=False))
+    out = HandedOut()
+    loader = DataLoader(Numbers(10), 2, num_workers=2, in_order=False)
+    batches, _ = stream(loader, handed_out=out.add)
     for _ in batches:
-        assert [None] == [batch.indices for batch in batches.take_batches()]
+        assert [None] == [batch.indices for batch in out.take()[0]]
     assert "in_order" in batches.why_not_exact(batches.state_dict())
 
 

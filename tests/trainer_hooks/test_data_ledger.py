@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 import trainer_hooks
 from trainer_hooks.data.files import BadBatch, DataWriter
-from trainer_hooks.data.ledger import MAX_IDS, MAX_STEPS, DataLedger, plain_id
 from trainer_hooks.data.loader import Batch, Position
+from trainer_hooks.data.position import MAX_IDS, MAX_STEPS, DataLedger, plain_id
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainvitals.errors import UsageError
@@ -48,7 +48,7 @@ def ledger(**keywords):
 
 
 def batch(number, indices=(1, 2), content=None):
-    return Batch(Position(2, number), indices, content)
+    return Batch(Position(2, number), indices, content, None)
 
 
 def line(step, ids=(1, 2, 3)):

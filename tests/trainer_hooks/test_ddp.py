@@ -6,6 +6,7 @@ import pytest
 
 from tests.trainer_hooks.torchrun import reader_of, run_id_of, train
 from trainvitals.testing.faults import FaultPlan
+from trainvitals.views import DecisionsQuestion, EventsQuestion, RunQuestion, SeriesQuestion
 
 pytestmark = pytest.mark.dist
 
@@ -26,7 +27,9 @@ def four_ranks(tmp_path_factory):
 
 def test_each_fault_is_skipped_at_its_step_and_laid_at_its_rank(four_ranks):
     with reader_of(four_ranks) as reader:
-        decisions = [v.decision for v in reader.decisions(run_id_of(four_ranks))]
+        decisions = [
+            v.decision for v in reader.ask(DecisionsQuestion(run_id=run_id_of(four_ranks)))
+        ]
     assert [(d.action, d.step, d.rank, d.cause) for d in decisions] == [
         ("skip_step", 20, 1, "nonfinite_gradient"),
         ("skip_step", 24, 2, "nonfinite_loss"),
@@ -41,8 +44,13 @@ def test_training_goes_on_and_ends_finite(four_ranks):
 def test_every_rank_wrote_every_step_once(four_ranks):
     with reader_of(four_ranks) as reader:
         for rank in range(4):
-            reply = reader.series(
-                run_id_of(four_ranks), "steps.rank_loss", source=f"rank:{rank}", points=1000
+            reply = reader.ask(
+                SeriesQuestion(
+                    run_id=run_id_of(four_ranks),
+                    metric="steps.rank_loss",
+                    source=f"rank:{rank}",
+                    points=1000,
+                )
             )
             assert list(reply.step) == list(range(60))
             assert [m.step for m in reply.nonfinite] == ([24] if rank == 2 else [])
@@ -50,8 +58,8 @@ def test_every_rank_wrote_every_step_once(four_ranks):
 
 def test_ranks_agreed_on_every_verdict(four_ranks):
     with reader_of(four_ranks) as reader:
-        events = reader.events(run_id_of(four_ranks))
-        detail = reader.run(run_id_of(four_ranks))
+        events = reader.ask(EventsQuestion(run_id=run_id_of(four_ranks)))
+        detail = reader.ask(RunQuestion(run_id=run_id_of(four_ranks)))
     assert not [e for e in events if "disagree" in e.text]
     assert detail.summary.state == "finished"
     assert detail.summary.world_size == 4
@@ -64,8 +72,10 @@ def test_observe_decides_the_same_and_touches_nothing(tmp_path):
     trained = train(tmp_path, steps=40, mode="observe", faults=faults)
     assert trained.exit_code == 0, trained.output[-3000:]
     with reader_of(trained) as reader:
-        decisions = [v.decision for v in reader.decisions(run_id_of(trained))]
-        skipped = reader.series(run_id_of(trained), "steps.skipped", source="rank:0")
+        decisions = [v.decision for v in reader.ask(DecisionsQuestion(run_id=run_id_of(trained)))]
+        skipped = reader.ask(
+            SeriesQuestion(run_id=run_id_of(trained), metric="steps.skipped", source="rank:0")
+        )
     assert (decisions[0].action, decisions[0].step, decisions[0].acted) == ("skip_step", 30, False)
     assert set(skipped.value) == {0}
 
@@ -84,8 +94,10 @@ def healed(tmp_path_factory):
 @pytest.mark.slow
 def test_broken_parameters_are_rolled_back_on_every_rank_and_poisoned_data_is_withheld(healed):
     with reader_of(healed) as reader:
-        decisions = [v.decision for v in reader.decisions(run_id_of(healed))]
-        reads = [e for e in reader.events(run_id_of(healed)) if e.kind == "StateRead"]
+        decisions = [v.decision for v in reader.ask(DecisionsQuestion(run_id=run_id_of(healed)))]
+        reads = [
+            e for e in reader.ask(EventsQuestion(run_id=run_id_of(healed))) if e.kind == "StateRead"
+        ]
     assert [(d.action, d.step, d.rule, d.rank) for d in decisions] == [
         *(("skip_step", step, "outlier", -1) for step in range(151, 164)),
         ("skip_step", 200, "nonfinite", 2),
@@ -101,9 +113,15 @@ def test_broken_parameters_are_rolled_back_on_every_rank_and_poisoned_data_is_wi
 def test_the_curve_is_stitched_and_the_discarded_branch_stays(healed):
     run_id = run_id_of(healed)
     with reader_of(healed) as reader:
-        attempts = reader.run(run_id).attempts
-        kept = reader.series(run_id, "steps.loss", source="rank:0", points=1000)
-        left = reader.series(run_id, "steps.loss", source="rank:0", points=1000, branch="discarded")
+        attempts = reader.ask(RunQuestion(run_id=run_id)).attempts
+        kept = reader.ask(
+            SeriesQuestion(run_id=run_id, metric="steps.loss", source="rank:0", points=1000)
+        )
+        left = reader.ask(
+            SeriesQuestion(
+                run_id=run_id, metric="steps.loss", source="rank:0", points=1000, branch="discarded"
+            )
+        )
     assert [a.ordinal for a in attempts] == [1, 2]
     assert list(kept.step) == list(range(220))
     first, second = attempts
@@ -115,8 +133,16 @@ def test_the_curve_is_stitched_and_the_discarded_branch_stays(healed):
 def test_every_batch_is_trained_again_where_the_data_is_not_to_blame(healed):
     run_id = run_id_of(healed)
     with reader_of(healed) as reader:
-        fork = reader.run(run_id).attempts[1].fork_step
-        fed = reader.series(run_id, "steps.batch_index", source="rank:3", points=1000, branch="all")
+        fork = reader.ask(RunQuestion(run_id=run_id)).attempts[1].fork_step
+        fed = reader.ask(
+            SeriesQuestion(
+                run_id=run_id,
+                metric="steps.batch_index",
+                source="rank:3",
+                points=1000,
+                branch="all",
+            )
+        )
     pairs = zip(fed.attempt, fed.value, strict=True)
     again = [int(batch) for attempt, batch in pairs if attempt == max(fed.attempt)]
     assert again == list(range(fork, 220))

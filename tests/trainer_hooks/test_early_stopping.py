@@ -9,7 +9,7 @@ from tests.trainer_hooks.training import Training
 from trainer_hooks.callbacks.early_stopping import Evaluations, RestoredBest
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints.index import BestMark
-from trainer_hooks.recovery.snapshots import Restored, SnapshotRing
+from trainer_hooks.recovery.manager import Restored, SnapshotRing
 from trainer_hooks.step.reduce_vector import (
     PackLayout,
     Rank0Values,
@@ -24,13 +24,14 @@ NAN = math.nan
 
 
 class Emitter:
-    """Keeps what was said."""
+    """Stands for rank 0's journal: keeps what was said."""
 
-    def __init__(self):
-        self.notes = []
+    def __init__(self, *, is_rank0):
+        self.notes, self._is_rank0 = [], is_rank0
 
-    def event(self, event, *, step, attempt):
-        self.notes.append((step, event.code, event.text))
+    def note(self, code, text, severity="info", *, step, attempt):
+        if self._is_rank0:
+            self.notes.append((step, code, text))
 
     def codes(self):
         return [code for _, code, _ in self.notes]
@@ -79,7 +80,8 @@ class Rank:
         )
         self.ranks = Ranks(rank, world_size, 0, None)
         self.layout = PackLayout.of(1, self.ranks)
-        self.store, self.emitter, self.attempt, self.step = Store(), Emitter(), 1, 0
+        self.store, self.emitter = Store(), Emitter(is_rank0=rank == 0)
+        self.attempt, self.step = 1, 0
         self.evaluations = Evaluations(
             EarlyStopping(**settings),
             ranks=self.ranks,

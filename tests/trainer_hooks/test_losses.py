@@ -16,7 +16,7 @@ def guarded():
     emitter = loop.monitor._controller.emitter
     write = emitter.step
     emitter.step = lambda host, record, extra: (
-        seen.append((record.loss, loop.monitor._controller.tokens_seen)),
+        seen.append((record.loss, loop.monitor._controller.log.tokens.seen)),
         write(host, record, extra),
     )
     with loop.monitor:

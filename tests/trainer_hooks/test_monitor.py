@@ -17,6 +17,7 @@ from trainvitals.io.mailbox import Mailbox, sign_command
 from trainvitals.io.private import private_base
 from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
+from trainvitals.views import DecisionsQuestion, RunQuestion, RunsQuestion, SeriesQuestion
 
 
 @pytest.fixture(autouse=True)
@@ -316,10 +317,12 @@ def test_the_run_directory_alone_answers_afterwards(tmp_path):
     subprocess.run([sys.executable, "-c", ALONE], env=environ, check=True, timeout=120)
     wait_for_agents(tmp_path / "runs")
     with reader_of(Trained(0, "", {}, tmp_path / "runs")) as reader:
-        (run,) = reader.runs()
-        detail = reader.run(run.run_id)
-        losses = reader.series(run.run_id, "steps.loss", source="rank:0")
-        scalar = reader.series(run.run_id, "scalars.eval/accuracy", source="rank:0")
+        (run,) = reader.ask(RunsQuestion())
+        detail = reader.ask(RunQuestion(run_id=run.run_id))
+        losses = reader.ask(SeriesQuestion(run_id=run.run_id, metric="steps.loss", source="rank:0"))
+        scalar = reader.ask(
+            SeriesQuestion(run_id=run.run_id, metric="scalars.eval/accuracy", source="rank:0")
+        )
     assert (run.name, run.state, run.num_skips) == ("alone <script>", "finished", 1)
     assert detail.info.config == {"lr": 0.01, "api_key": "***"}
     assert list(losses.step) == list(range(30))
@@ -364,8 +367,8 @@ def test_spent_budgets_and_applied_commands_survive_a_relaunch(monkeypatch):
 def _decisions(tmp_path):
     wait_for_agents(tmp_path / "runs")
     with reader_of(Trained(0, "", {}, tmp_path / "runs")) as reader:
-        (run,) = reader.runs()
-        return run, [v.decision for v in reader.decisions(run.run_id)]
+        (run,) = reader.ask(RunsQuestion())
+        return run, [v.decision for v in reader.ask(DecisionsQuestion(run_id=run.run_id))]
 
 
 LAST_STEP_BAD = """

@@ -9,17 +9,18 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainer_hooks import SignalSettings
 from trainer_hooks.data.loader import Batches
+from trainer_hooks.data.position import HandedOut
+from trainer_hooks.measures import host
+from trainer_hooks.measures.host import StepClock, Utilization
 from trainer_hooks.measures.sampled import Samples
-from trainer_hooks.step import signals
-from trainer_hooks.step.columns import RootColumns, _spread
-from trainer_hooks.step.decode_step import Derived
-from trainer_hooks.step.signals import StepClock, Utilization
+from trainer_hooks.step.emit import RootColumns, _spread
+from trainer_hooks.step.reduce_vector import Derived
 from trainvitals.flops import transformer_flops_per_token
 from trainvitals.records import StepRecord
 from trainvitals.testing.clock import ManualClock
 
 
-def one_step(clock: StepClock, now: ManualClock) -> signals.StepTimes:
+def one_step(clock: StepClock, now: ManualClock) -> host.StepTimes:
     clock.waited_for_data(3_000_000)
     now.advance(0.010)  # 3 of them for data
     clock.enter()
@@ -147,8 +148,11 @@ class Stream(IterableDataset):
 
 
 def handed_out(loader, epochs=1):
-    batches = Batches(loader, epochs=epochs, clock=ManualClock(), waited=lambda _: None)
-    return [batches.take_samples() for _ in batches]
+    out = HandedOut()
+    batches = Batches(
+        loader, epochs=epochs, clock=ManualClock(), waited=lambda _: None, handed_out=out.add
+    )
+    return [out.take()[1] for _ in batches]
 
 
 def test_samples_are_those_of_the_batches_the_short_last_one_too():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from trainer_hooks.step.squares import BLOCK, SMALL, Squares
+from trainer_hooks.step.gradients import BLOCK, SMALL, Squares
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, SMALL, SMALL + 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)

@@ -10,17 +10,20 @@ import trainer_hooks
 from tests.trainer_hooks.test_monitor import own_place  # noqa: F401
 from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.decode_step import Derived, culprits, rank_losses, step_record
-from trainer_hooks.step.norms import GradNorms
+from trainer_hooks.step.gradients import GradNorms, named_parameters
 from trainer_hooks.step.reduce_vector import (
+    Derived,
     PackLayout,
     Rank0Values,
     RankContribution,
     Reduced,
     ReduceVector,
+    clip_divisor,
+    culprits,
+    judge_on_device,
+    rank_losses,
+    step_record,
 )
-from trainer_hooks.step.shards import named_parameters
-from trainer_hooks.step.verdict import clip_divisor, judge_on_device
 from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy.state import DeviceRule, Withholding

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from tests.trainer_hooks.test_verdict import NO_ROW, summed
-from trainer_hooks.step.decode_step import Derived, step_record
-from trainer_hooks.step.reduce_vector import Rank0Values, Reduced
-from trainer_hooks.step.verdict import judge_on_device
+from trainer_hooks.step.reduce_vector import (
+    Derived,
+    Rank0Values,
+    Reduced,
+    judge_on_device,
+    step_record,
+)
 from trainvitals.detect.outliers import Limits
 from trainvitals.policy.state import DeviceRule, Withholding
 from trainvitals.records import StepRecord

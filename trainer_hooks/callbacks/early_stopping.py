@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.snapshots import Meta, Snapshot, SnapshotRing
+from trainer_hooks.recovery.manager import Meta, Snapshot, SnapshotRing
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.policy.stopping import EarlyStopping, Stopper
-from trainvitals.records import Note
 
 if TYPE_CHECKING:
     from trainer_hooks.recovery.checkpoints.index import BestMark
@@ -44,44 +43,7 @@ class Given(NamedTuple):
     value: float
 
 
-class NoEarlyStopping:
-    """Has the methods of ``Evaluations``, for a run without early stopping; they do nothing."""
-
-    should_stop = False
-
-    def evaluated(
-        self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
-    ) -> None:
-        """Do nothing."""
-
-    def root_value(self, step: int, attempt: int) -> float | None:
-        """Return that there is none."""
-        return None
-
-    def holds(self, step: int, attempt: int) -> bool:
-        """Return that there is no copy."""
-        return False
-
-    def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return that there is none."""
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Do nothing: a run that stops early may go on as one that does not."""
-
-    def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
-        raise nothing_kept("the run has no early stopping, which would know the best state")
-
-
-class Evaluations(NoEarlyStopping):
+class Evaluations:
     """One rank's part in early stopping; the same number comes back to all."""
 
     def __init__(
@@ -109,7 +71,7 @@ class Evaluations(NoEarlyStopping):
         self._calls_without: int | None = 0
 
     @property
-    def should_stop(self) -> bool:  # type: ignore[override]
+    def should_stop(self) -> bool:
         """Whether the run shall end: the same on all ranks at the same step."""
         return self._stopper.should_stop
 
@@ -259,7 +221,7 @@ class Evaluations(NoEarlyStopping):
             CheckpointCorruptError: it is damaged; nothing has changed.
             CheckpointError: it could not be read on some rank.
         """
-        from trainer_hooks.recovery.checkpoints.agree import Agreement
+        from trainer_hooks.recovery.checkpoints.store import Agreement
 
         ring, store = self._ring, self._store
         if ring is None or store is None:
@@ -313,9 +275,7 @@ class Evaluations(NoEarlyStopping):
         attempt: int,
         severity: Literal["info", "warning"] = "info",
     ) -> None:
-        if self._is_rank0:
-            event = Note(code=code, text=text, severity=severity)
-            self._emitter.event(event, step=step, attempt=attempt)
+        self._emitter.note(code, text, severity, step=step, attempt=attempt)
 
 
 def nothing_kept(why: str) -> UsageError:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_hooks.callbacks.averaging import Late, Pair, fused_update, in_chunks, start
-from trainer_hooks.step.shards import clean_name, local_tensor, reshard, unwrap
+from trainer_hooks.step.gradients import clean_name, local_tensor, reshard, unwrap
 from trainvitals.errors import CheckpointError, UsageError
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -10,6 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_hooks.data.order import (
@@ -24,21 +24,57 @@ from trainer_hooks.data.order import (
     sampler_with_state,
     set_own_states,
 )
-from trainer_hooks.data.windows import MAX_WINDOWS, carry_over, holds
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.recovery.state import Stateful
 from trainvitals.clock import Clock
 from trainvitals.policy.plan import Window
 
+MAX_WINDOWS = 1000
+"""The newest are kept: a run goes back ten times at most, and each time by a window or two."""
+
+
+def holds(windows: Iterable[Window], epoch: int, batch: int) -> bool:
+    """Return whether a batch lies in one of the windows, as far as they lie in its epoch."""
+    return any(
+        w.epoch == epoch and w.first_batch <= batch < w.first_batch + w.num_batches for w in windows
+    )
+
+
+def carry_over(windows: Iterable[Window], epoch: int, length: int) -> list[Window]:
+    """Return the windows with what lies beyond the end of an epoch moved into the next."""
+    carried: list[Window] = []
+    for window in windows:
+        end = window.first_batch + window.num_batches
+        if window.epoch != epoch or end <= length:
+            carried.append(window)
+            continue
+        inside = max(0, length - window.first_batch)
+        if inside:
+            carried.append(replace(window, num_batches=inside))
+        first = max(0, window.first_batch - length)
+        rest = window.num_batches - inside
+        carried.append(replace(window, epoch=epoch + 1, first_batch=first, num_batches=rest))
+    return carried
+
+
+def among(window: Window, num_ranks: int) -> Window:
+    """Return the window where another number of ranks shares the data; it covers no less."""
+    if window.num_ranks in (0, num_ranks):
+        return window
+    first = window.first_batch * window.num_ranks // num_ranks
+    end = -(-(window.first_batch + window.num_batches) * window.num_ranks // num_ranks)
+    return replace(window, first_batch=first, num_batches=end - first, num_ranks=num_ranks)
+
+
+# ------------------------------------------------------------------------------ batches
+
+
 DataState = dict[str, Any]
 """Where a loop is in its data, as plain values and tensors; see ``Batches.state_dict``."""
 
 _Found = tuple[int, tuple[Any, ...] | None, Any]
 """A batch with its index in the epoch, and the indices of its samples where they are known."""
-
-_MOST_WAITING = 4096
-"""Batches that are remembered until a step asks what fed it: their places, not their data."""
 
 
 class Position(NamedTuple):
@@ -64,6 +100,7 @@ class Batch(NamedTuple):
     """Of its samples in the dataset, where the loader's sampler tells them."""
     content: Any
     """None where nobody asks for it: whoever accumulates would hold them all."""
+    num_samples: int | None
 
 
 class Batches:
@@ -87,6 +124,7 @@ class Batches:
         faults: counts what a loader's own ``state_dict`` raises.
         keeps_content: whether the steps' batches are asked for, and not their places alone.
         seen: given each batch before the loop has it, and may do to it what it likes.
+        handed_out: told of each batch just before the loop has it.
     """
 
     def __init__(
@@ -104,6 +142,7 @@ class Batches:
         faults: FaultCounter | None = None,
         keeps_content: bool = False,
         seen: Callable[[Any], None] | None = None,
+        handed_out: Callable[[Batch], None] | None = None,
     ) -> None:
         self._loader = loader
         self._epochs = epochs
@@ -114,9 +153,9 @@ class Batches:
         self._faults = faults or FaultCounter()
         self._keeps_content = keeps_content
         self._seen = seen
+        self._handed_out = handed_out
         self._total = _num_samples(loader)
         self._length = _length(loader)
-        self._samples: int | None = 0
         self._num_seen = 0
         """Batches of the epoch up to now, those passed over included."""
         self._opening: Opening | None = None
@@ -129,8 +168,6 @@ class Batches:
         saved_windows = [] if state is None else [Window(*kept) for kept in state["windows"]]
         for window in (*saved_windows, *windows):
             self.pass_over(window)
-        self.handed_out: deque[Batch] = deque(maxlen=_MOST_WAITING)
-        """What was handed out and not taken by a step yet."""
         self.position: Position | None = None
         """The batch that was last handed out."""
         self.ended = False
@@ -241,19 +278,6 @@ class Batches:
                 state["loader"] = own if is_plain(own) else None
         return state
 
-    # --------------------------------------------------------------------------- what a step took
-
-    def take_samples(self) -> int | None:
-        """Return the samples of the batches handed out since the last call; None if not known."""
-        taken, self._samples = self._samples, 0
-        return taken
-
-    def take_batches(self) -> list[Batch]:
-        """Return the batches handed out since the last call."""
-        taken = list(self.handed_out)
-        self.handed_out.clear()
-        return taken
-
     # ---------------------------------------------------------------------------------- iterating
 
     def __iter__(self) -> Iterator[Any]:
@@ -277,11 +301,12 @@ class Batches:
             self._waited(self._clock.monotonic_ns() - begin)
             self.position = Position(epoch, index)
             self._next = Position(epoch, index + 1)
-            self._count(index, indices)
             content = batch if self._keeps_content else None
             if self._seen is not None:
                 self._seen(batch)
-            self.handed_out.append(Batch(self.position, indices, content))
+            if self._handed_out is not None:
+                given = Batch(self.position, indices, content, self._size_of(index, indices))
+                self._handed_out(given)
             yield batch
             # A sampler is drawn to its end, so that the next epoch finds it as ever.
             if self._back is not None or (self._next.epoch > epoch and not seekable):
@@ -298,15 +323,14 @@ class Batches:
     def _passes_over(self, epoch: int, index: int) -> bool:
         return Position(epoch, index) < self._next or holds(self.windows, epoch, index)
 
-    def _count(self, index: int, indices: tuple[Any, ...] | None) -> None:
-        """Add the batch to the samples handed out; the last one of an epoch may be smaller."""
-        if self._samples is None or (indices is None and self._total is None):
-            self._samples = None
-        elif indices is not None:
-            self._samples += len(indices)
-        elif self._total is not None:
-            size: int = self._loader.batch_size  # type: ignore[attr-defined]
-            self._samples += min(size, self._total - index * size)
+    def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
+        """Return the samples of a batch where they are known; the last of an epoch has fewer."""
+        if indices is not None:
+            return len(indices)
+        if self._total is None:
+            return None
+        size: int = self._loader.batch_size  # type: ignore[attr-defined]
+        return min(size, self._total - index * size)
 
     # ------------------------------------------------------------------------------------ opening
 

@@ -1,26 +1,62 @@
-"""A loop's data as its monitor keeps it: where it is, what it passes over, what fed each step."""
+"""A loop's data as its monitor keeps it: where it is, what it passes over, what fed each step.
+
+Which samples fed which step on this rank is noted for a while, and told of each bad step. That part
+fails open: training never waits for it, and never ends by it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import index
 from typing import Any, Literal
 
-from trainer_hooks.data.files import DataWriter
-from trainer_hooks.data.ledger import DataLedger, SampleIds
-from trainer_hooks.data.loader import Batches, DataState, Fed, Position
-from trainer_hooks.data.windows import among
+import torch
+
+from trainer_hooks.data.files import BadBatch, DataWriter
+from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
+from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.recovery.snapshots import Restored
+from trainer_hooks.recovery.manager import Restored
 from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.emit import Emitter
 from trainvitals.errors import UsageError
 from trainvitals.identity import new_incarnation
+from trainvitals.io.sample_ids import StepSamples
 from trainvitals.policy import Judgement
 from trainvitals.policy.plan import Window
-from trainvitals.records import DataWindowSkipped, Decision, Note
+from trainvitals.records import BatchNoted, DataWindowSkipped, Decision
 
 AfterRollback = Literal["move_on", "replay"]
+_MOST_WAITING = 4096
+"""Batches that are remembered until a step asks what fed it: their places, not their data."""
 _MOST_STEPS = 4096
 """Steps whose place in the data is remembered: an onset lies within them."""
+
+
+class HandedOut:
+    """What a loop over data gave out since the last step took it."""
+
+    def __init__(self) -> None:
+        self._batches: deque[Batch] = deque(maxlen=_MOST_WAITING)
+        self._num_samples: int | None = 0
+
+    def add(self, batch: Batch) -> None:
+        """Note a batch."""
+        self._batches.append(batch)
+        if self._num_samples is not None and batch.num_samples is not None:
+            self._num_samples += batch.num_samples
+        else:
+            self._num_samples = None
+
+    def take(self) -> tuple[list[Batch], int | None]:
+        """Return the batches since the last call, and their samples where those are known."""
+        taken = list(self._batches), self._num_samples
+        self._batches.clear()
+        self._num_samples = 0
+        return taken
 
 
 class DataPosition:
@@ -49,7 +85,9 @@ class DataPosition:
         self._resume = self._resumed
         self._loops = 0 if self._resume is None else self._resume["loop"]
         self._stream: Batches | None = None
-        self._outer: Batches | None = None
+        self._handed_out = HandedOut()
+        """By that loop."""
+        self._outer: tuple[Batches, HandedOut] | None = None
         """The loop around the present one."""
         self._replays = False
         self._firsts: dict[int, tuple[Position, int]] = {}
@@ -92,7 +130,9 @@ class DataPosition:
             UsageError: an argument is none that can be.
         """
         _check(after_rollback, sample_ids, probe)
-        outer = self._stream if self._stream is not None and not self._stream.ended else None
+        outer, handed_out = None, HandedOut()
+        if self._stream is not None and not self._stream.ended:
+            outer = self._stream, self._handed_out
         state, self._resume = self._resume, None
         loop, self._loops = self._loops, self._loops + 1
         windows = [among(w, self._num_ranks) for w in self._controller.plan.plan.windows]
@@ -109,49 +149,49 @@ class DataPosition:
             faults=self._controller.faults,
             keeps_content=outer is None and (keep_batches or callable(sample_ids)),
             seen=None if probe is None else self._controller.probe.keep,
+            handed_out=handed_out.add,
         )
         if self._resumes:
             self._resumes = False
             self._say(stream.why_not_exact(state), stream, step)
         if probe is not None:
-            self._controller.probe.use(probe, step=step)
-        self._stream, self._outer = stream, outer
+            attempt = self._controller.attempt
+            self._controller.probe.use(probe, step=step, attempt=attempt)
+        self._stream, self._handed_out, self._outer = stream, handed_out, outer
         if outer is None:
             self._firsts.clear()  # they count the batches of a loop that is over
             self._replays = after_rollback == "replay"
             self._ledger.sample_ids, self._ledger.keep_batches = sample_ids, keep_batches
-        return self._handed_out(stream, outer)
+        return self._iterated(stream, outer)
 
-    def _handed_out(self, stream: Batches, outer: Batches | None) -> Iterator[Any]:
+    def _iterated(self, stream: Batches, outer: tuple[Batches, HandedOut] | None) -> Iterator[Any]:
         try:
             yield from stream
         finally:
             if outer is not None and self._stream is stream:
-                self._stream, self._outer = outer, None  # it was a validation, say
+                self._stream, self._handed_out = outer  # it was a validation, say
+                self._outer = None
 
     # ----------------------------------------------------------------------------------- a step
 
-    def take(self, step: int, attempt: int) -> Fed | None:
-        """Return what fed the step, and remember it for a rollback and for whoever asks.
+    def take(self, step: int, attempt: int) -> tuple[Fed | None, int | None]:
+        """Return what fed the step and its samples, as far as they are known; remember it.
 
-        Call before the step's update.
+        It is kept for a rollback and for whoever asks. Call before the step's update.
         """
         stream = self._stream
         if stream is None or stream.position is None:
-            return None
-        taken = stream.take_batches()
-        if self._outer is not None and self._outer.take_batches():
+            return None, None if stream is None else 0
+        taken, num_samples = self._handed_out.take()
+        if self._outer is not None and self._outer[1].take()[0]:
             stream.beside = True
         self._ledger.fed(step, attempt, taken)
-        self._controller.probe.fed(step, len(taken), attempt=attempt)
+        if self._controller.probe.has_loss:
+            self._controller.probe.fed(step, len(taken), attempt=attempt)
         first = taken[0].position if taken else stream.position
         self._firsts[step] = first, max(1, len(taken))
         self._firsts.pop(step - _MOST_STEPS, None)
-        return Fed(*stream.position, len(taken))
-
-    def take_samples(self) -> int | None:
-        """Return the samples that fed the step; None where they are not known."""
-        return None if self._stream is None else self._stream.take_samples()
+        return Fed(*stream.position, len(taken)), num_samples
 
     def judged(self, step: int, judgement: Judgement) -> None:
         """Tell what fed a step that something was found in, or that was skipped."""
@@ -184,8 +224,7 @@ class DataPosition:
         """Do so, where it can."""
         if self._stream is not None:
             self._stream.go_back(self._resumed)
-            self._stream.take_batches()
-            self._stream.take_samples()
+            self._handed_out.take()
 
     def rolled_back(
         self, decision: Decision, state: DataState | None, window: Window | None, *, step: int
@@ -202,16 +241,13 @@ class DataPosition:
                     last_batch=part.first_batch + part.num_batches,
                     reason=decision.reason,
                 )
-                if self._controller.is_rank0:
-                    self._controller.emitter.event(
-                        event, step=step, attempt=self._controller.attempt
-                    )
+                attempt = self._controller.attempt
+                self._controller.emitter.of_run(event, step=step, attempt=attempt)
         reason = stream.go_back(state) if self._replays else "the loop is not to replay"
         if reason and window is not None:
             past = window.first_batch + window.num_batches
             stream.move_to(Position(window.epoch, past))
-        stream.take_batches()
-        stream.take_samples()
+        self._handed_out.take()
         self._say(reason, stream, step)
 
     def _say(self, reason: str, stream: Batches, step: int) -> None:
@@ -219,9 +255,7 @@ class DataPosition:
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"
         text = f"data: moved on to {where}: {reason}" if reason else f"data: exact, from {where}"
-        if self._controller.is_rank0:
-            event = Note(code="data", text=text)
-            self._controller.emitter.event(event, step=step, attempt=self._controller.attempt)
+        self._controller.emitter.note("data", text, step=step, attempt=self._controller.attempt)
 
     def close(self) -> None:
         """Wait, for a bounded time, for what is being written."""
@@ -242,3 +276,172 @@ def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
             hint="sample_ids=lambda batch: batch['id'] gives the ids of a batch's samples; True "
             "takes the indices in the dataset",
         )
+
+
+# ------------------------------------------------------------------- what fed each step
+
+
+MAX_STEPS = 64
+"""Steps whose samples are remembered until they are judged, and a while longer."""
+MAX_IDS = 4096
+"""Ids in one event; their number is told whatever it is."""
+MAX_ID_BYTES = 32 << 10
+"""Of all ids in one event, where they are words."""
+MAX_WORD = 256
+"""Characters of one id."""
+
+SampleIds = Callable[[Any], Iterable[Any]]
+"""Gives the ids of a batch's samples: numbers or words."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What fed a step."""
+
+    step: int
+    attempt: int
+    batches: list[Batch]
+    ids: list[Sequence[Any] | None]
+    """Of each batch; None where they are not known."""
+    kept: list[Any]
+
+
+class DataLedger:
+    """The last steps' samples. ``fed`` with each step, ``judged`` when its verdict is there.
+
+    Args:
+        emitter: tells of bad steps.
+        writer: writes files of the run.
+        faults: counts what fails.
+        rank: this process's.
+        lag: steps between an update and its verdict.
+    """
+
+    def __init__(
+        self, emitter: Emitter, writer: DataWriter, faults: FaultCounter, *, rank: int, lag: int
+    ) -> None:
+        self._emitter = emitter
+        self._writer = writer
+        self._faults = faults
+        self._rank = rank
+        self._lag = lag
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self.sample_ids: SampleIds | bool | None = None
+        """Where given, the ids of every step are kept in a file; True keeps the indices."""
+        self.keep_batches = False
+        """Whether the batches of a bad step are kept in a file."""
+
+    def fed(self, step: int, attempt: int, batches: Sequence[Batch]) -> None:
+        """Note what fed a step; call before its update."""
+        if not batches:
+            return
+        with self._faults.fail_open("data.ledger"):
+            ids = [self._ids(batch) for batch in batches]
+            contents = [batch.content for batch in batches if batch.content is not None]
+            kept = contents if self.keep_batches else []
+            light = [batch._replace(content=None) for batch in batches]
+            self._steps.pop(step, None)  # of a branch that was left
+            self._steps[step] = _Step(step, attempt, light, ids, kept)
+            while len(self._steps) > MAX_STEPS:
+                self._steps.popitem(last=False)
+            for old in islice(reversed(self._steps.values()), self._lag + 1, None):
+                if not old.kept:
+                    break
+                old.kept = []
+            if self.sample_ids:
+                self._write(self._steps[step])
+
+    def _ids(self, batch: Batch) -> Sequence[Any] | None:
+        """Return the batch's ids; the user's own function has to read them now, from the batch."""
+        if callable(self.sample_ids) and batch.content is not None:
+            with self._faults.fail_open("sample_ids"):
+                return _listed(self.sample_ids(batch.content))
+            return None
+        return batch.indices
+
+    def _write(self, entry: _Step) -> None:
+        if all(ids is None for ids in entry.ids):
+            return
+        first = entry.batches[0].position
+        self._writer.put(
+            StepSamples(
+                step=entry.step,
+                attempt=entry.attempt,
+                epoch=first.epoch,
+                first_batch=first.batch,
+                num_batches=len(entry.batches),
+                sample_ids=tuple(plain_id(i) for ids in entry.ids for i in ids or ()),
+            )
+        )
+
+    def judged(self, step: int, bad: bool) -> None:
+        """Tell what fed the step if it was bad; its batches need not be held any longer."""
+        with self._faults.fail_open("data.ledger"):
+            entry = self._steps.get(step)
+            if entry is None:
+                return
+            kept, entry.kept = entry.kept, []
+            if bad:
+                self._tell(entry, kept)
+
+    def _tell(self, entry: _Step, kept: list[Any]) -> None:
+        first, file = entry.batches[0].position, ""
+        reported = [ids for ids in entry.ids if ids is not None]
+        sample_ids = _as_many_as_fit(plain_id(i) for ids in reported for i in ids)
+        if kept:
+            name = f"batches/step-{entry.step:08d}-{entry.attempt}-rank-{self._rank}.pt"
+            content = {
+                "step": entry.step,
+                "attempt": entry.attempt,
+                "epoch": first.epoch,
+                "first_batch": first.batch,
+                "sample_ids": list(sample_ids),
+                "batches": kept,
+            }
+            file = name if self._writer.put(BadBatch(name, content)) else ""
+        event = BatchNoted(
+            epoch=first.epoch,
+            first_batch=first.batch,
+            num_batches=len(entry.batches),
+            sample_ids=sample_ids,
+            num_samples=sum(map(len, reported)) if len(reported) == len(entry.ids) else -1,
+            file=file,
+        )
+        self._emitter.event(event, step=entry.step, attempt=entry.attempt)
+
+    def close(self) -> None:
+        """Wait, for a bounded time, for what is being written."""
+        with self._faults.fail_open("data.ledger"):
+            self._writer.close()
+
+
+def plain_id(value: Any) -> int | str:
+    """Return an id as a number or a word; a sampler's may be a tensor or of another kind."""
+    if isinstance(value, str):
+        return value[:MAX_WORD]
+    try:
+        number = index(value)
+    except TypeError:
+        return str(value)[:MAX_WORD]
+    return number if -(2**63) <= number < 2**63 else str(number)[:MAX_WORD]
+
+
+def _listed(ids: Any) -> list[Any]:
+    """Return the ids as a list; never from a device, which the loop would have to wait for."""
+    if isinstance(ids, torch.Tensor):
+        if ids.device.type != "cpu":
+            raise ValueError(f"sample_ids gave a tensor on {ids.device}; give numbers of the host")
+        return [int(i) for i in ids.flatten().tolist()]
+    return list(ids)
+
+
+def _as_many_as_fit(ids: Iterable[int | str]) -> tuple[int | str, ...]:
+    """Return the first ids that one event has room for."""
+    fitting: list[int | str] = []
+    room = MAX_ID_BYTES
+    for sample_id in islice(ids, MAX_IDS):
+        room -= 2 + len(sample_id.encode()) if isinstance(sample_id, str) else 5
+        if room < 0:
+            break
+        fitting.append(sample_id)
+    return tuple(fitting)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard.optimizer_state import true_elements
-from trainer_hooks.step.async_copy import AsyncCopy
+from trainer_hooks.step.reduce_vector import AsyncCopy
 from trainvitals.errors import UsageError
 
 
@@ -81,6 +81,12 @@ class Averages:
             update.release()
         for ema in self._emas:
             ema.is_watched = False
+
+
+def averages_in(state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> Averages | None:
+    """Return the averages that were registered; None where there are none."""
+    is_any = any(isinstance(value, EMA | AveragedModel) for value in state.values())
+    return Averages(state, optimizers) if is_any else None
 
 
 def refuse_averages(

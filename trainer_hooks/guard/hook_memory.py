@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_hooks.guard.optimizers import alike
+
 _GENERATOR = "numpy generator"
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -81,7 +83,7 @@ class HookMemory:
         kept = {}
         for place, live in self._live():
             before = self._kept.get(place)
-            if before is not None and _alike(before, live):
+            if before is not None and alike(before, live):
                 kept[place] = before.copy_(live)
             else:
                 kept[place] = live.clone()
@@ -97,7 +99,7 @@ class HookMemory:
         self._has_stepped = True
         for place, live in self._live():
             before = self._kept.get(place)
-            if before is None or not _alike(before, live):
+            if before is None or not alike(before, live):
                 before = _fresh(place[0], live)
             live.copy_(torch.where(bad.to(live.device) != 0, before, live))
 
@@ -143,10 +145,6 @@ def _tensors_in(value: object) -> dict[object, Tensor] | None:
     if isinstance(value, dict) and all(isinstance(part, Tensor) for part in value.values()):
         return value
     return None
-
-
-def _alike(tensor: Tensor, other: Tensor) -> bool:
-    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
 
 def _fresh(name: str, live: Tensor) -> Tensor:

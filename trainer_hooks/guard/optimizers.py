@@ -8,7 +8,7 @@ NaN is NaN.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -17,8 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.optimizer_state import is_dense, true_elements
-from trainer_hooks.step.shards import unwrap
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.step.gradients import (
+    GradNorms,
+    flat_pieces,
+    local_tensor,
+    named_parameters,
+    reshard,
+    unwrap,
+)
+from trainvitals.errors import UsageError
 
 _HONOURS_FOUND_INF = (
     torch.optim.Adam,
@@ -163,7 +173,7 @@ class BufferShadow:
 
     def _fits(self, live: dict[int, Tensor]) -> bool:
         kept = self._kept
-        return live.keys() == kept.keys() and all(_alike(kept[i], live[i]) for i in live)
+        return live.keys() == kept.keys() and all(alike(kept[i], live[i]) for i in live)
 
     def _written(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the buffers that may differ from what is kept."""
@@ -181,7 +191,7 @@ class BufferShadow:
         live = self._look()
         for i, buffer in self._written(live).items():
             kept = self._kept.get(i)
-            if kept is not None and (live is self._kept_of or _alike(kept, buffer)):
+            if kept is not None and (live is self._kept_of or alike(kept, buffer)):
                 buffer.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
 
 
@@ -194,7 +204,8 @@ def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
     return not (numbers or elements.is_inference() or hasattr(buffer, "to_local"))
 
 
-def _alike(tensor: Tensor, other: Tensor) -> bool:
+def alike(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether one can be copied into the other, element by element."""
     return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
 
@@ -284,6 +295,100 @@ class OptimizerGuard:
             from torch.amp.grad_scaler import OptState
 
             self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.STEPPED
+
+
+class LoopOptimizers:
+    """The loop's own optimizers and gradient scaler: what makes the updates, where no engine does.
+
+    Raises:
+        UsageError: the optimizers hold no parameters, or two of them hold the same one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._scaler = scaler
+        reshard(model)
+        self._pieces = flat_pieces(model)
+        self._params = named_parameters(model, optimizers)
+        self._device = local_tensor(next(iter(self._params.values()))).device
+        self.guards = tuple(OptimizerGuard(optimizer, scaler) for optimizer in optimizers)
+
+    def norms(self, ranks: Ranks) -> GradNorms:
+        """Return what measures the parameters' gradients. Collective."""
+        return GradNorms(self._params, ranks, self._pieces)
+
+    @property
+    def reads_verdict(self) -> bool:
+        """Whether an optimizer needs the verdict on the host: then every rank reads it at once."""
+        return not all(guard.on_device for guard in self.guards)
+
+    def overflow(self) -> Tensor | None:
+        """Return this rank's flag of the gradient scaler on the device, or None without one."""
+        return overflow_flag(self._scaler, self._optimizers, self._device)
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the loss scale where it lies, or None where there is no scaling."""
+        return getattr(self._scaler, "_scale", None)
+
+
+class OwnSteps:
+    """Tells the steps made within it from those that a watched loop makes beside, unguarded."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], faults: FaultCounter) -> None:
+        self._faults = faults
+        self._inside = self._any = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._seen)
+            for optimizer in optimizers
+            if hasattr(optimizer, "_optimizer_step_pre_hooks")  # a wrapper may have none
+        ]
+
+    def __enter__(self) -> None:
+        """Begin the steps that are guarded."""
+        self._inside = self._any = True
+
+    def __exit__(self, *_error: object) -> None:
+        """End them."""
+        self._inside = False
+
+    def close(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Look at a step; it is traced with a compiled one, so what is usual comes first.
+
+        Raises:
+            UsageError: the loop steps by itself, and no guarded step was made. Later it is counted.
+        """
+        if self._inside or fills_state(optimizer, kwargs):
+            return
+        error = UsageError(
+            f"{type(optimizer).__name__}.step() was called beside monitor.step(), so it is not "
+            "guarded",
+            hint="monitor.step() replaces optimizer.step(): take it out of the loop, or keep it "
+            "and use trainer_hooks.attach() in place of watch()",
+        )
+        if not self._any:
+            raise error
+        with self._faults.fail_open("unguarded_step"):
+            raise error
+
+
+def fills_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this is no step of the loop, but ``torch.distributed.checkpoint``'s.
+
+    It makes an optimizer's state by a step of rate 0 over zeros, called in just this way.
+    """
+    if kwargs != {"closure": None} or optimizer.state:
+        return False
+    return all(float(group.get("lr", 0.0)) == 0.0 for group in optimizer.param_groups)
 
 
 @contextmanager

@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer_hooks.guard.hook_memory import comm_hooks, hook_states
@@ -170,43 +169,7 @@ def _is_or_holds_optimizer(value: object) -> bool:
     return isinstance(value, Optimizer) or type(value).__name__ == "_OptimizerHookState"
 
 
-# ------------------------------------------------------------------------------- at the step
-
-
 def joinables(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
     """Return what can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
     everything = (*model.modules(), *optimizers)
     return tuple(candidate for candidate in everything if hasattr(candidate, "_join_config"))
-
-
-def refuse_max_norm(max_norm: object) -> None:
-    """Refuse a norm that gradients cannot be clipped to: by NaN or 0 the clip itself ruins them.
-
-    Raises:
-        UsageError: it is no number above 0.
-    """
-    if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):
-        raise UsageError(
-            f"max_norm is {max_norm!r}; it must be a number above 0",
-            hint="leave it out where nothing is to be clipped; inf measures and never clips",
-        )
-
-
-def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
-    """Refuse, before the ranks' exchange, what only shows once the loop runs.
-
-    Raises:
-        UsageError: the loss is a closure, or the loop runs within ``Join``.
-    """
-    if not isinstance(loss, Tensor) and callable(loss):
-        raise UsageError(
-            f"monitor.step() was given {loss!r} as the loss; it takes no closure",
-            hint="run forward and backward first: loss.backward(); monitor.step(loss)",
-        )
-    if any(joinable._join_config.enable for joinable in joinables):
-        raise UsageError(
-            "the loop runs within Join (DDP.join), where ranks may run out of data one by one: the "
-            "others would wait for their part of the verdict for ever",
-            hint="give all ranks the same number of batches (DistributedSampler does, or "
-            "drop_last=True), and leave Join out",
-        )

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard.optimizers import is_stepped
+from trainer_hooks.guard.optimizers import fills_state, is_stepped
 from trainer_hooks.lifecycle.loop import not_compiled
 from trainvitals.errors import UsageError
 
@@ -67,7 +67,7 @@ class Route:
         @not_compiled
         def route(*args: Any, **kwargs: Any) -> Any:
             scaled = getattr(optimizer, "found_inf", None) is not None
-            if self._inside or self._closed or scaled or _fills_state(optimizer, kwargs):
+            if self._inside or self._closed or scaled or fills_state(optimizer, kwargs):
                 return real(*args, **kwargs)
             return self._call(index, args, kwargs)
 
@@ -140,7 +140,7 @@ class Route:
         Raises:
             UsageError: none has come by us yet. Later it is counted, and training goes on.
         """
-        if self._inside or self._closed or _fills_state(optimizer, kwargs):
+        if self._inside or self._closed or fills_state(optimizer, kwargs):
             return
         name = type(optimizer).__name__
         error = UsageError(
@@ -158,58 +158,3 @@ class Route:
             raise error
         with self._faults.fail_open("unguarded_step"):
             raise error
-
-
-class OwnSteps:
-    """Tells the steps made within it from those that a watched loop makes beside, unguarded."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], faults: FaultCounter) -> None:
-        self._faults = faults
-        self._inside = self._any = False
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._seen)
-            for optimizer in optimizers
-            if hasattr(optimizer, "_optimizer_step_pre_hooks")  # a wrapper may have none
-        ]
-
-    def __enter__(self) -> None:
-        """Begin the steps that are guarded."""
-        self._inside = self._any = True
-
-    def __exit__(self, *_error: object) -> None:
-        """End them."""
-        self._inside = False
-
-    def close(self) -> None:
-        """Look no more."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _seen(self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Look at a step; it is traced with a compiled one, so what is usual comes first.
-
-        Raises:
-            UsageError: the loop steps by itself, and no guarded step was made. Later it is counted.
-        """
-        if self._inside or _fills_state(optimizer, kwargs):
-            return
-        error = UsageError(
-            f"{type(optimizer).__name__}.step() was called beside monitor.step(), so it is not "
-            "guarded",
-            hint="monitor.step() replaces optimizer.step(): take it out of the loop, or keep it "
-            "and use trainer_hooks.attach() in place of watch()",
-        )
-        if not self._any:
-            raise error
-        with self._faults.fail_open("unguarded_step"):
-            raise error
-
-
-def _fills_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this is no step of the loop, but ``torch.distributed.checkpoint``'s.
-
-    It makes an optimizer's state by a step of rate 0 over zeros, called in just this way.
-    """
-    if kwargs != {"closure": None} or optimizer.state:
-        return False
-    return all(float(group.get("lr", 0.0)) == 0.0 for group in optimizer.param_groups)

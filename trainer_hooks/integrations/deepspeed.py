@@ -27,7 +27,7 @@ from trainer_hooks.integrations.zero import HalfHeld, Holder, WideHeld, ZeroThre
 from trainer_hooks.lifecycle.loop import not_compiled
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.step.verdict import SHORT_FROM
+from trainer_hooks.step.reduce_vector import SHORT_FROM
 from trainvitals.errors import UsageError
 from trainvitals.records import OVERFLOW
 
@@ -62,6 +62,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         state=options.get("state"),
         signals=options.get("signals"),
         loss_kind=options.get("loss_kind", "minimize"),
+        owns_clip=False,
     )
     made = set_up(given)
     if made is None or seat is None:

@@ -1,7 +1,7 @@
 """Where DeepSpeed's optimizers keep the gradients: what is measured, and in which part each rank.
 
 ZeRO cuts through parameters, so a rank holds a piece of some of them. Pieces that several ranks
-hold alike count once (``trainer_hooks.step.shards``).
+hold alike count once (``trainer_hooks.step.gradients``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_hooks.guard.optimizer_state import nonfinite_count
+from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.norms import GradNorms
-from trainer_hooks.step.shards import Piece, clean_name
+from trainer_hooks.step.gradients import GradNorms, Piece, clean_name
 
 _NOTHING: Piece = ((-1,), (0,))
 """What a rank holds of a parameter whose updates are all made elsewhere."""
@@ -92,6 +92,10 @@ class Holder(ABC):
         self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
 
     # ----------------------------------------------------------- trainer_hooks.step.device.Engine
+
+    guards: tuple[OptimizerGuard, ...] = ()
+    """None: the engine steps by itself."""
+    reads_verdict = True
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return what measures the gradients where they are. Collective."""

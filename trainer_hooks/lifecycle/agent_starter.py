@@ -104,7 +104,9 @@ class NodeAgent:
         self._start, self._emitter, self._faults = start, emitter, faults
         self._owner = os.getpid()
         self._losses, self._why = 0, ""
-        self._started_ns = self._next_look_ns = now_ns
+        self._started_ns = now_ns
+        self.next_look_ns = now_ns
+        """Before it there is nothing to look after: monotonic."""
         self._told_to_stop = False
         self.pid: int | None = start()
         """None while there is no child."""
@@ -117,9 +119,9 @@ class NodeAgent:
             step: at which it is said.
             attempt: likewise.
         """
-        if now_ns < self._next_look_ns:
+        if now_ns < self.next_look_ns:
             return
-        self._next_look_ns = now_ns + LOOK_EVERY_NS
+        self.next_look_ns = now_ns + LOOK_EVERY_NS
         with self._faults.fail_open("agent.look"):
             self._look(now_ns, step, attempt)
 
@@ -143,7 +145,7 @@ class NodeAgent:
             if self._told_to_stop:
                 return
             self._lost(why, now_ns, step, attempt)
-            if now_ns < self._next_look_ns and not last:
+            if now_ns < self.next_look_ns and not last:
                 return
         self._start_again(now_ns, step, attempt)
 
@@ -151,7 +153,7 @@ class NodeAgent:
         """Take in that there is none, and when the next is started."""
         self._losses = 1 if now_ns - self._started_ns >= LIVED_NS else self._losses + 1
         self._why = why
-        self._next_look_ns = now_ns + wait_before(self._losses)
+        self.next_look_ns = now_ns + wait_before(self._losses)
         if self._losses == len(WAITS_NS):
             minutes = WAITS_NS[-1] // 60_000_000_000
             text = (
@@ -170,7 +172,7 @@ class NodeAgent:
             self._faults.count("agent.start", error)
             self._lost(f"the node's agent cannot be started: {error}", now_ns, step, attempt)
             return
-        self._next_look_ns = now_ns + LOOK_EVERY_NS
+        self.next_look_ns = now_ns + LOOK_EVERY_NS
         text = f"{self._why}; it was started again as pid {self.pid}"
         self._say("agent_restarted", text, step, attempt)
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
-from trainer_hooks.recovery.snapshots import Meta
+from trainer_hooks.recovery.manager import Meta
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases
-from trainer_hooks.step.signals import HostMeasurements
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, ChangeExpected
 
@@ -53,7 +52,8 @@ class Loop:
         self._controller = controller
         self._parts = StepPhases(device, controller, tokens_per_step=tokens_per_step)
         self._first_step = self._step = first_step
-        device.sampler.begin(first_step)
+        if device.sampler is not None:
+            device.sampler.begin(first_step)
         self._closed = False
         self.left_open: tuple[EndState, str] = ("finished", "")
         self.shutdown = Shutdown(controller)
@@ -112,13 +112,15 @@ class Loop:
         with self._controller.faults.fail_open("evaluate"):
             if self._controller.is_rank0:
                 self._controller.loss_evaluations.given(values)
-            self._controller.evaluations.evaluated(
-                values, step=self._step, attempt=self.attempt, meta=self._evaluated
-            )
+            if self._controller.evaluations is not None:
+                self._controller.evaluations.evaluated(
+                    values, step=self._step, attempt=self.attempt, meta=self._evaluated
+                )
 
     def _evaluated(self) -> Meta:
         """Return what is kept beside the state that was evaluated, which must be the training's."""
-        if self._device.averages.is_swapped:
+        averages = self._device.averages
+        if averages is not None and averages.is_swapped:
             raise UsageError(
                 "the model held its averages in the call: end `with ema.swap():` before evaluate()"
             )
@@ -193,10 +195,12 @@ class Loop:
             reason=f"resumed at step {kept.step} from the loop's own checkpoint",
         )
         self._first_step = self._step = controller.first_step = kept.step
-        controller.evaluations.load_state_dict(kept.stopping)
-        controller.resume(attempt, kept.detectors, kept.tokens_seen, kept.tokens_trained)
+        if controller.evaluations is not None:
+            controller.evaluations.load_state_dict(kept.stopping)
+        controller.resume(attempt, kept.detectors, kept.tokens)
         self._device.shadow.keep()
-        self._device.sampler.begin(self._step)
+        if self._device.sampler is not None:
+            self._device.sampler.begin(self._step)
 
     # ------------------------------------------------------------------------------- the end
 
@@ -230,13 +234,6 @@ class Loop:
             self.shutdown.say(state, reason)
             self._release()
             closed(self)
-
-    def _waited_for(self) -> tuple[list[float], HostMeasurements] | None:
-        """Return the numbers of a step that cannot wait; None where there is none.
-
-        While outliers follow each other, each is judged before the next update.
-        """
-        return self._device.readback.pop() if self._controller.judge.is_suspicious else None
 
     def _take_in_what_is_left(self, *, patience_seconds: float | None) -> None:
         """Judge and write down the steps whose numbers are still on their way."""

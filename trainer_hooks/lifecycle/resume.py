@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.emit import TokenCount
 from trainvitals.errors import ConfigError, FormatError, NewerVersionError
 from trainvitals.policy import Judge, JudgeConfig
 from trainvitals.policy.stopping import EarlyStopping, Stopper
@@ -26,8 +27,7 @@ class LoopState:
     attempt: int
     step: int
     detectors: dict[str, Any]
-    tokens_seen: int
-    tokens_trained: int
+    tokens: TokenCount
     stopping: dict[str, Any] | None
     """Of early stopping; None where the run had none."""
 
@@ -40,9 +40,9 @@ def loop_state(controller: StepController, step: int) -> dict[str, Any]:
         "attempt": controller.attempt,
         "step": step,
         "detectors": controller.judge.detector_state(),
-        "tokens_seen": controller.tokens_seen,
-        "tokens_trained": controller.tokens_trained,
-        "stopping": controller.evaluations.state_dict(),
+        "tokens_seen": controller.log.tokens.seen,
+        "tokens_trained": controller.log.tokens.trained,
+        "stopping": controller.stopping_state(),
     }
 
 
@@ -77,8 +77,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
             attempt=int(state["attempt"]),
             step=int(state["step"]),
             detectors=dict(state["detectors"]),
-            tokens_seen=int(state["tokens_seen"]),
-            tokens_trained=int(state["tokens_trained"]),
+            tokens=TokenCount(int(state["tokens_seen"]), int(state["tokens_trained"])),
             stopping=_stopping(state.get("stopping")),
         )
     except _DAMAGE as error:

@@ -12,10 +12,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from trainer_hooks.agree import on_every_rank
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.inbox import Inbox
+from trainer_hooks.ranks import Ranks, on_every_rank
 from trainvitals.clock import Clock
 from trainvitals.errors import FormatError, StorageError, TrainingHalted, VitalsError
 from trainvitals.identity import (
@@ -26,7 +24,7 @@ from trainvitals.identity import (
     safe_node_id,
 )
 from trainvitals.io.journal import JournalWriter, announce_run, journal_directory
-from trainvitals.io.mailbox import Mailbox
+from trainvitals.io.mailbox import CommandInbox, Mailbox
 from trainvitals.io.node import Spot, name_nodes, spot_of
 from trainvitals.io.private import private_bases
 from trainvitals.io.relaunch import earlier_run, remember_run
@@ -175,16 +173,16 @@ def open_journal(
     return journal  # noqa: RET504 - the assignment may not have happened
 
 
-def open_inbox(place: RunPaths, ranks: Ranks, clock: Clock) -> Inbox | None:
+def open_inbox(place: RunPaths, ranks: Ranks, clock: Clock) -> CommandInbox | None:
     """Open the run's mailbox on rank 0, which alone reads it; an error is raised on every rank."""
-    opened: list[Inbox] = []
+    opened: list[CommandInbox] = []
 
     def at_root() -> None:
         if ranks.rank == 0:
             key = place.run_dir.command_key()
             if place.folder is None:
                 return
-            inbox = Inbox(
+            inbox = CommandInbox(
                 mailbox=Mailbox.create(place.folder / "mailbox"),
                 key=key,
                 run_id=place.run_dir.run_id,

@@ -1,4 +1,4 @@
-"""What a run opted in to, as one thing that the step passes by; it does nothing by default.
+"""What a run opted in to, as one thing that the step passes by; there is none by default.
 
 Its part of the pack, where anything is opted in that the ranks sum::
 
@@ -13,14 +13,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.activations import Activation, Activations, choose
 from trainer_hooks.measures.settings import SignalSettings
-from trainer_hooks.measures.updates import Updates
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.step.norms import GradNorms
+from trainer_hooks.step.gradients import GradNorms, Squares
+
+
+class Updates:
+    """Measures when told to; waits for nothing."""
+
+    def __init__(self, norms: GradNorms) -> None:
+        self._norms = norms
+        self._kept: list[Tensor] = []
+        self._is_kept = False
+        self._squares = Squares()
+
+    @torch.no_grad()
+    def weight_squares(self) -> Tensor:
+        """Return each parameter's square, this rank's share of it."""
+        return self._share_of(self._norms.local_parameters())
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the parameters, into memory that stays taken; call before the update."""
+        self._is_kept = False
+        now = self._norms.local_parameters()
+        if [t.shape for t in self._kept] != [t.shape for t in now]:
+            self._kept = [torch.empty_like(tensor) for tensor in now]
+        torch._foreach_copy_(self._kept, now)
+        self._is_kept = True
+
+    @torch.no_grad()
+    def update_squares(self) -> Tensor | None:
+        """Return the squares of what the parameters moved by since ``keep``; None if not kept."""
+        if not self._is_kept:
+            return None
+        self._is_kept = False
+        torch._foreach_sub_(self._kept, self._norms.local_parameters())
+        return self._share_of(self._kept)
+
+    def forget(self) -> None:
+        """Drop the copy: the parameters have been put back since."""
+        self._is_kept = False
+
+    def _share_of(self, tensors: list[Tensor]) -> Tensor:
+        return self._squares.of(tensors, self._norms.device) * self._norms.share
+
+
+# --------------------------------------------------------------------- all of it as one
+
 
 _HEAD = 4
 

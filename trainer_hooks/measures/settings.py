@@ -51,6 +51,12 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
             )
         super().__post_init__()
 
+    @property
+    def measures(self) -> bool:
+        """Whether anything is opted in that has to be measured."""
+        norms = self.weight_norm or self.update_norm or self.noise_scale
+        return norms or bool(self.activations)
+
     def due(self, step: int) -> bool:
         """Return whether the step is a sampled one."""
         return step % self.every == 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -88,6 +88,8 @@ class Probe:
         self._bank = Bank(max_bytes)
         self._rewind = rewind
         self._loss_of: LossOf | None = None
+        self.has_loss = False
+        """Whether this rank was given a loss to ask for; without one a step leaves all of this."""
         self._next_step = 0
         self._attempt = 0
         self._was_fed = False
@@ -104,15 +106,10 @@ class Probe:
 
     # ------------------------------------------------------------------------- what comes in
 
-    def use(self, loss_of: LossOf, *, step: int) -> None:
+    def use(self, loss_of: LossOf, *, step: int, attempt: int) -> None:
         """Take the loss of the batches handed out from now on; they feed ``step`` first."""
-        self._loss_of = loss_of
-        self._next_step = step
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank was given a loss to ask for."""
-        return self._loss_of is not None
+        self._loss_of, self.has_loss = loss_of, True
+        self._next_step, self._attempt = step, attempt
 
     @property
     def is_ready(self) -> bool:
@@ -489,3 +486,44 @@ def _median(losses: Sequence[float]) -> float:
 
 def _nothing(detail: str) -> Reading:
     return Reading(num_batches=0, then=math.nan, now=math.nan, detail=detail)
+
+
+# ----------------------------------------------------------- the loop's own evaluations
+
+
+_FLOOR = 0.02
+"""Part of the metric's first value that is added to both sides, as for the probe."""
+_LARGEST = 1e9
+
+
+class LossEvaluations:
+    """Rank 0's validation losses; the ratio of the newest travels with the next step's numbers.
+
+    Every name that is or ends in ``loss`` counts: of an accuracy more is better, and of what nobody
+    named nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self.ratio = 0.0
+        """The largest since a step took it along; 0: there was none."""
+
+    def given(self, values: Mapping[str, float]) -> None:
+        """Take an evaluation in."""
+        for name, value in values.items():
+            if name.lower().rpartition("_")[2] == "loss" and isinstance(value, int | float):
+                self.ratio = max(self.ratio, self._one(name, float(value)))
+
+    def _one(self, name: str, value: float) -> float:
+        """Return the ratio of one metric's value; 1 where there is nothing to compare with."""
+        if name not in self._last:
+            if math.isfinite(value):
+                self._first[name] = self._last[name] = value
+            return 1.0
+        floor = _FLOOR * abs(self._first[name])
+        before = self._last[name] + floor
+        if not math.isfinite(value):
+            return _LARGEST
+        self._last[name] = value
+        return min((value + floor) / before, _LARGEST) if before > 0.0 else 1.0

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.guard.optimizer_state import is_dense, true_elements
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.step.shards import reshard
+from trainer_hooks.step.gradients import reshard
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 """Kinds of a module's own attributes that are put back: a queue's pointer, a cache."""

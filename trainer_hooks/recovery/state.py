@@ -25,7 +25,7 @@ from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard import optimizer_state
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
-from trainer_hooks.step.shards import clean_name, reshard, unwrap
+from trainer_hooks.step.gradients import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The host's part of a step: record it, judge it, act on the judgement, write it down.
+"""The host's part of a step: judge it, act on the judgement, have it written down.
 
 Runs on every rank with the same reduced numbers, so every rank decides alike; rank 0 alone writes
 what is equal on all. Nothing here enters a collective.
@@ -6,34 +6,38 @@ what is equal on all. Nothing here enters a collective.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 from msgspec.structs import replace
 
-from trainer_hooks.callbacks.early_stopping import NoEarlyStopping
+from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.data.loader import DataState
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
-from trainer_hooks.measures.sampled import Sampler, Samples
-from trainer_hooks.probe.evaluations import LossEvaluations
-from trainer_hooks.probe.probe import Probe
+from trainer_hooks.measures.host import HostMeasurements
+from trainer_hooks.measures.sampled import Sampler
+from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.manager import RecoveryManager
+from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.snapshots import Meta, Restored
-from trainer_hooks.step.columns import RootColumns
-from trainer_hooks.step.decode_step import NUM_FIGURES, Derived, agreed, rank_losses, step_record
-from trainer_hooks.step.emit import Emitter
-from trainer_hooks.step.inbox import Inbox
-from trainer_hooks.step.norms import no_gradients
-from trainer_hooks.step.reduce_vector import PackLayout, Rank0Values, Reduced
-from trainer_hooks.step.signals import HostMeasurements
+from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
+from trainer_hooks.step.gradients import no_gradients
+from trainer_hooks.step.reduce_vector import (
+    NUM_FIGURES,
+    Derived,
+    PackLayout,
+    Rank0Values,
+    Reduced,
+    agreed,
+    rank_losses,
+    step_record,
+)
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.identity import new_attempt_id
+from trainvitals.io.mailbox import CommandInbox
 from trainvitals.io.rundir import HaltMarker, RunDir
 from trainvitals.policy import Judge, Judgement, Proposal
 from trainvitals.policy.plan import Branch, Window
@@ -46,12 +50,9 @@ from trainvitals.records import (
     CommandAction,
     Decision,
     DecisionMade,
-    FindingRaised,
-    Note,
     RunEnded,
     StepRecord,
 )
-from trainvitals.rows import Value
 
 _NO_CLIP = 100.0
 """Multiple of the norm's limit from which a clip is none."""
@@ -68,20 +69,22 @@ class StepController:
     judge: Judge
     recovery: RecoveryManager | None
     emitter: Emitter
-    inbox: Inbox | None
+    inbox: CommandInbox | None
+    """Where commands come in: on rank 0 alone."""
     run_dir: RunDir
     plan: PlanJournal
     faults: FaultCounter
     clock: Clock
-    sampler: Sampler
+    sampler: Sampler | None
     probe: Probe
-    columns: RootColumns
+    log: StepLog
     attempt: int
-    evaluations: NoEarlyStopping = field(default_factory=NoEarlyStopping)
+    evaluations: Evaluations | None
+    """Of early stopping; None without it."""
+    owns_clip: bool
+    """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
     loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
     agent: NodeAgent | None = None
-    tokens_seen: int = 0
-    tokens_trained: int = 0
     probe_parameters: bool = False
     """Whether the next pack should say if parameters are finite: after a bad step only."""
     digest: int = 0
@@ -96,9 +99,8 @@ class StepController:
     """Whether some rank was: known on all ranks at the same step."""
     last_step: int = -1
     """The newest step that was judged."""
-    owns_clip: bool = True
-    """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
-    _command: Command | None = None
+    _next_attempt: int = 0
+    """Id for the branch that a rollback would open."""
     _was_announced: bool = False
     _disagreed: bool = False
 
@@ -118,16 +120,9 @@ class StepController:
         """
         if not self.is_rank0:
             return None
-        with self.faults.fail_open("mailbox"):
-            if self.inbox is not None:
-                refuse = lambda ack: self.acknowledge(ack, step=step)  # noqa: E731
-                self._command = self.inbox.poll(step=step, refuse=refuse) or self._command
-        command = self._command
+        command = self._waiting_command(step)
         number, action, target = 0, 0, -1.0
-        if command is not None and command.number <= self.judge.facts.last_command:
-            self._command = None
-        elif command is not None:
-            # In every pack until it is answered: one that a rollback overtakes is judged no more.
+        if command is not None:
             number, action = command.number, COMMAND_CODES[command.action]
             if command.action == "accept":
                 target = command.argument
@@ -139,6 +134,10 @@ class StepController:
         clips = max_norm is not None and (usual is None or max_norm <= _NO_CLIP * usual)
         withholding = self.judge.withholding(clips=clips)
         recovery = self.recovery
+        ratio, self.loss_evaluations.ratio = self.loss_evaluations.ratio, 0.0
+        evaluation = None
+        if self.evaluations is not None:
+            evaluation = self.evaluations.root_value(step, self.attempt)
         saved_step, saved_attempt = (0, 0) if recovery is None else recovery.newest_saved
         return Rank0Values(
             loss_limit=limits.loss,
@@ -149,21 +148,43 @@ class StepController:
             command_number=number,
             command_action=action,
             command_argument=target,
-            # A clock may go backwards; a branch is newer than the one it leaves all the same.
-            next_attempt=max(new_attempt_id(self.clock.time_ns()), self.attempt + 1),
+            next_attempt=self._next_attempt,
             expect_steps=self.expecting,
             saved_step=saved_step,
             saved_attempt=saved_attempt,
             save_due=recovery is not None and recovery.save_due,
-            evaluation=self.evaluations.root_value(step, self.attempt),
-            evaluation_ratio=self.loss_evaluations.take_ratio(),
+            evaluation=evaluation,
+            evaluation_ratio=ratio,
         )
+
+    def _waiting_command(self, step: int) -> Command | None:
+        """Return the command that waits for its answer, a new one if there is one.
+
+        It is in every pack until it is answered: one that a rollback overtakes is judged no more.
+        """
+        inbox = self.inbox
+        if inbox is None:
+            return None
+        with self.faults.fail_open("mailbox"):
+            refusal = inbox.poll(step=step)
+            if refusal is not None:
+                self.acknowledge(refusal, step=step)
+        if inbox.waiting is not None and inbox.waiting.number <= self.judge.facts.last_command:
+            inbox.waiting = None
+        return inbox.waiting
+
+    def holds_evaluated(self, step: int) -> bool:
+        """Return whether this rank has a copy of the state that was evaluated before ``step``."""
+        return self.evaluations is not None and self.evaluations.holds(step, self.attempt)
+
+    @property
+    def probe_ready(self) -> bool:
+        """Whether this rank has what it takes to ask the state."""
+        return self.probe.has_loss and self.probe.is_ready
 
     def acknowledge(self, ack: CommandAck, *, step: int) -> None:
         """Say what became of a command; rank 0 speaks for all."""
-        if self.is_rank0:
-            event = CommandAcknowledged(ack=ack)
-            self.emitter.event(event, step=step, attempt=self.attempt)
+        self.emitter.of_run(CommandAcknowledged(ack=ack), step=step, attempt=self.attempt)
 
     # ------------------------------------------------------------------------- after a step
 
@@ -182,7 +203,7 @@ class StepController:
         reduced = Reduced(self.layout, numbers[: self.layout.size])
         own = numbers[self.layout.size + NUM_FIGURES :]
         derived = Derived.of(numbers[self.layout.size : self.layout.size + NUM_FIGURES])
-        samples = self.sampler.read(reduced.sampled, own)
+        samples = None if self.sampler is None else self.sampler.read(reduced.sampled, own)
         record = step_record(
             reduced,
             derived,
@@ -194,7 +215,8 @@ class StepController:
             before_clip=self._before_clip(reduced, derived, measured),
         )
         if measured.attempt != self.attempt:
-            self._write(measured, record, reduced, derived, samples, Judgement())
+            # It was in flight while the run went back: the judge has forgotten what came before it.
+            self.log.write(measured, record, reduced, derived, samples, Judgement())
             return Judgement()
         if (
             measured.step == self.first_step
@@ -203,11 +225,15 @@ class StepController:
         ):
             raise no_gradients()  # known on all ranks alike
         self.first_step = -1
+        # What travelled with the step comes before its judgement: the ladder chooses among the
+        # checkpoints, and asks the probe, as all ranks know them by this step.
         if self.recovery is not None:
             self.recovery.returned(reduced, step=measured.step)
             self.stopping = bool(reduced.ranks_where("terminating"))
-        self.evaluations.returned(reduced, step=measured.step, attempt=measured.attempt)
-        self.probe.returned(sum(reduced.by_rank("probe_ready")))
+        if self.evaluations is not None:
+            self.evaluations.returned(reduced, step=measured.step, attempt=measured.attempt)
+        if self.probe.has_loss:
+            self.probe.returned(sum(reduced.by_rank("probe_ready")))
         self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
@@ -220,7 +246,7 @@ class StepController:
         )
         self.last_step = measured.step
         self._after_judgement(record, reduced, judgement)
-        self._write(measured, record, reduced, derived, samples, judgement)
+        self.log.write(measured, record, reduced, derived, samples, judgement)
         if self.recovery is not None:
             self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
         return judgement
@@ -257,11 +283,13 @@ class StepController:
             f.kind == "nonfinite" for f in judgement.findings
         )
         self.digest = self.judge.digest()
-        if record.skipped or any(f.level == "actionable" for f in judgement.findings):
-            self.probe.dropped(record.step)
-        else:
-            own_loss = rank_losses(reduced)[self.layout.slot]
-            self.probe.accepted(record.step, record.attempt, own_loss)
+        if self.probe.has_loss:
+            bad = any(finding.level == "actionable" for finding in judgement.findings)
+            if bad or record.skipped:
+                self.probe.dropped(record.step)
+            else:
+                own_loss = rank_losses(reduced)[self.layout.slot]
+                self.probe.accepted(record.step, record.attempt, own_loss)
         if not self._disagreed and not agreed(reduced):
             self._disagreed = True
             self._note(
@@ -271,50 +299,6 @@ class StepController:
                 record.step,
                 "error",
             )
-
-    def _write(
-        self,
-        measured: HostMeasurements,
-        record: StepRecord,
-        reduced: Reduced,
-        derived: Derived,
-        samples: Samples,
-        judgement: Judgement,
-    ) -> None:
-        tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
-        if tokens is not None:
-            self.tokens_seen += tokens
-            self.tokens_trained += 0 if record.skipped else tokens
-        losses = rank_losses(reduced)
-        extra: dict[str, Value] = {"rank_loss": losses[self.layout.slot]}
-        with self.faults.fail_open("columns"):
-            extra["communication_seconds"] = measured.communication_seconds()
-            if self.is_rank0:
-                extra |= self.columns.of(measured, record, derived, losses, samples, tokens)
-                if tokens is not None:
-                    extra["tokens_seen"] = self.tokens_seen
-                    extra["tokens_trained"] = self.tokens_trained
-        self.emitter.step(measured, record, extra)
-        self.emitter.layers(measured, reduced, samples, has_finding=bool(judgement.findings))
-        self._tell_changes(measured)
-        if self.is_rank0:
-            for finding in judgement.findings:
-                self.emitter.event(
-                    FindingRaised(finding=finding), step=record.step, attempt=record.attempt
-                )
-            for reading in judgement.readings:
-                self.emitter.event(reading, step=record.step, attempt=record.attempt)
-
-    def _tell_changes(self, measured: HostMeasurements) -> None:
-        """Say which other settings of the parameter groups changed, and what FLOPs were counted."""
-        for change in measured.changes:
-            self.emitter.scalars(change.numbers(), step=measured.step, attempt=measured.attempt)
-            if change.is_told:
-                text = f"group {change.group}: {change.key} {change.before} -> {change.after}"
-                self._note("group_setting", text, measured.step, "info")
-        if measured.flops is not None:
-            text = f"{measured.flops:.6g} FLOPs were counted in this step on rank 0"
-            self._note("flops", text, measured.step, "info")
 
     # ------------------------------------------------------------------------------ acting
 
@@ -376,9 +360,8 @@ class StepController:
 
     def _enter(self, decision: Decision) -> None:
         """Write the ledger's entry."""
-        if self.is_rank0:
-            event = DecisionMade(decision=decision)
-            self.emitter.event(event, step=decision.step, attempt=decision.attempt)
+        event = DecisionMade(decision=decision)
+        self.emitter.of_run(event, step=decision.step, attempt=decision.attempt)
 
     def _go_back(self, decision: Decision) -> Restored:
         """Restore the decision's checkpoint and open its branch."""
@@ -401,8 +384,7 @@ class StepController:
             reason=decision.reason,
         )
         self.begin_attempt(attempt, restored.meta["judge"])
-        if self.is_rank0:
-            self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
+        self.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
         return restored
 
     def _halt(self, decision: Decision) -> NoReturn:
@@ -429,6 +411,8 @@ class StepController:
     def begin_attempt(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
         """Go on as a new branch, with the detectors of the state it starts from."""
         self.attempt = attempt.id
+        # A clock may go backwards; a branch is newer than the one it leaves all the same.
+        self._next_attempt = max(new_attempt_id(self.clock.time_ns()), attempt.id + 1)
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
         self.probe_parameters, self.digest, self._was_announced = False, 0, False
 
@@ -442,17 +426,15 @@ class StepController:
         self,
         attempt: AttemptStarted,
         detectors: dict[str, Any],
-        tokens_seen: int,
-        tokens_trained: int,
+        tokens: TokenCount,
     ) -> None:
         """Go on, before the first step, from a state that the loop itself kept. Collective.
 
         Where there are snapshots, the first is taken anew, of this branch.
         """
-        self.tokens_seen, self.tokens_trained = tokens_seen, tokens_trained
+        self.log.tokens = tokens
         self.start_branch(attempt, detectors)
-        if self.is_rank0:
-            self.emitter.event(attempt, step=attempt.fork_step, attempt=attempt.id)
+        self.emitter.of_run(attempt, step=attempt.fork_step, attempt=attempt.id)
         if self.recovery is not None:  # it is of this branch, and of what the loop has loaded
             self.recovery.first(attempt.fork_step, attempt.id, self.snapshot_meta(None))
 
@@ -460,29 +442,27 @@ class StepController:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
         return {
             "judge": self.judge.detector_state(),
-            "tokens_seen": self.tokens_seen,
-            "tokens_trained": self.tokens_trained,
+            "tokens_seen": self.log.tokens.seen,
+            "tokens_trained": self.log.tokens.trained,
             "data": data,
-            "stopping": self.evaluations.state_dict(),
+            "stopping": self.stopping_state(),
         }
 
     def take_meta(self, meta: Meta) -> None:
         """Set the counts to what they were; consumed tokens stay consumed."""
-        self.tokens_trained = int(meta["tokens_trained"])
-        self.tokens_seen = max(self.tokens_seen, int(meta["tokens_seen"]))
-        self.evaluations.load_state_dict(meta.get("stopping"))
+        kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
+        self.log.tokens.go_back(kept)
+        if self.evaluations is not None:
+            self.evaluations.load_state_dict(meta.get("stopping"))
+
+    def stopping_state(self) -> dict[str, Any] | None:
+        """Return the state of early stopping; None without it."""
+        return None if self.evaluations is None else self.evaluations.state_dict()
 
     def _note(
         self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]
     ) -> None:
-        if self.is_rank0:
-            event = Note(code=code, text=text, severity=severity)
-            self.emitter.event(event, step=step, attempt=self.attempt)
-
-
-def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
-    total = sum(reduced.by_rank("weight"))
-    return int(total) if measured.weighted and math.isfinite(total) else None
+        self.emitter.note(code, text, severity, step=step, attempt=self.attempt)
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:

@@ -10,40 +10,46 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.agree import check_same, on_every_rank
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.guard.averages import Averages, refuse_averages
+from trainer_hooks.guard.averages import Averages, averages_in, refuse_averages
 from trainer_hooks.guard.hook_memory import registered, unregistered
 from trainer_hooks.guard.optimizers import (
     AfterLoad,
     BufferShadow,
+    LoopOptimizers,
     OptimizerGuard,
     Shadows,
-    overflow_flag,
 )
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
-from trainer_hooks.measures.memory_estimate import MemoryEstimate
+from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
 from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.measures.settings import SignalSettings
-from trainer_hooks.ranks import Ranks
+from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.state import Stateful
-from trainer_hooks.step.async_copy import AsyncCopy
-from trainer_hooks.step.decode_step import NUM_FIGURES
-from trainer_hooks.step.norms import GradNorms
-from trainer_hooks.step.reduce_vector import PackLayout, ReduceVector
-from trainer_hooks.step.shards import Piece, flat_pieces, named_parameters, reshard
-from trainer_hooks.step.signals import HostMeasurements
+from trainer_hooks.step.gradients import GradNorms
+from trainer_hooks.step.reduce_vector import NUM_FIGURES, AsyncCopy, PackLayout, ReduceVector
 from trainvitals.errors import UsageError
 
 
 class Engine(Protocol):
-    """A framework's engine that keeps its gradients elsewhere, and steps or skips by itself."""
+    """What makes the updates: the loop's own optimizers, or a framework's engine.
+
+    An engine keeps its gradients elsewhere, steps or skips by itself, and has no ``guards``.
+    """
+
+    @property
+    def guards(self) -> tuple[OptimizerGuard, ...]:
+        """One for each optimizer that is stepped by us."""
+
+    @property
+    def reads_verdict(self) -> bool:
+        """Whether the verdict is needed on the host: then every rank reads it at once."""
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return what measures the gradients where they are. Collective."""
 
     def overflow(self) -> Tensor | None:
-        """Return the flag of the engine's own loss scaling in this step, 0.0 or 1.0, or None."""
+        """Return this rank's flag of the loss scaling in this step, 0.0 or 1.0, or None."""
 
     def loss_scale(self) -> Tensor | None:
         """Return what the gradients are scaled by, or None where there is no scaling."""
@@ -58,47 +64,32 @@ class Device:
     scaler: torch.amp.GradScaler | None
     norms: GradNorms
     packer: ReduceVector
-    guards: tuple[OptimizerGuard, ...]
-    """One for each optimizer; none where an engine steps them."""
-    engine: Engine | None
+    engine: Engine
     shadow: Shadows
     after_load: AfterLoad
-    averages: Averages
+    averages: Averages | None
+    """None where no average of the weights was registered."""
     joinables: tuple[Any, ...]
     extra: dict[str, Stateful]
     """What ``watch(state=...)`` registered, in the form that a rollback restores."""
     warnings: list[str]
     """What of the training a skip cannot put back."""
     readback: AsyncCopy[HostMeasurements]
-    sampler: Sampler
+    sampler: Sampler | None
+    """None where no signal was opted in."""
     memory: MemoryEstimate
 
     def release(self) -> None:
         """Leave the optimizers as they were found."""
-        for guard in self.guards:
+        for guard in self.engine.guards:
             guard.release()
         for optimizer in self.optimizers:
             vars(optimizer).pop("add_param_group", None)
         self.after_load.release()
-        self.averages.release()
-        self.sampler.release()
-
-    @property
-    def reads_verdict(self) -> bool:
-        """Whether an optimizer needs the verdict on the host: then every rank reads it at once."""
-        return self.engine is not None or not all(guard.on_device for guard in self.guards)
-
-    def overflow(self) -> Tensor | None:
-        """Return this rank's flag of the loss scaling on the device, or None without one."""
-        if self.engine is not None:
-            return self.engine.overflow()
-        return overflow_flag(self.scaler, self.optimizers, self.norms.device)
-
-    def loss_scale(self) -> Tensor | None:
-        """Return the loss scale where it lies, or None where there is no scaling."""
-        if self.engine is not None:
-            return self.engine.loss_scale()
-        return getattr(self.scaler, "_scale", None)
+        if self.averages is not None:
+            self.averages.release()
+        if self.sampler is not None:
+            self.sampler.release()
 
 
 def lay_out(
@@ -114,17 +105,16 @@ def lay_out(
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     state = state or {}
-    params, pieces, guards = _take_hold(
-        model, optimizers, schedulers, scaler, ranks, state, signals, engine
-    )
-    norms = GradNorms(params, ranks, pieces) if engine is None else engine.norms(ranks)
-    sampler = _sampler(signals or SignalSettings(), model, norms, ranks, faults)
-    layout = PackLayout.of(len(norms.names), ranks, sampler.pack_size)
+    engine = _take_hold(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
+    norms = engine.norms(ranks)
+    sampler = _sampler(signals, model, norms, ranks, faults)
+    sampled, own_numbers = (0, 0) if sampler is None else (sampler.pack_size, sampler.own_size)
+    layout = PackLayout.of(len(norms.names), ranks, sampled)
     memories = registered(model, state)
     shadow = Shadows(BufferShadow(model), *memories.values())
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
-    lag = 1 if engine is None and all(guard.on_device for guard in guards) else 0
-    size = layout.size + NUM_FIGURES + sampler.own_size
+    lag = 0 if engine.reads_verdict else 1
+    size = layout.size + NUM_FIGURES + own_numbers
     for optimizer in optimizers:
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
     return Device(
@@ -133,11 +123,10 @@ def lay_out(
         scaler=scaler,
         norms=norms,
         packer=ReduceVector(layout, norms.device),
-        guards=tuple(guards),
         engine=engine,
         shadow=shadow,
         after_load=AfterLoad(model, shadow),
-        averages=Averages(state, optimizers),
+        averages=averages_in(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
         warnings=unregistered(model, state),
@@ -156,11 +145,9 @@ def _take_hold(
     state: Mapping[str, Any],
     signals: SignalSettings | None,
     engine: Engine | None,
-) -> tuple[dict[str, Tensor], dict[int, Piece], list[OptimizerGuard]]:
-    """Refuse what cannot be guarded, find the parameters, and guard the optimizers. Collective."""
-    params: dict[str, Tensor] = {}
-    pieces: dict[int, Piece] = {}
-    guards: list[OptimizerGuard] = []
+) -> Engine:
+    """Refuse what cannot be guarded, and guard the optimizers. Collective."""
+    engines = [] if engine is None else [engine]
 
     def local() -> list[str]:
         refuse_unguardable(model, optimizers, schedulers, state)
@@ -169,27 +156,27 @@ def _take_hold(
         _refuse_signals(signals)
         if engine is not None:
             return [type(optimizer).__name__ for optimizer in optimizers]
-        reshard(model)
-        pieces.update(flat_pieces(model))
-        params.update(named_parameters(model, optimizers))
-        guards.extend(OptimizerGuard(o, scaler) for o in optimizers)
-        return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in guards]
+        own = LoopOptimizers(model, optimizers, scaler)
+        engines.append(own)
+        return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in own.guards]
 
     kinds = on_every_rank(ranks, local)
     check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
-    return params, pieces, guards
+    return engines[0]
 
 
 def _sampler(
-    settings: SignalSettings,
+    settings: SignalSettings | None,
     model: nn.Module,
     norms: GradNorms,
     ranks: Ranks,
     faults: FaultCounter,
-) -> Sampler:
+) -> Sampler | None:
     """Return what measures the signals that were opted in; on all ranks, or on none."""
     hint = "give the same watch(signals=...) on all ranks"
-    check_same("signals", ranks.gather(settings), hint)
+    check_same("signals", ranks.gather(settings or SignalSettings()), hint)
+    if settings is None or not settings.measures:
+        return None
     made: list[Sampler] = []
     on_every_rank(ranks, lambda: made.append(Sampler(settings, model, norms, ranks, faults)))
     return made[0]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from operator import attrgetter, itemgetter
 from threading import get_ident
-from typing import Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.measures.sampled import Samples
-from trainer_hooks.step.layers import Layers
-from trainer_hooks.step.reduce_vector import Reduced
-from trainer_hooks.step.signals import HostMeasurements
+from trainer_hooks.measures.host import HostMeasurements, Utilization
+from trainer_hooks.measures.sampled import Sampler, Samples
+from trainer_hooks.step.reduce_vector import Derived, Reduced, rank_losses
 from trainvitals.catalog import LAYERS_SCHEMA, SCALARS_SCHEMA, steps_schema
 from trainvitals.clock import Clock
 from trainvitals.io.journal import JournalWriter, StreamWriter
-from trainvitals.records import EVENT_SCHEMA, Event, NamesDefined, StepRecord
+from trainvitals.policy import Judgement
+from trainvitals.records import EVENT_SCHEMA, Event, FindingRaised, NamesDefined, Note, StepRecord
 from trainvitals.rows import Schema, Value
+
+if TYPE_CHECKING:
+    from trainer_hooks.measures.noise import NoiseScale
 
 LAYERS_EVERY = 10
 """Steps between rows of layer norms, far from any finding."""
@@ -186,6 +192,23 @@ class Emitter:
                 monotonic_ns=self._clock.monotonic_ns(),
             )
 
+    def of_run(self, event: Event, *, step: int, attempt: int) -> None:
+        """Write an event that all ranks know alike: rank 0 alone writes it."""
+        if self._is_rank0:
+            self.event(event, step=step, attempt=attempt)
+
+    def note(
+        self,
+        code: str,
+        text: str,
+        severity: Literal["info", "warning", "error"] = "info",
+        *,
+        step: int,
+        attempt: int,
+    ) -> None:
+        """Say something of the run, once: rank 0 speaks."""
+        self.of_run(Note(code=code, text=text, severity=severity), step=step, attempt=attempt)
+
     @_writes
     def scalars(self, values: Mapping[str, float], *, step: int, attempt: int) -> None:
         """Write user-named scalars; a new name is defined by an event first."""
@@ -225,13 +248,18 @@ class Emitter:
 
     @_writes
     def layers(
-        self, measured: HostMeasurements, reduced: Reduced, samples: Samples, *, has_finding: bool
+        self,
+        measured: HostMeasurements,
+        reduced: Reduced,
+        samples: Samples | None,
+        *,
+        has_finding: bool,
     ) -> None:
         """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled."""
         if has_finding:
             self._layers_until = measured.step + LAYERS_AFTER_FINDING
         due = not measured.step % LAYERS_EVERY or measured.step <= self._layers_until
-        if not self._is_rank0 or not (due or samples.by_layer):
+        if not self._is_rank0 or not (due or (samples is not None and samples.by_layer)):
             return
         stream = self._stream(LAYERS_SCHEMA)
         if stream is None:
@@ -258,3 +286,215 @@ class Emitter:
         """Close the journal; what was written stays for the agent."""
         if self._journal is not None:
             self._journal.close()
+
+
+@dataclass(slots=True)
+class TokenCount:
+    """Tokens of all ranks, over all attempts of the run."""
+
+    seen: int = 0
+    """Consumed: a rollback does not give them back."""
+    trained: int = 0
+    """Those that an update of the present branch was made of."""
+
+    def go_back(self, to: TokenCount) -> None:
+        """Take the count of a state that was restored."""
+        self.trained, self.seen = to.trained, max(self.seen, to.seen)
+
+
+class StepLog:
+    """Writes down all that is known of a step whose numbers are back; counts its tokens.
+
+    Args:
+        emitter: the way out.
+        columns: what rank 0's row has beside the record.
+        faults: counts what fails in deriving them.
+        is_rank0: whether this rank writes what is equal on all.
+    """
+
+    def __init__(
+        self, emitter: Emitter, columns: RootColumns, faults: FaultCounter, *, is_rank0: bool
+    ) -> None:
+        self._emitter = emitter
+        self._columns = columns
+        self._faults = faults
+        self._is_rank0 = is_rank0
+        self.tokens = TokenCount()
+
+    def write(
+        self,
+        measured: HostMeasurements,
+        record: StepRecord,
+        reduced: Reduced,
+        derived: Derived,
+        samples: Samples | None,
+        judgement: Judgement,
+    ) -> None:
+        """Write the row, the layers' rows, what changed, and what was found."""
+        tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
+        if tokens is not None:
+            self.tokens.seen += tokens
+            self.tokens.trained += 0 if record.skipped else tokens
+        losses = rank_losses(reduced)
+        extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.slot]}
+        with self._faults.fail_open("columns"):
+            extra["communication_seconds"] = measured.communication_seconds()
+            if self._is_rank0:
+                extra |= self._columns.of(measured, record, derived, losses, samples, tokens)
+                if tokens is not None:
+                    extra["tokens_seen"] = self.tokens.seen
+                    extra["tokens_trained"] = self.tokens.trained
+        emitter, step, attempt = self._emitter, measured.step, measured.attempt
+        emitter.step(measured, record, extra)
+        emitter.layers(measured, reduced, samples, has_finding=bool(judgement.findings))
+        for change in measured.changes:
+            emitter.scalars(change.numbers(), step=step, attempt=attempt)
+            if change.is_told:
+                text = f"group {change.group}: {change.key} {change.before} -> {change.after}"
+                emitter.note("group_setting", text, step=step, attempt=attempt)
+        if measured.flops is not None:
+            text = f"{measured.flops:.6g} FLOPs were counted in this step on rank 0"
+            emitter.note("flops", text, step=step, attempt=attempt)
+        for finding in judgement.findings:
+            emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
+        for reading in judgement.readings:
+            emitter.of_run(reading, step=step, attempt=attempt)
+
+
+def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
+    total = sum(reduced.by_rank("weight"))
+    return int(total) if measured.weighted and math.isfinite(total) else None
+
+
+# ----------------------------------------------------------------------- rows of layers
+
+
+class Layers:
+    """Adds up squares by layer, a parameter's name without its last part; modules may be added."""
+
+    def __init__(self, names: Sequence[str], modules: Sequence[str] = ()) -> None:
+        owners = [name.rpartition(".")[0] or name for name in names]
+        of_parameters = tuple(dict.fromkeys(owners))
+        self._num_layers = len(of_parameters)
+        self.names = tuple(dict.fromkeys((*of_parameters, *modules)))
+        position = {name: i for i, name in enumerate(self.names)}
+        self._owner = [position[owner] for owner in owners]
+
+    def norms(self, squares: Sequence[float]) -> list[float]:
+        """Return the L2 norm of each layer that has parameters."""
+        sums = [0.0] * self._num_layers
+        for owner, square in zip(self._owner, squares, strict=True):
+            sums[owner] += square
+        return [math.sqrt(s) if s >= 0 else math.nan for s in sums]
+
+    def rows(
+        self, grad_squares: Sequence[float] | None, samples: Samples | None
+    ) -> Iterator[list[Value]]:
+        """Yield, of each layer that has one, its id and values in the order of LAYER_METRICS.
+
+        Without squares the gradients' norms are missing.
+        """
+        samples = samples or Samples()
+        squares = (grad_squares, samples.weight_squares, samples.update_squares)
+        by_layer = [None if s is None else self.norms(s) for s in squares]
+        for layer, name in enumerate(self.names):
+            has_parameters = layer < self._num_layers
+            norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]
+            activation = samples.activations.get(name, (None, None, None))
+            if any(value is not None for value in (*norms, activation[0])):
+                yield [layer, *norms, *activation]
+
+
+# --------------------------------------------------------------------- rank 0's columns
+
+
+_OVERFLOW_WINDOW = 100
+_LARGEST_LOSS = 700.0
+"""Beyond it e^loss is no float64 any more."""
+
+
+class RootColumns:
+    """Keeps what spans several steps: overflows, utilization, the noise scale."""
+
+    def __init__(self, utilization: Utilization, sampler: Sampler | None, world_size: int) -> None:
+        self._utilization = utilization
+        self._overflows = 0
+        self._recent: deque[bool] = deque(maxlen=_OVERFLOW_WINDOW)
+        self._noise: NoiseScale | None = None
+        if sampler is not None and sampler.settings.noise_scale:
+            from trainer_hooks.measures.noise import NoiseScale
+
+            self._noise = NoiseScale(world_size)
+
+    def of(
+        self,
+        measured: HostMeasurements,
+        record: StepRecord,
+        derived: Derived,
+        losses: list[float | None],
+        samples: Samples | None,
+        tokens: int | None,
+    ) -> dict[str, Value]:
+        """Return the columns of one step; call once for each, in order."""
+        if measured.flops is not None:
+            self._utilization.counted(measured.flops, tokens)
+        ranks, seconds = record.nonfinite_ranks, measured.duration_seconds
+        columns: dict[str, Value] = {
+            "verdict": derived.column(clips=record.clips),
+            "culprit_rank": ranks[0] if len(ranks) == 1 else -1,
+            "nonfinite_params": record.nonfinite_params,
+            "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,
+            "mfu_ratio": self._utilization.ratio(tokens, seconds),
+            "loss_spread": _spread(losses),
+        }
+        if tokens is not None and record.loss is not None:
+            columns["perplexity"] = math.exp(min(record.loss, _LARGEST_LOSS))
+        if derived.loss_scale == derived.loss_scale:
+            columns |= self._scaling(derived.loss_scale, record.overflow)
+        if samples is not None and samples.weight_squares is not None:
+            columns |= _updates(samples)
+        if self._noise is not None and samples is not None and samples.local_square is not None:
+            columns |= self._noise_columns(self._noise, record, samples.local_square, tokens)
+        return columns
+
+    def _scaling(self, loss_scale: float, overflow: bool) -> dict[str, Value]:
+        self._overflows += overflow
+        self._recent.append(overflow)
+        return {
+            "loss_scale": loss_scale,
+            "overflow_steps": self._overflows,
+            "overflow_ratio": sum(self._recent) / len(self._recent),
+        }
+
+    def _noise_columns(
+        self, noise: NoiseScale, record: StepRecord, local_square: float, tokens: int | None
+    ) -> dict[str, Value]:
+        if record.grad_norm is not None and not record.failed_ranks and not record.overflow:
+            noise.add(small_square=local_square, big_square=record.grad_norm**2)
+        ratio = noise.ratio()
+        is_known = ratio is not None and tokens is not None
+        return {
+            "noise_scale_ratio": ratio,
+            "critical_batch_tokens": ratio * tokens if is_known else None,  # type: ignore[operator]
+        }
+
+
+def _spread(losses: list[float | None]) -> float | None:
+    """Return the largest less the smallest loss; of one rank, or with one that is NaN, none."""
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return max(finite) - min(finite) if len(finite) == len(losses) > 1 else None
+
+
+def _updates(samples: Samples) -> dict[str, Value]:
+    assert samples.weight_squares is not None, "asked for where it was measured"
+    weight = _norm(samples.weight_squares)
+    if samples.update_squares is None:
+        return {"weight_norm": weight}
+    update = _norm(samples.update_squares)
+    ratio = update / weight if weight else None
+    return {"weight_norm": weight, "update_norm": update, "update_ratio": ratio}
+
+
+def _norm(squares: Sequence[float]) -> float:
+    total = sum(squares)
+    return math.sqrt(total) if total >= 0 else math.nan

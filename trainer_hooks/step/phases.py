@@ -8,31 +8,36 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer_hooks.data.loader import Fed
 from trainer_hooks.guard.optimizers import OptimizerGuard
-from trainer_hooks.guard.refusals import refuse_max_norm
-from trainer_hooks.measures.hyperparameters import Change, GroupSettings
-from trainer_hooks.step.controller import StepController
-from trainer_hooks.step.decode_step import rank_losses
-from trainer_hooks.step.device import Device
-from trainer_hooks.step.norms import no_gradients, scale
-from trainer_hooks.step.reduce_vector import RankContribution, Reduced
-from trainer_hooks.step.shards import local_tensor
-from trainer_hooks.step.signals import (
+from trainer_hooks.measures.host import (
+    Change,
     DeviceMemory,
     Elapsed,
+    GroupSettings,
     HostMeasurements,
     StepClock,
     device_memory,
     learning_rates,
 )
-from trainer_hooks.step.verdict import Verdict, clip_divisor, judge_on_device
+from trainer_hooks.step.controller import StepController
+from trainer_hooks.step.device import Device
+from trainer_hooks.step.gradients import local_tensor, no_gradients, scale
+from trainer_hooks.step.reduce_vector import (
+    RankContribution,
+    Reduced,
+    Verdict,
+    clip_divisor,
+    judge_on_device,
+    rank_losses,
+)
 from trainvitals.errors import UsageError
 
 
@@ -156,11 +161,12 @@ class StepPhases:
             UsageError: an EMA's averages are in the weights' place.
         """
         device, controller = self._device, self._controller
-        device.averages.refuse_swapped()
+        if device.averages is not None:
+            device.averages.refuse_swapped()
         self._look_at_groups()
         root = controller.rank0_values(step, max_norm)
         device.norms.align()
-        overflow = device.overflow()
+        overflow = device.engine.overflow()
         grads: list[Tensor] | None = None
         failed, given = True, StepLoss()
         with controller.faults.fail_open("loss"):
@@ -171,8 +177,10 @@ class StepPhases:
             device.packer.clear()
             device.norms.squares_into(device.packer.squares, where, grads)
             device.packer.fill(self._local(step, given, len(grads), overflow, norm), root)
-            with controller.faults.fail_open("signals"):
-                device.sampler.fill(step, device.packer.sampled, device.loss_scale())
+            if device.sampler is not None:
+                with controller.faults.fail_open("signals"):
+                    scale = device.engine.loss_scale()
+                    device.sampler.fill(step, device.packer.sampled, scale)
             failed = False
         if failed:
             # Short of its numbers, this rank still unscales, clips and steps as the others do.
@@ -183,8 +191,8 @@ class StepPhases:
                 failed=True,
                 digest=controller.digest,
                 terminating=controller.told_to_stop,
-                holds_evaluated=controller.evaluations.holds(step, controller.attempt),
-                probe_ready=controller.probe.is_ready,
+                holds_evaluated=controller.holds_evaluated(step),
+                probe_ready=controller.probe_ready,
             )
             device.packer.clear()
             device.packer.fill(local, root)
@@ -199,7 +207,7 @@ class StepPhases:
         optimizers = self._device.optimizers
         with self._controller.faults.fail_open("signals"):
             self._rates = learning_rates(optimizers)
-            self._changes = self._settings.changes() if self._controller.is_rank0 else []
+            self._changes = self._settings.take_changes() if self._controller.is_rank0 else []
 
     def counted(self, flops: float) -> None:
         """Add FLOPs that were counted in the present step."""
@@ -224,8 +232,8 @@ class StepPhases:
             snapshot_wrong=None if controller.recovery is None else controller.recovery.flag(step),
             digest=controller.digest,
             terminating=controller.told_to_stop,
-            holds_evaluated=controller.evaluations.holds(step, controller.attempt),
-            probe_ready=controller.probe.is_ready,
+            holds_evaluated=controller.holds_evaluated(step),
+            probe_ready=controller.probe_ready,
         )
 
     # ----------------------------------------------------------------------- from the exchange on
@@ -254,15 +262,17 @@ class StepPhases:
         device = self._device
         # Observing takes nothing from the loop, and so not the scaler's own skip either.
         bad = verdict.bad if self._controller.mode != "observe" else verdict.overflow
-        skip_on_host = bool(bad.item()) if device.reads_verdict else None
+        skip_on_host = bool(bad.item()) if device.engine.reads_verdict else None
         divisor = None
         if max_norm is not None and prepared.grads and not skip_on_host:
             divisor = self._clip(verdict, prepared, max_norm)
         if self._controller.recovery is not None:
             self._controller.recovery.before_update()
-        device.sampler.before_update(step)
-        with self._controller.faults.fail_open("averages"):
-            device.averages.judged(bad)
+        if device.sampler is not None:
+            device.sampler.before_update(step)
+        if device.averages is not None:
+            with self._controller.faults.fail_open("averages"):
+                device.averages.judged(bad)
         return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
 
     def _lr_factor(self, step: int) -> float:
@@ -278,9 +288,10 @@ class StepPhases:
                     lr_factor=orders.lr_factor,
                     divisor=orders.divisor,
                 )
-        for guard in guards:
-            with self._controller.faults.fail_open("ema"):
-                self._device.averages.stepped(guard.optimizer)
+        if (averages := self._device.averages) is not None:
+            for guard in guards:
+                with self._controller.faults.fail_open("ema"):
+                    averages.stepped(guard.optimizer)
 
     def usable(self, max_norm: float | None, *, first: bool) -> float | None:
         """Return what to clip to; what cannot be clipped to is counted, and nothing is clipped.
@@ -314,7 +325,7 @@ class StepPhases:
                 own = torch.nn.utils.get_total_norm(prepared.grads).to(norm)
                 norm = torch.where(verdict.measured, norm, own)
         divisor = clip_divisor(norm, max_norm)
-        if not self._device.reads_verdict:
+        if not self._device.engine.reads_verdict:
             return divisor
         scale(prepared.grads, divisor.reciprocal())
         return None
@@ -332,18 +343,26 @@ class StepPhases:
     ) -> tuple[list[float], HostMeasurements] | None:
         """Start the step's numbers on their way to the host; return those of ``lag`` steps ago."""
         device = self._device
-        own = device.sampler.own_numbers()
+        own = () if device.sampler is None else device.sampler.own_numbers()
         numbers = torch.cat((device.packer.pack, verdict.derived(), self._loss_scale(), *own))
         host_step = self._host_step(step, max_norm, prepared.weighted, position, samples)
         host_step.before_clip = before_clip
         host_step.clip_unknown = before_clip and max_norm is None
-        if (agent := self._controller.agent) is not None:
-            agent.look(host_step.monotonic_ns, step=step, attempt=host_step.attempt)
+        agent, now = self._controller.agent, host_step.monotonic_ns
+        if agent is not None and now >= agent.next_look_ns:
+            agent.look(now, step=step, attempt=host_step.attempt)
         return device.readback.push(numbers, host_step)
+
+    def waited_for(self) -> tuple[list[float], HostMeasurements] | None:
+        """Return the numbers of a step that cannot wait; None where there is none.
+
+        While outliers follow each other, each is judged before the next update.
+        """
+        return self._device.readback.pop() if self._controller.judge.is_suspicious else None
 
     def _loss_scale(self) -> Tensor:
         """Return the scaler's scale as it lies on the device; NaN where there is no scaler."""
-        loss_scale = self._device.loss_scale()
+        loss_scale = self._device.engine.loss_scale()
         if loss_scale is None:
             device = self._device.norms.device
             return torch.full((1,), float("nan"), dtype=torch.float64, device=device)
@@ -364,7 +383,7 @@ class StepPhases:
         memory, estimate = DeviceMemory(), None
         with self._controller.faults.fail_open("signals"):
             memory = device_memory(self._device.norms.device)
-            estimate = self._device.memory.now()
+            estimate = self._device.memory.count_step()
         flops, self._flops = self._flops, None
         return HostMeasurements(
             step=step,
@@ -393,4 +412,37 @@ class StepPhases:
             epoch=None if position is None else position.epoch,
             batch_index=None if position is None else position.batch,
             num_batches=None if position is None else position.num_batches,
+        )
+
+
+def refuse_max_norm(max_norm: object) -> None:
+    """Refuse a norm that gradients cannot be clipped to: by NaN or 0 the clip itself ruins them.
+
+    Raises:
+        UsageError: it is no number above 0.
+    """
+    if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):
+        raise UsageError(
+            f"max_norm is {max_norm!r}; it must be a number above 0",
+            hint="leave it out where nothing is to be clipped; inf measures and never clips",
+        )
+
+
+def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
+    """Refuse, before the ranks' exchange, what only shows once the loop runs.
+
+    Raises:
+        UsageError: the loss is a closure, or the loop runs within ``Join``.
+    """
+    if not isinstance(loss, Tensor) and callable(loss):
+        raise UsageError(
+            f"monitor.step() was given {loss!r} as the loss; it takes no closure",
+            hint="run forward and backward first: loss.backward(); monitor.step(loss)",
+        )
+    if any(joinable._join_config.enable for joinable in joinables):
+        raise UsageError(
+            "the loop runs within Join (DDP.join), where ranks may run out of data one by one: the "
+            "others would wait for their part of the verdict for ever",
+            hint="give all ranks the same number of batches (DistributedSampler does, or "
+            "drop_last=True), and leave Join out",
         )

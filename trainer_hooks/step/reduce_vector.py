@@ -1,4 +1,4 @@
-"""The one vector the ranks sum in a step: its layout, its filling, and its reading on the host.
+"""The one vector the ranks sum in a step: filled, judged on the device, and read on the host.
 
     squares of every parameter | rank 0's words | RANK_FIELDS of rank 0 | of rank 1 | ... | sampled
 
@@ -6,18 +6,36 @@ The last part is there where signals were opted in (``trainer_hooks.measures.sam
 
 A rank writes its own slots and leaves the others zero, so a sum is also a gather: maximum, spread
 and culprit come out of the same collective. Above MAX_SLOTS ranks, neighbours share a slot.
+
+The verdict is taken on the device from the reduced numbers, and so is the same on every rank. The
+numbers come to the host a fixed number of steps late, so that nothing waits for the GPU, and become
+the record that detectors and the ladder see.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import time
+from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer_hooks.ranks import Ranks
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    CLIPS,
+    LOSS_OUTLIER,
+    NORM_OUTLIER,
+    OVERFLOW,
+    RANK_FAILED,
+    WITHHELD,
+    StepRecord,
+)
 
 MAX_SLOTS = 1024
 
@@ -295,3 +313,277 @@ class Reduced:
         """Return the limit that was in force, None where there was none."""
         value = self.root[field]
         return None if math.isinf(value) else value
+
+
+# ----------------------------------------------------------- the verdict, on the device
+
+
+SHORT_FROM = 1.8e19
+"""The root of float32's largest number."""
+
+_SUMMED = [RANK_FIELDS.index(name) for name in ("weighted_loss", "weight", "failed", "overflow")]
+_LIMITS = ("loss_limit", "grad_norm_limit")
+_WORDS = ("withhold_first", "withhold_left")
+assert ROOT_FIELDS[:4] == _LIMITS + _WORDS, "the verdict compares both numbers at once"
+
+_FACTS = (BAD_LOSS, BAD_GRADIENTS, OVERFLOW, WITHHELD, LOSS_OUTLIER, NORM_OUTLIER, RANK_FAILED)
+_NUM_BAD = _FACTS.index(LOSS_OUTLIER)
+"""The first so many facts keep an update back."""
+
+
+class Verdict(NamedTuple):
+    """Device tensors, all 0-dimensional float64."""
+
+    bad: Tensor
+    """Exactly 0.0 or 1.0: whether the update must not be applied."""
+    bits: Tensor
+    loss: Tensor
+    grad_norm: Tensor
+    overflow: Tensor
+    """0.0 or 1.0: whether the gradient scaler's own flag was up on any rank."""
+    in_row: Tensor
+    """0.0 or 1.0: whether this step was a finite outlier, or stood behind one and was not finite or
+    not whole. The next step's verdict takes it, as the host does not know yet."""
+    measured: Tensor
+    """True where at least one rank could measure; else the norm says nothing."""
+
+    def derived(self) -> Tensor:
+        """Return the numbers that go to the host beside the pack: bits, loss, norm."""
+        return torch.stack((self.bits, self.loss, self.grad_norm))
+
+
+def judge_on_device(layout: PackLayout, pack: Tensor, in_row: Tensor) -> Verdict:
+    """Return the verdict on the reduced pack. Pure; no value reaches the host.
+
+    A loss or norm that is not finite is bad at once. A finite one above rank 0's limit is withheld
+    where it follows another one, or where rank 0 says so, while it allows for more.
+    Where a rank's prepare failed the numbers are short of its part, so the finite rules abstain. A
+    scaler's overflow keeps the update back but is no fault, whatever the norm.
+
+    Args:
+        layout: of the pack.
+        pack: the reduced numbers.
+        in_row: that of the verdict before.
+    """
+    sums = layout.slots(pack).sum(dim=0)
+    weighted_loss, weight, failed, overflows = (sums[i] for i in _SUMMED)
+    limits = pack[layout.root : layout.root + len(_LIMITS)]
+    first, left = pack[layout.root + len(_LIMITS) : layout.root + 4].unbind()
+    has_loss, overflow = weight != 0, overflows != 0
+    has_numbers = torch.stack((has_loss, ~overflow))
+    whole, measured = failed == 0, failed != layout.world_size
+    # Replicas each bring an equal part: without one of them the others' parts stand for it.
+    part = torch.where(measured, 1.0 - failed / layout.world_size, 1.0)
+    norm = (pack[: layout.num_params].sum() / part).sqrt()
+    # Both numbers at once: each operation is a kernel of its own. NaN and Inf times 0 are NaN.
+    values = torch.stack((torch.where(has_loss, weighted_loss / weight, 0.0), norm))
+    finite = values * 0.0 == 0.0
+    nonfinite = ~finite & has_numbers
+    outlier = (values > limits) & finite & has_numbers & whole
+    is_outlier = outlier.any()
+    withheld = is_outlier & (left > 0) & ((in_row != 0) | (first != 0))
+    facts = torch.cat((nonfinite, torch.stack((overflow, withheld)), outlier, ~whole[None]))
+    unclear = facts[:3].any() | ~whole
+    return Verdict(
+        facts[:_NUM_BAD].any().to(torch.float64),
+        (facts * _bits(pack.device)).sum(),
+        values[0],
+        norm,
+        overflow.to(torch.float64),
+        (is_outlier | (unclear & (in_row != 0))).to(torch.float64),
+        measured,
+    )
+
+
+@functools.cache
+def _bits(device: torch.device) -> Tensor:
+    """Return what each fact is written as; kept: only the first step waits until it is sent."""
+    return torch.tensor(_FACTS, dtype=torch.float64, device=device)
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return max(1, (norm + 1e-6) / max_norm): one over the factor of ``clip_grad_norm_``.
+
+    A norm whose square float32 cannot hold may be short of the truth (see
+    ``trainer_hooks.step.gradients``), and what it divides still be huge: nothing is left of such
+    gradients. Torch's own norm is Inf there, and its clip leaves nothing either.
+    """
+    divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+    return divisor.masked_fill(norm >= SHORT_FROM, torch.inf)
+
+
+# ------------------------------------------------------------------ the way to the host
+
+
+Note = TypeVar("Note")
+
+
+@dataclass(slots=True)
+class _Pending(Generic[Note]):
+    controller: Tensor
+    event: torch.cuda.Event | None
+    note: Note
+
+
+class AsyncCopy(Generic[Note]):
+    """A queue of exactly ``lag`` steps between the device and the host.
+
+    The host's run-ahead is bounded by it: ``push`` waits at most for the copy of ``lag`` steps ago.
+    """
+
+    def __init__(self, *, lag: int, size: int, device: torch.device) -> None:
+        self.lag = lag
+        self._cuda = device.type == "cuda"
+        self._size = size
+        self._free = [self._buffer() for _ in range(lag + 1)]
+        self._pending: deque[_Pending[Note]] = deque()
+
+    def _buffer(self) -> Tensor:
+        return torch.zeros(self._size, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
+
+    def push(self, numbers: Tensor, note: Note) -> tuple[list[float], Note] | None:
+        """Start the copy of this step's numbers; return those of ``lag`` steps ago."""
+        # None is left where a Ctrl-C came between taking one and noting it, and training went on.
+        controller = self._free.pop() if self._free else self._buffer()
+        controller.copy_(numbers, non_blocking=True)
+        event = None
+        if self._cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append(_Pending(controller, event, note))
+        return self.pop() if len(self._pending) > self.lag else None
+
+    def pop(self, *, patience_seconds: float | None = None) -> tuple[list[float], Note] | None:
+        """Return the oldest pending numbers, waiting for their copy alone; or None.
+
+        With ``patience_seconds`` the wait is bounded, and numbers that did not come are given up:
+        at the end of a loop they may stand behind a collective that a lost peer never enters.
+        """
+        if not self._pending:
+            return None
+        pending = self._pending.popleft()
+        if pending.event is not None and not _arrived(pending.event, patience_seconds):
+            return None
+        numbers: list[float] = pending.controller.tolist()
+        self._free.append(pending.controller)
+        return numbers, pending.note
+
+
+def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
+    """Wait for the event, for ever or so long; return whether it happened."""
+    if patience_seconds is None:
+        event.synchronize()
+        return True
+    give_up = time.monotonic() + patience_seconds
+    while not event.query() and time.monotonic() < give_up:
+        time.sleep(0.001)
+    done: bool = event.query()
+    return done
+
+
+# -------------------------------------------------------------------------- on the host
+
+
+NUM_FIGURES = 4
+"""Numbers behind the pack that ``Derived`` is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The device's own figures, read back with the pack."""
+
+    bits: int
+    loss: float
+    grad_norm: float
+    loss_scale: float
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> Derived:
+        """Return the figures in the order they were stacked."""
+        bits, loss, norm, scale = numbers
+        return cls(int(bits), loss, norm, scale)
+
+    def blocked(self, mode: str) -> bool:
+        """Whether the update was kept back: where we only observe, by the scaler alone."""
+        stops = OVERFLOW if mode == "observe" else BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
+        return bool(self.bits & stops)
+
+    def column(self, *, clips: bool) -> int:
+        """Return what is written as the step's verdict."""
+        return self.bits | (CLIPS if clips else 0)
+
+
+def rank_losses(reduced: Reduced) -> list[float | None]:
+    """Return each rank's own loss, None where it gave none."""
+    pairs = zip(reduced.by_rank("weighted_loss"), reduced.by_rank("weight"), strict=True)
+    return [loss / weight if weight else None for loss, weight in pairs]
+
+
+def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
+    """Return the ranks that made the step non-finite, as far as the numbers can tell.
+
+    A NaN loss on one rank makes every rank's gradients NaN through DDP's all-reduce, so losses are
+    asked first. Where all ranks hold the same bad gradients and every loss is finite, nobody can be
+    named, and nobody is.
+    """
+    by_loss = tuple(r for r, x in enumerate(losses) if x is not None and not math.isfinite(x))
+    if by_loss:
+        return by_loss
+    by_squares = reduced.ranks_where("bad_squares")
+    everyone = len(by_squares) == reduced.layout.num_slots
+    return () if everyone and reduced.layout.num_slots > 1 else by_squares
+
+
+def _largest(losses: list[float | None]) -> tuple[float | None, int]:
+    """Return the largest loss and its rank; a NaN counts as larger than everything."""
+    pairs = [(x, r) for r, x in enumerate(losses) if x is not None]
+    if not pairs:
+        return None, -1
+    return max(pairs, key=lambda pair: (math.isnan(pair[0]), pair[0], -pair[1]))
+
+
+def step_record(
+    reduced: Reduced,
+    derived: Derived,
+    *,
+    step: int,
+    attempt: int,
+    skipped: bool,
+    learning_rate: float | None,
+    lr_factor: float = 1.0,
+    before_clip: bool = True,
+) -> StepRecord:
+    """Return the step as detectors see it. A function of reduced numbers: equal on all ranks.
+
+    Unknown is not zero: with no gradient on any rank the norm is None, and so is the loss where no
+    rank gave one. One that was not measured ``before_clip`` says nothing unless it is not finite.
+    """
+    losses = rank_losses(reduced)
+    loss_max, loss_max_rank = _largest(losses)
+    has_norm = reduced.has_gradients and (before_clip or not math.isfinite(derived.grad_norm))
+    nonfinite = bool(derived.bits & (BAD_LOSS | BAD_GRADIENTS))
+    return StepRecord(
+        step=step,
+        attempt=attempt,
+        loss=derived.loss if loss_max is not None else None,
+        loss_max=loss_max,
+        loss_max_rank=loss_max_rank,
+        grad_norm=derived.grad_norm if has_norm else None,
+        loss_limit=reduced.limit("loss_limit"),
+        grad_norm_limit=reduced.limit("grad_norm_limit"),
+        nonfinite_ranks=culprits(reduced, losses) if nonfinite else (),
+        failed_ranks=reduced.ranks_where("failed"),
+        nonfinite_params=len(reduced.ranks_where("nonfinite_params")),
+        skipped=skipped,
+        withheld=bool(derived.bits & WITHHELD),
+        overflow=bool(derived.bits & OVERFLOW),
+        learning_rate=None if learning_rate is None else learning_rate * lr_factor,
+        lr_factor=lr_factor,
+        clips=bool(reduced.root["clips"]),
+    )
+
+
+def agreed(reduced: Reduced) -> bool:
+    """Return whether all ranks reported the same digest of their last verdict."""
+    digests = reduced.by_rank("digest")
+    return all(d == digests[0] for d in digests)

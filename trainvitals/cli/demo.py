@@ -22,6 +22,7 @@ from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.records import Decision
 from trainvitals.testing.faults import FaultPlan
+from trainvitals.views import DecisionsQuestion, RunQuestion, RunsQuestion
 
 STEPS = 600
 NAN_GRADIENT_STEP = 150
@@ -249,7 +250,7 @@ class _Demo:
         if arm.mode == "off":
             return 0, "not watched"
         try:
-            mine = [run for run in client.runs() if run.name == arm.name]
+            mine = [run for run in client.ask(RunsQuestion()) if run.name == arm.name]
         except VitalsError as error:
             return 0, error.text
         if not mine:
@@ -268,8 +269,8 @@ class _Demo:
         """Return the run's decisions from the collector, once the run's end has arrived there."""
         deadline = time.monotonic() + _LEDGER_SECONDS
         while True:
-            decisions = [view.decision for view in client.decisions(run_id)]
-            ended = client.run(run_id).summary.state != "running"
+            decisions = [view.decision for view in client.ask(DecisionsQuestion(run_id=run_id))]
+            ended = client.ask(RunQuestion(run_id=run_id)).summary.state != "running"
             if (ended and len(decisions) >= at_least) or time.monotonic() > deadline:
                 return decisions
             time.sleep(0.2)

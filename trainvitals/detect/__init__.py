@@ -17,7 +17,6 @@ from trainvitals.detect.outliers import (
     OutlierRule,
     is_clean,
 )
-from trainvitals.detect.set import DetectConfig, DetectorSet
 from trainvitals.detect.spike import (
     BurstConfig,
     BurstDetector,
@@ -29,9 +28,7 @@ from trainvitals.detect.spike import (
 __all__ = [
     "BurstConfig",
     "BurstDetector",
-    "DetectConfig",
     "Detector",
-    "DetectorSet",
     "DriftConfig",
     "DriftDetector",
     "GradNormConfig",

@@ -27,36 +27,19 @@ from trainvitals.errors import (
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
 from trainvitals.jsonable import from_json
+from trainvitals.question import Question, as_request
 from trainvitals.views import (
     AckRequest,
     AlertView,
-    Along,
     AnnotationRequest,
     AnnotationView,
-    Branch,
-    CellsReply,
-    CheckpointView,
     CommandRequest,
     CommandView,
-    CurveReply,
-    DecisionView,
-    DifferenceReply,
-    EventView,
-    FindingView,
-    IncidentView,
-    ManySeriesRequest,
-    MoverView,
     Problem,
-    RunDetail,
-    RunSummary,
-    SeriesReply,
-    SeriesRequest,
-    StepView,
-    TableReply,
-    TableRequest,
 )
 from trainvitals.wire import IngestReply
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 MAX_RETRY_AFTER_SECONDS = 300
@@ -143,11 +126,6 @@ class CollectorClient:
             )
         return replies
 
-    def pending_commands(self, run_id: str) -> tuple[CommandView, ...]:
-        """Return the commands that wait to be delivered to the run."""
-        path = _path("runs", run_id, "commands")
-        return self._call(tuple[CommandView, ...], "GET", path, params={"status": "pending"})
-
     def mark_delivered(self, run_id: str, number: int) -> None:
         """Say that a command lies in the run's mailbox."""
         path = _path("runs", run_id, "commands", str(number), "delivered")
@@ -162,143 +140,29 @@ class CollectorClient:
         except httpx.HTTPError:
             return False
 
-    def runs(self) -> tuple[RunSummary, ...]:
-        """Return all runs, as the collector orders them."""
-        return self._call(tuple[RunSummary, ...], "GET", "/v1/runs")
-
-    def run(self, run_id: str) -> RunDetail:
-        """Return everything about one run that is not a curve."""
-        return self._call(RunDetail, "GET", _path("runs", run_id))
-
-    def series(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        source: str = "",
-        branch: Branch = "lineage",
-        points: int = 1000,
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> SeriesReply:
-        """Return one series, downsampled to about ``points``; ``source`` "" lets it choose."""
-        params: dict[str, str | int | None] = {"metric": metric, "source": source or None}
-        params |= {"branch": branch, "points": points, "from_step": from_step, "to_step": to_step}
-        path = _path("runs", run_id, "series")
-        return self._call(SeriesReply, "GET", path, params=_given(params))
-
-    def many_series(
-        self, run_id: str, requests: Sequence[SeriesRequest]
-    ) -> tuple[SeriesReply, ...]:
-        """Return several series of one moment, in the order they are asked for."""
-        body = _json(ManySeriesRequest(series=tuple(requests)))
-        path = _path("runs", run_id, "series")
-        return self._call(tuple[SeriesReply, ...], "POST", path, **body)
-
-    def difference(
-        self, base: str, other: str, metric: str, *, along: Along = "step", points: int = 1000
-    ) -> DifferenceReply:
-        """Return what a metric of ``other`` has more than that of ``base``."""
-        params = {"other": other, "metric": metric, "along": along, "points": points}
-        path = _path("runs", base, "difference")
-        return self._call(DifferenceReply, "GET", path, params=params)
-
-    def curve(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        source: str = "",
-        branch: Branch = "lineage",
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> CurveReply:
-        """Return every point of one series."""
-        params = {"metric": metric, "source": source, "branch": branch}
-        steps = _given({"from_step": from_step, "to_step": to_step})
-        how = {"params": params | steps}
-        return self._call(CurveReply, "GET", _path("runs", run_id, "curve"), **how)
-
-    def step(self, run_id: str, step: int) -> StepView:
-        """Return what is known of one step."""
-        return self._call(StepView, "GET", _path("runs", run_id, "steps", str(step)))
-
-    def decisions(self, run_id: str) -> tuple[DecisionView, ...]:
-        """Return the ledger."""
-        return self._call(tuple[DecisionView, ...], "GET", _path("runs", run_id, "decisions"))
-
-    def findings(self, run_id: str) -> tuple[FindingView, ...]:
-        """Return what the detectors said."""
-        return self._call(tuple[FindingView, ...], "GET", _path("runs", run_id, "findings"))
-
-    def checkpoints(self, run_id: str) -> tuple[CheckpointView, ...]:
-        """Return each checkpoint's latest state."""
-        return self._call(tuple[CheckpointView, ...], "GET", _path("runs", run_id, "checkpoints"))
-
-    def events(self, run_id: str, kind: str = "") -> tuple[EventView, ...]:
-        """Return other events as lines for people, all or of one kind."""
-        params = {"kind": kind} if kind else {}
-        path = _path("runs", run_id, "events")
-        return self._call(tuple[EventView, ...], "GET", path, params=params)
-
-    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return the inbox, all of it or one run's or one state's."""
-        params = {key: value for key, value in (("run", run_id), ("state", state)) if value}
-        return self._call(tuple[AlertView, ...], "GET", "/v1/alerts", params=params)
-
-    def cells(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        points: int = 200,
-        rows: int = 64,
-        branch: Branch = "all",
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> CellsReply:
-        """Return a heat map of one metric: sources or layers by steps."""
-        params: dict[str, str | int | None] = {"metric": metric, "points": points, "rows": rows}
-        params |= {"branch": branch, "from_step": from_step, "to_step": to_step}
-        return self._call(CellsReply, "GET", _path("runs", run_id, "cells"), params=_given(params))
-
-    def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
-        """Return which layers and ranks moved most up to a step."""
-        path = _path("runs", run_id, "movers")
-        return self._call(tuple[MoverView, ...], "GET", path, params={"step": step})
-
-    def incidents(self, run_id: str) -> tuple[IncidentView, ...]:
-        """Return what went wrong, each whole, the newest first."""
-        return self._call(tuple[IncidentView, ...], "GET", _path("runs", run_id, "incidents"))
-
-    def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:
-        """Return what people wrote and the training announced, by step."""
-        return self._call(tuple[AnnotationView, ...], "GET", _path("runs", run_id, "annotations"))
-
-    def table(self, request: TableRequest) -> TableReply:
-        """Return the rows that meet the request's conditions."""
-        return self._call(TableReply, "POST", "/v1/tables", **_json(request))
+    def ask(self, question: Question[A]) -> A:
+        """Return the collector's answer."""
+        asked = as_request(question)
+        how = {"params": asked.params} if asked.body is None else _json(asked.body)
+        answer: A = self._call(asked.answer, asked.method, asked.path, **how)
+        return answer
 
     # -------------------------------------------------------------------------- for orders
 
     def annotate(self, run_id: str, request: AnnotationRequest) -> AnnotationView:
         """Write a line at a step; it is drawn on the curves and kept for ever."""
         path = _path("runs", run_id, "annotations")
-        return self._call(AnnotationView, "POST", path, **_json(request))
+        return self._call(AnnotationView, "POST", path, **_json(msgspec.json.encode(request)))
 
     def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
         path = _path("alerts", fingerprint, "ack")
-        return self._call(AlertView, "POST", path, **_json(request))
+        return self._call(AlertView, "POST", path, **_json(msgspec.json.encode(request)))
 
     def send_command(self, run_id: str, request: CommandRequest) -> CommandView:
         """Propose something to the run's ladder."""
         path = _path("runs", run_id, "commands")
-        return self._call(CommandView, "POST", path, **_json(request))
-
-    def commands(self, run_id: str) -> tuple[CommandView, ...]:
-        """Return all commands of a run and what became of each."""
-        return self._call(tuple[CommandView, ...], "GET", _path("runs", run_id, "commands"))
+        return self._call(CommandView, "POST", path, **_json(msgspec.json.encode(request)))
 
     # ---------------------------------------------------------------------------- plumbing
 
@@ -398,13 +262,8 @@ def _path(*parts: str) -> str:
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
-def _given(params: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    return {key: value for key, value in params.items() if value is not None}
-
-
-def _json(request: msgspec.Struct) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    return {"content": msgspec.json.encode(request), "headers": headers}
+def _json(body: bytes) -> dict[str, Any]:
+    return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 
 def refusal(url: str, path: str, response: httpx.Response) -> VitalsError:

@@ -13,14 +13,23 @@ import mmap
 import os
 import struct
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import msgspec
 
-from trainvitals.errors import FormatError, NewerVersionError, UnauthorizedError, UsageError
+from trainvitals.clock import Clock
+from trainvitals.errors import (
+    FormatError,
+    NewerVersionError,
+    UnauthorizedError,
+    UsageError,
+    VitalsError,
+)
 from trainvitals.io.private import open_private
-from trainvitals.records import Command
+from trainvitals.records import Command, CommandAck
 from trainvitals.rows import FORMAT_VERSION
 
 MAGIC = b"TVM1"
@@ -137,6 +146,41 @@ class Mailbox:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@dataclass(slots=True)
+class CommandInbox:
+    """The side of the one who carries commands out: verifies each, and takes it at most once."""
+
+    mailbox: Mailbox
+    key: bytes
+    run_id: str
+    clock: Clock
+    last_number: int
+    """Highest number applied or refused, from the plan journal: no restart applies one twice."""
+    waiting: Command | None = None
+    """A valid command, until it is answered."""
+
+    def poll(self, *, step: int) -> CommandAck | None:
+        """Read a new command; one that is not valid is returned as its refusal."""
+        number = self.mailbox.number()
+        if number <= self.last_number:
+            return None
+        try:
+            command = self.mailbox.read()
+        except FormatError:
+            return None  # torn: whole at the next step, or never
+        last, self.last_number = self.last_number, number
+        now = self.clock.time_ns()
+        try:
+            verify_command(command, self.key, run_id=self.run_id, now_unix_ns=now, last_number=last)
+        except VitalsError as error:
+            status: Literal["expired", "invalid"] = (
+                "expired" if now > command.expires_unix_ns else "invalid"
+            )
+            return CommandAck(number=command.number, status=status, step=step, detail=error.text)
+        self.waiting = command
+        return None
 
 
 def sign_command(command: Command, key: bytes) -> Command:

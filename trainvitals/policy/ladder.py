@@ -126,7 +126,7 @@ def _tick(state: LadderState, case: Case) -> LadderState:
         facts=facts,
         first_step=record.step if state.first_step < 0 else state.first_step,
         learning_rate=state.learning_rate if rate is None else rate,
-        known_rate=max(state.known_rate, state.learning_rate if state.lr_jump is None else 0.0),
+        known_rate=state.rate_to_know,
     )
 
 

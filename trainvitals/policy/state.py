@@ -275,6 +275,11 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     rolling_back: bool = False
     """A rollback was decided and not yet reported done: records are of the old branch."""
 
+    @property
+    def rate_to_know(self) -> float:
+        """``known_rate`` as it is from the next step on: that of the newest step counts by then."""
+        return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
+
 
 def lr_factor_at(
     facts: LadderMemory, step: int, rate: float | None = None, *, jump: float = 3.0

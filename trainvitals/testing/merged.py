@@ -15,7 +15,7 @@ from typing import Any
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, Watcher
 from trainvitals.records import Finding
-from trainvitals.testing.series import _values
+from trainvitals.testing.series import values_of
 
 _RANK = re.compile(r"(?P<column>[a-z_]+)\[(?P<rank>\d+|\*)\]")
 _SECOND = 1_000_000_000
@@ -26,7 +26,7 @@ def merged_series(
 ) -> list[MergedStep]:
     """Return the merged steps that ``text`` describes, a second apart, with steps counting up."""
     lines = [line.split() for line in text.replace("\n", ";").split(";") if line.split()]
-    columns = [(line[0], [v for word in line[1:] for v in _values(word)]) for line in lines]
+    columns = [(line[0], [v for word in line[1:] for v in values_of(word)]) for line in lines]
     length = max((len(values) for _, values in columns), default=0)
     steps = []
     for i in range(length):

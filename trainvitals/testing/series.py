@@ -40,7 +40,7 @@ def series(text: str, *, attempt: int = 1, first_step: int = 0) -> list[StepReco
             continue
         if words[0] not in _FLOATS + _COUNTS + _FLAGS + _RANKS:
             raise ValueError(f"column {words[0]!r} is not one of a step record")
-        columns[words[0]] = [value for word in words[1:] for value in _values(word)]
+        columns[words[0]] = [value for word in words[1:] for value in values_of(word)]
     length = max((len(values) for values in columns.values()), default=0)
     records = []
     for i in range(length):
@@ -52,7 +52,8 @@ def series(text: str, *, attempt: int = 1, first_step: int = 0) -> list[StepReco
     return records
 
 
-def _values(word: str) -> list[float | None]:
+def values_of(word: str) -> list[float | None]:
+    """Return the values that one word of a line stands for."""
     value, _, times = word.partition("x")
     count = int(times) if times else 1
     if value == "-":

@@ -36,7 +36,7 @@ def judge_all(series: Iterable[Series]) -> Judged:
     logs = list(series)
     verdicts = [judge(log) for log in logs]
     alarms: dict[str, list[list[Alarm]]] = {
-        TELL: [verdict.told for verdict in verdicts],
+        TELL: [verdict.alarms for verdict in verdicts],
         ACT: [verdict.skipped for verdict in verdicts],
     }
     for name, peer in PEERS.items():

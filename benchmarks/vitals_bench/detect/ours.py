@@ -14,7 +14,7 @@ from vitals_bench.detect.series import Alarm, Series
 class Verdicts:
     """What was found in a log, and what would have been done."""
 
-    told: list[Alarm]
+    alarms: list[Alarm]
     """Every finding."""
     skipped: list[Alarm]
     """Records that would not have been applied, by the kind of what was found."""
@@ -26,9 +26,9 @@ class Verdicts:
 
 def judge(series: Series) -> Verdicts:
     """Judge a log as `vitals replay` does, in ``heal``, where all that could be done is done."""
-    made = Verdicts(told=[], skipped=[], rollbacks=[], halts=[])
+    made = Verdicts(alarms=[], skipped=[], rollbacks=[], halts=[])
     for row, record, judged in _play(series):
-        made.told.extend(Alarm(row, finding.kind) for finding in judged.findings)
+        made.alarms.extend(Alarm(row, finding.kind) for finding in judged.findings)
         if record.skipped:
             acting = [finding.kind for finding in judged.findings if finding.level == "actionable"]
             made.skipped.append(Alarm(row, acting[0] if acting else "spike"))

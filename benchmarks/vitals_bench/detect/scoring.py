@@ -25,7 +25,7 @@ SKIPS_PER = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Hit:
     """A major event that was found."""
 
     event: Event
@@ -40,7 +40,7 @@ class SeriesScore:
     name: str
     num_records: int
     is_clean: bool
-    found: tuple[Found, ...]
+    hits: tuple[Hit, ...]
     missed: tuple[Event, ...]
     false: tuple[int, ...]
     """Records at which false episodes began."""
@@ -66,7 +66,7 @@ def score(series: Series, alarms: Iterable[Alarm]) -> SeriesScore:
     for event in (event for event in flat if event.severity == "major"):
         inside = [row for row in plateaus if event.onset <= row <= event.end]
         if inside:
-            caught.append(Found(event, inside[0] - event.onset))
+            caught.append(Hit(event, inside[0] - event.onset))
         else:
             missed.append(event)
     lonely = [row for row in plateaus if not is_near(row, flat)]
@@ -76,7 +76,7 @@ def score(series: Series, alarms: Iterable[Alarm]) -> SeriesScore:
         name=series.name,
         num_records=len(series),
         is_clean=series.is_clean,
-        found=tuple(caught),
+        hits=tuple(caught),
         missed=tuple(missed),
         false=tuple(sorted(false)),
         num_false_records=len(outside),
@@ -91,7 +91,7 @@ def _tells_plateau(alarm: Alarm, flat: Sequence[Event]) -> bool:
 
 def _score_usual(
     events: Sequence[Event], rows: Sequence[int]
-) -> tuple[list[Found], list[Event], list[int]]:
+) -> tuple[list[Hit], list[Event], list[int]]:
     """Return what was found, what was missed, and where false episodes began."""
     episodes: list[_Episode] = []
     of_row: dict[int, _Episode] = {}
@@ -107,7 +107,7 @@ def _score_usual(
         for row in hits:
             of_row[row].found_something = True
         if hits:
-            caught.append(Found(event, max(0, hits[0] - event.onset)))
+            caught.append(Hit(event, max(0, hits[0] - event.onset)))
         else:
             missed.append(event)
     false = [
@@ -146,16 +146,16 @@ class Total:
 
     def kinds(self) -> dict[str, tuple[int, int]]:
         """Return for each kind that occurred how many events were found, of how many."""
-        caught = [hit.event.kind for score in self.scores for hit in score.found]
+        caught = [hit.event.kind for score in self.scores for hit in score.hits]
         missed = [event.kind for score in self.scores for event in score.missed]
         counted = {
             kind: (caught.count(kind), caught.count(kind) + missed.count(kind)) for kind in KINDS
         }
         return {kind: pair for kind, pair in counted.items() if pair[1]}
 
-    def _found(self) -> list[Found]:
+    def _found(self) -> list[Hit]:
         """Return the findings that count in recall: a plateau is counted by its kind alone."""
-        return [hit for score in self.scores for hit in score.found if hit.event.kind != "plateau"]
+        return [hit for score in self.scores for hit in score.hits if hit.event.kind != "plateau"]
 
     @property
     def num_events(self) -> int:

@@ -211,14 +211,14 @@ def series_grid(judged: Judged) -> Grid:
     """Return one line for each log in which something was to be found, or was said falsely."""
     rows: list[tuple[Cell, ...]] = []
     for series, scored in zip(judged.series, judged.scores[TELL], strict=True):
-        num = len(scored.found) + len(scored.missed)
+        num = len(scored.hits) + len(scored.missed)
         if not num and not scored.false:
             continue
         missed = [f"{e.kind} at {e.onset}: {e.reason or 'no reason given'}" for e in scored.missed]
         rows.append(
             (
-                series.name, len(series), series.cadence, f"{len(scored.found)}/{num}",
-                ", ".join(str(hit.delay) for hit in scored.found) or "-",
+                series.name, len(series), series.cadence, f"{len(scored.hits)}/{num}",
+                ", ".join(str(hit.delay) for hit in scored.hits) or "-",
                 ", ".join(map(str, scored.false)) or "-", "; ".join(missed) or "-",
             )
         )  # fmt: skip
@@ -239,13 +239,13 @@ def _details(scores: Sequence[SeriesScore]) -> dict[str, object]:
         scored.name: {
             "found": [
                 {"kind": hit.event.kind, "row": hit.event.onset, "delay": hit.delay}
-                for hit in scored.found
+                for hit in scored.hits
             ],
             "missed": [{"kind": e.kind, "row": e.onset, "label": e.reason} for e in scored.missed],
             "false": list(scored.false),
         }
         for scored in scores
-        if scored.found or scored.missed or scored.false
+        if scored.hits or scored.missed or scored.false
     }
 
 
@@ -279,7 +279,7 @@ def _thinned(log: Series, scored: SeriesScore, phase: int) -> tuple[int, ...]:
     """Return events left, found in full and thinned, false in full and thinned, and if changed."""
     left = {event.onset for event in log.left(THIN, phase) if event.severity == "major"}
     thin = log.thinned(THIN, phase)
-    again = score(thin, judge(thin).told)
-    caught = (sum(hit.event.onset in left for hit in scored.found), len(again.found))
+    again = score(thin, judge(thin).alarms)
+    caught = (sum(hit.event.onset in left for hit in scored.hits), len(again.hits))
     false = (int(bool(scored.false)), int(bool(again.false)))
     return (len(left), *caught, *false, int(caught[0] != caught[1] or false[0] != false[1]))

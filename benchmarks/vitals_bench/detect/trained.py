@@ -55,7 +55,7 @@ def _trained(*, quick: bool) -> Iterator[Series]:
 
 def _judged(series: Series) -> _Case:
     verdict = judge(series)
-    return _Case(series, verdict, score(series, verdict.told))
+    return _Case(series, verdict, score(series, verdict.alarms))
 
 
 def _promises(cases: Mapping[str, Sequence[_Case]]) -> Iterator[Row]:

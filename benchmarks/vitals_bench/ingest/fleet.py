@@ -22,6 +22,7 @@ import numpy as np
 from trainvitals.errors import TransportError
 from trainvitals.identity import new_run_id
 from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.views import RunQuestion, SeriesQuestion
 from vitals_bench.ingest import servers
 from vitals_bench.ingest.asked import Asked
 from vitals_bench.ingest.driver import Outcome, Plan
@@ -149,8 +150,15 @@ def _wait_for_row(reader: CollectorClient, run_id: str, step: int, began: float)
     """Return once an answer has the row of rank 0, or after half a minute all the same."""
     while time.monotonic() - began < _GIVE_UP_SECONDS:
         with contextlib.suppress(TransportError):  # no answer is no answer with the row
-            reply = reader.series(
-                run_id, "steps.rank_loss", source="rank:0", points=2, from_step=step, to_step=step
+            reply = reader.ask(
+                SeriesQuestion(
+                    run_id=run_id,
+                    metric="steps.rank_loss",
+                    source="rank:0",
+                    points=2,
+                    from_step=step,
+                    to_step=step,
+                )
             )
             if reply.num_total:
                 return
@@ -181,7 +189,7 @@ def _count_lost(plan: Plan, node: RealNode, reader: CollectorClient) -> int:
 
 
 def _num_stored(plan: Plan, reader: CollectorClient) -> int:
-    sources = reader.run(plan.run_id).sources
+    sources = reader.ask(RunQuestion(run_id=plan.run_id)).sources
     return sum(source.num_rows for source in sources if source.source.startswith("rank:"))
 
 

@@ -18,6 +18,7 @@ import httpx
 from trainvitals import __version__
 from trainvitals.identity import new_run_id
 from trainvitals.io.client import CollectorClient, read_tokens
+from trainvitals.views import RunQuestion
 from vitals_bench.ingest import remote_write
 from vitals_bench.ingest.records import NAMES, RANKS_PER_NODE, Block, Writers, by_node
 from vitals_bench.processes import Started, free_port, program, said_by
@@ -149,7 +150,7 @@ class Ours:
 
     def num_records(self, config: str) -> float:
         """Return the rows that the run's sources have, less what was lost before them."""
-        sources = self._reader.run(self._writers[config].run_id).sources
+        sources = self._reader.ask(RunQuestion(run_id=self._writers[config].run_id)).sources
         return sum(source.num_rows - source.num_lost_rows for source in sources)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import sqlalchemy
 from sqlalchemy.orm import Session
 
 from trainvitals.identity import new_run_id
+from trainvitals.views import RunQuestion, SeriesQuestion
 from vitals_bench import wide
 from vitals_bench.ingest.asked import Asked
 from vitals_bench.ingest.records import NAMES, Numbers, Writers
@@ -182,9 +183,13 @@ def expect_rows(store: Store, run_id: str, num_rows: int) -> None:
     from trainvitals.clock import SystemClock
     from vitals_collector.queries.query import Query
 
-    sources = Query(store, clock=SystemClock()).run(run_id).sources
+    sources = Query(store, clock=SystemClock()).ask(RunQuestion(run_id=run_id)).sources
     num_counted = sum(source.num_rows for source in sources)
-    drawn = Query(store, clock=SystemClock()).series(run_id, f"steps.{NAMES[0]}").num_total
+    drawn = (
+        Query(store, clock=SystemClock())
+        .ask(SeriesQuestion(run_id=run_id, metric=f"steps.{NAMES[0]}"))
+        .num_total
+    )
     if not num_counted == drawn == num_rows:
         raise RuntimeError(f"{num_rows} rows were stored; {num_counted} are counted, {drawn} read")
 

@@ -48,7 +48,7 @@ class Cost(NamedTuple):
     poll_seconds: float
     """CPU time of a step in the engine's looks."""
     longest_poll_seconds: float
-    told: tuple[str, ...]
+    alerts: tuple[str, ...]
     """The alerts that notifiers were told, in order."""
 
 
@@ -153,7 +153,7 @@ def replay_commit(store: Store, num_ranks: int, num_steps: int, *, slow_from: in
         hook_seconds=sum(hook for hook, _ in counted) / num_steps,
         poll_seconds=sum(polls) / num_steps,
         longest_poll_seconds=max(polls),
-        told=tuple(heard.words),
+        alerts=tuple(heard.words),
     )
 
 
@@ -248,7 +248,7 @@ def main() -> None:
         f"{num_ranks} ranks, {num_steps} steps at 1 step/s: {100 * cost.poll_seconds:.2f} % of a "
         f"core in looks, {100 * cost.hook_seconds:.2f} % in hooks, longest look "
         f"{1e3 * cost.longest_poll_seconds:.0f} ms CPU; peak memory {before / 2**20:.0f} -> "
-        f"{after / 2**20:.0f} MiB; told {list(cost.told)}\n"
+        f"{after / 2**20:.0f} MiB; told {list(cost.alerts)}\n"
         f"from the store, {20 * num_ranks} batches: {stored:.2f} s CPU\n"
         f"commit of the rows to the notifier: median {waited[50]:.3f} s, p99 {waited[98]:.3f} s"
     )

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainvitals.detect import DetectorSet, LossKind
+from trainvitals.detect import LossKind
+from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 STEPS = 2400
@@ -473,7 +474,7 @@ def episodes(findings: Sequence[Finding], gap: int = 20) -> int:
 class Rate(NamedTuple):
     """What was told about the curves of one world at one noise."""
 
-    told: int
+    num_alarmed: int
     """Faulty curves that were told; healthy ones about which anything was."""
     curves: int
     episodes: float
@@ -500,11 +501,11 @@ def table(names: Sequence[str], seeds: Sequence[int]) -> Iterator[str]:
     for name in names:
         world = WORLDS[name]
         rates = [rate(world, noise, seeds) for noise in world.noises]
-        total = sum(each.told for each in rates) / sum(each.curves for each in rates)
+        total = sum(each.num_alarmed for each in rates) / sum(each.curves for each in rates)
         shares = " ".join(
             f"{each.episodes:7.2f}"
             if world.is_healthy
-            else f"{100 * each.told / each.curves:6.0f}%"
+            else f"{100 * each.num_alarmed / each.curves:6.0f}%"
             for each in rates
         )
         if world.is_healthy:

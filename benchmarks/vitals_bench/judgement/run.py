@@ -69,7 +69,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     recurring: int = 0
     readings: list[tuple[int, str, str, float | None, bool]] = []
     """Step, trigger, verdict, ratio, and whether the state was really damaged then."""
-    told: dict[str, int] = {}
+    advisories: dict[str, int] = {}
     """Findings that were not acted on, by kind."""
     notes: dict[str, int] = {}
     errors: dict[str, int] = {}
@@ -268,7 +268,7 @@ def _recorded(ledger: Ledger, damage: Mapping[tuple[int, int], bool]) -> dict[st
             (step, read.trigger, read.verdict, read.ratio, damage.get((attempt, step), False))
             for attempt, step, read in ledger.readings
         ],
-        "told": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "advisories": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "notes": dict(ledger.notes),
     }
 

@@ -13,7 +13,17 @@ import sqlalchemy
 from sqlalchemy import Table, func, select
 
 from trainvitals.clock import SystemClock
-from trainvitals.views import SeriesReply
+from trainvitals.views import (
+    CheckpointsQuestion,
+    DecisionsQuestion,
+    EventsQuestion,
+    FindingsQuestion,
+    RunQuestion,
+    RunsQuestion,
+    SeriesQuestion,
+    SeriesReply,
+    StepQuestion,
+)
 from vitals_bench import wide
 from vitals_bench.measure import halves, interleave, medians
 from vitals_bench.query.filling import Filling, Planted, Size
@@ -68,7 +78,9 @@ class Asking:
 
     def overview(self, query: Query | None = None) -> SeriesReply:
         """Return the curve of all steps."""
-        return (query or self._query).series(self.filling.run_id, METRIC, points=NUM_POINTS)
+        run_id = self.filling.run_id
+        asked = SeriesQuestion(run_id=run_id, metric=METRIC, points=NUM_POINTS)
+        return (query or self._query).ask(asked)
 
     def first_overview(self) -> SeriesReply:
         """Return the same of a collector that nobody has asked before: it remembers nothing."""
@@ -77,12 +89,14 @@ class Asking:
     def zoom(self) -> SeriesReply:
         """Return the curve about the incident."""
         at = self.filling.incident
-        return self._query.series(
-            self.filling.run_id,
-            METRIC,
-            points=NUM_POINTS,
-            from_step=at - _ZOOM_STEPS // 2,
-            to_step=at + _ZOOM_STEPS // 2,
+        return self._query.ask(
+            SeriesQuestion(
+                run_id=self.filling.run_id,
+                metric=METRIC,
+                points=NUM_POINTS,
+                from_step=at - _ZOOM_STEPS // 2,
+                to_step=at + _ZOOM_STEPS // 2,
+            )
         )
 
     def whole(self) -> Points:
@@ -95,22 +109,24 @@ class Asking:
         """Return the paragraph about the incident."""
         run, query = self.filling.run_id, self._query
         return explain(
-            query.run(run).summary, query.step(run, self.filling.incident), query.decisions(run)
+            query.ask(RunQuestion(run_id=run)).summary,
+            query.ask(StepQuestion(run_id=run, step=self.filling.incident)),
+            query.ask(DecisionsQuestion(run_id=run)),
         )
 
     def post_mortem(self) -> dict[str, Callable[[], object]]:
         """Return the ten questions by name."""
         run, query = self.filling.run_id, self._query
         return {
-            "runs": query.runs,
-            "run": lambda: query.run(run),
+            "runs": lambda: query.ask(RunsQuestion()),
+            "run": lambda: query.ask(RunQuestion(run_id=run)),
             "overview": self.overview,
             "zoom": self.zoom,
-            "step": lambda: query.step(run, self.filling.incident),
-            "decisions": lambda: query.decisions(run),
-            "findings": lambda: query.findings(run),
-            "checkpoints": lambda: query.checkpoints(run),
-            "events": lambda: query.events(run),
+            "step": lambda: query.ask(StepQuestion(run_id=run, step=self.filling.incident)),
+            "decisions": lambda: query.ask(DecisionsQuestion(run_id=run)),
+            "findings": lambda: query.ask(FindingsQuestion(run_id=run)),
+            "checkpoints": lambda: query.ask(CheckpointsQuestion(run_id=run)),
+            "events": lambda: query.ask(EventsQuestion(run_id=run)),
             "why": self.why,
         }
 

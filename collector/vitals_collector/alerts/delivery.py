@@ -62,7 +62,7 @@ class Dispatcher:
         on_settled: Callable[[AlertView], None] | None = None,
     ) -> None:
         self.notifiers = tuple(notifiers)
-        self.on_settled = on_settled
+        self._on_settled = on_settled
         self._config = config or DispatchConfig()
         self._clock = clock
         self._waiting: dict[str, dict[str, _Waiting]] = {n.name: {} for n in self.notifiers}
@@ -172,8 +172,8 @@ class Dispatcher:
         if result.error:
             _LOG.warning("notifier %s: %s", notifier.name, result.error)
         for alert in settled:
-            if self.on_settled is not None and self._settled_everywhere(alert):
-                self.on_settled(alert)
+            if self._on_settled is not None and self._settled_everywhere(alert):
+                self._on_settled(alert)
 
     def _after(self, notifier: Notifier, item: _Waiting, result: Result) -> bool:
         """Keep the item for a retry or a re-post; return whether its state is done with."""

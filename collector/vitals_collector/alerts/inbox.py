@@ -8,38 +8,45 @@ least once.
 """
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
+import msgspec
 from msgspec.structs import replace
-from sqlalchemy import select
+from sqlalchemy import Connection, Row, select
 
 from trainvitals.alerting import Alert, AlertState, AlertStatus, advance, point_is_over
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.views import AckRequest, AlertView, RunState
-from vitals_collector.alerts.rows import (
-    Entry,
-    Life,
-    add_silence,
-    entry_of,
-    load,
-    load_open,
-    remember,
-    save,
-    silenced,
-    silences_now,
-    write_audit,
-)
-from vitals_collector.storage.schema import alerts
-from vitals_collector.storage.store import UNKNOWN, Store, clean
+from vitals_collector.storage.schema import alerts, audit, engine_state, silences
+from vitals_collector.storage.store import UNKNOWN, Store, clean, insert
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
+MAX_SILENCE_SECONDS = 30 * 86_400.0
+"""Longest silence: each has an end, for nobody remembers one that has not."""
 
 Tell = Callable[[AlertView], None]
+NewestBy = Literal["updated_unix_ns", "started_unix_ns"]
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """What an alert's row keeps beside its view."""
+
+    point: bool
+    active_since: float | None = None
+    settled: str = ""
+    """The state that every notifier has had."""
+
+
+class Entry(NamedTuple):
+    """An alert as people see it, with what only the inbox needs."""
+
+    view: AlertView
+    life: Life
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +57,6 @@ class InboxConfig:
     """Steps without trouble after which a point alert resolves."""
     lost_hold_seconds: float = 15.0
     """How long a run must be lost before that fires; every other condition fires at once."""
-    max_silence_seconds: float = 30 * 86_400.0
-    """Longest silence: each has an end, for nobody remembers one that has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,26 @@ class Occurrence(NamedTuple):
     run_id: str
     time_unix_ns: int
     alert: Alert
+
+
+def listed(
+    store: Store,
+    *,
+    now_unix_ns: int,
+    run_id: str = "",
+    state: str = "",
+    newest_by: NewestBy = "updated_unix_ns",
+) -> tuple[AlertView, ...]:
+    """Return alerts, the newest first, with the silences that hold now."""
+    query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
+    if run_id:
+        query = query.where(alerts.c.run_id == run_id)
+    if state:
+        query = query.where(alerts.c.state == state)
+    with store.read(settled=False) as connection:
+        quiet = _silences_now(connection, now_unix_ns)
+        rows = connection.execute(query.limit(MAX_LISTED)).all()
+    return tuple(_silenced(entry_of(row).view, quiet) for row in rows)
 
 
 class Inbox:
@@ -107,19 +132,19 @@ class Inbox:
         newly_firing: dict[str, AlertView] = {}
         with self._store.write() as connection:
             for occurrence in occurrences:
-                entry = load(connection, occurrence.alert.fingerprint)
+                entry = _load(connection, occurrence.alert.fingerprint)
                 raised = _raised(entry, occurrence, now)
-                save(connection, raised)
+                _save(connection, raised)
                 if entry is None or entry.view.state != "firing":
                     newly_firing[raised.view.fingerprint] = raised.view
-            remember(connection, *cursor, now_unix_ns=now)
+            _move_cursor(connection, *cursor, now_unix_ns=now)
         self._tell_all(newly_firing.values())
 
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""
         now = self._clock.time_ns()
         with self._store.read(settled=False) as connection:
-            open_alerts = load_open(connection)
+            open_alerts = _load_open(connection)
         changed = [
             (before, after)
             for run in runs
@@ -130,8 +155,8 @@ class Inbox:
         with self._store.write() as connection:
             for _, after in changed:
                 # Told or acknowledged in between: that part of the row is not ours.
-                present = load(connection, after.view.fingerprint)
-                save(connection, _merged(present, after))
+                present = _load(connection, after.view.fingerprint)
+                _save(connection, _merged(present, after))
         changes = {after.view.fingerprint: after.view for b, after in changed if _is_news(b, after)}
         self._tell_all(changes.values())
 
@@ -185,18 +210,6 @@ class Inbox:
 
     # ------------------------------------------------------------------------------ for people
 
-    def listed(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return alerts, the newest first."""
-        query = select(alerts).order_by(alerts.c.updated_unix_ns.desc(), alerts.c.fingerprint)
-        if run_id:
-            query = query.where(alerts.c.run_id == run_id)
-        if state:
-            query = query.where(alerts.c.state == state)
-        with self._store.read(settled=False) as connection:
-            quiet = silences_now(connection, self._clock.time_ns())
-            rows = connection.execute(query.limit(MAX_LISTED)).all()
-        return tuple(silenced(entry_of(row).view, quiet) for row in rows)
-
     def acknowledge(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it for a while; both are written into the audit.
 
@@ -206,7 +219,7 @@ class Inbox:
         self._check(request)
         now = self._clock.time_ns()
         with self._store.write() as connection:
-            entry = load(connection, fingerprint)
+            entry = _load(connection, fingerprint)
             if entry is None:
                 raise UsageError(
                     f"there is no alert {fingerprint[:64]!r}",
@@ -214,15 +227,15 @@ class Inbox:
                     code=UNKNOWN,
                 )
             if request.silence_seconds:
-                add_silence(connection, fingerprint, request, now)
+                _add_silence(connection, fingerprint, request, now)
             else:
                 entry = Entry(replace(entry.view, acknowledged_by=request.by), entry.life)
-                save(connection, entry)
-            write_audit(connection, fingerprint, request, now)
-            quiet = silences_now(connection, now)
+                _save(connection, entry)
+            _write_audit(connection, fingerprint, request, now)
+            quiet = _silences_now(connection, now)
         if fingerprint in quiet:
             self._hush(fingerprint)
-        return silenced(entry.view, quiet)
+        return _silenced(entry.view, quiet)
 
     def _check(self, request: AckRequest) -> None:
         for name, text, least in (("by", request.by, 1), ("reason", request.reason, 0)):
@@ -230,7 +243,7 @@ class Inbox:
                 raise UsageError(
                     f"{name} has {len(text)} characters; give {least} to {MAX_WORDS} printable ones"
                 )
-        longest = self._config.max_silence_seconds
+        longest = MAX_SILENCE_SECONDS
         if not 0 <= request.silence_seconds <= longest:
             raise UsageError(
                 f"silence_seconds is {request.silence_seconds}; it must be 0 to {longest:g}"
@@ -243,7 +256,7 @@ class Inbox:
     def untold(self) -> tuple[list[AlertView], list[AlertView]]:
         """Return what notifiers have not had yet, and what fires and was told; neither silenced."""
         with self._store.read(settled=False) as connection:
-            quiet = silences_now(connection, self._clock.time_ns())
+            quiet = _silences_now(connection, self._clock.time_ns())
             query = select(alerts).where(
                 (alerts.c.state == "firing")
                 | (alerts.c.notified_unix_ns < alerts.c.updated_unix_ns)
@@ -252,14 +265,6 @@ class Inbox:
         loud = [e for e in entries if e.view.fingerprint not in quiet and e.view.state != "pending"]
         new = [e.view for e in loud if e.life.settled != e.view.state]
         return new, [e.view for e in loud if e.view.state == "firing" and e.view not in new]
-
-    def settle(self, view: AlertView) -> None:
-        """Note that every notifier has had this state."""
-        with self._store.write() as connection:
-            entry = load(connection, view.fingerprint)
-            if entry is not None and entry.view.state == view.state:
-                settled = replace(entry.life, settled=view.state)
-                save(connection, Entry(entry.view, settled))
 
     def fired(self) -> dict[tuple[str, str], int]:
         """Return how often alerts began to fire since the start, by (name, severity)."""
@@ -273,7 +278,7 @@ class Inbox:
         with self._lock:
             self._fired.update((v.name, v.severity) for v in views if v.state == "firing")
         with self._store.read(settled=False) as connection:
-            quiet = silences_now(connection, self._clock.time_ns())
+            quiet = _silences_now(connection, self._clock.time_ns())
         for view in views:
             if view.state != "pending" and view.fingerprint not in quiet:
                 self._tell(view)
@@ -281,6 +286,14 @@ class Inbox:
 
 def _nobody(_what: object) -> None:
     """Tell nobody: an inbox that is only read."""
+
+
+def settle(store: Store, view: AlertView) -> None:
+    """Note that every notifier has had this state, unless the alert has moved on since."""
+    with store.write() as connection:
+        entry = _load(connection, view.fingerprint)
+        if entry is not None and entry.view.state == view.state:
+            _save(connection, Entry(entry.view, replace(entry.life, settled=view.state)))
 
 
 # ----------------------------------------------------------------------------------- life cycle
@@ -340,4 +353,124 @@ def _is_news(before: Entry | None, after: Entry) -> bool:
     return after.view.state == "firing" or (before is not None and before.view.state == "firing")
 
 
-__all__ = ["Inbox", "InboxConfig", "Occurrence", "RunNow"]
+# ------------------------------------------------------------------------------- the rows of alerts
+
+
+_LIFE = msgspec.msgpack.Decoder(Life)
+
+
+def entry_of(row: Row[Any]) -> Entry:
+    """Return the alert of a row of ``alerts``."""
+    view = AlertView(
+        fingerprint=row.fingerprint,
+        name=row.name,
+        run_id=row.run_id,
+        severity=row.severity,
+        state=row.state,
+        summary=row.summary,
+        labels=msgspec.json.decode(row.labels, type=dict[str, str]) if row.labels else {},
+        step=row.step,
+        started_unix_ns=row.started_unix_ns,
+        updated_unix_ns=row.updated_unix_ns,
+        ended_unix_ns=row.ended_unix_ns,
+        acknowledged_by=row.acknowledged_by,
+    )
+    return Entry(view, _LIFE.decode(row.body))
+
+
+def _load(connection: Connection, fingerprint: str) -> Entry | None:
+    """Return one alert, or None."""
+    row = connection.execute(select(alerts).where(alerts.c.fingerprint == fingerprint)).first()
+    return None if row is None else entry_of(row)
+
+
+def _load_open(connection: Connection) -> dict[str, dict[str, Entry]]:
+    """Return what is pending or firing, by run and fingerprint."""
+    open_entries: dict[str, dict[str, Entry]] = defaultdict(dict)
+    query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
+    for row in connection.execute(query):
+        open_entries[row.run_id][row.fingerprint] = entry_of(row)
+    return open_entries
+
+
+def _save(connection: Connection, entry: Entry) -> None:
+    """Write the alert over what its row says now."""
+    view = entry.view
+    key = {"fingerprint": view.fingerprint}
+    values = {
+        "run_id": view.run_id,
+        "name": view.name,
+        "severity": view.severity,
+        "state": view.state,
+        "summary": view.summary,
+        "labels": msgspec.json.encode(view.labels).decode(),
+        "step": view.step,
+        "started_unix_ns": view.started_unix_ns,
+        "updated_unix_ns": view.updated_unix_ns,
+        "ended_unix_ns": view.ended_unix_ns,
+        "acknowledged_by": view.acknowledged_by,
+        "notified_unix_ns": view.updated_unix_ns if entry.life.settled == view.state else 0,
+        "body": msgspec.msgpack.encode(entry.life),
+    }
+    statement = insert(connection, alerts).values(key | values)
+    connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
+
+
+def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: int) -> None:
+    """Keep how far the events of a writer were consumed."""
+    values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now_unix_ns}
+    statement = insert(connection, engine_state).values(name=name, **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
+
+
+def _silences_now(connection: Connection, now: int) -> dict[str, Row[Any]]:
+    """Return the silence in force of each fingerprint, the one that ends last."""
+    query = select(silences).where(silences.c.ends_unix_ns > now).order_by(silences.c.ends_unix_ns)
+    return {row.fingerprint: row for row in connection.execute(query)}
+
+
+def _silenced(view: AlertView, quiet: dict[str, Row[Any]]) -> AlertView:
+    """Return the view with the silence that is in force on it."""
+    silence = quiet.get(view.fingerprint)
+    if silence is None:
+        return view
+    return replace(view, silenced_until_unix_ns=silence.ends_unix_ns, silence_reason=silence.reason)
+
+
+def _add_silence(connection: Connection, fingerprint: str, request: AckRequest, now: int) -> None:
+    """Store a silence from now on; earlier ones stay as they are."""
+    values = {
+        "fingerprint": fingerprint,
+        "created_by": request.by,
+        "reason": request.reason,
+        "starts_unix_ns": now,
+        "ends_unix_ns": now + int(request.silence_seconds * 1e9),
+    }
+    connection.execute(silences.insert().values(values))
+
+
+def _write_audit(connection: Connection, fingerprint: str, request: AckRequest, now: int) -> None:
+    """Append who ordered what to the audit."""
+    detail = f"{request.silence_seconds:g} s: {request.reason}" if request.silence_seconds else ""
+    values = {
+        "time_unix_ns": now,
+        "actor": request.by,
+        "action": "silence" if request.silence_seconds else "acknowledge",
+        "subject": f"alert/{fingerprint}",
+        "detail": detail or request.reason,
+    }
+    connection.execute(audit.insert().values(values))
+
+
+__all__ = [
+    "Entry",
+    "Inbox",
+    "InboxConfig",
+    "Life",
+    "NewestBy",
+    "Occurrence",
+    "RunNow",
+    "entry_of",
+    "listed",
+    "settle",
+]

@@ -13,7 +13,8 @@ import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -30,6 +31,16 @@ _LOG = logging.getLogger("vitals.collector.notify")
 _METADATA = frozenset(
     ipaddress.ip_address(a) for a in ("169.254.169.254", "100.100.100.200", "fd00:ec2::254")
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifierSettings:
+    """Where alerts go beside the log: all that ``build_notifiers`` is told, whole."""
+
+    webhooks: tuple[str, ...] = ()
+    """Addresses that alerts are posted to as JSON."""
+    alertmanager: str = ""
+    """Address of an Alertmanager, which then alone routes: webhooks are not used beside it."""
 
 
 class Result(NamedTuple):
@@ -227,14 +238,12 @@ def _post(client: httpx.Client, url: str, body: bytes) -> Result:
     )
 
 
-def build_notifiers(
-    *, webhooks: Iterable[str] = (), alertmanager: str = "", clock: Clock
-) -> tuple[Notifier, ...]:
-    """Return the notifiers of a configuration; where an Alertmanager is given, it alone routes."""
-    if alertmanager:
-        return (LogNotifier(), AlertmanagerNotifier(alertmanager, clock=clock))
+def build_notifiers(settings: NotifierSettings, *, clock: Clock) -> tuple[Notifier, ...]:
+    """Return the notifiers of the settings; where an Alertmanager is given, it alone routes."""
+    if settings.alertmanager:
+        return (LogNotifier(), AlertmanagerNotifier(settings.alertmanager, clock=clock))
     hooks = [
         WebhookNotifier(url, name="webhook" if i == 0 else f"webhook-{i + 1}")
-        for i, url in enumerate(webhooks)
+        for i, url in enumerate(settings.webhooks)
     ]
     return (LogNotifier(), *hooks)

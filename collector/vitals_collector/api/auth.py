@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -32,9 +31,8 @@ from trainvitals.errors import (
     UsageError,
     VitalsError,
 )
+from trainvitals.question import TokenScope
 from trainvitals.views import Problem
-
-TokenScope = Literal["read", "ingest", "control"]
 
 OPEN_PATHS = frozenset({"/healthz"})
 INGEST_PATH = "/v1/ingest"

@@ -1,35 +1,37 @@
-"""The routes that act: commands to runs, and the alerts' inbox."""
+"""The routes that act: commands to runs, what people say of alerts, and notes at a step."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Depends, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
 from trainvitals.clock import Clock
-from trainvitals.errors import UsageError
-from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView
+from trainvitals.views import (
+    AckRequest,
+    AlertView,
+    AnnotationRequest,
+    AnnotationView,
+    CommandRequest,
+    CommandView,
+)
 from vitals_collector.alerts import commands
+from vitals_collector.alerts.annotations import annotate
 from vitals_collector.alerts.inbox import Inbox
 from vitals_collector.api.auth import require
-from vitals_collector.api.web import answers, reply, takes
+from vitals_collector.api.web import answers, body_of, reply, takes
 from vitals_collector.storage.store import Store
-
-T = TypeVar("T")
-_STATUS = Literal["", "pending", "delivered", "done", "refused", "expired", "invalid"]
-_STATE = Literal["", "pending", "firing", "resolved"]
 
 
 def control_router(
     store: Store, inbox: Inbox, *, clock: Clock, folders: Sequence[FilePath] = ()
 ) -> APIRouter:
-    """Return the routes for commands and alerts.
+    """Return the routes that change something.
 
     Args:
-        store: where commands are kept.
+        store: where commands and notes are kept.
         inbox: the alerts.
         clock: when "now" is.
         folders: run directories this collector watches, from its own command line: a command for a
@@ -39,6 +41,7 @@ def control_router(
     _add_commands(router, store, clock, tuple(folders))
     _add_delivery(router, store, clock)
     _add_alerts(router, inbox)
+    _add_annotations(router, store, clock)
     return router
 
 
@@ -68,16 +71,6 @@ def _add_commands(
         )
         return reply(view)
 
-    @router.get(
-        "/runs/{run_id}/commands",
-        tags=["commands"],
-        dependencies=[Depends(require("read", "ingest"))],
-        responses=answers(tuple[CommandView, ...]),
-    )
-    def list_commands(run_id: str, status: _STATUS = "") -> Response:
-        """Return the run's commands, newest first; ``pending`` is what an agent has to deliver."""
-        return reply(commands.listed(store, run_id, now_unix_ns=clock.time_ns(), status=status))
-
 
 def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
     @router.post(
@@ -97,16 +90,6 @@ def _add_delivery(router: APIRouter, store: Store, clock: Clock) -> None:
 
 
 def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
-    @router.get(
-        "/alerts",
-        tags=["alerts"],
-        dependencies=[Depends(require("read"))],
-        responses=answers(tuple[AlertView, ...]),
-    )
-    def list_alerts(run: str = "", state: _STATE = "") -> Response:
-        """Return the inbox, newest first: all of it, one run's, or one state's."""
-        return reply(inbox.listed(run_id=run, state=state))
-
     @router.post(
         "/alerts/{fingerprint}/ack",
         tags=["alerts"],
@@ -121,23 +104,26 @@ def _add_alerts(router: APIRouter, inbox: Inbox) -> None:
         return reply(inbox.acknowledge(fingerprint, body))
 
 
+def _add_annotations(router: APIRouter, store: Store, clock: Clock) -> None:
+    @router.post(
+        "/runs/{run_id}/annotations",
+        tags=["look back"],
+        dependencies=[Depends(require("control"))],
+        responses=answers(AnnotationView),
+        openapi_extra=takes(AnnotationRequest),
+    )
+    def write_annotation(
+        run_id: str,
+        who: Annotated[str, Depends(caller)],
+        body: Annotated[AnnotationRequest, Depends(body_of(AnnotationRequest))],
+    ) -> Response:
+        """Write a line at a step; it is kept as long as the run."""
+        return reply(annotate(store, run_id, body, caller=who, now_unix_ns=clock.time_ns()))
+
+
 def caller(request: Request) -> str:
     """Return who asks, as far as a token can say: where the request came from."""
     return f"api from {request.client.host if request.client else 'this process'}"
 
 
-def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
-    """Return a dependency that decodes the body strictly: no unknown field, no wrong type."""
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
-
-    async def decode(request: Request) -> T:
-        try:
-            decoded: T = decoder.decode(await request.body())
-        except msgspec.DecodeError as error:
-            raise UsageError(f"the body is no {kind.__name__}: {error}") from error
-        return decoded
-
-    return decode
-
-
-__all__ = ["body_of", "caller", "control_router"]
+__all__ = ["control_router"]

@@ -25,7 +25,7 @@ from vitals_collector.alerts import commands
 from vitals_collector.api.auth import require
 from vitals_collector.live import overview
 from vitals_collector.live.engine import Acting
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.storage.read_rows import read_pages
 from vitals_collector.storage.schema import alerts, batches, decisions, findings, sources, streams
 from vitals_collector.storage.store import Store

@@ -2,7 +2,8 @@
 
 import logging
 import random
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -23,6 +24,7 @@ from trainvitals.jsonable import to_json
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Problem, RunSummary
 
+T = TypeVar("T")
 _LOG = logging.getLogger("vitals.collector")
 _STATUS_BY_CODE = {"V101": 404, "V102": 409, "V302": 507}
 """Nothing of that name; it does not allow this now; there is no room left."""
@@ -79,6 +81,20 @@ def takes(body: Any, media_type: str = "application/json") -> dict[str, Any]:
     schema = {"type": "string", "format": "binary"} if body is bytes else _refer(body)
     content = {media_type: {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def body_of(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
+    """Return a dependency that decodes the body strictly: no unknown field, no wrong type."""
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+
+    async def decode(request: Request) -> T:
+        try:
+            decoded: T = decoder.decode(await request.body())
+        except msgspec.DecodeError as error:
+            raise UsageError(f"the body is no {kind.__name__}: {error}") from error
+        return decoded
+
+    return decode
 
 
 def document(app: FastAPI) -> None:

@@ -81,6 +81,7 @@ def collector(
     keep_days: KeepDays = 0.0,
 ) -> None:
     """Keep everything that was seen: ingest, store, alerts, commands and the query API."""
+    from vitals_collector.alerts.notifiers import NotifierSettings
     from vitals_collector.api.app import CollectorSettings
     from vitals_collector.api.auth import check_bind
     from vitals_collector.api.serve import ListenSettings, parse_listen
@@ -96,8 +97,7 @@ def collector(
         folders=tuple(folder or ()),
         bound=host,
         hosts=tuple(allow_host or ()),
-        webhooks=tuple(webhook or ()),
-        alertmanager=alertmanager,
+        notifiers=NotifierSettings(webhooks=tuple(webhook or ()), alertmanager=alertmanager),
         lost_after_seconds=lost_after,
         volumes=VolumeSettings(keep_hours=keep_hours, max_run_bytes=cap, keep_days=keep_days),
     )

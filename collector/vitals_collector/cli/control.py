@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,9 +22,18 @@ from trainvitals.io.client import (
 )
 from trainvitals.io.lookup import known_collector
 from trainvitals.records import Command
-from trainvitals.views import AckRequest, AlertView, CommandRequest, CommandView, RunSummary
+from trainvitals.views import (
+    AckRequest,
+    AlertsQuestion,
+    AlertView,
+    CheckpointsQuestion,
+    CommandRequest,
+    CommandsQuestion,
+    CommandView,
+    RunSummary,
+)
 from vitals_collector.cli.replay import folder_here
-from vitals_collector.queries.open import find_run, open_folder, open_reader
+from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
 
 Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
@@ -97,7 +106,7 @@ def command(
         folder = _default_folder(collector)
     if action is Action.LIST:
         with _control(collector, token_file, needs="read") as client:
-            command_views = client.commands(find_run(client, run).run_id)
+            command_views = client.ask(CommandsQuestion(run_id=find_run(client, run).run_id))
         _write_commands(command_views, form)
         return
     request = CommandRequest(
@@ -131,7 +140,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
     check_request(request)
     with open_reader(folder) as opened:
         summary = find_run(opened.reader, run)
-        announced = opened.reader.checkpoints(summary.run_id)
+        announced = opened.reader.ask(CheckpointsQuestion(run_id=summary.run_id))
     _check_open(summary)
     check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
     check_step(request, summary.last_step)
@@ -204,19 +213,17 @@ def list_alerts(
         raise UsageError(f"--state is {state!r}; it must be pending, firing or resolved")
     folder = folder or _default_folder(collector)
     if folder is not None:
-        alert_views = _alerts_of(folder, run, state)
+        with open_folder(folder) as opened:
+            alert_views = _alerts_of(opened.reader, run, state)
     else:
         with _control(collector, token_file, needs="read") as client:
-            run_id = find_run(client, run).run_id if run else ""
-            alert_views = client.alerts(run_id=run_id, state=state)
+            alert_views = _alerts_of(client, run, state)
     _write_alerts(alert_views, form)
 
 
-def _alerts_of(folder: Path, run: str, state: str) -> tuple[AlertView, ...]:
-    """Return the alerts that the runs in a folder would raise now; nobody is told."""
-    with open_folder(folder) as opened:
-        run_id = find_run(opened.reader, run).run_id if run else ""
-        return opened.reader.alerts(run_id=run_id, state=state)
+def _alerts_of(reader: Reader, run: str, state: Any) -> tuple[AlertView, ...]:
+    run_id = find_run(reader, run).run_id if run else ""
+    return reader.ask(AlertsQuestion(run_id=run_id, state=state))
 
 
 def ack(

@@ -8,7 +8,7 @@ import typer
 from msgspec.structs import replace
 
 from trainvitals.errors import UsageError
-from trainvitals.views import Branch, TableName, TableReply, TableRequest
+from trainvitals.views import Branch, TableName, TableQuestion, TableReply
 from vitals_collector.cli.opening import Collector, Dir, TokenFile, as_folder
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
 from vitals_collector.queries.open import find_run, open_reader
@@ -73,7 +73,7 @@ def query(
             f"the table is {table!r}; it must be one of {_NAMES}",
             hint="the table comes before the run: vitals query steps my-run",
         )
-    request = TableRequest(
+    request = TableQuestion(
         table=cast(TableName, table),
         where=tuple(where or ()),
         columns=tuple(name.strip() for name in columns.split(",") if name.strip()),
@@ -87,7 +87,7 @@ def query(
     with open_reader(folder, collector=collector, token_file=token_file) as opened:
         if run or table in _OF_ONE_RUN:
             request = replace(request, run_id=find_run(opened.reader, run).run_id)
-        reply = opened.reader.table(request)
+        reply = opened.reader.ask(request)
     shown = dict(zip(reply.columns, reply.data, strict=True))
     write_columns(shown, form, output, force=force)
     for line in _said(reply, table):

@@ -9,6 +9,13 @@ import typer
 
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
+from trainvitals.views import (
+    DecisionsQuestion,
+    RunQuestion,
+    RunsQuestion,
+    SeriesQuestion,
+    StepQuestion,
+)
 from vitals_collector.cli import postmortem, query, show
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
@@ -38,7 +45,7 @@ def list_runs(
 ) -> None:
     """List the runs of a collector, or of a folder without any server."""
     with open_reader(folder, collector=collector, token_file=token_file) as opened:
-        runs = opened.reader.runs()
+        runs = opened.reader.ask(RunsQuestion())
     columns: dict[str, Sequence[object]] = {
         "run": [run.run_id for run in runs],
         "name": [run.name for run in runs],
@@ -67,13 +74,18 @@ def why(
     from vitals_collector.queries.why import FOLLOWING, explain, with_kept_samples
 
     with open_run(run, folder, collector, token_file) as (opened, summary):
-        view = opened.reader.step(summary.run_id, step)
-        ledger = opened.reader.decisions(summary.run_id)
-        detail = opened.reader.run(summary.run_id)
+        view = opened.reader.ask(StepQuestion(run_id=summary.run_id, step=step))
+        ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
+        detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
         after = None
         if "steps.loss" in detail.metrics and form is Format.TABLE:
-            after = opened.reader.series(
-                summary.run_id, "steps.loss", from_step=step + 1, to_step=step + FOLLOWING
+            after = opened.reader.ask(
+                SeriesQuestion(
+                    run_id=summary.run_id,
+                    metric="steps.loss",
+                    from_step=step + 1,
+                    to_step=step + FOLLOWING,
+                )
             )
     kept_in = (folder or Path(run)) / summary.run_id
     view = with_kept_samples(view, kept_in, Path(run), detail.info.run_dir)

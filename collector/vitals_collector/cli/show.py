@@ -10,7 +10,17 @@ import typer
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.policy.evidence import tally
-from trainvitals.views import DecisionView, RunDetail, RunVolume, SeriesReply
+from trainvitals.views import (
+    CheckpointsQuestion,
+    DecisionsQuestion,
+    DecisionView,
+    EventsQuestion,
+    RunDetail,
+    RunQuestion,
+    RunVolume,
+    SeriesQuestion,
+    SeriesReply,
+)
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
 from vitals_collector.cli.writing import (
     Force,
@@ -57,7 +67,9 @@ def show(
         )
     with open_run(run, folder, collector, token_file) as (opened, summary):
         if metric:
-            series = opened.reader.series(summary.run_id, metric, source=source, points=points)
+            series = opened.reader.ask(
+                SeriesQuestion(run_id=summary.run_id, metric=metric, source=source, points=points)
+            )
             write_columns(_columns(series, form), form, output, force=force, body=series)
             return
         with written_to(output, force=force) as to:
@@ -78,10 +90,10 @@ def _columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[objec
 
 def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> None:
     """Write everything about a run but its curves' values."""
-    detail = reader.run(run_id)
-    ledger = reader.decisions(run_id)
-    saved = reader.checkpoints(run_id)
-    events = reader.events(run_id)
+    detail = reader.ask(RunQuestion(run_id=run_id))
+    ledger = reader.ask(DecisionsQuestion(run_id=run_id))
+    saved = reader.ask(CheckpointsQuestion(run_id=run_id))
+    events = reader.ask(EventsQuestion(run_id=run_id))
     if form is TableFormat.JSON:
         body = {"run": detail, "decisions": ledger, "checkpoints": saved, "events": events}
         write_json(body, to=to)

@@ -176,7 +176,7 @@ def delete(
     """Remove a run that ended, for good: also what late agents still send of it."""
     import time
 
-    from vitals_collector.live.state import Liveness
+    from vitals_collector.live.run_status import Liveness
     from vitals_collector.retention import removal
 
     with _one_run(run, data, database) as (store, run_id):

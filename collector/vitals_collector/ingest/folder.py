@@ -19,14 +19,14 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Position, read_batches
 from trainvitals.io.spool_files import STATE_FILE
 from vitals_collector.ingest.ingest import Stored, announce, store_batches
-from vitals_collector.ingest.tail_loss import Promises
+from vitals_collector.ingest.tail_loss import TailLoss
 from vitals_collector.ingest.validate import check_batches
 from vitals_collector.storage.schema import positions
 from vitals_collector.storage.store import Store, insert
 
 _LOG = logging.getLogger("vitals.collector.folder")
 _BATCHES_AT_ONCE = 256
-_MAX_TOLD = 4_096
+_MAX_LOGGED = 4_096
 _BYTES_AT_ONCE = 4 << 20
 """In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
 
@@ -41,8 +41,8 @@ class FolderIngest:
     def __init__(self, store: Store, folders: Sequence[Path]) -> None:
         self._store = store
         self._folders = [folder.expanduser().absolute() for folder in folders]
-        self._told: set[str] = set()
-        self._promises = Promises(store)
+        self._logged: set[str] = set()
+        self._tail_loss = TailLoss(store)
         for folder in self._folders:
             if not folder.is_dir():
                 raise UsageError(
@@ -58,7 +58,7 @@ class FolderIngest:
         """
         stop = stop or threading.Event()
         try:
-            return sum(self._read(spool, stop) for spool in self._spools())
+            return sum(self._store_spool(spool, stop) for spool in self._spools())
         finally:
             self._store.is_reading_in = False
 
@@ -67,9 +67,9 @@ class FolderIngest:
         while not stop.is_set():
             try:
                 for spool in self._spools():
-                    self._read_or_tell(spool, stop)
+                    self._store_or_report(spool, stop)
             except Exception as error:  # noqa: BLE001 - nobody but ``stop`` ends this thread
-                self._tell(error)
+                self._report(error)
             finally:
                 self._store.is_reading_in = False
             stop.wait(interval_seconds)
@@ -79,25 +79,25 @@ class FolderIngest:
             for run_dir in [RunDir(folder)] if _is_run(folder) else RunDir.find_all(folder):
                 yield from run_dir.spool_dirs().values()
 
-    def _read_or_tell(self, spool: Path, stop: threading.Event) -> None:
-        """Read a spool; one that cannot be read keeps no other back."""
+    def _store_or_report(self, spool: Path, stop: threading.Event) -> None:
+        """Store what is new in a spool; one that cannot be read keeps no other back."""
         try:
-            self._read(spool, stop)
+            self._store_spool(spool, stop)
         except StorageError:
             raise  # it is the store: no other spool would fare better
         except Exception as error:  # noqa: BLE001 - counted, told, and tried again
-            self._tell(error, f"{spool}: ")
+            self._report(error, f"{spool}: ")
 
-    def _tell(self, error: Exception, where: str = "") -> None:
+    def _report(self, error: Exception, where: str = "") -> None:
         self._store.counters.fail("folder")
         is_ours = isinstance(error, (VitalsError, OSError))
-        self._say_once(f"{where}{error}", None if is_ours else error)
+        self._log_once(f"{where}{error}", None if is_ours else error)
 
-    def _read(self, spool: Path, stop: threading.Event) -> int:
+    def _store_spool(self, spool: Path, stop: threading.Event) -> int:
         position, now = self._position(spool), time.time()
         if position == Position():
             self._store.is_reading_in = True
-        promised = self._promises.read(spool)
+        promised = self._tail_loss.read(spool)
 
         def damaged(begin: Position, end: Position) -> None:
             where = f"{spool}/{begin.file:06d}.tvs: bytes {begin.offset} to {end.offset}"
@@ -116,14 +116,14 @@ class FolderIngest:
         if promised is not None and not stop.is_set():
             version, state = promised
             if state is not None:
-                self._promises.keep(spool, version, state, position, now)
+                self._tail_loss.count(spool, version, state, position, now)
             else:
                 where = f"{spool / STATE_FILE} is damaged"
                 self._count_damage(f"{where}: rows lost at the end of a stream are not counted")
         return num_new
 
     def _count_damage(self, text: str) -> None:
-        if self._say_once(text):
+        if self._log_once(text):
             with self._store.counters.lock:
                 self._store.counters.num_damaged += 1
 
@@ -141,7 +141,7 @@ class FolderIngest:
             -1,
         )
         if newer >= 0:
-            self._say_once(f"{spool}: {checked[newer]}")
+            self._log_once(f"{spool}: {checked[newer]}")
             checked = checked[:newer]
         if not checked:
             return [], True
@@ -152,7 +152,7 @@ class FolderIngest:
             self._store.note_stored([outcome.batch for outcome in stored if outcome.batch])
         for outcome in stored:
             if outcome.error is not None:
-                self._say_once(f"{spool}: a batch is passed over: {outcome.error}")
+                self._log_once(f"{spool}: a batch is passed over: {outcome.error}")
         return stored, newer >= 0
 
     def _position(self, spool: Path) -> Position:
@@ -167,12 +167,12 @@ class FolderIngest:
             return Position()  # another spool took its place; the store knows what it knows
         return position
 
-    def _say_once(self, text: str, bug: Exception | None = None) -> bool:
-        if text in self._told:
+    def _log_once(self, text: str, bug: Exception | None = None) -> bool:
+        if text in self._logged:
             return False
-        if len(self._told) >= _MAX_TOLD:
-            self._told.clear()
-        self._told.add(text)
+        if len(self._logged) >= _MAX_LOGGED:
+            self._logged.clear()
+        self._logged.add(text)
         _LOG.warning("%s", text, exc_info=bug)
         return True
 

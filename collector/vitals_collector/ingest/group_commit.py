@@ -25,13 +25,15 @@ BUSY = "V304"
 """Error code: more came than is written; try again later."""
 
 _MAX_GATHER_SECONDS = 0.01
+_GROUP_BYTES = 8 << 20
+"""Taken into one transaction, beside a number of batches."""
 
 _LOG = logging.getLogger("vitals.collector.intake")
 
 Outcome = tuple[IngestReply, ...] | Exception
 """What became of a body: a reply for each batch, or why there is none."""
 
-Tell = Callable[[list[tuple["PendingBody", Outcome]]], None]
+OnDone = Callable[[list[tuple["PendingBody", Outcome]]], None]
 """Takes the outcomes of a whole group at once; called in the writing thread."""
 
 
@@ -51,9 +53,8 @@ class CommitLimits:
     max_bytes: int = 64 << 20
     """Of bodies that wait or are being written; one body alone is always taken."""
     max_bodies: int = 4_096
-    group_bytes: int = 8 << 20
-    """Taken into one transaction, so that it does not take long."""
     group_batches: int = 4_096
+    """Taken into one transaction, so that it does not take long."""
 
 
 class CommitQueue:
@@ -62,9 +63,9 @@ class CommitQueue:
     Args:
         store: where to.
         clock: says when a body was received.
-        tell: gives the answers on.
+        on_done: gives the answers on.
         limits: the bounds.
-        arrivals: takes them in where not all are to be placed at once.
+        buffer: takes them in where not all are to be placed at once.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class CommitQueue:
         store: Store,
         *,
         clock: Clock,
-        tell: Tell,
+        on_done: OnDone,
         limits: CommitLimits | None = None,
-        arrivals: WriteAheadBuffer | None = None,
+        buffer: WriteAheadBuffer | None = None,
     ) -> None:
         self._store = store
-        self._arrivals = arrivals
+        self._buffer = buffer
         self._clock = clock
-        self._tell = tell
+        self._on_done = on_done
         self._limits = limits or CommitLimits()
         self._changed = threading.Condition()
         self._waiting: deque[PendingBody] = deque()
@@ -104,7 +105,7 @@ class CommitQueue:
         self._thread.start()
 
     def put(self, waiting: PendingBody) -> None:
-        """Queue a body; its outcome comes through ``tell``. Never blocks.
+        """Queue a body; its outcome comes through ``on_done``. Never blocks.
 
         Raises:
             StorageError: there is no room, or the intake is closed; send it again later.
@@ -122,7 +123,7 @@ class CommitQueue:
                 )
             self._num_bytes += waiting.num_bytes
             self._waiting.append(waiting)
-            if len(self._waiting) == 1:
+            if len(self._waiting) == 1:  # the thread waits only for the first; more take no wake-up
                 self._changed.notify()
 
     def close(self) -> None:
@@ -142,10 +143,10 @@ class CommitQueue:
             # Where several come at once they do so again: the next group waits for all of them, no
             # longer than this one took. A single client waits for nobody.
             self._gather_seconds = min(took, _MAX_GATHER_SECONDS) if len(group) > 1 else 0.0
-            with self._changed:
+            with self._changed:  # before the answers: who has one sends again, and must find room
                 self._num_bytes -= sum(waiting.num_bytes for waiting in group)
             try:
-                self._tell(list(zip(group, outcomes, strict=True)))
+                self._on_done(list(zip(group, outcomes, strict=True)))
             except Exception:  # noqa: BLE001 - nobody may end this thread but close
                 self._store.counters.fail("ingest")
                 _LOG.exception("answers_not_given num=%d", len(group))
@@ -164,7 +165,7 @@ class CommitQueue:
                 waiting = self._waiting[0]
                 num_bytes += waiting.num_bytes
                 num_batches += len(waiting.raws)
-                is_large = num_bytes > self._limits.group_bytes
+                is_large = num_bytes > _GROUP_BYTES
                 if group and (is_large or num_batches > self._limits.group_batches):
                     break
                 group.append(self._waiting.popleft())
@@ -173,8 +174,8 @@ class CommitQueue:
     def _store_group(self, group: Sequence[PendingBody]) -> Sequence[Outcome]:
         try:
             bodies, now = [waiting.raws for waiting in group], self._clock.time_ns()
-            if self._arrivals is not None:
-                return self._arrivals.ingest_bodies(bodies, now)
+            if self._buffer is not None:
+                return self._buffer.ingest_bodies(bodies, now)
             return ingest_bodies(self._store, bodies, now)
         except VitalsError as error:
             return [error] * len(group)

@@ -4,35 +4,81 @@ The order is the promise: decode and check, cut off what is stored already, stor
 the events mean in one transaction, commit (which is fsynced), and only then answer. What came
 together is stored together, so that a commit and a statement cost once for all of it. A refused
 batch changes nothing and keeps no other back.
+
+How far each writer's stream is stored is what makes at-least-once exactly once. It is read and
+moved inside the transaction that stores the rows. Two collectors on one database take turns at a
+run, by a lock that ends with the transaction; SQLite has one writer at a time.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from sqlalchemy import Connection
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    and_,
+    bindparam,
+    case,
+    func,
+    select,
+    update,
+)
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from trainvitals.errors import FormatError, VitalsError
+from trainvitals.identity import Identity
 from trainvitals.records import EventRow, decode_events
+from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import Batch, IngestReply
 from vitals_collector.ingest import projections
-from vitals_collector.ingest.insert import place_batches
-from vitals_collector.ingest.offsets import (
-    StreamOffset,
-    check_mark,
-    key_of,
-    lock_runs,
-    read_marks,
-    register_streams,
+from vitals_collector.ingest.validate import (
+    LAST,
+    LIMITS,
+    Checked,
+    Summary,
+    check_batches,
+    summarize,
 )
-from vitals_collector.ingest.tombstones import forgotten_runs, is_forgotten, without_forgotten
-from vitals_collector.ingest.validate import Checked, check_batches
-from vitals_collector.storage.store import Store
+from vitals_collector.storage.prepared import Prepared
+from vitals_collector.storage.schema import (
+    batches,
+    forgotten,
+    measured_columns,
+    row_schemas,
+    runs,
+    sources,
+    streams,
+)
+from vitals_collector.storage.store import Store, clean, insert
 
 _FOREIGN_KEY = "23503"
 """PostgreSQL's word for a row that hangs on one which is not there."""
 _LOG = logging.getLogger("vitals.collector.ingest")
+
+
+StreamKey = tuple[str, str, str]
+"""Run, incarnation and stream."""
+
+
+@dataclass(slots=True)
+class StreamOffset:
+    """How far one stream is stored, and what is known of its columns."""
+
+    key: StreamKey
+    source: str
+    last_seq: int = -1
+    schema_digest: str = ""
+    measured: int = 0
+    num_rows: int = 0
+    """New in this transaction; so is the next."""
+    num_lost: int = 0
+    expected_seq: int = -1
+    """Up to there, what is missing was counted already."""
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -103,7 +149,7 @@ def store_batches(
 ) -> list[Stored]:
     """Store what is fit for it inside the caller's transaction, who commits, then announces."""
     good = [batch for batch in checked if isinstance(batch, Batch)]
-    lock_runs(connection, good)
+    _lock_runs(connection, good)
     stored = iter(_store_or_halve(connection, good, received_unix_ns) if good else ())
     return [
         _refused(batch_or_error) if isinstance(batch_or_error, FormatError) else next(stored)
@@ -163,6 +209,7 @@ def _store_or_halve(
 ) -> list[Stored]:
     """Store the batches; where one cannot be stored, find it by halves and refuse it alone."""
     try:
+        # A savepoint: what a refused batch began must go, and the transaction is everybody's.
         with connection.begin_nested():
             return _store(connection, batches, received_unix_ns)
     except (OverflowError, DataError) as error:
@@ -194,11 +241,12 @@ def _is_of_a_batch(error: Exception) -> bool:
 
 
 def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: int) -> list[Stored]:
-    marks = read_marks(connection, batches)
+    offsets = _read_offsets(connection, batches)
     keys = [key_of(batch) for batch in batches]
-    unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in marks]
-    removed = forgotten_runs(connection, unknown)
-    register_streams(connection, marks, without_forgotten(unknown, removed))
+    # Whether the run was removed is asked of new streams alone: its removal took the known ones.
+    unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
+    removed = _forgotten_runs(connection, unknown)
+    _register_streams(connection, offsets, _without_forgotten(unknown, removed))
     stored: list[Stored] = []
     fresh: list[tuple[Batch, StreamOffset]] = []
     for batch, key in zip(batches, keys, strict=True):
@@ -206,16 +254,16 @@ def _store(connection: Connection, batches: Sequence[Batch], received_unix_ns: i
             stored.append(_pass_over(batch))
             continue
         try:
-            mark = check_mark(batch, marks.get(key))
+            offset = _check_offset(batch, offsets.get(key))
         except FormatError as error:
             stored.append(_refused(error))
             continue
-        outcome = cut_off_known(batch, mark)
+        outcome = cut_off_known(batch, offset)
         stored.append(outcome)
         if outcome.batch is not None:
-            fresh.append((outcome.batch, mark))
+            fresh.append((outcome.batch, offset))
     if fresh:
-        place_batches(connection, fresh, received_unix_ns)
+        _place_batches(connection, fresh, received_unix_ns)
         projections.apply(
             connection,
             [
@@ -234,44 +282,406 @@ def _pass_over(batch: Batch) -> Stored:
     return Stored(reply, num_forgotten=header.num_rows)
 
 
-def cut_off_known(batch: Batch, mark: StreamOffset) -> Stored:
-    """Return what is new in the batch, and move its stream's mark behind it."""
+def cut_off_known(batch: Batch, offset: StreamOffset) -> Stored:
+    """Return what is new in the batch, and move its stream's offset behind it."""
     header = batch.header
-    num_ahead = header.first_seq - mark.last_seq - 1
+    num_ahead = header.first_seq - offset.last_seq - 1
     num_lost, num_known = max(0, num_ahead), min(header.num_rows, max(0, -num_ahead))
-    num_told = max(0, min(mark.expected_seq, header.first_seq - 1) - mark.last_seq)
+    num_told = max(0, min(offset.expected_seq, header.first_seq - 1) - offset.last_seq)
     if num_known == header.num_rows:
-        reply = IngestReply(durable_seq=mark.last_seq, num_new=0, num_duplicate=num_known)
-        return Stored(reply, expected_seq=mark.expected_seq)
+        reply = IngestReply(durable_seq=offset.last_seq, num_new=0, num_duplicate=num_known)
+        return Stored(reply, expected_seq=offset.expected_seq)
     if num_known:
         rest = msgspec.structs.replace(
             header, first_seq=header.first_seq + num_known, num_rows=header.num_rows - num_known
         )
         batch = Batch(rest, batch.rows[num_known * header.stream_schema.row_size :])
     num_new = batch.header.num_rows
-    mark.last_seq = header.last_seq
-    mark.num_rows += num_new
-    mark.num_lost += num_lost
+    offset.last_seq = header.last_seq
+    offset.num_rows += num_new
+    offset.num_lost += num_lost
     is_events = header.stream == "events"
     events = list(decode_events(header.stream_schema, batch.rows)) if is_events else ()
     reply = IngestReply(durable_seq=header.last_seq, num_new=num_new, num_duplicate=num_known)
     return Stored(
         reply,
         num_lost=num_lost - num_told,
-        expected_seq=mark.expected_seq,
+        expected_seq=offset.expected_seq,
         batch=batch,
         events=events,
     )
 
 
+# -------------------------------------------------------------------- how far each stream is stored
+
+
+_MAX_INT64 = 2**63 - 1
+_LOCK_SEED = 7_460_211
+"""Keeps our advisory locks apart from those of others in the same database."""
+
+
+def key_of(batch: Batch) -> StreamKey:
+    """Return which stream a batch belongs to."""
+    identity = batch.header.identity
+    return identity.run_id, identity.incarnation, batch.header.stream
+
+
+def _read_offsets(
+    connection: Connection, batches: Sequence[Batch]
+) -> dict[StreamKey, StreamOffset]:
+    """Return the offsets of all streams in the batches; a stream that is not known has none."""
+    incarnations: dict[str, set[str]] = {}
+    for batch in batches:
+        identity = batch.header.identity
+        incarnations.setdefault(identity.run_id, set()).add(identity.incarnation)
+    offsets: dict[StreamKey, StreamOffset] = {}
+    for run_id, run_incarnations in incarnations.items():
+        mark_rows = connection.execute(
+            _OFFSETS, {"of_run": run_id, "of_writers": sorted(run_incarnations)}
+        )
+        for incarnation, stream, last_seq, promised, digest, measured, source in mark_rows:
+            bits = int(measured, 16) if measured else 0
+            key = run_id, incarnation, stream
+            offsets[key] = StreamOffset(key, source, last_seq, digest, bits, expected_seq=promised)
+    return offsets
+
+
+def _lock_runs(connection: Connection, batches: Iterable[Batch]) -> None:
+    """Wait until no other collector writes to these runs; hold them until the transaction ends.
+
+    In order, so that two that want the same runs do not wait for each other.
+    """
+    if connection.dialect.name == "sqlite":
+        return
+    for run_id in sorted({batch.header.identity.run_id for batch in batches}):
+        connection.execute(_LOCK, {"of_run": run_id})
+
+
+def _register_streams(
+    connection: Connection, offsets: dict[StreamKey, StreamOffset], new: Sequence[Batch]
+) -> None:
+    """Make the rows that new streams hang on, and add the streams' offsets.
+
+    A batch whose identity no database takes is left out: it gets no offset.
+    """
+    new = [batch for batch in new if _fits(batch.header.identity)]
+    if not new:
+        return
+    started: dict[str, int] = {}
+    writers: dict[tuple[str, str], Identity] = {}
+    for identity in (batch.header.identity for batch in new):
+        earliest = started.get(identity.run_id, identity.started_unix_ns)
+        started[identity.run_id] = min(earliest, identity.started_unix_ns)
+        writers.setdefault((identity.run_id, identity.incarnation), identity)
+    keys = sorted({key_of(batch) for batch in new})
+    connection.execute(
+        insert(connection, runs).on_conflict_do_nothing(),
+        [{"run_id": run_id, "started_unix_ns": ns} for run_id, ns in started.items()],
+    )
+    connection.execute(
+        insert(connection, sources).on_conflict_do_nothing(),
+        [_source_row(identity) for identity in writers.values()],
+    )
+    connection.execute(
+        insert(connection, streams).on_conflict_do_nothing(),
+        [{"run_id": run, "incarnation": inc, "stream": stream} for run, inc, stream in keys],
+    )
+    offsets.update(_read_offsets(connection, new))
+
+
+def _check_offset(batch: Batch, offset: StreamOffset | None) -> StreamOffset:
+    """Return the offset if the batch may move it.
+
+    Raises:
+        FormatError: the incarnation is known as another source, or could not be introduced.
+    """
+    identity = batch.header.identity
+    if offset is None:
+        raise FormatError("a number in the batch's header does not fit 64 bits")
+    if offset.source != identity.source:
+        raise FormatError(
+            f"incarnation {identity.incarnation} is known as {offset.source}, "
+            f"not {identity.source}",
+            hint="each start of each source makes an incarnation of its own",
+        )
+    return offset
+
+
+def _fits(identity: Identity) -> bool:
+    numbers = (
+        identity.pid,
+        identity.rank,
+        identity.local_rank,
+        identity.world_size,
+        identity.started_unix_ns,
+    )
+    return all(-_MAX_INT64 <= number <= _MAX_INT64 for number in numbers)
+
+
+def _source_row(identity: Identity) -> dict[str, str | int]:
+    return {
+        "run_id": identity.run_id,
+        "incarnation": identity.incarnation,
+        "source": identity.source,
+        "node": identity.node,
+        "pid": identity.pid,
+        "rank": identity.rank,
+        "local_rank": identity.local_rank,
+        "world_size": identity.world_size,
+        "gpu_uuid": clean(identity.gpu_uuid),
+        "started_unix_ns": identity.started_unix_ns,
+    }
+
+
+_OFFSETS = (
+    select(
+        streams.c.incarnation,
+        streams.c.stream,
+        streams.c.last_seq,
+        streams.c.expected_seq,
+        streams.c.schema_digest,
+        streams.c.measured,
+        sources.c.source,
+    )
+    .join(
+        sources,
+        (sources.c.run_id == streams.c.run_id) & (sources.c.incarnation == streams.c.incarnation),
+    )
+    .where(
+        streams.c.run_id == bindparam("of_run"),
+        streams.c.incarnation.in_(bindparam("of_writers", expanding=True)),
+    )
+)
+_LOCK = select(
+    func.pg_advisory_xact_lock(
+        func.hashtextextended(bindparam("of_run"), bindparam("seed", _LOCK_SEED, BigInteger))
+    )
+)
+
+
+# --------------------------------------------------------------------------- runs that were removed
+
+
+def _forgotten_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
+    """Return which of the batches' runs were removed, and when."""
+    ids = sorted({batch.header.identity.run_id for batch in of})
+    if not ids:
+        return {}
+    query = select(forgotten.c.run_id, forgotten.c.forgotten_unix_ns)
+    removals = connection.execute(query.where(forgotten.c.run_id.in_(ids)))
+    return {row.run_id: row.forgotten_unix_ns for row in removals}
+
+
+def is_being_removed() -> ColumnElement[bool]:
+    """Return the condition that a row of ``runs`` only waits for its batches to be gone."""
+    begun = select(forgotten.c.run_id).where(
+        forgotten.c.run_id == runs.c.run_id, forgotten.c.is_gone.is_(False)
+    )
+    later = select(streams.c.run_id).where(streams.c.run_id == runs.c.run_id)
+    return and_(begun.exists(), ~later.exists())
+
+
+def is_forgotten(batch: Batch, removed: Mapping[str, int]) -> bool:
+    """Return whether the batch is of a start before its run was removed."""
+    identity = batch.header.identity
+    return identity.run_id in removed and identity.started_unix_ns <= removed[identity.run_id]
+
+
+def _without_forgotten(new: Sequence[Batch], removed: Mapping[str, int]) -> list[Batch]:
+    """Return the batches that may be stored."""
+    return [batch for batch in new if not is_forgotten(batch, removed)]
+
+
+# -------------------------------------------------------------- the rows, and what lies beside them
+
+
+def _place_batches(
+    connection: Connection, fresh: Sequence[tuple[Batch, StreamOffset]], received_unix_ns: int
+) -> None:
+    """Store the rows as they came, move their streams' offsets, and say what the sources do."""
+    fresh_batches = [batch for batch, _ in fresh]
+    offsets = [offset for _, offset in fresh]
+    summaries, schemas = summarize(fresh_batches)
+    _note_columns(connection, offsets, summaries, schemas)
+    placed = [_row_of(*both) for both in zip(fresh_batches, summaries, strict=True)]
+    _PLACE.execute(connection, placed)
+    moved = {id(offset): offset for offset in offsets}  # a stream's batches share one: moved once
+    _MOVE.execute(connection, [_moved(offset) for offset in moved.values()])
+    _note_sources(connection, offsets, summaries, received_unix_ns)
+    projections.note_processes(
+        connection,
+        (
+            (header.identity.run_id, header.stream_schema, rows_of(header.stream_schema, rows))
+            for header, rows in ((batch.header, batch.rows) for batch in fresh_batches)
+            if header.stream == "process"
+        ),
+    )
+
+
+def _note_columns(
+    connection: Connection,
+    offsets: Sequence[StreamOffset],
+    summaries: Sequence[Summary],
+    schemas: Mapping[str, Schema],
+) -> None:
+    """Write down the schemas and the measured columns that are new in their streams."""
+    used: set[str] = set()
+    measured_bits: dict[tuple[str, str], int] = {}
+    for offset, summary in zip(offsets, summaries, strict=True):
+        digest = summary.schema_digest
+        if offset.schema_digest != digest:
+            offset.schema_digest, offset.measured = digest, 0
+            used.add(digest)
+        if summary.measured & ~offset.measured:
+            offset.measured |= summary.measured
+            about = offset.key[0], digest
+            measured_bits[about] = measured_bits.get(about, 0) | summary.measured
+    bodies = {digest: msgspec.msgpack.encode(schemas[digest]) for digest in sorted(used)}
+    if bodies:
+        schema_rows = [{"digest": digest, "body": body} for digest, body in bodies.items()]
+        connection.execute(insert(connection, row_schemas).on_conflict_do_nothing(), schema_rows)
+    names = [
+        {
+            "run_id": run_id,
+            "stream": schemas[digest].stream,
+            "name": clean(column.name),
+        }
+        for (run_id, digest), bits in measured_bits.items()
+        for i, column in enumerate(schemas[digest].columns)
+        if bits >> i & 1
+    ]
+    if names:
+        connection.execute(insert(connection, measured_columns).on_conflict_do_nothing(), names)
+
+
+def _row_of(batch: Batch, summary: Summary) -> tuple[Any, ...]:
+    header = batch.header
+    identity = header.identity
+    return (
+        identity.run_id,
+        identity.incarnation,
+        identity.source,
+        header.stream_schema.stream,
+        summary.schema_digest,
+        header.first_seq,
+        header.num_rows,
+        header.clock_offset_ns,
+        batch.rows,
+        zlib.crc32(batch.rows),
+        *summary.limits,
+    )
+
+
+def _moved(offset: StreamOffset) -> tuple[Any, ...]:
+    bits = f"{offset.measured:x}"
+    return (
+        *offset.key,
+        offset.last_seq,
+        offset.num_rows,
+        offset.num_lost,
+        offset.schema_digest,
+        bits,
+    )
+
+
+def _note_sources(
+    connection: Connection,
+    offsets: Sequence[StreamOffset],
+    summaries: Sequence[Summary],
+    received_unix_ns: int,
+) -> None:
+    """Say when each writer was last heard, and what a rank's newest step was."""
+    heard: dict[tuple[str, str], int] = {}
+    newest: dict[tuple[str, str], Summary] = {}
+    for offset, summary in zip(offsets, summaries, strict=True):
+        writer = offset.key[:2]
+        heard[writer] = max(heard.get(writer, summary.newest_unix_ns), summary.newest_unix_ns)
+        if summary.last is not None:
+            newest[writer] = summary
+    stepped, others = [], []
+    for writer, seen in heard.items():
+        latest = newest.get(writer)
+        if latest is None or latest.last is None:
+            others.append((*writer, seen, received_unix_ns))
+        else:
+            stepped.append((*writer, seen, received_unix_ns, *latest.last))
+    _HEARD.execute(connection, others)
+    _STEPPED.execute(connection, stepped)
+
+
+_PLACE = Prepared(
+    batches.insert(),
+    (
+        "run_id",
+        "incarnation",
+        "source",
+        "stream",
+        "schema_digest",
+        "first_seq",
+        "num_rows",
+        "clock_offset_ns",
+        "row_bytes",
+        "row_crc",
+        *LIMITS,
+    ),
+)
+_MOVE = Prepared(
+    update(streams)
+    .where(
+        streams.c.run_id == bindparam("of_run"),
+        streams.c.incarnation == bindparam("of_writer"),
+        streams.c.stream == bindparam("of_stream"),
+    )
+    .values(
+        last_seq=bindparam("new_last_seq"),
+        num_rows=streams.c.num_rows + bindparam("new_rows"),
+        num_lost=streams.c.num_lost + bindparam("new_lost"),
+        schema_digest=bindparam("new_digest"),
+        measured=bindparam("new_measured"),
+    ),
+    (
+        "of_run",
+        "of_writer",
+        "of_stream",
+        "new_last_seq",
+        "new_rows",
+        "new_lost",
+        "new_digest",
+        "new_measured",
+    ),
+)
+# A spool may arrive late: an old batch must not make its writer look silent.
+_HEAR = (
+    update(sources)
+    .where(sources.c.run_id == bindparam("of_run"), sources.c.incarnation == bindparam("of_writer"))
+    .values(
+        {
+            column: case((column < bindparam(name), bindparam(name)), else_=column)
+            for column, name in (
+                (sources.c.last_seen_unix_ns, "seen"),
+                (sources.c.last_received_unix_ns, "received"),
+            )
+        }
+    )
+)
+_STEP = _HEAR.values({name: bindparam(f"new_{name}") for name in LAST})
+_HEARD_NAMES = ("of_run", "of_writer", "seen", "received")
+_HEARD = Prepared(_HEAR, _HEARD_NAMES)
+_STEPPED = Prepared(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
+
 __all__ = [
     "Answer",
     "Stored",
+    "StreamKey",
+    "StreamOffset",
     "announce",
     "answers_of",
     "cut_off_known",
     "ingest",
     "ingest_all",
     "ingest_bodies",
+    "is_being_removed",
+    "is_forgotten",
+    "key_of",
     "store_batches",
 ]

@@ -1,10 +1,10 @@
 """Takes batches in at the price of one row for all that came together, and places them later.
 
-A row in ``batches`` with its indexes and marks costs ten times what it costs to check a small
-batch. So batches of streams that are known are written into ``arrivals`` as they came, all of a
-commit as one row, and are acknowledged. Every few seconds, or before somebody reads, those that
-follow on one another are joined and go the way of all batches (``store_batches``): in one
-transaction they are placed, their marks move and their arrivals go. That way cuts off what is
+A row in ``batches``, with its indexes and its stream's offset, costs ten times what checking a
+small batch costs. So batches of streams that are known are written into ``arrivals`` as they came,
+all of a commit as one row, and are acknowledged. Every few seconds, or before somebody reads, those
+that follow on one another are joined and go the way of all batches (``store_batches``): in one
+transaction they are placed, their offsets move and their arrivals go. That way cuts off what is
 stored already, so it may begin anew at any point: each row is stored once, whoever dies in between.
 
 What says more than numbers goes that way at once: events, and batches of a stream that is new, has
@@ -27,12 +27,14 @@ from trainvitals.wire import MAX_BODY_BYTES, Batch, BatchHeader, split_batches
 from vitals_collector.ingest.ingest import (
     Answer,
     Stored,
+    StreamKey,
+    StreamOffset,
     announce,
     answers_of,
     cut_off_known,
+    key_of,
     store_batches,
 )
-from vitals_collector.ingest.offsets import StreamKey, StreamOffset, key_of
 from vitals_collector.ingest.validate import Checked, check_batches
 from vitals_collector.storage.schema import arrivals
 from vitals_collector.storage.store import Store
@@ -59,7 +61,7 @@ class WriteAheadConfig:
     max_bytes: int = 16 << 20
     """So much is placed before more is taken in."""
     max_streams: int = 65_536
-    """Streams whose marks are remembered; all are forgotten, and asked for again, beyond."""
+    """Streams whose offsets are remembered; all are forgotten, and asked for again, beyond."""
 
 
 class WriteAheadBuffer:
@@ -73,7 +75,7 @@ class WriteAheadBuffer:
         self._config = config or WriteAheadConfig()
         self._placing = threading.RLock()
         self._taking = threading.RLock()
-        self._known: dict[StreamKey, tuple[BatchHeader, StreamOffset]] = {}
+        self._offsets: dict[StreamKey, tuple[BatchHeader, StreamOffset]] = {}
         self._waiting: Waiting = {}
         self._ids: list[int] = []
         self._num_bytes = 0
@@ -120,47 +122,47 @@ class WriteAheadBuffer:
         if sum(map(len, raws)) >= _LARGE_BYTES * len(raws):
             stored = self._store_at_once(checked, received_unix_ns)
             return answers_of(bodies, stored)
-        marks = self._marks_of_those_that_wait(checked)
+        offsets = self._offsets_of_those_that_wait(checked)
         stored_by_place: dict[int, Stored] = {}
-        at_once = [i for i, mark in enumerate(marks) if mark is None]
+        at_once = [i for i, offset in enumerate(offsets) if offset is None]
         if at_once:
             stored = self._store_at_once([checked[i] for i in at_once], received_unix_ns)
             stored_by_place |= zip(at_once, stored, strict=True)
         later = [
-            (i, (raws[i], batch, mark))
-            for i, (batch, mark) in enumerate(zip(checked, marks, strict=True))
-            if mark is not None and isinstance(batch, Batch)
+            (i, (raws[i], batch, offset))
+            for i, (batch, offset) in enumerate(zip(checked, offsets, strict=True))
+            if offset is not None and isinstance(batch, Batch)
         ]
         if later:
-            places, marked_batches = zip(*later, strict=True)
+            places, batches_to_keep = zip(*later, strict=True)
             stored_by_place |= zip(
-                places, self._keep(marked_batches, received_unix_ns), strict=True
+                places, self._keep(batches_to_keep, received_unix_ns), strict=True
             )
         return answers_of(bodies, [stored_by_place[i] for i in range(len(raws))])
 
-    def _marks_of_those_that_wait(self, checked: Sequence[Checked]) -> list[StreamOffset | None]:
-        """Return the mark of each batch that may wait; of one stream either all may or none."""
-        marks: list[StreamOffset | None] = []
+    def _offsets_of_those_that_wait(self, checked: Sequence[Checked]) -> list[StreamOffset | None]:
+        """Return the offset of each batch that may wait; of one stream either all may or none."""
+        offsets: list[StreamOffset | None] = []
         at_once: set[StreamKey] = set()
         for batch_or_error in checked:
-            header_and_mark = (
-                self._known.get(key_of(batch_or_error))
+            header_and_offset = (
+                self._offsets.get(key_of(batch_or_error))
                 if isinstance(batch_or_error, Batch)
                 else None
             )
-            if header_and_mark is None or not isinstance(batch_or_error, Batch):
-                marks.append(None)
-            elif _is_alike(header_and_mark[0], batch_or_error.header):
-                marks.append(header_and_mark[1])
+            if header_and_offset is None or not isinstance(batch_or_error, Batch):
+                offsets.append(None)
+            elif _is_alike(header_and_offset[0], batch_or_error.header):
+                offsets.append(header_and_offset[1])
             else:
-                marks.append(None)
-                at_once.add(header_and_mark[1].key)
+                offsets.append(None)
+                at_once.add(header_and_offset[1].key)
         if not at_once:
-            return marks
-        return [None if mark is None or mark.key in at_once else mark for mark in marks]
+            return offsets
+        return [None if offset is None or offset.key in at_once else offset for offset in offsets]
 
     def _store_at_once(self, checked: Sequence[Checked], received_unix_ns: int) -> list[Stored]:
-        """Store what may not wait, after what waits: its streams' marks must be where they are."""
+        """Store what may not wait, after what waits: its streams' offsets must be right."""
         streams = [batch for batch in checked if isinstance(batch, Batch) and not _is_event(batch)]
         with self.exclusive() if streams else nullcontext():
             with self._store.write() as connection:
@@ -173,59 +175,61 @@ class WriteAheadBuffer:
         return stored
 
     def _remember(self, header: BatchHeader, done: Stored) -> None:
-        if len(self._known) >= self._config.max_streams:
-            self._known.clear()
+        if len(self._offsets) >= self._config.max_streams:
+            self._offsets.clear()
         identity = header.identity
         key = identity.run_id, identity.incarnation, header.stream
         last, promised = done.reply.durable_seq, done.expected_seq
-        self._known[key] = header, StreamOffset(key, identity.source, last, expected_seq=promised)
+        self._offsets[key] = header, StreamOffset(key, identity.source, last, expected_seq=promised)
 
     def _keep(
-        self, marked_batches: Sequence[tuple[bytes, Batch, StreamOffset]], received_unix_ns: int
+        self, batches_to_keep: Sequence[tuple[bytes, Batch, StreamOffset]], received_unix_ns: int
     ) -> list[Stored]:
         """Write down what is new, as it came; from then on it is in memory and on disk."""
+        # One at a time: offsets move before the commit, and the next group is cut by them.
         with self._taking:
             try:
-                stored = [cut_off_known(batch, mark) for _, batch, mark in marked_batches]
+                stored = [cut_off_known(batch, offset) for _, batch, offset in batches_to_keep]
                 new = [
                     raw
-                    for (raw, _, _), outcome in zip(marked_batches, stored, strict=True)
+                    for (raw, _, _), outcome in zip(batches_to_keep, stored, strict=True)
                     if outcome.batch
                 ]
                 if new:
                     body = b"".join(new)
                     with self._store.write() as connection:
+                        # Past SQLAlchemy: its INSERT costs more than this row does.
                         done = connection.exec_driver_sql(_KEEP, (body,))
                     self._ids.append(done.lastrowid)
                     self._num_bytes += len(body)
                     self._received_unix_ns = received_unix_ns
             except BaseException:
-                self._known.clear()  # the marks were moved: they are read again
+                self._offsets.clear()  # the offsets were moved: they are read again
                 raise
-            for (_, _, mark), outcome in zip(marked_batches, stored, strict=True):
+            for (_, _, offset), outcome in zip(batches_to_keep, stored, strict=True):
                 if outcome.batch is not None:
-                    self._waiting.setdefault(mark.key, []).append(outcome.batch)
+                    self._waiting.setdefault(offset.key, []).append(outcome.batch)
         announce(self._store, stored)
         return stored
 
     def _follow(self, new: Sequence[Batch]) -> None:
-        """Follow what was stored past us, from a folder, while ``hold`` keeps the rest out.
+        """Follow what was stored past us, from a folder, while ``exclusive`` keeps the rest out.
 
-        A mark that stays behind would have what comes again counted, and told to hooks, again.
+        An offset that stays behind would have what comes again counted, and told to hooks, again.
         """
         with self._taking:
             for batch in new:
-                header_and_mark = self._known.get(key_of(batch))
-                if header_and_mark is not None:
-                    header_and_mark[1].last_seq = max(
-                        header_and_mark[1].last_seq, batch.header.last_seq
+                header_and_offset = self._offsets.get(key_of(batch))
+                if header_and_offset is not None:
+                    header_and_offset[1].last_seq = max(
+                        header_and_offset[1].last_seq, batch.header.last_seq
                     )
 
     def _forget(self, keys: Iterable[StreamKey]) -> None:
-        """Ask for these marks again: what was promised of their streams lies beside them now."""
+        """Ask for these offsets again: what was promised of their streams lies beside them now."""
         with self._taking:
             for key in keys:
-                self._known.pop(key, None)
+                self._offsets.pop(key, None)
 
     # ------------------------------------------------------------------------------- placing
 
@@ -254,14 +258,14 @@ class WriteAheadBuffer:
                 self._give_up(refused)
 
     def _give_up(self, refused: Sequence[Batch]) -> None:
-        """Count rows no more that were acknowledged and not stored; ask for their marks again."""
+        """Count rows no more that were acknowledged and not stored; ask for their offsets again."""
         counters = self._store.counters
         num_rows = sum(batch.header.num_rows for batch in refused)
         with self._taking, counters.lock:
             # What an earlier process acknowledged was not counted in this one.
             counters.num_rows = max(0, counters.num_rows - num_rows)
             for batch in refused:
-                self._known.pop(key_of(batch), None)
+                self._offsets.pop(key_of(batch), None)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 A hole in a stream is counted when the stream goes on (``ingest.cut_off_known``). Rows lost at the
 end of a stream have nothing behind them: there only the spool's state knows, which names the last
-number of each stream that was durable. What it promises is kept beside the stream's mark once the
+number of each stream that was durable. What it promises is kept beside the stream's offset once the
 spool was read as far as the state goes. It refuses no row: rows that come after all, from the
 agent or a page that was late, take their part of the loss back.
 """
@@ -23,7 +23,7 @@ from trainvitals.io.spool_files import (
     read_state,
     spool_files,
 )
-from vitals_collector.ingest.offsets import StreamKey
+from vitals_collector.ingest.ingest import StreamKey
 from vitals_collector.storage.schema import forgotten, streams
 from vitals_collector.storage.store import Store, insert
 
@@ -41,7 +41,7 @@ def num_lost_rows() -> ColumnElement[int]:
     return streams.c.num_lost + case((promised > last, promised - last), else_=0)
 
 
-class Promises:
+class TailLoss:
     """Knows which states of spools were compared with the store already."""
 
     def __init__(self, store: Store) -> None:
@@ -61,7 +61,7 @@ class Promises:
         except FileNotFoundError:
             return None
 
-    def keep(
+    def count(
         self, spool: Path, version: Version, state: State, position: Position, now: float
     ) -> None:
         """Take note of what the state promised, where the spool was read to ``position``.
@@ -153,4 +153,4 @@ def _lost(connection: Connection, promised: dict[StreamKey, int]) -> dict[Stream
     return {key: num for key, num in lost.items() if num > 0}
 
 
-__all__ = ["Promises", "num_lost_rows"]
+__all__ = ["TailLoss", "num_lost_rows"]

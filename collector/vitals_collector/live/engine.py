@@ -11,7 +11,8 @@ it was.
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -41,19 +42,23 @@ from trainvitals.records import (
 from trainvitals.wire import Batch
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.delivery import Dispatcher
-from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow
+from vitals_collector.alerts.inbox import Inbox, InboxConfig, Occurrence, RunNow, settle
 from vitals_collector.alerts.notifiers import Notifier
 from vitals_collector.ingest.projections import loss_kind_of
-from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor, LiveMonitorConfig
-from vitals_collector.live.run_status import RunStatus, RunStatusCache
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.live_monitor import COLLECTOR, LiveMonitor
+from vitals_collector.live.run_status import Liveness, RunStatus, RunStatusCache
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings
 from vitals_collector.storage.store import Store
 
 _AT_ONCE = 500
-_MAX_TOLD = 100
+_MAX_LOGGED = 100
 """Errors of our own that are logged whole; those beyond are only counted."""
+_PAUSE_SECONDS = 0.2
+"""Time between two looks at what just arrived: a large run's rows arrive all the time."""
+_RESEND_SECONDS = 60.0
+"""How often a change that no notifier has settled is handed out again: the end of a silence, and
+the start of this process."""
 _LOG = logging.getLogger("vitals.collector.engine")
 _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
@@ -70,13 +75,6 @@ class EngineConfig:
     """A run that is silent for longer, and its agent too, is lost."""
     interval_seconds: float = 2.0
     """How often all runs that go on are looked at; silence tells too."""
-    pause_seconds: float = 0.2
-    """Time between two looks at what just arrived: a large run's rows arrive all the time."""
-    resend_interval: float = 60.0
-    """How often a change that no notifier has settled is handed out again: the end of a silence,
-    and the start of this process."""
-    watching: LiveMonitorConfig = field(default_factory=LiveMonitorConfig)
-    """How the steps of all ranks are watched."""
 
 
 class Engine:
@@ -100,19 +98,21 @@ class Engine:
         self._up_since_unix_ns = up_since_unix_ns
         self._lock = threading.Lock()
         self._dirty: set[Writer] = set()
-        self._watching = LiveMonitor(store, self._config.watching)
-        self._statuses = RunStatusCache()
+        self._watching = LiveMonitor(store)
+        self._runs = RunStatusCache()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._has_more = False
         self._thread: threading.Thread | None = None
-        self._retold_ns: int | None = None
+        self._resend_ns: int | None = None
         self._is_first = True
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
         """Note who wrote what, and have it looked at soon; reads and writes nothing."""
+        # Called by the thread that commits, before agents have their answers: all work is left to
+        # the engine's own.
         rows: list[Batch] = []
         run_ids: set[str] = set()
         changed: set[str] = set()
@@ -133,8 +133,8 @@ class Engine:
         self._watching.add(rows)
         for run_id in noted:
             self._watching.note(run_id)
-        self._statuses.touch(run_ids, at_once=False)
-        self._statuses.touch(changed, at_once=True)
+        self._runs.touch(run_ids, at_once=False)
+        self._runs.touch(changed, at_once=True)
         with self._lock:
             self._dirty |= dirty
         self._wake.set()
@@ -158,14 +158,14 @@ class Engine:
         try:
             for writer in sorted(dirty):
                 self._consume(writer)
-            looked = self._look_at_runs(only_new=only_new)
+            refreshed = self._refresh_runs(only_new=only_new)
             runs_with_findings = self._watch(only_new=only_new)
             dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
-            looks = self._statuses.known(looked | runs_with_findings if only_new else None)
-            if looks:
-                self._inbox.update(self._run_now(look) for look in looks)
+            changed = refreshed | runs_with_findings if only_new else None
+            if statuses := self._runs.statuses(changed):
+                self._inbox.update(self._run_now(status) for status in statuses)
             # Last: steps that are stored already must not resolve what was not told yet.
-            finished = {look.run_id for look in self._statuses.known() if look.state == "finished"}
+            finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
             for writer in sorted(dirty):
                 self._consume_findings(writer, is_finished=writer[0] in finished)
                 dirty.discard(writer)
@@ -174,15 +174,15 @@ class Engine:
                 self._dirty |= dirty
         if not only_new:
             commands.expire(self._store, self._clock.time_ns())
-            self._retell()
+            self._resend()
 
     def _watch(self, *, only_new: bool) -> frozenset[str]:
-        """Have the watchers look, and return of which runs they told anything."""
-        look = self._watching.poll(
-            now_ns=self._clock.monotonic_ns(), running=self._statuses.running, only_new=only_new
+        """Have the watchers look; return the runs of which they found something new."""
+        polled = self._watching.poll(
+            now_ns=self._clock.monotonic_ns(), running=self._runs.running, only_new=only_new
         )
-        self._has_more = look.has_more
-        return look.told
+        self._has_more = polled.has_more
+        return polled.runs_with_findings
 
     @property
     def watching(self) -> LiveMonitor:
@@ -214,21 +214,23 @@ class Engine:
                 self.poll(only_new=not is_due)
             except Exception as error:  # noqa: BLE001 - a bug of ours must not end alerting
                 self._store.counters.fail("engine")
-                self._say(error)
+                self._log_error(error)
                 self._stopping.wait(self._config.interval_seconds)
                 continue
             if not self._has_more:
-                self._stopping.wait(self._config.pause_seconds)
+                # Not at every commit: a thousand agents commit all the time, and one look costs the
+                # same for one row and for a thousand.
+                self._stopping.wait(_PAUSE_SECONDS)
                 self._wake.wait(max(0.0, (due - self._clock.monotonic_ns()) / 1e9))
 
-    def _say(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         """Log what stopped a look; of an error that is ours, once, where it happened."""
         if isinstance(error, VitalsError):
             _LOG.warning("engine: %s", error)
             return
         text = repr(error)
-        if text not in self._told and len(self._told) < _MAX_TOLD:
-            self._told.add(text)
+        if text not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(text)
             _LOG.error("engine: a look failed, the next one goes on", exc_info=error)
 
     # --------------------------------------------------------------------------------- decisions
@@ -317,15 +319,15 @@ class Engine:
 
     # -------------------------------------------------------------------------------------- runs
 
-    def _look_at_runs(self, *, only_new: bool) -> set[str]:
+    def _refresh_runs(self, *, only_new: bool) -> set[str]:
         when = Liveness(
             now_unix_ns=self._clock.time_ns(),
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._config.lost_after_seconds,
             is_reading_in=self._store.is_reading_in,
         )
-        with self._store.read(settled=self._statuses.has_urgent) as connection:
-            return self._statuses.look(connection, when, only_new=only_new)
+        with self._store.read(settled=self._runs.has_urgent) as connection:
+            return self._runs.refresh(connection, when, only_new=only_new)
 
     def _run_now(self, run: RunStatus) -> RunNow:
         conditions: list[Alert] = [
@@ -353,11 +355,11 @@ class Engine:
             lasting=frozenset(lasting),
         )
 
-    def _retell(self) -> None:
+    def _resend(self) -> None:
         now = self._clock.monotonic_ns()
-        if self._dispatcher is None or (self._retold_ns is not None and now < self._retold_ns):
+        if self._dispatcher is None or (self._resend_ns is not None and now < self._resend_ns):
             return
-        self._retold_ns = now + int(self._config.resend_interval * 1e9)
+        self._resend_ns = now + int(_RESEND_SECONDS * 1e9)
         new, posted = self._inbox.untold()
         for view in new:
             self._dispatcher.resume(view)
@@ -393,7 +395,7 @@ def assemble(
     up_since_unix_ns: int = 0,
 ) -> Acting:
     """Return inbox, engine and dispatcher over one store; nothing runs yet."""
-    dispatcher = Dispatcher(notifiers, clock=clock)
+    dispatcher = Dispatcher(notifiers, clock=clock, on_settled=partial(settle, store))
     inbox = Inbox(
         store,
         clock=clock,
@@ -401,7 +403,6 @@ def assemble(
         hush=dispatcher.withdraw,
         config=inbox_config,
     )
-    dispatcher.on_settled = inbox.settle
     engine = Engine(
         store,
         inbox,

@@ -2,35 +2,424 @@
 
 They only tell: what may act is judged inside the job. A finding of theirs lies beside those of the
 ranks, under an incarnation of the collector's own, and raises alerts as these do.
+
+How far a run's rows were read, what the watchers remember and what they told are stored in one
+transaction. So a collector that died at any time goes on where it was: nothing is told twice, and
+rows that were held while their step was not whole are read again.
 """
 
 import logging
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import msgspec
+from sqlalchemy import Connection, delete, select
 
-from trainvitals.detect.fleet import FleetConfig
+from trainvitals.detect.fleet import FleetConfig, FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding
 from trainvitals.wire import Batch
-from vitals_collector.live.progress import (
-    runs_aside,
-    set_aside,
-    state_name,
-    take_up,
-    unread_runs,
+from vitals_collector.live.step_join import (
+    BEFORE_ALL,
+    LAYER_COLUMNS,
+    Key,
+    LayerPart,
+    NodeMerger,
+    Round,
+    Rows,
+    StepMerger,
+    Writer,
+    decode,
+    host_rows,
+    step_columns,
 )
-from vitals_collector.live.recent_rows import RecentRows
-from vitals_collector.live.run_follower import FollowedRun, Progress, open_run
-from vitals_collector.live.step_join import MergeConfig
-from vitals_collector.storage.schema import engine_state, findings
+from vitals_collector.live.tail_reader import (
+    HOSTS,
+    STEPS,
+    WATCHED,
+    RecentRows,
+    RowBlock,
+    TailReader,
+    Taken,
+)
+from vitals_collector.storage.schema import checkpoints, engine_state, findings, streams
 from vitals_collector.storage.store import Store, clean, insert
+
+_LOG = logging.getLogger("vitals.collector.watching")
+
+# -------------------------------------------------------- how far the watchers are, as it is stored
+
+
+_ASIDE = "watching-aside/"
+
+
+def state_name(run_id: str) -> str:
+    """Return the name under which a run's state is kept in ``engine_state``."""
+    return f"watching/{run_id}"
+
+
+class _Done(msgspec.Struct):
+    done: dict[str, int] = {}
+
+
+def watched_to(connection: Connection, run_id: str) -> dict[str, int]:
+    """Return by ``incarnation/stream`` up to which row the watchers are done with a run."""
+    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    body = connection.execute(query).scalar()
+    return {} if body is None else msgspec.msgpack.decode(body, type=_Done).done
+
+
+def unread_runs(connection: Connection) -> list[str]:
+    """Return the runs of which more is stored than the watchers are done with.
+
+    The newest sample of a host always waits for the next one of its node.
+    """
+    table = streams.c
+    query = select(table.run_id, table.incarnation, table.stream, table.last_seq)
+    query = query.where(table.stream.in_(sorted(WATCHED))).order_by(table.run_id)
+    unread = []
+    for run_id, rows in groupby(connection.execute(query).all(), key=lambda row: row.run_id):
+        done = watched_to(connection, run_id)
+        for row in rows:
+            num = row.last_seq - done.get(f"{row.incarnation}/{row.stream}", -1)
+            if num > (1 if row.stream in HOSTS else 0):
+                unread.append(run_id)
+                break
+    return unread
+
+
+def set_aside(connection: Connection, run_id: str) -> None:
+    """Note that watching a run fails again and again: its rows wait for nobody any more."""
+    statement = insert(connection, engine_state).values(name=_ASIDE + run_id, body=b"")
+    connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
+
+
+def take_up(connection: Connection, run_id: str) -> None:
+    """Note that a run which was set aside is watched again."""
+    connection.execute(delete(engine_state).where(engine_state.c.name == _ASIDE + run_id))
+
+
+def runs_aside(connection: Connection) -> set[str]:
+    """Return the runs that were set aside."""
+    query = select(engine_state.c.name).where(engine_state.c.name.startswith(_ASIDE))
+    return {name.removeprefix(_ASIDE) for name in connection.execute(query).scalars()}
+
+
+def forget_progress(connection: Connection, run_id: str) -> None:
+    """Forget how far a run was watched: it is removed."""
+    names = (state_name(run_id), _ASIDE + run_id)
+    connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
+
+
+# ------------------------------------------------------------------------------------------ one run
+
+
+_LOOK_NS = 30_000_000_000
+"""How often the store is asked for rows that nobody told of: another process may write there."""
+_SAVED_STATES = ("verified", "healthy", "retired")
+
+
+class TimedFinding(NamedTuple):
+    """A finding, and where it belongs."""
+
+    finding: Finding
+    attempt: int
+    time_unix_ns: int
+
+
+class Saved(msgspec.Struct, kw_only=True):
+    """What is kept of a run beside its findings."""
+
+    done: dict[str, int] = {}
+    """By ``incarnation/stream``: the sequence number up to which rows are done with."""
+    merger: dict[str, Any] = {}
+    watchers: dict[str, Any] = {}
+    next_seq: int = 0
+    """Number of the next finding."""
+    checkpoint: Key = BEFORE_ALL
+    """The newest checkpoint that the watchers were told of."""
+    last: tuple[int, int, int] = (0, -1, 0)
+    """Attempt, step and time of the newest merged step."""
+    open: list[Finding] = []
+    """What was told and still holds: a stalled step, a checkpoint that is overdue."""
+    lasting: list[Finding] = []
+    """What the watchers told as it began, and say goes on: a straggler, a fall of throughput."""
+
+
+@dataclass(slots=True)
+class FollowedRun:
+    """One run that is followed. Call ``read``, then ``advance``, and store what that returns."""
+
+    run_id: str
+    saved: Saved
+    watchers: FleetDetectors
+    steps: StepMerger
+    hosts: NodeMerger = field(default_factory=NodeMerger)
+    heard_ns: int | None = None
+    """When this process last saw a new step, or first looked; by the clock of ``advance``."""
+    has_changed: bool = False
+    """Whether anything was taken in since this was stored."""
+    _fresh: TailReader = field(init=False)
+    _looked_ns: int | None = None
+    _saves: list[tuple[Key, int]] = field(default_factory=list)
+    _num_unmerged: int = 0
+
+    def __post_init__(self) -> None:
+        self._fresh = TailReader(self.run_id, self.saved.done, self.steps.number_of)
+        self._num_unmerged = self.steps.num_missing
+
+    # -------------------------------------------------------------------------------- reading
+
+    def take(self, taken: Taken, now_ns: int) -> int:
+        """Take in rows that were just committed; return how many."""
+        fresh = self._fresh
+        # Where others are behind, rows that wait for them would be more and more.
+        is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
+        num = self._take_all(fresh.take(taken.batches, is_full=is_full), now_ns)
+        self.steps.world_size = fresh.world_size
+        self.has_changed = self.has_changed or num > 0
+        return num
+
+    def needs_store(self, taken: Taken, now_ns: int) -> bool:
+        """Say whether ``read`` is to be called: not all that there is was taken."""
+        return taken.has_more or not self.is_read or self._is_due(now_ns)
+
+    def read(
+        self, connection: Connection, budget: int, now_ns: int, *, has_more: bool = True
+    ) -> int:
+        """Read about ``budget`` rows that were not taken; return how many.
+
+        Those that are behind are read first, so that a rank's rows which are stored are never
+        taken for late.
+
+        Args:
+            connection: one moment of the store, after what was taken was committed.
+            budget: how many to read from the store, about.
+            now_ns: the clock of ``advance``.
+            has_more: whether the store may have more than was ever taken.
+        """
+        fresh = self._fresh
+        if has_more or self._is_due(now_ns):
+            fresh.find_streams(connection)
+            self._looked_ns = now_ns
+        self.steps.world_size = fresh.world_size
+        num_read = 0
+        while num_read < budget and (blocks := fresh.read(connection, STEPS, budget)):
+            num_read += self._take_all(blocks, now_ns)
+        # Hosts not before: they would be ahead of the steps they belong to.
+        while (
+            num_read < budget
+            and not fresh.behind(("steps",))
+            and (blocks := fresh.read(connection, HOSTS, budget))
+        ):
+            num_read += self._take_all(blocks, now_ns)
+        self.has_changed = self.has_changed or num_read > 0
+        self._saves = self._new_checkpoints(connection)
+        return num_read
+
+    def _is_due(self, now_ns: int) -> bool:
+        return self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_NS
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there was nothing more to read."""
+        return self._fresh.is_read
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is left to read or to merge."""
+        return self.is_read and self.steps.is_empty
+
+    def _take_all(self, blocks: list[RowBlock], now_ns: int) -> int:
+        for block in blocks:
+            kind = block.streams[0].writer[1]
+            if kind == "steps":
+                self._take_steps(block, now_ns)
+            elif kind == "layers":
+                self._take_layers(block, now_ns)
+            else:
+                self._take_hosts(block)
+        return sum(len(block.rows) for block in blocks)
+
+    def _take_steps(self, block: RowBlock, now_ns: int) -> None:
+        origin = block.origin
+        for mine, is_rank0 in ((origin.rank == 0, True), (origin.rank > 0, False)):
+            if mine.any():
+                columns = step_columns(block.schema, is_rank0=is_rank0)
+                own_origin = type(origin)(*(values[mine] for values in origin))
+                rows: Rows = decode(block.schema, block.rows[mine], columns, own_origin)
+                if rows.last() > self.steps.merged:
+                    self.heard_ns = now_ns
+                self.steps.add(rows, now_ns)
+
+    def _take_layers(self, block: RowBlock, now_ns: int) -> None:
+        origin, first = block.origin, 0
+        columns = ["layer", *LAYER_COLUMNS]
+        for stream, raw in block.by_stream():
+            stream_origin = type(origin)(*(values[first : first + len(raw)] for values in origin))
+            first += len(raw)
+            names = self._fresh.names[stream.writer[0]]
+            rows = decode(block.schema, raw, columns, stream_origin)
+            self.steps.add_layers(LayerPart(names, rows), now_ns)
+
+    def _take_hosts(self, block: RowBlock) -> None:
+        for stream, raw in block.by_stream():
+            uuid = stream.source.removeprefix("gpu:") if stream.writer[1] == "gpu" else ""
+            rows = host_rows(block.schema, raw)
+            self.hosts.add(stream.writer, stream.node, uuid, rows)
+
+    def _new_checkpoints(self, connection: Connection) -> list[tuple[Key, int]]:
+        table, (attempt, step) = checkpoints.c, self.saved.checkpoint
+        query = select(table.attempt, table.step).where(
+            table.run_id == self.run_id,
+            table.place == "disk",
+            table.state.in_(_SAVED_STATES),
+            (table.attempt > attempt) | ((table.attempt == attempt) & (table.step > step)),
+        )
+        return [
+            ((row.attempt, row.step), row.step)
+            for row in connection.execute(query.order_by(table.attempt, table.step))
+        ]
+
+    # ------------------------------------------------------------------------------- watching
+
+    def advance(self, now_ns: int, *, is_running: bool) -> list[TimedFinding]:
+        """Merge what was read, and return what the watchers tell of it."""
+        if self.heard_ns is None:
+            self.heard_ns = now_ns
+        gate = min((stream.position for stream in self._fresh.behind(STEPS)), default=None)
+        merged = self.steps.take_ready(now_ns, gate=gate)
+        # Those of later steps stay where they are until these steps are here.
+        rounds = deque(self.hosts.take_ready(self._host_gates()) if gate is None else ())
+        records: list[TimedFinding] = []
+        for step in merged:
+            self._save_until((step.attempt, step.step))
+            while rounds and rounds[0].time_unix_ns <= step.time_unix_ns:
+                records += self._sampled(rounds.popleft())
+            records += self._stepped(step)
+        if gate is None:
+            self._save_until(self.steps.merged)
+            for left in rounds:
+                records += self._sampled(left)
+        if is_running and self.is_drained:
+            records += self._idle(now_ns)
+        if merged or rounds or records:
+            self._keep_lasting(records)
+        self.has_changed = self.has_changed or bool(merged or records)
+        return records
+
+    def _keep_lasting(self, records: list[TimedFinding]) -> None:
+        """Keep the newest finding of each cause for as long as its watcher says it goes on."""
+        kept = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
+        kept |= {(record.finding.kind, record.finding.cause): record.finding for record in records}
+        on = self.watchers.lasting() if kept else frozenset()
+        self.saved.lasting = [finding for finding in kept.values() if finding.detector in on]
+
+    def take_unmerged(self) -> int:
+        """Return how many rows of ranks steps were merged without, since it was last taken."""
+        before, self._num_unmerged = self._num_unmerged, self.steps.num_missing
+        return self._num_unmerged - before
+
+    def _host_gates(self) -> dict[str, int]:
+        gates: dict[str, int] = {}
+        for stream in self._fresh.behind(HOSTS):
+            gates[stream.node] = min(stream.position[0], gates.get(stream.node, 2**63))
+        return gates
+
+    def _stepped(self, step: MergedStep) -> list[TimedFinding]:
+        findings = self.watchers.update(step)
+        self.saved.last = (step.attempt, step.step, step.time_unix_ns)
+        if self.saved.open:
+            self._close("stalled")
+        return self._timed(findings, step.time_unix_ns) if findings else []
+
+    def _sampled(self, host_round: Round) -> list[TimedFinding]:
+        sample = NodeSample(
+            node=host_round.node,
+            time_unix_ns=host_round.time_unix_ns,
+            step=self.saved.last[1],
+            gpus=host_round.gpus,
+        )
+        return self._timed(self.watchers.update_node(sample), host_round.time_unix_ns)
+
+    def _idle(self, now_ns: int) -> list[TimedFinding]:
+        """Ask how long nothing came: by this collector's clock, carried on from the run's own."""
+        assert self.heard_ns is not None, "set by advance"
+        at = self.saved.last[2] + max(0, now_ns - self.heard_ns)
+        return self._timed(self.watchers.idle(at), at)
+
+    def _save_until(self, key: Key) -> None:
+        """Tell the watchers of the checkpoints up to a step, in the order of the steps."""
+        while self._saves and self._saves[0][0] <= key:
+            self.saved.checkpoint, step = self._saves.pop(0)
+            self.watchers.saved(step)
+            self._close("checkpoint_overdue")
+            self.has_changed = True
+
+    def _timed(self, findings: tuple[Finding, ...], time_unix_ns: int) -> list[TimedFinding]:
+        for finding in findings:
+            if finding.kind in ("stalled", "checkpoint_overdue"):
+                self._close(finding.kind)
+                self.saved.open = [*self.saved.open, finding]
+        return [TimedFinding(finding, self.saved.last[0], time_unix_ns) for finding in findings]
+
+    def _close(self, kind: str) -> None:
+        self.saved.open = [finding for finding in self.saved.open if finding.kind != kind]
+
+    # ------------------------------------------------------------------------- over restarts
+
+    def saved_with(self, num_findings: int) -> Saved:
+        """Return what to store beside so many more findings. It holds once it is committed."""
+        done = {"/".join(writer): seq for writer, seq in self._done().items() if seq >= 0}
+        return msgspec.structs.replace(
+            self.saved,
+            done=self.saved.done | done,
+            merger=self.steps.state_dict(),
+            watchers=self.watchers.state_dict(),
+            next_seq=self.saved.next_seq + num_findings,
+        )
+
+    def _done(self) -> Mapping[Writer, int]:
+        return {**self.steps.done(), **self.hosts.done()}
+
+
+def open_run(
+    connection: Connection,
+    run_id: str,
+    *,
+    watch: FleetConfig | None = None,
+) -> FollowedRun:
+    """Return the run as it was stored, or from its beginning."""
+    query = select(engine_state.c.body).where(engine_state.c.name == state_name(run_id))
+    body = connection.execute(query).scalar()
+    saved = Saved() if body is None else msgspec.msgpack.decode(body, type=Saved)
+    watchers, steps = FleetDetectors(watch), StepMerger()
+    if saved.merger:
+        steps.load_state_dict(saved.merger)
+    if saved.watchers:
+        try:
+            watchers.load_state_dict(saved.watchers)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            # Another version's memory: they learn anew, and what was told stays told.
+            _LOG.warning("watchers_start_anew run=%s reason=%r", run_id, error)
+            watchers = FleetDetectors(watch)
+    return FollowedRun(run_id, saved, watchers, steps)
+
+
+# ----------------------------------------------------------------------------------------- all runs
+
 
 COLLECTOR = "collector"
 """The incarnation of findings that no rank wrote."""
-_LOG = logging.getLogger("vitals.collector.watching")
+_PAUSE_SECONDS = 10.0
+"""How long a run is left alone after watching it met an error of our own; doubled each time."""
+_LONGEST_PAUSE_SECONDS = 600.0
+"""The longest of these pauses; a run that comes to it is set aside: its old rows are thinned though
+no watcher has seen them, and it is tried again all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +435,15 @@ class LiveMonitorConfig:
     """How often memory is stored where nothing is told; what came since is read again."""
     save_bytes_a_second: int = 1 << 16
     """A large memory, of thousands of ranks, is stored so much less often."""
-    pause_seconds: float = 10.0
-    """How long a run is left alone after watching it met an error of our own; doubled each time."""
-    longest_pause_seconds: float = 600.0
-    """The longest of these pauses; a run that comes to it is set aside: its old rows are thinned
-    though no watcher has seen them, and it is tried again all the same."""
-    merge: MergeConfig = field(default_factory=MergeConfig)
-    """How long ranks are waited for."""
     watch: FleetConfig = field(default_factory=FleetConfig)
     """The watchers' own settings."""
 
 
-class Look(NamedTuple):
-    """What one look came to."""
+class Polled(NamedTuple):
+    """What one poll came to."""
 
-    told: frozenset[str]
-    """Runs with new findings."""
+    runs_with_findings: frozenset[str]
+    """Of which something new was found."""
     has_more: bool
     """Rows are left: look again at once."""
 
@@ -107,7 +489,7 @@ class LiveMonitor:
         """Remember that the store has something new of a run: rows, names or a checkpoint."""
         self._live.note(run_id)
 
-    def poll(self, *, now_ns: int, running: Collection[str], only_new: bool = False) -> Look:
+    def poll(self, *, now_ns: int, running: Collection[str], only_new: bool = False) -> Polled:
         """Take in new rows of all runs, and store what the watchers tell of them.
 
         Args:
@@ -118,6 +500,9 @@ class LiveMonitor:
         Raises:
             StorageError: the store refused; nothing is lost, call again.
         """
+        if self._is_first:
+            self._begin()
+            self._is_first = False
         queue = self._queue(running, only_new=only_new)
         budget = self._config.rows_at_once
         runs_with_findings: set[str] = set()
@@ -137,7 +522,7 @@ class LiveMonitor:
                 runs_with_findings.add(run_id)
             followed = self._open.get(run_id)
             has_more = has_more or (followed is not None and not followed.is_read)
-        return Look(frozenset(runs_with_findings), has_more)
+        return Polled(frozenset(runs_with_findings), has_more)
 
     def conditions(self, run_id: str) -> tuple[Finding, ...]:
         """Return what was told of a followed run and still holds."""
@@ -149,15 +534,16 @@ class LiveMonitor:
         followed = self._open.get(run_id)
         return () if followed is None else tuple(followed.saved.lasting)
 
+    def _begin(self) -> None:
+        """Note what an earlier process has stored and not watched."""
+        with self._store.read() as connection:
+            unread = unread_runs(connection)
+            self._aside = runs_aside(connection)
+        for run_id in unread:
+            self.note(run_id)
+
     def _queue(self, running: Collection[str], *, only_new: bool) -> list[str]:
         """Return the runs to look at; those that have new rows come first."""
-        if self._is_first:
-            with self._store.read() as connection:
-                unread = unread_runs(connection)
-                self._aside = runs_aside(connection)
-            for run_id in unread:
-                self.note(run_id)
-            self._is_first = False
         queue = [*self._live.waiting()]
         queue += [
             followed.run_id
@@ -185,7 +571,7 @@ class LiveMonitor:
                     num += followed.read(connection, budget, now_ns, has_more=taken.has_more)
             before = followed.steps.absent
             records = followed.advance(now_ns, is_running=is_running)
-            self.num_unmerged += followed.num_unmerged()
+            self.num_unmerged += followed.take_unmerged()
             self.num_dropped_samples += followed.hosts.take_dropped()
             if absent_ranks := followed.steps.absent - before:
                 _LOG.warning(
@@ -203,7 +589,7 @@ class LiveMonitor:
             seconds = self._pause(run_id, now_ns)
             self._store.counters.fail("watching")
             _LOG.exception("watching_failed run=%s again_in_seconds=%g", run_id, seconds)
-            if seconds >= self._config.longest_pause_seconds:
+            if seconds >= _LONGEST_PAUSE_SECONDS:
                 self._set_aside(run_id, is_aside=True)
             return 0, False
         if num:
@@ -215,9 +601,7 @@ class LiveMonitor:
 
     def _opened(self, run_id: str) -> FollowedRun:
         with self._store.read(settled=False) as connection:
-            followed = self._open[run_id] = open_run(
-                connection, run_id, watch=self._config.watch, merge=self._config.merge
-            )
+            followed = self._open[run_id] = open_run(connection, run_id, watch=self._config.watch)
         return followed
 
     def _forget(self, run_id: str) -> None:
@@ -227,8 +611,8 @@ class LiveMonitor:
     def _pause(self, run_id: str, now_ns: int) -> float:
         """Leave a run alone for longer each time; return for how many seconds."""
         before = self._pauses.get(run_id)
-        seconds = self._config.pause_seconds if before is None else 2 * before.seconds
-        seconds = min(seconds, self._config.longest_pause_seconds)
+        seconds = _PAUSE_SECONDS if before is None else 2 * before.seconds
+        seconds = min(seconds, _LONGEST_PAUSE_SECONDS)
         self._pauses[run_id] = _Pause(now_ns + int(seconds * 1e9), seconds)
         return seconds
 
@@ -245,11 +629,12 @@ class LiveMonitor:
             return False
         return is_over or now_ns >= self._save_ns.get(followed.run_id, now_ns)
 
-    def _keep(self, followed: FollowedRun, records: list[Progress], now_ns: int) -> None:
+    def _keep(self, followed: FollowedRun, records: list[TimedFinding], now_ns: int) -> None:
         """Store findings and memory in one transaction."""
         first = followed.saved.next_seq
         rows = [_row(followed.run_id, first + i, record) for i, record in enumerate(records)]
-        values = {"body": followed.state(len(records))}
+        saved = followed.saved_with(len(records))
+        values = {"body": msgspec.msgpack.encode(saved)}
         name = state_name(followed.run_id)
         with self._store.write() as connection:
             if rows:
@@ -258,12 +643,12 @@ class LiveMonitor:
             connection.execute(
                 statement.on_conflict_do_update(index_elements=["name"], set_=values)
             )
-        followed.has_changed = False
+        followed.saved, followed.has_changed = saved, False
         pause = len(values["body"]) / self._config.save_bytes_a_second
         self._save_ns[followed.run_id] = now_ns + int(max(pause, self._config.save_seconds) * 1e9)
 
 
-def _row(run_id: str, seq: int, record: Progress) -> dict[str, object]:
+def _row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
     finding = record.finding
     return {
         "run_id": run_id,
@@ -280,4 +665,20 @@ def _row(run_id: str, seq: int, record: Progress) -> dict[str, object]:
     }
 
 
-__all__ = ["COLLECTOR", "LiveMonitor", "LiveMonitorConfig", "Look"]
+__all__ = [
+    "COLLECTOR",
+    "FollowedRun",
+    "LiveMonitor",
+    "LiveMonitorConfig",
+    "Polled",
+    "Saved",
+    "TimedFinding",
+    "forget_progress",
+    "open_run",
+    "runs_aside",
+    "set_aside",
+    "state_name",
+    "take_up",
+    "unread_runs",
+    "watched_to",
+]

@@ -10,8 +10,8 @@ from sqlalchemy import Column, Connection, Row, Select, and_, func, select
 
 from trainvitals.records import Decision, RunInfo
 from trainvitals.views import RunSummary
-from vitals_collector.ingest.tombstones import is_being_removed
-from vitals_collector.live.state import Liveness, SourceState, health, run_state
+from vitals_collector.ingest.ingest import is_being_removed
+from vitals_collector.live.run_status import Liveness, SourceState, health, run_state
 from vitals_collector.storage.schema import alerts, attempts, decisions, runs, sources
 
 RECENT_STEPS = 50

@@ -1,4 +1,4 @@
-"""Holds rows of ranks until the step that they belong to is whole. Pure.
+"""Joins rows that belong together: of all ranks to a step, of a node's GPUs to a sample. Pure.
 
 Ranks' rows arrive in batches, each rank's in order and none in step with another's. A step is
 merged once every awaited rank has come past it. A rank that stays away is waited for so long, and
@@ -6,14 +6,249 @@ then no more until it speaks again: its values are missing from what is merged, 
 Steps are ordered by (attempt, step), for attempts' ids grow with time and a newer one may go back.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from trainvitals.detect.fleet.base import MergedStep
-from vitals_collector.live.step_merge import Ints, Key, LayerPart, Mask, Rows, merge
+from trainvitals.catalog import LAYER_METRICS, STEP_METRICS
+from trainvitals.detect.fleet.base import MergedStep, Value
+from trainvitals.rows import Schema, column_of
+
+Key = tuple[int, int]
+"""Attempt and step: the order in which steps are merged."""
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Column = tuple[npt.NDArray[Any], Mask]
+"""Values, and which of them were measured."""
+
+RUN_COLUMNS = tuple(m.column for m in STEP_METRICS if m.scope == "run")
+"""Columns of rank 0, and ``learning_rate.N`` where it has several parameter groups."""
+RANK_COLUMNS = (
+    "rank_loss",
+    "step_duration_seconds",
+    "data_wait_seconds",
+    "communication_seconds",
+    "forward_backward_seconds",
+    "memory_allocated_bytes",
+    "memory_peak_bytes",
+)
+"""Columns of every rank that a watcher looks at; a test holds the watchers to them."""
+LAYER_COLUMNS = tuple(m.column for m in LAYER_METRICS)
+
+_CELLS_AT_ONCE = 1 << 20
+_NO_TIME = np.int64(-(2**63))
+
+
+class Origin(NamedTuple):
+    """Who wrote each of some rows."""
+
+    rank: Ints
+    world_size: Ints
+    writer: Ints
+    """A number of the reader's own for each writer's stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Decoded rows of any number of writers, each writer's in the order they were written."""
+
+    origin: Origin
+    seq: Ints
+    attempt: Ints
+    step: Ints
+    time_unix_ns: Ints
+    columns: Mapping[str, Column]
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+    def take(self, which: Mask) -> "Rows":
+        """Return the chosen rows; these themselves where that is all of them."""
+        if which.all():
+            return self
+        return Rows(
+            Origin(*(values[which] for values in self.origin)),
+            self.seq[which],
+            self.attempt[which],
+            self.step[which],
+            self.time_unix_ns[which],
+            {name: (v[which], ok[which]) for name, (v, ok) in self.columns.items()},
+        )
+
+    def until(self, key: Key) -> Mask:
+        """Return which rows lie at or before a key."""
+        attempt, step = key
+        chosen: Mask = (self.attempt < attempt) | ((self.attempt == attempt) & (self.step <= step))
+        return chosen
+
+    def last(self) -> Key:
+        """Return the highest key; there must be rows."""
+        attempt = int(self.attempt.max())
+        return attempt, int(self.step[self.attempt == attempt].max())
+
+
+def decode(
+    schema: Schema, rows: npt.NDArray[np.void], names: Iterable[str], origin: Origin
+) -> Rows:
+    """Return the rows' numbers; text and unknown columns are left out."""
+
+    def whole(name: str) -> Ints:
+        return column_of(schema, rows, name)[0].astype(np.int64)
+
+    columns = {}
+    for name in names:
+        if name in schema.index:
+            values, valid = column_of(schema, rows, name)
+            if values.dtype.kind in "fi":
+                columns[name] = (values.copy(), valid)  # the batch's bytes are let go
+    seq = rows["seq"].astype(np.int64)
+    return Rows(origin, seq, whole("attempt"), whole("step"), whole("time_unix_ns"), columns)
+
+
+def step_columns(schema: Schema, *, is_rank0: bool) -> list[str]:
+    """Return the columns to decode of a rank's steps; rank 0 writes for all as well."""
+    if not is_rank0:
+        return list(RANK_COLUMNS)
+    groups = [c.name for c in schema.columns if c.name.startswith("learning_rate.")]
+    return [*RANK_COLUMNS, *RUN_COLUMNS, *groups]
+
+
+# ------------------------------------------------------------------------------------- one range
+
+
+class LayerPart(NamedTuple):
+    """Rows of the layers of one incarnation, with the names it gave them."""
+
+    names: Mapping[int, str]
+    rows: Rows
+
+
+class Merged(NamedTuple):
+    """Merged steps in order, and how many values of ranks they should have had and lack."""
+
+    steps: list[MergedStep]
+    num_missing: int
+
+
+def merge(parts: Sequence[Rows], layers: Sequence[LayerPart] = ()) -> Merged:
+    """Return one row for each (attempt, step) that any rank wrote; of one written twice the last.
+
+    A layer's rows of a step that no rank wrote are left out.
+    """
+    of_layers = _layers_by_step(layers)
+    steps: list[MergedStep] = []
+    num_missing = 0
+    attempts = sorted({int(a) for part in parts for a in np.unique(part.attempt)})
+    for attempt in attempts:
+        mine = [part.take(part.attempt == attempt) for part in parts]
+        mine = [part for part in mine if len(part)]
+        width = max(max(int(p.origin.world_size.max()), int(p.origin.rank.max()) + 1) for p in mine)
+        every = np.unique(np.concatenate([part.step for part in mine]))
+        size = max(1, _CELLS_AT_ONCE // width)
+        for start in range(0, len(every), size):
+            block = every[start : start + size]
+            merged = _merge_block(attempt, block, width, mine, of_layers)
+            steps += merged.steps
+            num_missing += merged.num_missing
+    return Merged(steps, num_missing)
+
+
+def _merge_block(
+    attempt: int,
+    steps: Ints,
+    width: int,
+    parts: Sequence[Rows],
+    layers: Mapping[Key, dict[str, dict[str, float]]],
+) -> Merged:
+    """Merge some steps of one attempt; ``width`` is the number of its ranks."""
+    shape = (len(steps), width)
+    times = np.full(len(steps), _NO_TIME)
+    of_root = times.copy()
+    present = np.zeros(shape, dtype=np.bool_)
+    values = {name: np.zeros(shape) for name in RANK_COLUMNS}
+    valid = {name: np.zeros(shape, dtype=np.bool_) for name in RANK_COLUMNS}
+    run: list[dict[str, Value]] = [{} for _ in steps]
+    for part in parts:
+        rows = part.take((part.step >= steps[0]) & (part.step <= steps[-1]))
+        places, ranks = np.searchsorted(steps, rows.step), rows.origin.rank
+        np.maximum.at(times, places, rows.time_unix_ns)
+        present[places, ranks] = True
+        for name, (measured, ok) in rows.columns.items():
+            if name in values:
+                values[name][places, ranks] = measured
+                valid[name][places, ranks] = ok
+        root = rows.take(ranks == 0)
+        at = places[ranks == 0]
+        of_root[at] = root.time_unix_ns
+        for place, row in zip(at.tolist(), _run_rows(root), strict=True):
+            run[place] = row
+    times = np.where(of_root > _NO_TIME, of_root, times)
+    names = [name for name in RANK_COLUMNS if valid[name].any()]
+    columns = [_with_gaps(values[name], valid[name]) for name in names]
+    of_ranks = list(zip(*columns, strict=True)) if columns else [()] * len(steps)
+    merged = [
+        MergedStep(
+            step=step,
+            attempt=attempt,
+            time_unix_ns=time,
+            run=run[i],
+            ranks=dict(zip(names, of_ranks[i], strict=True)),
+            layers=layers.get((attempt, step), {}),
+        )
+        for i, (step, time) in enumerate(zip(steps.tolist(), times.tolist(), strict=True))
+    ]
+    return Merged(merged, int(present.size - present.sum()))
+
+
+def _run_rows(rows: Rows) -> Iterator[dict[str, Value]]:
+    """Yield what rank 0 measured for all, of each row; what is missing is absent."""
+    own = {name: column for name, column in rows.columns.items() if name not in RANK_COLUMNS}
+    whole = [name for name, (_, ok) in own.items() if ok.all()]
+    gapped = [
+        (n, v.tolist(), ok.tolist()) for n, (v, ok) in own.items() if n not in whole and ok.any()
+    ]
+    lists = zip(*(own[name][0].tolist() for name in whole), strict=True) if whole else None
+    for i in range(len(rows)):
+        row = dict(zip(whole, next(lists), strict=True)) if lists is not None else {}
+        for name, values, ok in gapped:
+            if ok[i]:
+                row[name] = values[i]
+        yield row
+
+
+def _with_gaps(values: npt.NDArray[np.float64], valid: Mask) -> list[list[float | None]]:
+    """Return a list for each step, with None where a rank has no value."""
+    lists: list[list[float | None]] = values.tolist()
+    for i in np.flatnonzero(~valid.all(axis=1)).tolist():
+        pairs = zip(lists[i], valid[i].tolist(), strict=True)
+        lists[i] = [value if ok else None for value, ok in pairs]
+    return lists
+
+
+def _layers_by_step(parts: Sequence[LayerPart]) -> dict[Key, dict[str, dict[str, float]]]:
+    by_step: dict[Key, dict[str, dict[str, float]]] = {}
+    for names, rows in parts:
+        if "layer" not in rows.columns:
+            continue
+        ids = rows.columns["layer"][0].tolist()
+        columns = [
+            (name, values.tolist(), ok.tolist())
+            for name, (values, ok) in rows.columns.items()
+            if name != "layer" and ok.any()
+        ]
+        keys = zip(rows.attempt.tolist(), rows.step.tolist(), strict=True)
+        for i, (key, layer) in enumerate(zip(keys, ids, strict=True)):
+            measured = {name: float(values[i]) for name, values, ok in columns if ok[i]}
+            by_step.setdefault(key, {})[names.get(layer, f"layer {layer}")] = measured
+    return by_step
+
+
+# ----------------------------------------------------------------------- held until a step is whole
+
 
 Writer = tuple[str, str]
 """An incarnation and one of its streams."""
@@ -75,6 +310,8 @@ class _Positions:
 
     def move(self, rows: Rows, merged: Key) -> None:
         """Take in which rows there are; who writes beyond what is merged is waited for again."""
+        # The newest key of each rank by one sort: a loop over thousands of ranks would cost more
+        # than all that is done with their rows.
         order = np.lexsort((rows.step, rows.attempt, rows.origin.rank))
         ranks = rows.origin.rank[order]
         newest = order[np.flatnonzero(np.append(ranks[1:] != ranks[:-1], True))]
@@ -194,13 +431,15 @@ class StepMerger:
             self._held.append(held)
         return len(held.rows)
 
-    def ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
-        """Return the steps that are whole or waited for long enough.
+    def take_ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
+        """Return the steps that are whole or waited for long enough, and hold their rows no more.
 
         Args:
             now_ns: the clock by which rows were added.
             gate: rows at and before this key have all been added; None: all that there are have.
         """
+        # Asked several times a second of every run, mostly for nothing: numbers of ranks come from
+        # arrays, and no row is touched before a step is known to be whole.
         until = max(self._whole(), self._overdue(now_ns), self._too_many())
         if gate is not None:
             until = min(until, gate)
@@ -301,4 +540,166 @@ class StepMerger:
         self.num_missing, self.num_late = int(state["num_missing"]), int(state["num_late"])
 
 
-__all__ = ["BEFORE_ALL", "MOST_RANKS", "MergeConfig", "StepMerger", "Writer"]
+# -------------------------------------------------------------------------------- samples of a node
+
+
+GPU_COLUMNS = (
+    "memory_total_bytes",
+    "throttle_reasons",
+    "sm_clock_hertz",
+    "temperature_celsius",
+    "power_watts",
+    "ecc_corrected_errors",
+    "ecc_uncorrected_errors",
+    "last_xid",
+)
+"""Columns of a GPU that a watcher looks at, and none of the node's own; a test holds the watchers
+to them. A GPU that answers none of these is gone."""
+_MOST_SAMPLES = 4_096
+"""Rows of GPUs that wait for the node's own row; beyond, the oldest are dropped and counted."""
+
+
+class HostRow(NamedTuple):
+    """One row of a node or of one of its GPUs: what watchers look at in it."""
+
+    seq: int
+    monotonic_ns: int
+    time_unix_ns: int
+    values: Mapping[str, Value]
+
+
+class Round(NamedTuple):
+    """What an agent sampled at one time: a ``NodeSample`` without a step."""
+
+    node: str
+    time_unix_ns: int
+    gpus: Mapping[str, Mapping[str, Value]]
+
+
+class _Waiting(NamedTuple):
+    writer: Writer
+    uuid: str
+    row: HostRow
+
+
+@dataclass(slots=True)
+class _Node:
+    hosts: deque[_Waiting] = field(default_factory=deque)
+    gpus: list[_Waiting] = field(default_factory=list)
+
+
+class NodeMerger:
+    """Joins the rows of a node's GPUs to the node's own.
+
+    An agent writes its node's row first in each round, then those of the GPUs: what it wrote from
+    one row of the node to before the next belongs together, by its monotonic clock. So the newest
+    round comes out when the next begins; a GPU whose row has not arrived yet would seem lost.
+    """
+
+    def __init__(self) -> None:
+        self._num_dropped = 0
+        self._nodes: dict[str, _Node] = {}
+        self._read: dict[Writer, int] = {}
+
+    def add(self, writer: Writer, node: str, uuid: str, rows: Iterable[HostRow]) -> None:
+        """Take rows in, the node's own where ``uuid`` is empty; those of a writer in order."""
+        kept = self._nodes.setdefault(node, _Node())
+        for row in rows:
+            self._read[writer] = row.seq
+            waiting = _Waiting(writer, uuid, row)
+            if not uuid:
+                kept.hosts.append(waiting)
+            else:
+                kept.gpus.append(waiting)
+        excess = len(kept.gpus) - _MOST_SAMPLES
+        if excess > 0:
+            self._num_dropped += excess
+            del kept.gpus[:excess]
+
+    def take_ready(self, gates: Mapping[str, int]) -> list[Round]:
+        """Return the rounds that are whole, by time, and hold their rows no more.
+
+        Args:
+            gates: of a node that has rows which were not added yet, the monotonic time up to which
+                all have been.
+        """
+        rounds: list[Round] = []
+        for node, kept in self._nodes.items():
+            gate = gates.get(node)
+            while len(kept.hosts) > 1 and (gate is None or kept.hosts[1].row.monotonic_ns <= gate):
+                rounds.append(_next_round(node, kept))
+        return sorted(rounds, key=lambda host_round: host_round.time_unix_ns)
+
+    def take_dropped(self) -> int:
+        """Return how many rows of GPUs were dropped since it was last taken."""
+        num, self._num_dropped = self._num_dropped, 0
+        return num
+
+    def done(self) -> dict[Writer, int]:
+        """Return the sequence number up to which each writer's rows need not be read again."""
+        done = dict(self._read)
+        for kept in self._nodes.values():
+            for writer, _, row in (*kept.hosts, *kept.gpus):
+                done[writer] = min(done[writer], row.seq - 1)
+        return done
+
+
+def _next_round(node: str, kept: _Node) -> Round:
+    begin = kept.hosts.popleft().row
+    end = kept.hosts[0].row.monotonic_ns
+    is_rebooted = end < begin.monotonic_ns
+    mine: list[_Waiting] = []
+    rest: list[_Waiting] = []
+    for waiting in kept.gpus:
+        at = waiting.row.monotonic_ns
+        belongs = at >= begin.monotonic_ns if is_rebooted else at < end
+        (mine if belongs else rest).append(waiting)
+    kept.gpus = rest
+    gpus = {waiting.uuid: waiting.row.values for waiting in mine}
+    return Round(node, begin.time_unix_ns, gpus)
+
+
+def host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
+    """Decode rows of a node, of which the times matter, or of one of its GPUs."""
+    columns = []
+    for name in GPU_COLUMNS if schema.stream == "gpu" else ():
+        values, valid = column_of(schema, rows, name)
+        if values.dtype.kind in "fi":
+            measured = zip(values.tolist(), valid.tolist(), strict=True)
+            columns.append((name, [value if ok else None for value, ok in measured]))
+    seqs, at, when = (
+        column.astype(np.int64).tolist()
+        for column in (
+            rows["seq"],
+            column_of(schema, rows, "monotonic_ns")[0],
+            column_of(schema, rows, "time_unix_ns")[0],
+        )
+    )
+    return [
+        HostRow(seqs[i], at[i], when[i], {name: values[i] for name, values in columns})
+        for i in range(len(rows))
+    ]
+
+
+__all__ = [
+    "BEFORE_ALL",
+    "GPU_COLUMNS",
+    "LAYER_COLUMNS",
+    "MOST_RANKS",
+    "RANK_COLUMNS",
+    "HostRow",
+    "Key",
+    "LayerPart",
+    "MergeConfig",
+    "Merged",
+    "NodeMerger",
+    "Origin",
+    "Round",
+    "Rows",
+    "StepMerger",
+    "Writer",
+    "decode",
+    "host_rows",
+    "merge",
+    "step_columns",
+]

@@ -12,7 +12,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from trainvitals.errors import UsageError
-from trainvitals.views import Along, DifferenceReply
+from trainvitals.views import Along, DifferenceQuestion, DifferenceReply
 from vitals_collector.queries import metrics
 from vitals_collector.queries.ledger import attempt_rows
 from vitals_collector.queries.load_curve import HOST_STREAMS, load_curve
@@ -28,21 +28,20 @@ class Curve(NamedTuple):
     value: Floats
 
 
-def difference(
-    connection: Connection, base: str, other: str, metric: str, *, along: Along, points: int
-) -> DifferenceReply:
+def difference(connection: Connection, asked: DifferenceQuestion) -> DifferenceReply:
     """Return what ``other`` has more than ``base`` wherever both have steps.
 
     Raises:
         UsageError: a run lacks the metric, or the metric has no steps.
     """
+    base, other, metric, along = asked.run_id, asked.other, asked.metric, asked.along
     if metric.partition(".")[0] in HOST_STREAMS:
         raise UsageError(f"{metric[:200]!r} has no steps: runs can be compared by their steps only")
     mine, theirs = (_curve(connection, run_id, metric, along) for run_id in (base, other))
     delta = subtract(mine, theirs)
     place = np.rint(delta.x).astype(np.int64)
     zero = np.zeros(len(place), dtype=np.int64)
-    drawn = downsample(Points(place, zero, zero, delta.value), points)
+    drawn = downsample(Points(place, zero, zero, delta.value), asked.points)
     values = drawn.value.tolist()
     return DifferenceReply(
         base=base,

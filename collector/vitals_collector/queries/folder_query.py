@@ -1,7 +1,6 @@
 """Answers from a store that no collector watches: alerts are raised when somebody asks for them."""
 
 from trainvitals.clock import Clock
-from trainvitals.views import AlertView, TableReply, TableRequest
 from vitals_collector.live.engine import Engine, assemble
 from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
@@ -14,24 +13,17 @@ class FolderQuery(Query):
     are not about alerts. Nobody is notified.
     """
 
+    newest_alerts_by = "started_unix_ns"
+    """They are updated when they are read: that says nothing about them."""
+
     def __init__(self, store: Store, *, clock: Clock) -> None:
         super().__init__(store, clock=clock)
         self._engine: Engine | None = None
 
-    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return the alerts that the runs would have raised, the newest first."""
-        self._look()
-        return super().alerts(run_id=run_id, state=state)
-
-    def table(self, request: TableRequest) -> TableReply:
-        """Return the rows that meet the request's conditions."""
-        if request.table == "alerts":
-            self._look()
-        return super().table(request)
-
-    def _look(self) -> None:
+    def raise_alerts(self) -> None:
+        """Bring the store's alerts up to date with its rows."""
         if self._engine is None:
-            self._engine = assemble(self._store, (), clock=self._clock).engine
+            self._engine = assemble(self.store, (), clock=self.clock).engine
         self._engine.poll()
 
 

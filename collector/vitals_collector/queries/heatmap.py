@@ -18,7 +18,13 @@ from sqlalchemy import Connection, select
 from trainvitals import catalog
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
-from trainvitals.views import Branch, CellsReply
+from trainvitals.views import (
+    MAX_MAP_COLUMNS,
+    MAX_MAP_ROWS,
+    Branch,
+    CellsQuestion,
+    CellsReply,
+)
 from vitals_collector.queries import heatmap_layers, metrics
 from vitals_collector.queries.heatmap_cells import (
     Drawn,
@@ -42,8 +48,6 @@ from vitals_collector.queries.series import (
 from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import UNKNOWN
 
-MAX_COLUMNS = 2_000
-MAX_ROWS = 1_024
 MAX_CELLS = 200_000
 STREAMS = ("steps", "gpu", "node", "layers")
 _POINTS_A_COLUMN = 4
@@ -51,42 +55,29 @@ _POINTS_A_COLUMN = 4
 _TIMED = ("loss", "step_duration_seconds", "grad_norm")
 
 
-def cells(
-    connection: Connection,
-    run_id: str,
-    metric: str,
-    *,
-    points: int,
-    rows: int,
-    branch: Branch = "all",
-    from_step: int | None = None,
-    to_step: int | None = None,
-) -> CellsReply:
-    """Return the heat map.
-
-    Args:
-        connection: one moment of the store.
-        run_id: of which run.
-        metric: ``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``.
-        points: at most so many columns.
-        rows: at most so many rows: those that deviate most.
-        branch: of which attempts; of a step that several trained, a cell has all their values.
-        from_step: first step wanted.
-        to_step: last step wanted, inclusive.
+def cells(connection: Connection, asked: CellsQuestion) -> CellsReply:
+    """Return the heat map of one moment of the store.
 
     Raises:
         UsageError: no such metric, or a number out of bounds.
     """
-    _check(points, rows)
+    run_id, metric = asked.run_id, asked.metric
+    _check(asked.points, asked.rows)
     stream, column = _known(connection, run_id, metric)
     attempts = attempt_rows(connection, run_id)
     selection = Selection(
-        run_id=run_id, stream=stream, column=column, from_step=from_step, to_step=to_step
+        run_id=run_id,
+        stream=stream,
+        column=column,
+        from_step=asked.from_step,
+        to_step=asked.to_step,
     )
     load = heatmap_layers.load if stream == "layers" else _of_sources
-    names, starts, extremes, rolled_back = load(connection, selection, attempts, branch, points)
+    names, starts, extremes, rolled_back = load(
+        connection, selection, attempts, asked.branch, asked.points
+    )
     value = furthest(extremes)
-    chosen = _most(value, extremes, rows, is_alike=stream != "layers")
+    chosen = _most(value, extremes, asked.rows, is_alike=stream != "layers")
     marks, left = (np.argwhere(mask[chosen]) for mask in (extremes.is_marked, extremes.is_left))
     return CellsReply(
         run_id=run_id,
@@ -103,10 +94,10 @@ def cells(
 
 
 def _check(points: int, rows: int) -> None:
-    if not 1 <= points <= MAX_COLUMNS:
-        raise UsageError(f"points is {points}; it must be 1 to {MAX_COLUMNS}")
-    if not 1 <= rows <= MAX_ROWS:
-        raise UsageError(f"rows is {rows}; it must be 1 to {MAX_ROWS}")
+    if not 1 <= points <= MAX_MAP_COLUMNS:
+        raise UsageError(f"points is {points}; it must be 1 to {MAX_MAP_COLUMNS}")
+    if not 1 <= rows <= MAX_MAP_ROWS:
+        raise UsageError(f"rows is {rows}; it must be 1 to {MAX_MAP_ROWS}")
     if points * rows > MAX_CELLS:
         raise UsageError(f"{points} points of {rows} rows; at most {MAX_CELLS} cells are drawn")
 
@@ -259,4 +250,4 @@ def _with_steps(curve: Points, clock: Points) -> Points:
     return Points(step + ended, clock.attempt[at], time, value)
 
 
-__all__ = ["MAX_COLUMNS", "MAX_ROWS", "cells"]
+__all__ = ["cells"]

@@ -210,7 +210,7 @@ def read_records(connection: Connection, run_id: str) -> Records:
         ),
         attempts=tuple(row.attempt for row in finding_rows),
         decisions=ledger,
-        alerts=alerts_of(connection, run_id=run_id),
+        alerts=alerts_of(connection, run_id),
         events=tuple(noted_events),
         data=tuple(
             StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)) for row in data

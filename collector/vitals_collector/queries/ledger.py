@@ -23,9 +23,9 @@ from trainvitals.views import (
     StepData,
     StepRow,
 )
-from vitals_collector.alerts.rows import entry_of
+from vitals_collector.alerts.inbox import entry_of
+from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.ingest.tombstones import is_being_removed
 from vitals_collector.queries import series
 from vitals_collector.retention.rollup import RANKS
 from vitals_collector.storage.columns import whole
@@ -246,17 +246,15 @@ def event_view(row: Row[Any]) -> EventView:
     )
 
 
-def alerts_of(
-    connection: Connection, *, run_id: str = "", state: str = ""
-) -> tuple[AlertView, ...]:
-    """Return the alerts of one run or all, in one state or any, the newest first."""
-    query = select(alerts).order_by(alerts.c.started_unix_ns.desc(), alerts.c.fingerprint)
-    if run_id:
-        query = query.where(alerts.c.run_id == run_id)
-    if state:
-        query = query.where(alerts.c.state == state)
-    rows = connection.execute(query.limit(MAX_EVENTS))
-    return tuple(entry_of(row).view for row in rows)
+def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
+    """Return the run's alerts, the newest first."""
+    query = (
+        select(alerts)
+        .where(alerts.c.run_id == run_id)
+        .order_by(alerts.c.started_unix_ns.desc(), alerts.c.fingerprint)
+        .limit(MAX_EVENTS)
+    )
+    return tuple(entry_of(row).view for row in connection.execute(query))
 
 
 def step_rows(

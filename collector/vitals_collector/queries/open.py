@@ -4,122 +4,22 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from trainvitals.clock import SystemClock
 from trainvitals.io.client import CollectorClient
 from trainvitals.io.lookup import choose_run, default_folder, find_collector
-from trainvitals.views import (
-    AlertView,
-    AnnotationView,
-    Branch,
-    CellsReply,
-    CheckpointView,
-    CurveReply,
-    DecisionView,
-    EventView,
-    FindingView,
-    IncidentView,
-    MoverView,
-    RunDetail,
-    RunSummary,
-    SeriesReply,
-    StepView,
-    TableReply,
-    TableRequest,
-)
+from trainvitals.question import Question
+from trainvitals.views import RunsQuestion, RunSummary
+
+A = TypeVar("A")
 
 
 class Reader(Protocol):
-    """The questions; ``query.Query`` and ``CollectorClient`` answer them alike."""
+    """Whatever is asked; ``Query`` and ``CollectorClient`` answer alike."""
 
-    def runs(self) -> tuple[RunSummary, ...]:
-        """Return every run."""
-        ...
-
-    def run(self, run_id: str) -> RunDetail:
-        """Return one run."""
-        ...
-
-    def series(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        source: str = "",
-        branch: Branch = "lineage",
-        points: int = 1_000,
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> SeriesReply:
-        """Return one curve."""
-        ...
-
-    def curve(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        source: str = "",
-        branch: Branch = "lineage",
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> CurveReply:
-        """Return every point of one curve."""
-        ...
-
-    def step(self, run_id: str, step: int) -> StepView:
-        """Return one step."""
-        ...
-
-    def decisions(self, run_id: str) -> tuple[DecisionView, ...]:
-        """Return the ledger."""
-        ...
-
-    def findings(self, run_id: str) -> tuple[FindingView, ...]:
-        """Return the findings."""
-        ...
-
-    def checkpoints(self, run_id: str) -> tuple[CheckpointView, ...]:
-        """Return the checkpoints."""
-        ...
-
-    def events(self, run_id: str, kind: str = "") -> tuple[EventView, ...]:
-        """Return all other events, or those of one kind."""
-        ...
-
-    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return the alerts; of a folder those that its runs would have raised."""
-        ...
-
-    def cells(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        points: int = 200,
-        rows: int = 64,
-        branch: Branch = "all",
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> CellsReply:
-        """Return a heat map."""
-        ...
-
-    def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
-        """Return which layers and ranks moved most up to a step."""
-        ...
-
-    def incidents(self, run_id: str) -> tuple[IncidentView, ...]:
-        """Return what went wrong, each whole."""
-        ...
-
-    def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:
-        """Return what people wrote and the training announced."""
-        ...
-
-    def table(self, request: TableRequest) -> TableReply:
-        """Return the rows that meet the request's conditions."""
+    def ask(self, question: Question[A]) -> A:
+        """Return the answer."""
         ...
 
 
@@ -162,7 +62,7 @@ def find_run(reader: Reader, id_or_name: str) -> RunSummary:
     Raises:
         UsageError: there is none, or the beginning of an id fits several.
     """
-    return choose_run(reader.runs(), id_or_name)
+    return choose_run(reader.ask(RunsQuestion()), id_or_name)
 
 
 @contextlib.contextmanager

@@ -1,41 +1,63 @@
 """Answers every question about runs from the store, in the bodies of ``trainvitals.views``.
 
-One class for the HTTP routes, the command line and a folder read without any server: they cannot
-answer differently.
+One function for each question, and one class that HTTP routes, the command line and a folder read
+without any server ask: they cannot answer differently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import asdict
 from sqlalchemy import Connection
 
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
+from trainvitals.question import Question
 from trainvitals.views import (
+    MAX_POINTS,
+    AlertsQuestion,
     AlertView,
-    Along,
+    AnnotationsQuestion,
     AnnotationView,
-    Branch,
+    CellsQuestion,
     CellsReply,
+    CheckpointsQuestion,
     CheckpointView,
+    CommandsQuestion,
+    CommandView,
+    CurveQuestion,
     CurveReply,
+    DecisionsQuestion,
     DecisionView,
+    DifferenceQuestion,
     DifferenceReply,
+    EventsQuestion,
     EventView,
+    FindingsQuestion,
     FindingView,
+    IncidentsQuestion,
     IncidentView,
+    ManySeriesQuestion,
+    MoversQuestion,
     MoverView,
     RunDetail,
+    RunQuestion,
+    RunsQuestion,
     RunSummary,
+    SeriesQuestion,
     SeriesReply,
     SeriesRequest,
+    StepQuestion,
     StepView,
+    TableQuestion,
     TableReply,
-    TableRequest,
 )
+from vitals_collector.alerts import commands, inbox
 from vitals_collector.live import overview
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries import metrics, series, tables
 from vitals_collector.queries.annotations import annotations_of
 from vitals_collector.queries.chunk_summary_cache import ChunkSummaryCache
@@ -44,7 +66,6 @@ from vitals_collector.queries.difference import difference
 from vitals_collector.queries.heatmap import cells
 from vitals_collector.queries.incidents import incidents
 from vitals_collector.queries.ledger import (
-    alerts_of,
     attempt_rows,
     attempts_of,
     checkpoints_of,
@@ -64,14 +85,31 @@ from vitals_collector.retention.rollup import RANKS, VolumeSettings
 from vitals_collector.retention.sizes import volume_of
 from vitals_collector.storage.store import Store
 
-MAX_POINTS = 20_000
 MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000
 """Non-finite values that a series names one by one; of more, evenly chosen ones."""
 
 
+A = TypeVar("A")
+
+ANSWERS: dict[type[Question[Any]], Callable[["Query", Any], Any]] = {}
+"""What answers each question."""
+
+
+def answer_to(
+    kind: type[Question[A]],
+) -> Callable[[Callable[["Query", Any], A]], Callable[["Query", Any], A]]:
+    """Return a decorator: that function answers questions of this kind, over HTTP and here."""
+
+    def register(answer: Callable[["Query", Any], A]) -> Callable[["Query", Any], A]:
+        ANSWERS[kind] = answer
+        return answer
+
+    return register
+
+
 class Query:
-    """The questions. Each reads one moment of the store; none changes it.
+    """Answers from a store. Each question reads one moment of it; none changes it.
 
     Args:
         store: what to read.
@@ -81,6 +119,8 @@ class Query:
         volumes: what is kept of a run, to be said.
         outlines: what is remembered of compacted rows between questions; bounded by itself.
     """
+
+    newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
 
     def __init__(
         self,
@@ -92,220 +132,208 @@ class Query:
         volumes: VolumeSettings | None = None,
         outlines: ChunkSummaryCache | None = None,
     ) -> None:
-        self._store = store
-        self._volumes = volumes or VolumeSettings()
-        self._clock = clock
+        self.store = store
+        self.clock = clock
+        self.volumes = volumes or VolumeSettings()
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
-        self._outlines = outlines or ChunkSummaryCache()
+        self.outlines = outlines or ChunkSummaryCache()
 
-    def runs(self) -> tuple[RunSummary, ...]:
-        """Return every run, the newest first."""
-        with self._store.read() as connection:
-            return overview.summaries(connection, self._liveness())
-
-    def run(self, run_id: str) -> RunDetail:
-        """Return everything about one run that is not a curve."""
-        with self._store.read() as connection:
-            row = run_row(connection, run_id)
-            return RunDetail(
-                summary=overview.summaries(connection, self._liveness(), run_id)[0],
-                info=overview.info_of(row),
-                attempts=attempts_of(connection, run_id),
-                sources=sources_of(connection, run_id),
-                metrics=metrics.names_of(connection, run_id),
-                volume=volume_of(connection, row, self._volumes),
-            )
-
-    def series(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        source: str = "",
-        branch: Branch = "lineage",
-        points: int = 1_000,
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> SeriesReply:
-        """Return one curve, downsampled to about ``points`` points; ``SeriesRequest`` says more.
+    def ask(self, question: Question[A]) -> A:
+        """Return the answer.
 
         Raises:
             UsageError: unknown run, metric or source, or a number out of bounds.
         """
-        request = SeriesRequest(
-            metric=metric,
-            source=source,
-            branch=branch,
-            points=points,
-            from_step=from_step,
-            to_step=to_step,
-        )
-        return self.many_series(run_id, [request])[0]
+        answer: A = ANSWERS[type(question)](self, question)
+        return answer
 
-    def many_series(
-        self, run_id: str, requests: Sequence[SeriesRequest]
-    ) -> tuple[SeriesReply, ...]:
-        """Return several curves of one moment, in the order of the requests.
+    @contextmanager
+    def read(self, *run_ids: str) -> Iterator[Connection]:
+        """Give one moment of the store.
 
         Raises:
-            UsageError: unknown run, metric or source, or a number out of bounds.
+            UsageError: one of these runs is not in it.
         """
-        for request in requests:
-            if not 2 <= request.points <= MAX_POINTS:
-                raise UsageError(f"points is {request.points}; it must be 2 to {MAX_POINTS}")
-        total = sum(request.points for request in requests)
-        if total > MAX_POINTS_AT_ONCE:
-            raise UsageError(
-                f"{len(requests)} series are to have {total} points together; it must be at most "
-                f"{MAX_POINTS_AT_ONCE}"
-            )
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            chosen = [_selected(connection, run_id, request) for request in requests]
-            outlined = [
-                Outlined(selection, request.branch, request.points)
-                for (_, selection), request in zip(chosen, requests, strict=True)
-            ]
-            attempts = attempt_rows(connection, run_id)
-            curves = load_outlines(connection, outlined, attempts, self._outlines)
-        return tuple(
-            _series_reply(run_id, request, source, *curve)
-            for request, (source, _), curve in zip(requests, chosen, curves, strict=True)
-        )
+        with self.store.read() as connection:
+            for run_id in run_ids:
+                run_row(connection, run_id)
+            yield connection
 
-    def curve(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        source: str = "",
-        branch: Branch = "lineage",
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> CurveReply:
-        """Return every point of one curve; the arguments are those of ``series``.
+    def raise_alerts(self) -> None:
+        """Bring the store's alerts up to date; those of a collector are, as rows come."""
 
-        Raises:
-            UsageError: unknown run, metric or source, or too many points for one answer.
-        """
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            steps = (from_step, to_step)
-            chosen, selection = metrics.select_rows(connection, run_id, metric, source, steps)
-            points = load_curve(connection, selection, attempt_rows(connection, run_id), branch)
-        return curve_reply(run_id, metric, chosen, branch, points)
-
-    def difference(
-        self, base: str, other: str, metric: str, *, along: Along = "step", points: int = 1_000
-    ) -> DifferenceReply:
-        """Return what a metric of ``other`` has more than that of ``base``."""
-        with self._store.read() as connection:
-            run_row(connection, base)
-            run_row(connection, other)
-            return difference(connection, base, other, metric, along=along, points=points)
-
-    def step(self, run_id: str, step: int) -> StepView:
-        """Return what is known of one step, on every attempt that trained it."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return StepView(
-                run_id=run_id,
-                step=step,
-                rows=step_rows(connection, run_id, step),
-                findings=findings_of(connection, run_id, step),
-                decisions=with_hindsight(
-                    connection, run_id, decisions_of(connection, run_id, step)
-                ),
-                readings=readings_of(connection, run_id, step),
-                data=data_of(connection, run_id, step),
-                over_ranks=step_rows(connection, run_id, step, RANKS),
-            )
-
-    def decisions(self, run_id: str) -> tuple[DecisionView, ...]:
-        """Return the run's ledger in its order."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return with_hindsight(connection, run_id, decisions_of(connection, run_id))
-
-    def findings(self, run_id: str) -> tuple[FindingView, ...]:
-        """Return what the run's detectors said, by step."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return findings_of(connection, run_id)
-
-    def checkpoints(self, run_id: str) -> tuple[CheckpointView, ...]:
-        """Return the latest state of each checkpoint and snapshot, by step."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return checkpoints_of(connection, run_id)
-
-    def events(self, run_id: str, kind: str = "") -> tuple[EventView, ...]:
-        """Return other events, all or of one kind, as lines for people, by time; the newest."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return events_of(connection, run_id, kind)
-
-    def alerts(self, *, run_id: str = "", state: str = "") -> tuple[AlertView, ...]:
-        """Return the alerts that the store has, the newest first."""
-        with self._store.read() as connection:
-            return alerts_of(connection, run_id=run_id, state=state)
-
-    def cells(
-        self,
-        run_id: str,
-        metric: str,
-        *,
-        points: int = 200,
-        rows: int = 64,
-        branch: Branch = "all",
-        from_step: int | None = None,
-        to_step: int | None = None,
-    ) -> CellsReply:
-        """Return a heat map of one metric; ``queries.cells`` says more."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return cells(
-                connection,
-                run_id,
-                metric,
-                points=points,
-                rows=rows,
-                branch=branch,
-                from_step=from_step,
-                to_step=to_step,
-            )
-
-    def movers(self, run_id: str, step: int) -> tuple[MoverView, ...]:
-        """Return which layers and ranks moved most up to a step."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return movers(connection, run_id, step)
-
-    def incidents(self, run_id: str) -> tuple[IncidentView, ...]:
-        """Return what went wrong, each whole and told as a story, the newest first."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            run = overview.summaries(connection, self._liveness(), run_id)[0]
-            return incidents(connection, run)
-
-    def annotations(self, run_id: str) -> tuple[AnnotationView, ...]:
-        """Return what people wrote and the training announced, by step."""
-        with self._store.read() as connection:
-            run_row(connection, run_id)
-            return annotations_of(connection, run_id)
-
-    def table(self, request: TableRequest) -> TableReply:
-        """Return the rows that meet the request's conditions."""
-        with self._store.read() as connection:
-            return tables.ask(connection, request, self._liveness())
-
-    def _liveness(self) -> Liveness:
+    def liveness(self) -> Liveness:
+        """Return what tells a running run from a lost one."""
         return Liveness(
-            now_unix_ns=self._clock.time_ns(),
+            now_unix_ns=self.clock.time_ns(),
             up_since_unix_ns=self._up_since_unix_ns,
             lost_after_seconds=self._lost_after_seconds,
         )
+
+
+# --------------------------------------------------------------------------------- the answers
+
+
+@answer_to(RunsQuestion)
+def _runs(query: Query, _: RunsQuestion) -> tuple[RunSummary, ...]:
+    with query.read() as connection:
+        return overview.summaries(connection, query.liveness())
+
+
+@answer_to(RunQuestion)
+def _run(query: Query, asked: RunQuestion) -> RunDetail:
+    with query.store.read() as connection:
+        row = run_row(connection, asked.run_id)
+        return RunDetail(
+            summary=overview.summaries(connection, query.liveness(), asked.run_id)[0],
+            info=overview.info_of(row),
+            attempts=attempts_of(connection, asked.run_id),
+            sources=sources_of(connection, asked.run_id),
+            metrics=metrics.names_of(connection, asked.run_id),
+            volume=volume_of(connection, row, query.volumes),
+        )
+
+
+@answer_to(SeriesQuestion)
+def _one_series(query: Query, asked: SeriesQuestion) -> SeriesReply:
+    fields = asdict(asked)
+    run_id = fields.pop("run_id")
+    of_one = ManySeriesQuestion(run_id=run_id, series=(SeriesRequest(**fields),))
+    return _many_series(query, of_one)[0]
+
+
+@answer_to(ManySeriesQuestion)
+def _many_series(query: Query, asked: ManySeriesQuestion) -> tuple[SeriesReply, ...]:
+    run_id, requests = asked.run_id, asked.series
+    for request in requests:
+        if not 2 <= request.points <= MAX_POINTS:
+            raise UsageError(f"points is {request.points}; it must be 2 to {MAX_POINTS}")
+    total = sum(request.points for request in requests)
+    if total > MAX_POINTS_AT_ONCE:
+        raise UsageError(
+            f"{len(requests)} series are to have {total} points together; it must be at most "
+            f"{MAX_POINTS_AT_ONCE}"
+        )
+    with query.read(run_id) as connection:
+        chosen = [_selected(connection, run_id, request) for request in requests]
+        outlined = [
+            Outlined(selection, request.branch, request.points)
+            for (_, selection), request in zip(chosen, requests, strict=True)
+        ]
+        attempts = attempt_rows(connection, run_id)
+        curves = load_outlines(connection, outlined, attempts, query.outlines)
+    return tuple(
+        _series_reply(run_id, request, source, *curve)
+        for request, (source, _), curve in zip(requests, chosen, curves, strict=True)
+    )
+
+
+@answer_to(CurveQuestion)
+def _curve(query: Query, asked: CurveQuestion) -> CurveReply:
+    run_id, metric, branch = asked.run_id, asked.metric, asked.branch
+    with query.read(run_id) as connection:
+        steps = (asked.from_step, asked.to_step)
+        source, selection = metrics.select_rows(connection, run_id, metric, asked.source, steps)
+        points = load_curve(connection, selection, attempt_rows(connection, run_id), branch)
+    return curve_reply(run_id, metric, source, branch, points)
+
+
+@answer_to(DifferenceQuestion)
+def _difference(query: Query, asked: DifferenceQuestion) -> DifferenceReply:
+    with query.read(asked.run_id, asked.other) as connection:
+        return difference(connection, asked)
+
+
+@answer_to(StepQuestion)
+def _step(query: Query, asked: StepQuestion) -> StepView:
+    run_id, step = asked.run_id, asked.step
+    with query.read(run_id) as connection:
+        return StepView(
+            run_id=run_id,
+            step=step,
+            rows=step_rows(connection, run_id, step),
+            findings=findings_of(connection, run_id, step),
+            decisions=with_hindsight(connection, run_id, decisions_of(connection, run_id, step)),
+            readings=readings_of(connection, run_id, step),
+            data=data_of(connection, run_id, step),
+            over_ranks=step_rows(connection, run_id, step, RANKS),
+        )
+
+
+@answer_to(DecisionsQuestion)
+def _decisions(query: Query, asked: DecisionsQuestion) -> tuple[DecisionView, ...]:
+    with query.read(asked.run_id) as connection:
+        return with_hindsight(connection, asked.run_id, decisions_of(connection, asked.run_id))
+
+
+@answer_to(FindingsQuestion)
+def _findings(query: Query, asked: FindingsQuestion) -> tuple[FindingView, ...]:
+    with query.read(asked.run_id) as connection:
+        return findings_of(connection, asked.run_id)
+
+
+@answer_to(CheckpointsQuestion)
+def _checkpoints(query: Query, asked: CheckpointsQuestion) -> tuple[CheckpointView, ...]:
+    with query.read(asked.run_id) as connection:
+        return checkpoints_of(connection, asked.run_id)
+
+
+@answer_to(EventsQuestion)
+def _events(query: Query, asked: EventsQuestion) -> tuple[EventView, ...]:
+    with query.read(asked.run_id) as connection:
+        return events_of(connection, asked.run_id, asked.kind)
+
+
+@answer_to(AlertsQuestion)
+def _alerts(query: Query, asked: AlertsQuestion) -> tuple[AlertView, ...]:
+    query.raise_alerts()
+    return inbox.listed(
+        query.store,
+        now_unix_ns=query.clock.time_ns(),
+        run_id=asked.run_id,
+        state=asked.state,
+        newest_by=query.newest_alerts_by,
+    )
+
+
+@answer_to(CommandsQuestion)
+def _commands(query: Query, asked: CommandsQuestion) -> tuple[CommandView, ...]:
+    now = query.clock.time_ns()
+    return commands.listed(query.store, asked.run_id, now_unix_ns=now, status=asked.status)
+
+
+@answer_to(CellsQuestion)
+def _cells(query: Query, asked: CellsQuestion) -> CellsReply:
+    with query.read(asked.run_id) as connection:
+        return cells(connection, asked)
+
+
+@answer_to(MoversQuestion)
+def _movers(query: Query, asked: MoversQuestion) -> tuple[MoverView, ...]:
+    with query.read(asked.run_id) as connection:
+        return movers(connection, asked.run_id, asked.step)
+
+
+@answer_to(IncidentsQuestion)
+def _incidents(query: Query, asked: IncidentsQuestion) -> tuple[IncidentView, ...]:
+    with query.read(asked.run_id) as connection:
+        run = overview.summaries(connection, query.liveness(), asked.run_id)[0]
+        return incidents(connection, run)
+
+
+@answer_to(AnnotationsQuestion)
+def _annotations(query: Query, asked: AnnotationsQuestion) -> tuple[AnnotationView, ...]:
+    with query.read(asked.run_id) as connection:
+        return annotations_of(connection, asked.run_id)
+
+
+@answer_to(TableQuestion)
+def _table(query: Query, asked: TableQuestion) -> TableReply:
+    if asked.table == "alerts":
+        query.raise_alerts()
+    with query.read() as connection:
+        return tables.ask(connection, asked, query.liveness())
 
 
 def _selected(connection: Connection, run_id: str, asked: SeriesRequest) -> tuple[str, Selection]:
@@ -338,4 +366,4 @@ def _series_reply(
     )
 
 
-__all__ = ["Branch", "Query"]
+__all__ = ["ANSWERS", "Query", "answer_to"]

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, select
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
 from trainvitals.metrics import STEP_METRICS
-from trainvitals.views import Branch, TableRequest
+from trainvitals.views import Branch, TableQuestion
 from vitals_collector.queries.conditions import Cells, Condition, Kind
 from vitals_collector.queries.ledger import attempt_rows
 from vitals_collector.queries.read_columns import (
@@ -89,7 +89,7 @@ def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kin
 
 
 def find_steps(
-    connection: Connection, request: TableRequest, conditions: Sequence[Condition]
+    connection: Connection, request: TableQuestion, conditions: Sequence[Condition]
 ) -> Answer:
     """Return the rows wanted, by step, then attempt, then rank.
 
@@ -137,7 +137,7 @@ def _key(batch: Ints, at: Ints) -> Ints:
     return (batch << 24) | at  # a batch has far fewer rows than 2**24
 
 
-def _bounds(request: TableRequest, conditions: Sequence[Condition]) -> _Bounds:
+def _bounds(request: TableQuestion, conditions: Sequence[Condition]) -> _Bounds:
     """Return the steps asked for, conditions on the step included: less is read."""
     lows = [] if request.from_step is None else [request.from_step]
     highs = [] if request.to_step is None else [request.to_step]
@@ -155,7 +155,7 @@ def _as_int64(value: int) -> int:
 
 def _parts(
     connection: Connection,
-    request: TableRequest,
+    request: TableQuestion,
     conditions: Sequence[Condition],
     bounds: _Bounds,
 ) -> dict[str, list[Part]]:
@@ -233,7 +233,7 @@ def _joined(parts: Sequence[Found]) -> Found:
     return Found._make(np.concatenate(columns) for columns in zip(none, *parts, strict=True))
 
 
-def _first(rows: Found, request: TableRequest) -> Found:
+def _first(rows: Found, request: TableQuestion) -> Found:
     """Return the rows in the order wanted, as many as are."""
     sign = -1 if request.newest_first else 1
     order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))

@@ -15,10 +15,10 @@ from sqlalchemy import Connection, Row, Select, Table, select
 from trainvitals.errors import UsageError
 from trainvitals.jsonable import jsonable, word_of
 from trainvitals.records import Decision, Finding
-from trainvitals.views import AlertView, EventView, RunSummary, TableReply, TableRequest
-from vitals_collector.alerts.rows import entry_of
+from trainvitals.views import AlertView, EventView, RunSummary, TableQuestion, TableReply
+from vitals_collector.alerts.inbox import entry_of
 from vitals_collector.live import overview
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.queries.conditions import Cells, Condition, Kind, parse, unknown_column
 from vitals_collector.queries.ledger import event_view, run_row
 from vitals_collector.queries.step_tables import (
@@ -40,7 +40,7 @@ _decision = msgspec.msgpack.Decoder(Decision).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 
 
-def ask(connection: Connection, request: TableRequest, when: Liveness) -> TableReply:
+def ask(connection: Connection, request: TableQuestion, when: Liveness) -> TableReply:
     """Return the rows that meet the request's conditions.
 
     Raises:
@@ -63,7 +63,7 @@ def ask(connection: Connection, request: TableRequest, when: Liveness) -> TableR
     return TableReply(columns=tuple(shown), data=data, num_total=len(which))
 
 
-def _check(request: TableRequest) -> None:
+def _check(request: TableQuestion) -> None:
     if not 1 <= request.limit <= MAX_ROWS:
         raise UsageError(f"limit is {request.limit}; it must be 1 to {MAX_ROWS}")
     for name in ("from_step", "to_step"):
@@ -87,7 +87,7 @@ def _check(request: TableRequest) -> None:
 
 
 def _shown(
-    request: TableRequest, columns: Mapping[str, Kind], default: Sequence[str]
+    request: TableQuestion, columns: Mapping[str, Kind], default: Sequence[str]
 ) -> Sequence[str]:
     for name in request.columns:
         if name not in columns:
@@ -98,7 +98,7 @@ def _shown(
 # ---------------------------------------------------------------------------- steps and ranks
 
 
-def _steps(connection: Connection, request: TableRequest) -> TableReply:
+def _steps(connection: Connection, request: TableQuestion) -> TableReply:
     columns = columns_of_steps(connection, request.run_id, request.table)
     conditions = parse(request.where, columns)
     shown = _shown(request, columns, shown_columns(connection, request.run_id, columns))
@@ -172,13 +172,13 @@ def _cells(given: Sequence[Any], kind: Kind) -> Cells:
     return Cells(np.array([value or 0 for value in given], dtype=dtype), valid)
 
 
-def _runs(connection: Connection, request: TableRequest, when: Liveness) -> list[dict[str, Any]]:
+def _runs(connection: Connection, request: TableQuestion, when: Liveness) -> list[dict[str, Any]]:
     views = overview.summaries(connection, when, request.run_id or None)
     return [_row(view) for view in reversed(views)]
 
 
 def _decisions(
-    connection: Connection, request: TableRequest, _when: Liveness
+    connection: Connection, request: TableQuestion, _when: Liveness
 ) -> list[dict[str, Any]]:
     query = _of(select(decisions), decisions, request)
     rows = _all(
@@ -193,7 +193,7 @@ def _decisions(
 
 
 def _findings(
-    connection: Connection, request: TableRequest, _when: Liveness
+    connection: Connection, request: TableQuestion, _when: Liveness
 ) -> list[dict[str, Any]]:
     query = _of(select(findings), findings, request)
     order = (findings.c.time_unix_ns, findings.c.run_id, findings.c.step, findings.c.seq)
@@ -203,13 +203,17 @@ def _findings(
     ]
 
 
-def _alerts(connection: Connection, request: TableRequest, _when: Liveness) -> list[dict[str, Any]]:
+def _alerts(
+    connection: Connection, request: TableQuestion, _when: Liveness
+) -> list[dict[str, Any]]:
     query = _of(select(alerts), alerts, request)
     rows = _all(connection, query.order_by(alerts.c.started_unix_ns, alerts.c.fingerprint))
     return [_row(entry_of(row).view) for row in rows]
 
 
-def _events(connection: Connection, request: TableRequest, _when: Liveness) -> list[dict[str, Any]]:
+def _events(
+    connection: Connection, request: TableQuestion, _when: Liveness
+) -> list[dict[str, Any]]:
     query = _of(select(events), events, request)
     rows = _all(connection, query.order_by(events.c.time_unix_ns, events.c.id))
     return [_row(event_view(row), run_id=row.run_id) for row in rows]
@@ -225,7 +229,7 @@ def _all(connection: Connection, query: Select[Any]) -> Sequence[Row[Any]]:
     return rows
 
 
-def _of(query: Select[Any], table: Table, request: TableRequest) -> Select[Any]:
+def _of(query: Select[Any], table: Table, request: TableQuestion) -> Select[Any]:
     if request.run_id:
         query = query.where(table.c.run_id == request.run_id)
     if request.from_step is not None:
@@ -243,7 +247,7 @@ _COLUMNS: dict[str, dict[str, Kind]] = {
     "alerts": _fields(AlertView, but=("silenced_until_unix_ns", "silence_reason")),
     "events": _OWN | _fields(EventView),
 }
-_READ: dict[str, Callable[[Connection, TableRequest, Liveness], list[dict[str, Any]]]] = {
+_READ: dict[str, Callable[[Connection, TableQuestion, Liveness], list[dict[str, Any]]]] = {
     "runs": _runs,
     "decisions": _decisions,
     "findings": _findings,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trainvitals.cli.output import Format, write_rows
-from trainvitals.views import RunSummary
+from trainvitals.views import RunQuestion, RunSummary, SeriesQuestion
 from vitals_collector.queries.open import Reader
 
 _METRICS = ("steps.loss", "steps.grad_norm", "steps.learning_rate", "steps.skipped")
@@ -34,14 +34,14 @@ class Tail:
 
     def begin(self, from_step: int) -> None:
         """Write the header and the steps from ``from_step`` on."""
-        attempts = self._reader.run(self._run_id).attempts
+        attempts = self._reader.ask(RunQuestion(run_id=self._run_id)).attempts
         self._attempt = attempts[-1].id if attempts else 0
         self._next_step = from_step
         self._write(self._rows(), with_header=True)
 
     def go_on(self) -> RunSummary:
         """Write what came since, and return how the run is."""
-        detail = self._reader.run(self._run_id)
+        detail = self._reader.ask(RunQuestion(run_id=self._run_id))
         newest = detail.attempts[-1] if detail.attempts else None
         if newest is not None and newest.id != self._attempt:
             self._attempt, self._next_step = newest.id, newest.fork_step
@@ -51,8 +51,10 @@ class Tail:
     def _rows(self) -> list[_Row]:
         values: dict[tuple[int, int], dict[str, object]] = {}
         for metric in _METRICS:
-            reply = self._reader.series(
-                self._run_id, metric, points=_MAX_STEPS, from_step=self._next_step
+            reply = self._reader.ask(
+                SeriesQuestion(
+                    run_id=self._run_id, metric=metric, points=_MAX_STEPS, from_step=self._next_step
+                )
             )
             marks = {(mark.step, mark.attempt): mark.kind for mark in reply.nonfinite}
             for step, attempt, value in zip(reply.step, reply.attempt, reply.value, strict=True):

@@ -1,12 +1,71 @@
-"""Curves of a stored run with what was decided along them, asked for once and drawn in any form."""
+"""Curves of a stored run with what was decided along them, asked for once and drawn in any form.
 
-from collections.abc import Sequence
+Where values lie in a picture is decided here as well: the least and the greatest of each column,
+and the axis.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainvitals.errors import UsageError
-from trainvitals.views import Branch, DecisionView, SeriesReply
+from trainvitals.views import Branch, DecisionView, SeriesQuestion, SeriesReply
 from vitals_collector.queries.open import Reader
-from vitals_collector.report.scales import Column
+
+LOG_FROM = 20.0
+"""Greatest over least value from which an axis is logarithmic."""
+
+
+@dataclass(slots=True)
+class Column:
+    """The values that one column of a picture stands for."""
+
+    low: float = math.inf
+    high: float = -math.inf
+    limit: float = math.inf
+    num_nonfinite: int = 0
+
+    def add(self, value: float) -> None:
+        """Take a value in; one that is not finite is counted."""
+        if math.isfinite(value):
+            self.low, self.high = min(self.low, value), max(self.high, value)
+        else:
+            self.num_nonfinite += 1
+
+    @property
+    def has_value(self) -> bool:
+        """Whether any value was finite."""
+        return self.low <= self.high
+
+
+class Scale:
+    """Maps values to an axis, logarithmically where they span much and are positive."""
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        finite = [column for column in columns if column.has_value]
+        self._low = min((c.low for c in finite), default=0.0)
+        self._high = max((c.high for c in finite), default=1.0)
+        self.is_log = self._low > 0.0 and self._high / LOG_FROM > self._low
+
+    def part(self, value: float) -> float:
+        """Return how far up the axis the value lies, 0 to 1."""
+        low, high = self._at(self._low), self._at(self._high)
+        part = (self._at(value) - low) / (high - low) if high > low else 0.5
+        return min(max(part, 0.0), 1.0)
+
+    def ticks(self) -> list[float]:
+        """Return the values to be written at the axis, from the least to the greatest."""
+        if not self.is_log:
+            return list(dict.fromkeys((self._low, self._low / 2 + self._high / 2, self._high)))
+        return [self._low, math.sqrt(self._low) * math.sqrt(self._high), self._high]
+
+    def _at(self, value: float) -> float:
+        # Half of each, so that the distance of two floats is always a float.
+        return math.log(max(value, self._low)) if self.is_log else value / 2
+
+
+# ---------------------------------------------------------------------------------- curves of a run
+
 
 METRICS = {"steps.loss": "loss", "steps.grad_norm": "gradient norm"}
 """What tells how a run is, and what people call it."""
@@ -78,8 +137,15 @@ def curves(
         if metric not in metrics:
             return None
         try:
-            return reader.series(
-                run_id, metric, branch=branch, points=POINTS, from_step=from_step, to_step=to_step
+            return reader.ask(
+                SeriesQuestion(
+                    run_id=run_id,
+                    metric=metric,
+                    branch=branch,
+                    points=POINTS,
+                    from_step=from_step,
+                    to_step=to_step,
+                )
             )
         except UsageError:  # measured, but on no rank whose rows are left
             return None

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from trainvitals.cli.output import printable
 from trainvitals.policy.history import JudgedStep
-from vitals_collector.report.scales import Column, Scale
+from vitals_collector.report.curves import Column, Scale
 
 COLUMNS = 940
 _LEFT, _TOP, _HEIGHT, _GAP, _RIGHT = 70, 58, 210, 44, 20
@@ -107,7 +107,7 @@ class Drawing:
         parts += self._decisions()
         parts.append(_limit_line(panel, scale))
         parts.append(_value_line(panel, scale))
-        parts += self._said(panel, scale) if first else []
+        parts += self._findings(panel, scale) if first else []
         parts += [
             _mark(at, 0, COLORS["actionable"], f"{column.num_nonfinite} not finite", cross=True)
             for at, column in panel.columns.items()
@@ -123,7 +123,7 @@ class Drawing:
             if kind not in ("actionable", "advisory")
         ]
 
-    def _said(self, panel: _Panel, scale: Scale) -> list[str]:
+    def _findings(self, panel: _Panel, scale: Scale) -> list[str]:
         """Mark findings at the value they are about; what is told of lies at the bottom."""
         parts = []
         for (at, kind), words in self._marks.items():

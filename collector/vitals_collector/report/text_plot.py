@@ -7,8 +7,7 @@ for. What is marked is told by letters, so that nothing depends on telling color
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vitals_collector.report.curves import KINDS, Curve, CurveMark, columns, place
-from vitals_collector.report.scales import Column, Scale
+from vitals_collector.report.curves import KINDS, Column, Curve, CurveMark, Scale, columns, place
 
 HEIGHT = 10
 LABEL = 10

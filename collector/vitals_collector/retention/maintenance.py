@@ -4,7 +4,7 @@ import logging
 import threading
 
 from trainvitals.clock import Clock
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.retention.quota import Volumes
 from vitals_collector.retention.removal import delete_old
 from vitals_collector.retention.rollup import VolumeSettings

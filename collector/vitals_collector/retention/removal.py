@@ -15,10 +15,10 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from trainvitals.errors import UsageError
 from trainvitals.records import RunInfo
-from vitals_collector.ingest.tombstones import is_being_removed
+from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
-from vitals_collector.live.progress import forget_progress
-from vitals_collector.live.state import Liveness
+from vitals_collector.live.live_monitor import forget_progress
+from vitals_collector.live.run_status import Liveness
 from vitals_collector.retention.rollup_candidates import run_bytes
 from vitals_collector.storage.schema import (
     audit,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, ScalarSelect, Select, and_, func, literal, or_, select
 
-from vitals_collector.live.progress import runs_aside, watched_to
+from vitals_collector.live.live_monitor import runs_aside, watched_to
 from vitals_collector.retention.rollup import Batch, Present, VolumeSettings
 from vitals_collector.storage.schema import (
     attempts,

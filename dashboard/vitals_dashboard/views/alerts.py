@@ -6,7 +6,7 @@ import streamlit as st
 
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.views import AckRequest, AlertView
+from trainvitals.views import AckRequest, AlertsQuestion, AlertView, RunsQuestion
 from vitals_dashboard import formatting, layout, tables
 from vitals_dashboard.source import Source
 from vitals_dashboard.theme import SEVERITY_BADGES
@@ -52,8 +52,8 @@ def render() -> None:
 
 
 def _body(source: Source, shown: str, text: str) -> None:
-    every = source.client.alerts()
-    names = {run.run_id: run.name for run in source.client.runs()} if every else {}
+    every = source.client.ask(AlertsQuestion())
+    names = {run.run_id: run.name for run in source.client.ask(RunsQuestion())} if every else {}
     alerts = [alert for alert in every if _holds(alert, names, text)]
     now = source.clock.time_ns()
     firing = [a for a in alerts if a.state == "firing" and a.silenced_until_unix_ns <= now]

@@ -6,7 +6,13 @@ import streamlit as st
 
 from trainvitals.policy.rungs import newest_healthy
 from trainvitals.policy.state import CheckpointRef
-from trainvitals.views import CheckpointView, RunDetail, RunSummary
+from trainvitals.views import (
+    CheckpointsQuestion,
+    CheckpointView,
+    RunDetail,
+    RunQuestion,
+    RunSummary,
+)
 from vitals_dashboard import commands, formatting, layout, tables
 from vitals_dashboard.source import Source
 from vitals_dashboard.theme import CHECKPOINT_WORDS
@@ -18,7 +24,7 @@ def render() -> None:
 
 
 def _body(source: Source, run: RunSummary) -> None:
-    every = source.client.checkpoints(run.run_id)
+    every = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
             "No checkpoint or snapshot yet. Snapshots in memory come with mode 'heal', those on"
@@ -31,7 +37,7 @@ def _body(source: Source, run: RunSummary) -> None:
     _totals(there)
     target = rollback_target(there)
     if is_running:
-        _target(source, run, source.client.run(run.run_id), target)
+        _target(source, run, source.client.ask(RunQuestion(run_id=run.run_id)), target)
     else:
         _left(target)
     with st.container(horizontal=True, key="checkpoint_controls"):

@@ -6,7 +6,14 @@ from typing import Literal
 
 import streamlit as st
 
-from trainvitals.views import DifferenceReply, RunDetail, RunSummary, SeriesRequest
+from trainvitals.views import (
+    DifferenceReply,
+    RunDetail,
+    RunQuestion,
+    RunsQuestion,
+    RunSummary,
+    SeriesRequest,
+)
 from vitals_dashboard import charts, compare, formatting, layout, states, tables
 from vitals_dashboard.charts import Line
 from vitals_dashboard.source import POINTS, Source, differences, series_of
@@ -59,7 +66,7 @@ def render() -> None:
 
 
 def _body(source: Source, chosen: Controls) -> None:
-    runs = tables.matching(source.client.runs(), "", None)
+    runs = tables.matching(source.client.ask(RunsQuestion()), "", None)
     if not runs:
         states.no_runs()
         return
@@ -67,7 +74,7 @@ def _body(source: Source, chosen: Controls) -> None:
     if len(ids) < 2:
         st.caption(f"Choose two to {MAX_RUNS} runs; the others are compared with the first.")
         return
-    details = [source.client.run(run_id) for run_id in ids]
+    details = [source.client.ask(RunQuestion(run_id=run_id)) for run_id in ids]
     names = compare.distinct_names(details)
     metric = _metric(details)
     if metric is None:

@@ -6,7 +6,15 @@ import streamlit as st
 
 from trainvitals.policy.evidence import tally
 from trainvitals.policy.rungs import rule_words
-from trainvitals.views import AnnotationView, CommandView, DecisionView, RunSummary
+from trainvitals.views import (
+    AnnotationsQuestion,
+    AnnotationView,
+    CommandsQuestion,
+    CommandView,
+    DecisionsQuestion,
+    DecisionView,
+    RunSummary,
+)
 from vitals_dashboard import commands, formatting, layout, tables
 from vitals_dashboard.source import Source
 from vitals_dashboard.theme import ACTIONS
@@ -21,8 +29,8 @@ def render() -> None:
 
 
 def _body(source: Source, run: RunSummary) -> None:
-    ledger = source.client.decisions(run.run_id)
-    notes = source.client.annotations(run.run_id)
+    ledger = source.client.ask(DecisionsQuestion(run_id=run.run_id))
+    notes = source.client.ask(AnnotationsQuestion(run_id=run.run_id))
     shown = _filtered(ledger)
     num_all = formatting.count(len(ledger), "decision")
     count = f"{len(shown):,} of {num_all}; select one for its evidence."
@@ -156,6 +164,6 @@ def _numbers(view: DecisionView) -> list[str]:
 
 
 def _commands(source: Source, run: RunSummary) -> None:
-    sent: tuple[CommandView, ...] = source.client.commands(run.run_id)
+    sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
     st.markdown(f"**Commands of people** ({len(sent):,})")
     layout.table(tables.command_rows(sent), "Nobody has sent this run a command.", key="commands")

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import streamlit as st
 from msgspec.structs import replace
 
-from trainvitals.views import IncidentView, RunDetail, RunSummary, SeriesRequest
+from trainvitals.views import (
+    IncidentsQuestion,
+    IncidentView,
+    RunDetail,
+    RunQuestion,
+    RunSummary,
+    SeriesRequest,
+)
 from vitals_dashboard import charts, commands, formatting, heatmap_page, layout, tables
 from vitals_dashboard.source import Source, series_of
 from vitals_dashboard.theme import SEVERITY_BADGES
@@ -29,7 +36,7 @@ def render() -> None:
 
 
 def _body(source: Source, run: RunSummary) -> None:
-    every = source.client.incidents(run.run_id)
+    every = source.client.ask(IncidentsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
             "No incident in this run. One begins with the first finding that the ladder acted on,"
@@ -51,7 +58,7 @@ def _body(source: Source, run: RunSummary) -> None:
                 "The address asks for an incident that this run has not; here is the newest."
             )
         chosen = every[0]
-    detail = source.client.run(run.run_id)
+    detail = source.client.ask(RunQuestion(run_id=run.run_id))
     steps = (max(0, chosen.onset_step - BEFORE), chosen.last_step + AFTER)
     left, right = st.columns([6, 5])
     with left:

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from trainvitals.views import RunDetail, RunSummary
+from trainvitals.views import MoversQuestion, RunDetail, RunQuestion, RunSummary
 from vitals_dashboard import heatmap_page, layout, tables
 from vitals_dashboard.heatmap_page import Choice
 from vitals_dashboard.source import Source
@@ -35,7 +35,7 @@ def render() -> None:
 
 
 def _body(source: Source, run: RunSummary) -> None:
-    detail = source.client.run(run.run_id)
+    detail = source.client.ask(RunQuestion(run_id=run.run_id))
     chosen, shade, steps = heatmap_page.controls(CHOICES, key="layers", shade="change")
     reply = heatmap_page.ask(source, run, chosen.metric, steps)
     if reply is None:
@@ -64,7 +64,7 @@ def movers(source: Source, run: RunSummary, step: int | None) -> None:
     at = run.last_step if step is None else step
     if at < 0:
         return
-    moved = source.client.movers(run.run_id, at)
+    moved = source.client.ask(MoversQuestion(run_id=run.run_id, step=at))
     st.markdown(f"**What moved most up to step {at:,}**")
     st.caption("Against its own median before, in robust standard deviations; set To step above.")
     layout.table(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import streamlit as st
 
-from trainvitals.views import RunSummary
+from trainvitals.views import RunsQuestion, RunSummary
 from vitals_dashboard import formatting, layout, states, tables
 from vitals_dashboard.source import Source, loss_curve
 from vitals_dashboard.theme import HEALTH_WORDS, STATE_WORDS
@@ -76,7 +76,7 @@ def _controls() -> RunFilter:
 
 
 def _body(source: Source, filters: RunFilter) -> None:
-    everything = source.client.runs()
+    everything = source.client.ask(RunsQuestion())
     if not everything:
         states.no_runs()
         return

@@ -9,7 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from trainvitals.errors import TransportError, UnauthorizedError, UsageError
-from trainvitals.views import Branch, RunSummary, TableName, TableReply, TableRequest
+from trainvitals.views import Branch, RunsQuestion, RunSummary, TableName, TableQuestion, TableReply
 from vitals_dashboard import exports, formatting, layout, states, tables
 from vitals_dashboard.source import Source, guarded
 
@@ -46,7 +46,7 @@ def _standing(draw: Callable[[], None]) -> None:
 
 
 def _page(source: Source) -> None:
-    runs = tables.matching(source.client.runs(), "", None)
+    runs = tables.matching(source.client.ask(RunsQuestion()), "", None)
     if not runs:
         states.no_runs()
         return
@@ -63,16 +63,16 @@ def _page(source: Source) -> None:
     layout.refreshing(ask, live=live, key="query_body", every=layout.SLOW_SECONDS)
 
 
-def _ask(source: Source, request: TableRequest) -> None:
+def _ask(source: Source, request: TableQuestion) -> None:
     try:
-        reply = source.client.table(request)
+        reply = source.client.ask(request)
     except UsageError as error:
         states.not_understood(error)
         return
     _answer(request, reply)
 
 
-def _asked(runs: list[RunSummary]) -> tuple[TableRequest | None, bool]:
+def _asked(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
     """Draw the question; return it, and whether it is to be asked again and again.
 
     It is None, said in formatting, where a run has yet to be chosen.
@@ -103,7 +103,7 @@ def _asked(runs: list[RunSummary]) -> tuple[TableRequest | None, bool]:
     if run_id == ALL_RUNS and name in OF_ONE_RUN:
         st.caption("Steps and ranks are asked of one run: choose it above.")
         return None, live
-    request = TableRequest(
+    request = TableQuestion(
         table=name,
         run_id="" if run_id == ALL_RUNS else run_id,
         where=where,
@@ -161,7 +161,7 @@ def _run_choice(names: dict[str, str]) -> str | None:
     return None if chosen is None else str(chosen)
 
 
-def _answer(request: TableRequest, reply: TableReply) -> None:
+def _answer(request: TableQuestion, reply: TableReply) -> None:
     num = len(reply.data[0]) if reply.data else 0
     with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
         cut = "; raise the number of rows to see more" if num < reply.num_total else ""

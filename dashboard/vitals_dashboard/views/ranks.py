@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from trainvitals.detect.registry import kinds_about
-from trainvitals.views import RunDetail, RunSummary
+from trainvitals.views import FindingsQuestion, RunDetail, RunQuestion, RunSummary
 from vitals_dashboard import formatting, heatmap, heatmap_page, layout, stragglers, tables
 from vitals_dashboard.heatmap_page import Choice
 from vitals_dashboard.source import Source
@@ -35,7 +35,7 @@ def render() -> None:
 
 
 def _body(source: Source, run: RunSummary) -> None:
-    detail = source.client.run(run.run_id)
+    detail = source.client.ask(RunQuestion(run_id=run.run_id))
     chosen, shade, steps = heatmap_page.controls(CHOICES, key="ranks", shade="value")
     _stragglers(source, run, detail, steps)
     reply = heatmap_page.ask(source, run, chosen.metric, steps)
@@ -92,7 +92,9 @@ def _stragglers(
 
 def _findings(source: Source, run: RunSummary) -> None:
     findings = [
-        view for view in source.client.findings(run.run_id) if view.finding.kind in ABOUT_MACHINES
+        view
+        for view in source.client.ask(FindingsQuestion(run_id=run.run_id))
+        if view.finding.kind in ABOUT_MACHINES
     ]
     st.markdown(f"**Told about ranks and machines** ({len(findings):,})")
     layout.table(

@@ -8,10 +8,16 @@ import streamlit as st
 from trainvitals.io.client import CollectorClient
 from trainvitals.policy.evidence import tally
 from trainvitals.views import (
+    AlertsQuestion,
+    AnnotationsQuestion,
+    CheckpointsQuestion,
     CheckpointView,
+    DecisionsQuestion,
     DecisionView,
+    EventsQuestion,
     EventView,
     RunDetail,
+    RunQuestion,
 )
 from vitals_dashboard import charts, commands, formatting, layout, tables
 from vitals_dashboard.source import Source
@@ -34,11 +40,11 @@ def _body(source: Source, chosen: Controls) -> None:
     run = layout.chosen_run(source)
     if run is None:
         return
-    detail = source.client.run(run.run_id)
-    decisions = source.client.decisions(run.run_id)
+    detail = source.client.ask(RunQuestion(run_id=run.run_id))
+    decisions = source.client.ask(DecisionsQuestion(run_id=run.run_id))
     _facts(detail, source.clock.time_ns())
     _numbers(source, detail)
-    checkpoints = source.client.checkpoints(run.run_id)
+    checkpoints = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     own = _tools(source, detail, decisions)
     view = _view(source, detail, chosen, decisions, checkpoints)
     loss = curves.draw(view, own)
@@ -66,9 +72,9 @@ def _view(
         st.caption(f"This run has no {chosen.axis} to draw along; steps are shown.")
         scale = charts.STEPS
     others = [
-        *charts.alert_marks(source.client.alerts(run_id=view.run_id), scale),
+        *charts.alert_marks(source.client.ask(AlertsQuestion(run_id=view.run_id)), scale),
         *charts.checkpoint_marks(checkpoints, scale),
-        *charts.note_marks(source.client.annotations(view.run_id), scale),
+        *charts.note_marks(source.client.ask(AnnotationsQuestion(run_id=view.run_id)), scale),
     ]
     marks = charts.decision_marks(decisions, scale)
     return replace(view, scale=scale, decisions=marks, others=others)
@@ -183,7 +189,7 @@ def _readings(
     """Return the answers of the probe and of evaluations, of a run that had any trouble."""
     if not decisions:
         return ()
-    return source.client.events(detail.summary.run_id, "StateRead")
+    return source.client.ask(EventsQuestion(run_id=detail.summary.run_id, kind="StateRead"))
 
 
 def _below(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from trainvitals.clock import SystemClock
+from trainvitals.views import RunQuestion, SeriesQuestion
 from vitals_bench.dashboard import bare_page, painted
 from vitals_bench.dashboard.seen import is_sent, num_hidden
 from vitals_bench.dashboard.serving import NAMES, QUICK
@@ -39,14 +40,16 @@ def test_a_run_goes_on_by_a_step_that_no_store_has_yet():
     filling, store = Filling(size, NAMES), open_store("sqlite://")
     filling.fill(store)
     query = Query(store, clock=SystemClock())
-    assert size.num_steps - 1 == query.run(filling.run_id).summary.last_step
+    assert size.num_steps - 1 == query.ask(RunQuestion(run_id=filling.run_id)).summary.last_step
     for number in range(3):
         assert 1 == ingest_all(store, [filling.one_more(number)], 1)[0].num_new
-    detail = query.run(filling.run_id)
+    detail = query.ask(RunQuestion(run_id=filling.run_id))
     assert size.num_steps + 2 == detail.summary.last_step
     assert {f"steps.{name}" for name in NAMES} <= set(detail.metrics)
     values = [v for _, piece in pieces(size, filling.planted) for v in piece[:, 0].tolist()]
-    sent = str(query.series(filling.run_id, "steps.loss", points=2_000).value).encode()
+    sent = str(
+        query.ask(SeriesQuestion(run_id=filling.run_id, metric="steps.loss", points=2_000)).value
+    ).encode()
     assert 0 == num_hidden(sent, filling.planted)
     assert 40 == sum(not math.isfinite(value) for value in values)
     store.close()

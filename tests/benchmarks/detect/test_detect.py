@@ -60,7 +60,7 @@ SPIKE = Event(kind="spike", onset=300, end=300)
 def test_ours_and_every_peer_judge_the_same_logs():
     judged = judge_all([make_shape(SOME[1], 0)])
     assert [TELL, ACT, *PEERS] == list(judged.totals())
-    assert ONSET in [alarm.row for alarm in judged.verdicts[0].told]
+    assert ONSET in [alarm.row for alarm in judged.verdicts[0].alarms]
     assert [ONSET] == [alarm.row for alarm in judged.verdicts[0].skipped]
     assert ([], []) == (judged.verdicts[0].rollbacks, judged.verdicts[0].halts)
     theirs = {alarm.row for alarm in judged.alarms["OLMo"][0]}
@@ -131,7 +131,7 @@ def test_every_part_yields_rows_and_tables(monkeypatch):
 
 def test_what_ours_got_wrong_is_named_by_shape_and_seed(monkeypatch):
     monkeypatch.setattr("vitals_bench.detect.judged.judge", lambda log: quiet)
-    quiet = Verdicts(told=[Alarm(9, "spike")], skipped=[], rollbacks=[], halts=[])
+    quiet = Verdicts(alarms=[Alarm(9, "spike")], skipped=[], rollbacks=[], halts=[])
     detail = shapes_grid(judge_all([make_shape(SOME[1], seed) for seed in (0, 1)])).detail
     wrong = {"shape": "NaN once", "missed": [ONSET], "false": [9]}
     assert [{**wrong, "seed": 0}, {**wrong, "seed": 1}] == detail[TELL]

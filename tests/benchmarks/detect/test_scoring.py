@@ -25,7 +25,7 @@ def alarms(*rows, kind="spike"):
 def worth(series, said):
     """Return the delays of what was found, the onsets of what was missed, and false alarms."""
     made = score(series, said)
-    return [hit.delay for hit in made.found], [e.onset for e in made.missed], list(made.false)
+    return [hit.delay for hit in made.hits], [e.onset for e in made.missed], list(made.false)
 
 
 @pytest.mark.parametrize(

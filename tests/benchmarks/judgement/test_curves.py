@@ -18,7 +18,7 @@ SEEDS = HELD_OUT_SEEDS[:2]
 
 def share_told(name: str, seeds: tuple[int, ...] = SEEDS) -> float:
     rates = [rate(WORLDS[name], noise, seeds) for noise in NOISES]
-    return sum(each.told for each in rates) / sum(each.curves for each in rates)
+    return sum(each.num_alarmed for each in rates) / sum(each.curves for each in rates)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,6 @@ def test_the_bench_trains_by_itself():
 def test_the_most_that_was_withheld_is_of_any_thousand_steps():
     rows = [*range(0, 2_000, 250), *range(5_000, 5_003)]
     verdict = Verdicts(
-        told=[], skipped=[Alarm(row, "spike") for row in rows], rollbacks=[], halts=[]
+        alarms=[], skipped=[Alarm(row, "spike") for row in rows], rollbacks=[], halts=[]
     )
     assert 4 == trained.most_withheld(verdict)

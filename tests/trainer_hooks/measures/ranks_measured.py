@@ -62,14 +62,13 @@ def train(
     with trainer_hooks.watch(
         model, optimizer, signals=signals, scaler=scaler, tokens_per_step=12
     ) as monitor:
-        noise = monitor._controller.columns._noise
+        noise = monitor._controller.log._columns._noise
         if noise is not None:
             add = noise.add
             noise.add = lambda **squares: (pairs.append(tuple(squares.values())), add(**squares))
-        updates = monitor._device.sampler._updates
         for step in range(STEPS):
             if step == fail_at and rank == 1:
-                updates._squares.of = lambda *_: 1 / 0
+                monitor._device.sampler._updates._squares.of = lambda *_: 1 / 0
             parts = data(step, rank).chunk(micro)
             for i, part in enumerate(parts):
                 with nullcontext() if synced or i == micro - 1 else model.no_sync():

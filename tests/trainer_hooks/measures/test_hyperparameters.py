@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_hooks.measures.hyperparameters import GroupSettings
+from trainer_hooks.measures.host import GroupSettings
 
 
 def optimizer():
@@ -15,12 +15,12 @@ def optimizer():
 def test_a_change_names_group_key_and_both_values():
     adam = optimizer()
     settings = GroupSettings([adam])
-    assert settings.changes() == []
+    assert settings.take_changes() == []
     adam.param_groups[1]["weight_decay"] = 0.01
     adam.param_groups[0]["betas"] = (0.8, 0.999)
-    found = [(c.group, c.key, c.before, c.after) for c in settings.changes()]
+    found = [(c.group, c.key, c.before, c.after) for c in settings.take_changes()]
     assert found == [(0, "betas", (0.9, 0.999), (0.8, 0.999)), (1, "weight_decay", 0.0, 0.01)]
-    assert settings.changes() == []
+    assert settings.take_changes() == []
 
 
 def test_the_learning_rate_and_an_equal_value_are_no_change():
@@ -28,21 +28,21 @@ def test_the_learning_rate_and_an_equal_value_are_no_change():
     settings = GroupSettings([adam])
     adam.param_groups[0]["lr"] = 0.5
     adam.param_groups[0]["betas"] = (0.9, 0.999)
-    assert settings.changes() == []
+    assert settings.take_changes() == []
 
 
 def test_a_tensor_is_not_read():
     adam = optimizer()
     settings = GroupSettings([adam])
     adam.param_groups[0]["weight_decay"] = torch.tensor(0.3)
-    assert settings.changes() == []
+    assert settings.take_changes() == []
 
 
 def test_a_new_value_is_a_scalar_for_each_of_its_numbers():
     adam = optimizer()
     settings = GroupSettings([adam])
     adam.param_groups[0].update(betas=(0.8, 0.99), amsgrad=True)
-    numbers = {k: v for change in settings.changes() for k, v in change.numbers().items()}
+    numbers = {k: v for change in settings.take_changes() for k, v in change.numbers().items()}
     assert numbers == {"group0/betas.0": 0.8, "group0/betas.1": 0.99, "group0/amsgrad": 1.0}
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainer_hooks.measures.memory_estimate import MemoryEstimate
+from trainer_hooks.measures.host import MemoryEstimate
 
 CPU = torch.device("cpu")
 
@@ -15,25 +15,25 @@ def test_parameters_gradients_moments_and_buffers_are_counted_once():
     estimate = MemoryEstimate(model, [optimizer], CPU)
     trained = (4 * 8 + 8 + 8 + 8) * 4
     others = 9 * 4 + (8 + 8) * 4 + 8  # frozen, running statistics, their counter
-    assert estimate.now() == 2 * trained + others
+    assert estimate.count_step() == 2 * trained + others
     model[1](model[0](torch.ones(2, 4))).sum().backward()
     optimizer.step()
     moments = 2 * trained + 4 * 4  # and a float32 step counter for each of four parameters
-    assert estimate.now() == 2 * trained + others + moments
+    assert estimate.count_step() == 2 * trained + others + moments
 
 
 def test_a_sparse_buffer_does_not_count():
     model = nn.Linear(4, 4, bias=False)
     model.register_buffer("adjacency", torch.eye(4).to_sparse())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert MemoryEstimate(model, [optimizer], CPU).now() == 2 * 64
+    assert MemoryEstimate(model, [optimizer], CPU).count_step() == 2 * 64
 
 
 def test_a_shared_parameter_counts_once():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert MemoryEstimate(model, [optimizer], CPU).now() == 2 * 64
+    assert MemoryEstimate(model, [optimizer], CPU).count_step() == 2 * 64
 
 
 def test_state_that_comes_late_is_found_at_a_power_of_two():
@@ -41,14 +41,14 @@ def test_state_that_comes_late_is_found_at_a_power_of_two():
     model = nn.ParameterList([weight])
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     estimate = MemoryEstimate(model, [optimizer], CPU)
-    found = [estimate.now(), estimate.now()]
+    found = [estimate.count_step(), estimate.count_step()]
     weight.grad = torch.ones(2)
     optimizer.step()
-    found += [estimate.now() for _ in range(3)]
+    found += [estimate.count_step() for _ in range(3)]
     assert found == [16, 16, 16, 24, 24]
 
 
 def test_what_lies_elsewhere_is_not_counted():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert MemoryEstimate(model, [optimizer], torch.device("meta")).now() == 0
+    assert MemoryEstimate(model, [optimizer], torch.device("meta")).count_step() == 0

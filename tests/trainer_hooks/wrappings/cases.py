@@ -23,9 +23,8 @@ from tests.trainer_hooks.wrappings.models import (
     Wrapping,
     not_syncing,
 )
-from trainer_hooks.step.decode_step import culprits, rank_losses
-from trainer_hooks.step.reduce_vector import Reduced
-from trainer_hooks.step.shards import local_tensor, shards_of
+from trainer_hooks.step.gradients import local_tensor, shards_of
+from trainer_hooks.step.reduce_vector import Reduced, culprits, rank_losses
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}
 PLACES = ("loss", "element", "all")

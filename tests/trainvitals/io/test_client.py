@@ -20,7 +20,23 @@ from trainvitals.errors import (
     VitalsError,
 )
 from trainvitals.io.client import CollectorClient, Tokens, discover_collector
-from trainvitals.views import AckRequest, CommandRequest, CommandView, Problem, SeriesReply
+from trainvitals.views import (
+    AckRequest,
+    AlertsQuestion,
+    CheckpointsQuestion,
+    CommandRequest,
+    CommandsQuestion,
+    CommandView,
+    DecisionsQuestion,
+    EventsQuestion,
+    FindingsQuestion,
+    Problem,
+    RunQuestion,
+    RunsQuestion,
+    SeriesQuestion,
+    SeriesReply,
+    StepQuestion,
+)
 from trainvitals.wire import IngestReply
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -63,7 +79,7 @@ def test_commands_are_fetched_and_marked() -> None:
         return httpx.Response(200, content=msgspec.json.encode([view]))
 
     with client_of(handle) as client:
-        assert (view,) == client.pending_commands(RUN_ID)
+        assert (view,) == client.ask(CommandsQuestion(run_id=RUN_ID, status="pending"))
         client.mark_delivered(RUN_ID, 17)
     assert [
         f"GET /v1/runs/{RUN_ID}/commands?status=pending",
@@ -92,7 +108,9 @@ def test_a_series_is_asked_for_with_what_was_given() -> None:
         return httpx.Response(200, content=msgspec.json.encode(reply))
 
     with client_of(handle) as client:
-        assert reply == client.series(RUN_ID, "steps.loss", branch="all", from_step=3)
+        assert reply == client.ask(
+            SeriesQuestion(run_id=RUN_ID, metric="steps.loss", branch="all", from_step=3)
+        )
     expected = {"metric": "steps.loss", "branch": "all", "points": "1000", "from_step": "3"}
     assert expected == dict(seen[0].params)
 
@@ -123,15 +141,18 @@ def test_every_reader_asks_its_own_route() -> None:
 
     with client_of(handle) as client:
         assert ((),) * 6 == (
-            client.runs(),
-            client.decisions("R"),
-            client.findings("R"),
-            client.checkpoints("R"),
-            client.events("R"),
-            client.commands("R"),
+            client.ask(RunsQuestion()),
+            client.ask(DecisionsQuestion(run_id="R")),
+            client.ask(FindingsQuestion(run_id="R")),
+            client.ask(CheckpointsQuestion(run_id="R")),
+            client.ask(EventsQuestion(run_id="R")),
+            client.ask(CommandsQuestion(run_id="R")),
         )
-        assert () == client.alerts(run_id="R", state="firing")
-        for call in (lambda: client.run("R"), lambda: client.step("R", 5)):
+        assert () == client.ask(AlertsQuestion(run_id="R", state="firing"))
+        for call in (
+            lambda: client.ask(RunQuestion(run_id="R")),
+            lambda: client.ask(StepQuestion(run_id="R", step=5)),
+        ):
             with pytest.raises(TransportError):
                 call()
     assert [
@@ -174,7 +195,7 @@ def test_each_refusal_is_the_right_error(handler: Handler, kind: type[VitalsErro
 def test_a_refusal_keeps_the_collectors_words() -> None:
     handler = problem("V101", 409, hint="do something else")
     with client_of(handler) as client, pytest.raises(UsageError) as caught:
-        client.runs()
+        client.ask(RunsQuestion())
     assert ("it went wrong", "do something else", "V101") == (
         caught.value.text,
         caught.value.hint,
@@ -184,7 +205,7 @@ def test_a_refusal_keeps_the_collectors_words() -> None:
 
 def test_without_a_token_the_way_out_is_said() -> None:
     with client_of(problem("V410", 401), "") as client, pytest.raises(UnauthorizedError) as caught:
-        client.runs()
+        client.ask(RunsQuestion())
     assert "--token-file" in caught.value.hint
 
 
@@ -195,7 +216,7 @@ def test_a_collector_that_is_not_there_is_named() -> None:
         with CollectorClient(url) as client:
             assert not client.answers()
             with pytest.raises(TransportError, match=url) as caught:
-                client.runs()
+                client.ask(RunsQuestion())
     assert "vitals collector" in caught.value.hint
 
 
@@ -204,7 +225,7 @@ def test_a_collector_that_does_not_answer_is_given_up() -> None:
         raise httpx.ReadTimeout("too slow")
 
     with client_of(handle) as client, pytest.raises(TransportError, match="did not answer in time"):
-        client.runs()
+        client.ask(RunsQuestion())
 
 
 @pytest.mark.parametrize("url", ["", "localhost:80", "ftp://x", "http://", "http://x:abc", "//x"])
@@ -238,7 +259,7 @@ def test_the_token_goes_through_no_proxy_and_follows_no_redirect(
             with CollectorClient(f"http://127.0.0.1:{server.server_port}/", "secret") as client:
                 assert client.answers()
                 with pytest.raises(TransportError, match="302"):
-                    client.runs()
+                    client.ask(RunsQuestion())
         finally:
             server.shutdown()
             thread.join()

@@ -80,7 +80,8 @@ class CheckpointFolder:
         self._clock = clock or SystemClock()
         self._owner: Owner | None = None
         self._told: set[str] = set()
-        self._changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
+        self.changes: deque[CheckpointChanged] = deque(maxlen=_MAX_CHANGES)
+        """Not taken yet; any thread may add to it."""
         self._index = IndexFile(path)
 
     def prepare(self) -> None:
@@ -419,7 +420,7 @@ class CheckpointFolder:
         self, name: str, state: CheckpointState, *, num_bytes: int = 0, detail: str = ""
     ) -> None:
         """Remember a change, for the events stream; what is gone, also for the index."""
-        self._changes.append(
+        self.changes.append(
             CheckpointChanged(
                 checkpoint_id=name,
                 checkpoint_step=manifests.parse_id(name)[0],
@@ -443,4 +444,4 @@ class CheckpointFolder:
 
     def take_changes(self) -> list[CheckpointChanged]:
         """Return what changed since the last call, for the events stream; call after each step."""
-        return [self._changes.popleft() for _ in range(len(self._changes))]
+        return [self.changes.popleft() for _ in range(len(self.changes))]

@@ -2,7 +2,10 @@
 
 import logging
 import re
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +16,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import emergency_save, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
-from trainer_hooks.recovery.checkpoints.agree import Agreement, caught
-from trainer_hooks.recovery.checkpoints.background import Background
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import OnBranch
 from trainer_hooks.recovery.checkpoints.layout import Layout
@@ -22,11 +23,87 @@ from trainer_hooks.recovery.checkpoints.manifest import Manifest
 from trainer_hooks.recovery.checkpoints.planner import Box
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, cut
 from trainer_hooks.recovery.finite import bytes_of, is_finite
-from trainer_hooks.recovery.snapshots import Meta, Restored, Snapshot
+from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Runs a call on one or all ranks; every rank then raises alike, or none does."""
+
+    ranks: Ranks
+
+    def on_root(self, call: Callable[[], object]) -> None:
+        """Run on rank 0; what it raises there is raised on all ranks."""
+        _raise(self.ranks.broadcast(caught(call) if self.ranks.rank == 0 else None))
+
+    def on_all(self, call: Callable[[], object]) -> None:
+        """Run on every rank; the first rank's error is raised on all."""
+        for error in self.ranks.gather(caught(call)):
+            _raise(error)
+
+
+def caught(call: Callable[[], object]) -> VitalsError | None:
+    """Run the call and return its error as one that can travel; None where all went well."""
+    try:
+        call()
+    except VitalsError as error:
+        return error
+    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    return None
+
+
+def _raise(error: VitalsError | None) -> None:
+    if error is not None:
+        raise error
+
+
+# ----------------------------------------------------------------------- what is queued
+
+
+class Background:
+    """Runs jobs one after another beside the training; a job deals with its own errors.
+
+    Its caller bounds the queue: a save holds a slot of the snapshots, a mark is one for each start.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._guard = threading.Condition()
+        self._worker: threading.Thread | None = None
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Queue a job; does not wait."""
+        with self._guard:
+            self._jobs.append(job)
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._worker.start()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until all jobs are done; return False if the time ran out before."""
+        with self._guard:
+            return self._guard.wait_for(lambda: self._worker is None, timeout)
+
+    def _work(self) -> None:
+        """Do what is queued, then end: no thread is left behind by a run that saves nothing."""
+        while True:
+            with self._guard:
+                if not self._jobs:
+                    self._worker = None
+                    self._guard.notify_all()
+                    return
+                job = self._jobs.popleft()
+            job()
+
+
+# ------------------------------------------------------------- the checkpoints of a run
+
 
 _LOG = logging.getLogger("trainvitals")
 _PARTS_OF_THE_MODEL = re.compile(r"rank\.\d+\.((model|optim)\..*)")

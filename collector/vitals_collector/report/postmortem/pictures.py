@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from trainvitals.cli.output import printable
 from trainvitals.views import CellsReply, SeriesReply
-from vitals_collector.report.curves import KINDS, Curve, CurveMark, columns, place
+from vitals_collector.report.curves import KINDS, Column, Curve, CurveMark, Scale, columns, place
 from vitals_collector.report.postmortem.tree import Node, node
-from vitals_collector.report.scales import Column, Scale
 
 WIDTH, HEIGHT = 880, 170
 _LEFT, _TOP, _RIGHT, _BELOW = 70, 22, 14, 24

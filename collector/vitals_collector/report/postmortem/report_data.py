@@ -6,14 +6,22 @@ from typing import TypeVar
 
 from trainvitals.errors import UsageError
 from trainvitals.views import (
+    AnnotationsQuestion,
     AnnotationView,
+    CellsQuestion,
     CellsReply,
+    CheckpointsQuestion,
     CheckpointView,
+    DecisionsQuestion,
     DecisionView,
+    EventsQuestion,
     EventView,
+    IncidentsQuestion,
     IncidentView,
+    MoversQuestion,
     MoverView,
     RunDetail,
+    RunQuestion,
 )
 from vitals_collector.queries.open import Reader
 from vitals_collector.report.curves import Curve, curves
@@ -86,17 +94,17 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
         UsageError: no such run, or no incident of that id.
     """
     asked = _Asked()
-    detail = reader.run(run_id)
-    everything = reader.incidents(run_id)
-    detailed_incidents = _told(everything, incident_id)
+    detail = reader.ask(RunQuestion(run_id=run_id))
+    everything = reader.ask(IncidentsQuestion(run_id=run_id))
+    detailed_incidents = _told_whole(everything, incident_id)
     return ReportData(
         detail=detail,
         made_unix_ns=now_unix_ns,
         curves=curves(reader, run_id, detail.metrics),
-        ledger=reader.decisions(run_id),
-        checkpoints=reader.checkpoints(run_id),
-        events=reader.events(run_id),
-        annotations=reader.annotations(run_id),
+        ledger=reader.ask(DecisionsQuestion(run_id=run_id)),
+        checkpoints=reader.ask(CheckpointsQuestion(run_id=run_id)),
+        events=reader.ask(EventsQuestion(run_id=run_id)),
+        annotations=reader.ask(AnnotationsQuestion(run_id=run_id)),
         all_incidents=everything,
         incidents=tuple(
             _around(reader, detail, incident, asked) for incident in detailed_incidents
@@ -105,7 +113,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
     )
 
 
-def _told(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
+def _told_whole(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
     """Return the incidents to be told whole, by time."""
     if incident_id:
         matches = [incident for incident in incidents if incident.incident_id == incident_id]
@@ -131,14 +139,23 @@ def _around(
     replies = [
         asked.or_none(
             name,
-            lambda metric=metric: reader.cells(  # type: ignore[misc]
-                run_id, metric, points=_COLUMNS, rows=_ROWS, from_step=first, to_step=last
+            lambda metric=metric: reader.ask(  # type: ignore[misc]
+                CellsQuestion(
+                    run_id=run_id,
+                    metric=metric,
+                    points=_COLUMNS,
+                    rows=_ROWS,
+                    from_step=first,
+                    to_step=last,
+                )
             ),
         )
         for metric, name in HEAT_MAPS.items()
         if _is_known(metric, detail.metrics)
     ]
-    moved = asked.or_none("Movers", lambda: reader.movers(run_id, incident.onset_step))
+    moved = asked.or_none(
+        "Movers", lambda: reader.ask(MoversQuestion(run_id=run_id, step=incident.onset_step))
+    )
     return IncidentFacts(
         incident=incident,
         curves=curves(reader, run_id, detail.metrics, first, last),

@@ -163,7 +163,7 @@ def _incident(
                 for m in incident_facts.movers[:_MOVERS]
             ],
         )
-    yield from _found(incident)
+    yield from _evidence(incident)
     yield from _of_time(incident, ordinals)
 
 
@@ -175,7 +175,7 @@ def _score(mover: MoverView) -> float | None:
     return None if mover.peak is None else round(mover.score, 1)
 
 
-def _found(incident: IncidentView) -> Iterator[Block]:
+def _evidence(incident: IncidentView) -> Iterator[Block]:
     if incident.decisions:
         yield Heading(3, "Decisions and their evidence")
         yield Table(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])

@@ -1,16 +1,22 @@
-"""What a rank measures on the host in a step: times, tokens, memory, rates, utilisation."""
+"""What a rank measures on the host in a step: times, tokens, memory, rates, settings, utilisation.
+
+Nothing here waits for the device: what lies on it is taken with the step's numbers, later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_hooks.measures.hyperparameters import Change
+from trainer_hooks.guard.optimizer_state import is_dense
+from trainer_hooks.step.gradients import local_tensor
 from trainvitals.clock import Clock
 from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
 
@@ -232,3 +238,118 @@ def device_memory(device: torch.device) -> DeviceMemory:
         int(stats["num_alloc_retries"]),
         int(stats["num_ooms"]),
     )
+
+
+# --------------------------------------------------------------- settings of the groups
+
+
+_NOT_SETTINGS = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr"})
+
+
+class Change(NamedTuple):
+    """One setting of one parameter group got another value."""
+
+    group: int
+    key: str
+    before: object
+    after: object
+    times: int
+    """Changes of this setting so far, this one included."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it is the 1st, 2nd, 4th, 8th...: a schedule may change one at every step."""
+        return self.times & (self.times - 1) == 0
+
+    def numbers(self) -> dict[str, float]:
+        """Return the new value as scalars by name; what is no number is left out."""
+        name = f"group{self.group}/{self.key}"
+        if isinstance(self.after, tuple | list):
+            parts = {f"{name}.{i}": value for i, value in enumerate(self.after)}
+        else:
+            parts = {name: self.after}
+        return {n: float(v) for n, v in parts.items() if isinstance(v, int | float)}
+
+
+class GroupSettings:
+    """What the groups' settings were at the last look. Tensors are not read: that would wait."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._seen = [_plain(group) for group in self._groups]
+        self._counts: Counter[tuple[int, str]] = Counter()
+
+    def take_changes(self) -> list[Change]:
+        """Return what has changed since the last look."""
+        changes = []
+        for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
+            for key, before in seen.items():
+                after = group.get(key)
+                if after is before or not _is_plain(after) or after == before:
+                    continue
+                seen[key] = after
+                self._counts[index, key] += 1
+                changes.append(Change(index, key, before, after, self._counts[index, key]))
+        return changes
+
+
+def _plain(group: dict[str, Any]) -> dict[str, object]:
+    return {k: v for k, v in group.items() if k not in _NOT_SETTINGS and _is_plain(v)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(part) for part in value)
+    return value is None or isinstance(value, int | float | str)
+
+
+# ------------------------------------------------------ the memory that the state needs
+
+
+class MemoryEstimate:
+    """Bytes of parameters, their gradients, optimizer states and buffers on one device.
+
+    Taken when made, and anew before the first step, the second, the fourth...: optimizers make
+    their state at their first update, which may have been skipped. What is shared counts once,
+    what is sparse not at all.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], device: torch.device
+    ) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+        self._device = device
+        self._calls = 0
+        self._bytes = self._take()
+
+    def count_step(self) -> int:
+        """Count a step, and return the bytes."""
+        self._calls += 1
+        if self._calls & (self._calls - 1) == 0:
+            self._bytes = self._take()
+        return self._bytes
+
+    def _take(self) -> int:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        trained = [param for group in groups for param in group["params"]]
+        states = [state for o in self._optimizers for state in o.state.values()]
+        kept = [*trained, *self._model.parameters(), *self._model.buffers(), *_tensors(states)]
+        gradients = sum(size for _, size in self._sizes(p for p in trained if p.requires_grad))
+        return sum(dict(self._sizes(kept)).values()) + gradients
+
+    def _sizes(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+        """Yield address and bytes of what lies on the device."""
+        for tensor in tensors:
+            local = local_tensor(tensor)
+            if local.device == self._device and is_dense(local) and local.numel():
+                yield local.data_ptr(), local.numel() * local.element_size()
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's nested state."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(part)

@@ -1,0 +1,383 @@
+"""Who holds which part of which parameter, and the squares of all gradients in one fused pass.
+
+What the ranks hold they compare once, at ``watch()``. A part is known by its name, by its place
+among the parts, and by its shape. Ranks that agree in all three hold the same numbers: DDP's
+replicas, the replicated side of a mesh. All others hold parts of their own: FSDP, tensor
+parallelism, and the two together. A local square is divided by its number of holders, so that the
+sum over the ranks is the exact global square, without weights from placements.
+
+A gradient of 1e30 must stay a finite outlier, though its square is Inf in float32, and float32 sums
+of millions of squares drift (torch's own norm of 25M elements is .3 % off on the CPU). On a GPU the
+pass is bound by memory, so it adds up in float64. On the CPU that would cost four passes, so there
+each block of ``BLOCK`` elements is multiplied by itself in float32 while the blocks are added up in
+float64; the block's plain sum, taken while it is in the cache, tells a square that overflowed from
+an element that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer_hooks.guard.optimizer_state import nonfinite_count
+from trainer_hooks.ranks import Ranks
+from trainvitals.errors import UsageError
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]
+"""The place of a part among the parts of its parameter, and its shape."""
+
+Shard = tuple[str, Piece]
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+
+
+def clean_name(name: str) -> str:
+    """Return the name without what FSDP1, torch.compile and checkpointing wrap around modules."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Return the module that DDP and torch.compile lie around, and whether DDP does."""
+    is_ddp = False
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model, is_ddp = model.module, True
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model, is_ddp
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP drop the parameters it gathered: after a forward without backward it holds them.
+
+    What is written to the shards would not be seen by the next forward.
+    """
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
+        handle: Any = getattr(module, "_handle", None)
+        # FSDP1 makes the place to gather into at its first forward.
+        if hasattr(getattr(handle, "flat_param", None), "_full_param_padded"):
+            _drop_gathered(handle)
+
+
+def _drop_gathered(handle: Any) -> None:
+    if handle.uses_sharded_strategy and not handle.needs_unshard():
+        handle.reshard(True)
+        handle._prefetched = False
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or the tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:
+    """Return the optimizers' parameters by the names the user knows, in optimizer order.
+
+    The optimizers' and never the model's: FSDP2 may hold other objects there. A parameter the model
+    does not know is named after its place in the optimizer.
+
+    Raises:
+        UsageError: there are none, or two optimizers hold the same parameter.
+    """
+    names = {id(p): clean_name(n) for n, p in unwrap(model)[0].named_parameters()}
+    by_name: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                if id(param) in seen:
+                    raise UsageError(
+                        f"parameter {names.get(id(param), i)!r} is in two optimizers or groups",
+                        hint="give each parameter to one optimizer: it would be stepped twice",
+                    )
+                seen.add(id(param))
+                place = f"optimizer{o}.group{g}.{i}"
+                name = names.get(id(param), place)
+                by_name[place if name in by_name else name] = param
+    if not by_name:
+        raise UsageError(
+            "the optimizers hold no parameters", hint="pass the optimizers that train the model"
+        )
+    return by_name
+
+
+def flat_pieces(model: nn.Module) -> dict[int, Piece]:
+    """Return which piece of its parameter each of FSDP1's tensors is, by the tensor's id.
+
+    They are plain views into a flat parameter, so two ranks' disjoint pieces can have one shape.
+
+    Raises:
+        UsageError: FSDP1 lies over tensor parallelism, where that is not known.
+    """
+    pieces: dict[int, Piece] = {}
+    for module in model.modules():
+        handle: Any = getattr(module, "_handle", None)
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            continue
+        if handle._fsdp_extension is not None:
+            raise UsageError(
+                "FullyShardedDataParallel over tensor parallelism is not supported",
+                hint="use torch.distributed.fsdp.fully_shard, which has replaced it",
+            )
+        place = (handle.rank,) if handle.uses_sharded_strategy else ()
+        pieces[id(flat)] = place, (flat.numel() - flat._shard_numel_padded,)
+        for param, info in zip(flat._params or (), flat._shard_param_infos, strict=False):
+            pieces[id(param)] = (info.intra_param_start_idx or 0,), (info.numel_in_shard or 0,)
+    return pieces
+
+
+def shards_of(params: Mapping[str, Tensor], pieces: Mapping[int, Piece]) -> list[Shard]:
+    """Return what this rank holds of each parameter."""
+    return [(name, pieces.get(id(param)) or _piece(param)) for name, param in params.items()]
+
+
+def _piece(param: Tensor) -> Piece:
+    """Return the place on those sides of a mesh that cut the parameter, and the local shape."""
+    if not hasattr(param, "to_local"):
+        return (), tuple(param.shape)
+    here = param.device_mesh.get_coordinate() or ()  # type: ignore[attr-defined]
+    placements = param.placements  # type: ignore[attr-defined]
+    place = tuple(c for c, p in zip(here, placements, strict=False) if not p.is_replicate())
+    return place, tuple(local_tensor(param).shape)
+
+
+def shares(mine: Sequence[Shard], everyone: Sequence[Sequence[Shard]]) -> list[float]:
+    """Return what part of each square is this rank's: one through the number of holders."""
+    held = Counter(shard for rank in everyone for shard in rank)
+    return [1.0 / held[shard] for shard in mine]
+
+
+def num_elements(everyone: Sequence[Sequence[Shard]]) -> int:
+    """Return the number of elements of all parameters, each counted once."""
+    distinct = {shard for rank in everyone for shard in rank}
+    return sum(math.prod(shape) for _, (_, shape) in distinct)
+
+
+def check_alike(names: list[list[str]]) -> None:
+    """Refuse, on all ranks, parameters that differ by rank: the packs would be of other lengths."""
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            odd = sorted(set(other).symmetric_difference(names[0]))[:4] or ["their order"]
+            raise UsageError(
+                f"rank {rank} trains {len(other)} parameters and rank 0 {len(names[0])}; they "
+                f"differ in {', '.join(odd)}",
+                hint="all ranks must watch the same parameters in the same order; pipeline stages "
+                "are not supported",
+            )
+
+
+@torch.no_grad()
+def align_gradients(sharded: Iterable[Tensor]) -> None:
+    """Lay each DTensor's gradient out as its parameter is: a Partial one is summed over its mesh.
+
+    Sequence parallelism leaves such gradients. The optimizer would do the same to each of them;
+    it is a collective, in which the ranks meet because they hold the same layouts.
+    """
+    for param in sharded:
+        grad: Any = param.grad
+        placements: Any = param.placements  # type: ignore[attr-defined]
+        if getattr(grad, "placements", placements) != placements:
+            param.grad = grad.redistribute(placements=placements)
+
+
+# ---------------------------------------------------------------------- sums of squares
+
+
+BLOCK = 1 << 18
+"""Elements multiplied at once: 1 MiB in float32, which a core's cache holds."""
+
+SMALL = 4096
+"""Up to here a float64 norm costs less than starting two kernels."""
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which gradients are summed in blocks, and where the numbers belong."""
+
+    key: tuple[int, ...]
+    whole: list[int]
+    """Gradients whose norm is taken at once, in float64."""
+    blocked: list[int]
+    whole_index: Tensor
+    owner_index: Tensor
+    """For every block, the gradient it is a part of."""
+
+
+class Squares:
+    """Sums squares; keeps the plan of the last step, since shapes seldom change."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def of(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the sum of squares of each gradient, float64 of shape (len(grads),).
+
+        Not finite exactly where an element is not finite, or where elements above 1e38 add up. A
+        square beyond float32 comes out of the block's plain sum: exact for a lone outlier, never
+        below float32's largest number.
+        """
+        if device.type != "cpu":
+            each = torch._foreach_norm(list(grads), 2.0, dtype=torch.float64)
+            return torch.stack([norm.to(device) for norm in each]).square_()
+        plan = self._planned(grads)
+        out = torch.zeros(len(grads), dtype=torch.float64, device=device)
+        if plan.whole:
+            each = torch._foreach_norm([grads[i] for i in plan.whole], 2.0, dtype=torch.float64)
+            out.index_copy_(0, plan.whole_index, torch.stack(each).square_())
+        if plan.blocked:
+            out.index_add_(0, plan.owner_index, _block_squares([grads[i] for i in plan.blocked]))
+        return out
+
+    def _planned(self, grads: Sequence[Tensor]) -> _Plan:
+        # Half precision has no sum of its own that could be trusted: those go the slow way.
+        key = tuple(
+            grad.numel() if grad.dtype in (torch.float32, torch.float64) else 0 for grad in grads
+        )
+        if self._plan is None or self._plan.key != key:
+            whole = [i for i, numel in enumerate(key) if numel <= SMALL]
+            blocked = [i for i, numel in enumerate(key) if numel > SMALL]
+            owners = [i for i in blocked for _ in range(-(-key[i] // BLOCK))]
+            self._plan = _Plan(
+                key,
+                whole,
+                blocked,
+                torch.tensor(whole, dtype=torch.int64, device="cpu"),
+                torch.tensor(owners, dtype=torch.int64, device="cpu"),
+            )
+        return self._plan
+
+
+def _block_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Return the square of every block, float64, in order."""
+    squares, sums = [], []
+    for grad in grads:
+        for block in grad.reshape(-1).split(BLOCK):
+            squares.append(torch.dot(block, block))
+            sums.append(block.sum())
+    square, total = torch.stack(squares).double(), torch.stack(sums).double()
+    overflowed = ~torch.isfinite(square) & torch.isfinite(total)
+    return torch.where(overflowed, total.square().clamp_(min=_LARGEST), square)
+
+
+# -------------------------------------------------------------- the gradients of a step
+
+
+def no_gradients() -> UsageError:
+    """Return what is said where the first step brings no gradient on any rank."""
+    return UsageError(
+        "no parameter of the optimizers has a gradient at the first step",
+        hint="step after loss.backward() and before zero_grad(), with the optimizers that hold the "
+        "model's parameters",
+    )
+
+
+def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Multiply the gradients in place: in groups of a device and type, or the fused way is lost."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        alike[grad.device, grad.dtype].append(grad)
+    for (device, dtype), group in alike.items():
+        torch._foreach_mul_(group, coefficient.to(device, dtype))
+
+
+class GradNorms:
+    """The gradients of all watched parameters and their squares; collective when made."""
+
+    def __init__(
+        self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None
+    ) -> None:
+        self.names = tuple(params)
+        self.params: Sequence[Tensor] = tuple(params.values())
+        self.device = local_tensor(self.params[0]).device
+        self._sharded = [param for param in self.params if hasattr(param, "placements")]
+        mine = shards_of(params, pieces or {})
+        everyone = ranks.gather(mine)
+        check_alike([[name for name, _ in rank] for rank in everyone])
+        self.share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
+        self.replicated = all(theirs == mine for theirs in everyone)
+        self.num_parameters = num_elements(everyone)
+        self._where: tuple[list[int], Tensor] | None = None
+        self._squares = Squares()
+
+    def align(self) -> None:
+        """Lay the gradients of sharded parameters out as these are; may be a collective."""
+        align_gradients(self._sharded)
+
+    @torch.no_grad()  # else to_local() builds a graph
+    def gradients(self) -> tuple[list[int], list[Tensor]]:
+        """Return the positions that have a gradient and those gradients, sparse ones coalesced.
+
+        What is returned is the gradient itself: scaled in place, it is clipped.
+        """
+        where, grads = [], []
+        for i, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.is_sparse and not grad.is_coalesced():
+                grad = param.grad = grad.coalesce()
+            local = local_tensor(grad)
+            if local.is_sparse:
+                local = local._values()
+            if local.numel() == 0:
+                continue
+            where.append(i)
+            grads.append(torch.view_as_real(local) if local.is_complex() else local)
+        return where, grads
+
+    @torch.no_grad()
+    def local_parameters(self) -> list[Tensor]:
+        """Return this rank's part of each parameter, complex ones as pairs of numbers."""
+        local = [local_tensor(param.detach()) for param in self.params]
+        return [torch.view_as_real(p) if p.is_complex() else p for p in local]
+
+    @torch.no_grad()
+    def untouched(self) -> list[Tensor]:
+        """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
+        return [local_tensor(p.grad) for p in self.params if p.grad is not None]
+
+    def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
+        """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.
+
+        No value reaches the host.
+        """
+        if not grads:
+            return
+        squares = self._squares.of(grads, self.device)
+        if len(grads) == len(self.params):
+            torch.mul(squares, self.share, out=out)
+        else:
+            index = self._index(where)
+            out.index_copy_(0, index, squares * self.share[index])
+
+    def _index(self, where: list[int]) -> Tensor:
+        """Return the positions on the device: kept, and sent from pinned memory, which waits not.
+
+        Frozen parameters are without a gradient in every step.
+        """
+        if self._where is None or self._where[0] != where:
+            pinned = self.device.type == "cuda"
+            index = torch.tensor(where, device="cpu", pin_memory=pinned)
+            self._where = where, index.to(self.device, non_blocking=True)
+        return self._where[1]
+
+    def nonfinite_parameters(self) -> Tensor:
+        """Return, on the device, how many local parameters hold a NaN or Inf; does not wait."""
+        with torch.no_grad():
+            return nonfinite_count([local_tensor(p) for p in self.params], self.device)

@@ -1,0 +1,109 @@
+"""One question is one struct: its fields are asked with, its type says what answers it.
+
+``route`` registers a question under the path it is asked at. From the struct are made the
+collector's route with its entry in the OpenAPI document, the token it needs, the client's request
+and the decoding of the answer; a folder is asked with the same struct. The questions themselves
+are in ``trainvitals.views``, each beside its answer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Generic, Literal, TypeVar, get_args
+from urllib.parse import quote
+
+import msgspec
+from msgspec.structs import FieldInfo
+
+A = TypeVar("A", covariant=True)
+Q = TypeVar("Q", bound="Question[Any]")
+TokenScope = Literal["read", "ingest", "control"]
+Method = Literal["GET", "POST"]
+
+
+class Question(msgspec.Struct, Generic[A], frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked of a collector or a folder; ``A`` is the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How a question travels: fields named in the path go there, the others into query or body."""
+
+    kind: type[Question[Any]]
+    answer: Any
+    """What the answer is decoded as."""
+    method: Method
+    path: str
+    scopes: tuple[TokenScope, ...]
+    """A token with any of these may ask."""
+    tag: str
+    """The heading it stands under in the OpenAPI document."""
+    in_path: tuple[FieldInfo, ...]
+    others: tuple[FieldInfo, ...]
+    """Parameters of a GET, the body of a POST."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A question as an HTTP request."""
+
+    method: Method
+    path: str
+    params: Mapping[str, Any]
+    body: bytes | None
+    answer: Any
+    """What the answer is decoded as."""
+
+
+ROUTES: dict[type[Question[Any]], Route] = {}
+"""Every question there is."""
+
+
+def route(
+    method: Method, path: str, *, tag: str = "query", scopes: tuple[TokenScope, ...] = ("read",)
+) -> Callable[[type[Q]], type[Q]]:
+    """Return a decorator that registers a question: ``{field}`` in the path is a field's place."""
+
+    def register(kind: type[Q]) -> type[Q]:
+        names = [name for _, name, _, _ in Formatter().parse(path) if name]
+        fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+        (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+        ROUTES[kind] = Route(
+            kind=kind,
+            answer=get_args(base)[0],
+            method=method,
+            path=path,
+            scopes=scopes,
+            tag=tag,
+            in_path=tuple(fields.pop(name) for name in names),
+            others=tuple(fields.values()),
+        )
+        return kind
+
+    return register
+
+
+def as_request(question: Question[Any]) -> Asked:
+    """Return the HTTP request that asks it; of a GET, what is empty and may be is left out."""
+    route = ROUTES[type(question)]
+    texts = {
+        field.encode_name: quote(str(getattr(question, field.name)), safe="")
+        for field in route.in_path
+    }
+    values = {field.encode_name: getattr(question, field.name) for field in route.others}
+    empty = {
+        field.encode_name
+        for field in route.others
+        if not field.required and values[field.encode_name] in (None, "")
+    }
+    is_body = route.method == "POST"
+    return Asked(
+        method=route.method,
+        path=route.path.format(**texts),
+        params={} if is_body else {k: v for k, v in values.items() if k not in empty},
+        body=msgspec.json.encode(values) if is_body else None,
+        answer=route.answer,
+    )
+
+
+__all__ = ["ROUTES", "Asked", "Question", "Route", "TokenScope", "as_request", "route"]
