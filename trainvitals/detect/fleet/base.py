@@ -154,7 +154,7 @@ class Watcher(Stateful):
     attempt makes void, and ``goes_on`` where it tells of what lasts.
     """
 
-    name = ""
+    name: str
     STATE: ClassVar[tuple[str | Entry, ...]] = (row("place", "_attempt", "_step", "_has_seen"),)
     FLAGS_ARE_NUMBERS = True
 
@@ -186,7 +186,7 @@ class NodeWatcher(Stateful):
     """Tells what a node's samples show. Reads no clock, draws no random number, never raises."""
 
     FLAGS_ARE_NUMBERS = True
-    name = ""
+    name: str
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
