@@ -4,12 +4,12 @@ Each page is a pure function of the code it describes; a test fails while a page
 as `make docs`.
 """
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer
 
 from docs.draw_detectors import images, meanings
@@ -132,7 +132,7 @@ def settings_page() -> str:
         lines += ["| key | default | meaning |", "|---|---|---|"]
         lines += [
             f"| `{field.name}` | {field.default!r} | {texts[field.name]} |"
-            for field in dataclasses.fields(settings)
+            for field in msgspec.structs.fields(settings)
         ]
     return "\n".join(lines) + "\n"
 

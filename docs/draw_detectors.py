@@ -4,7 +4,6 @@
 """
 
 import ast
-import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -12,6 +11,8 @@ from itertools import pairwise
 from textwrap import dedent
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS, Entry
 from docs.drawn.svg import Panel, draw
@@ -26,6 +27,7 @@ from docs.drawn.trained import (
     panels,
     withheld,
 )
+from trainvitals.config import Settings
 from trainvitals.policy.judge import SECTIONS
 
 FOLDER = "images/detectors"
@@ -55,7 +57,7 @@ detector at all says anything.
 SETS = (
     (
         "In every rank",
-        "`trainvitals/detect/set.py:DetectorSet` runs in every rank, on the reduced numbers that "
+        "`trainvitals/policy/judge.py:DetectorSet` runs in every rank, on the reduced numbers that "
         "all ranks hold alike: so all of them find the same, and the same once more in a replay. "
         "Of these only what is not finite may act; finite outliers are kept back by the policy's "
         "own rule, and all that stands here tells.",
@@ -107,7 +109,7 @@ false alarms in 10,000 records and delay, of *act* and of *tell* apart, and wher
 what would have been found and done in a log of your own.
 
 In `observe` mode nothing is acted on, and the run itself shows who was right
-(`trainvitals/policy/hindsight.py:outcome`): a decision was *needed* where the loss stayed above
+(`trainvitals/policy/evidence.py:outcome`): a decision was *needed* where the loss stayed above
 where it had been, *unneeded* where it came back by itself. `vitals show` and the dashboard count
 both.
 """
@@ -217,9 +219,9 @@ def _settings(entry: Entry) -> Iterator[str]:
 def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield name, default and meaning of every setting; those of a part with its name in front."""
     texts, defaults = meanings(config), config()
-    for field in dataclasses.fields(config):
+    for field in msgspec.structs.fields(config):
         value = getattr(defaults, field.name)
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, Settings):
             yield from _fields(type(value), f"{field.name}.")
         else:
             yield prefix + field.name, value, texts[field.name]
@@ -228,7 +230,7 @@ def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 def meanings(settings: type) -> dict[str, str]:
     """Return the text below each field, of the class or of the one that it refines."""
     texts: dict[str, str] = {}
-    for owner in reversed(settings.__mro__[:-1]):
+    for owner in reversed([owner for owner in settings.__mro__ if issubclass(owner, Settings)]):
         (tree,) = ast.parse(inspect.getsource(owner)).body
         assert isinstance(tree, ast.ClassDef), "a class's source is a class"
         texts |= _texts(tree.body)

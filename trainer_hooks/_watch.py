@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +29,8 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
 from trainer_hooks.probe.probe import Probe
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager
+from trainer_hooks.recovery.manager import CheckpointSettings, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.snapshots import Restored
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
@@ -244,7 +243,7 @@ def _controller(
         plan=place.plan, run_dir=place.run_dir, is_rank0=ranks.rank == 0, faults=faults
     )
     recovery = _recovery(given, ranks, device, place, plan, emitter, clock)
-    config = replace(place.judge, loss_kind=given.loss_kind)
+    config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
     flops_per_token = None if given.signals is None else given.signals.flops_per_token

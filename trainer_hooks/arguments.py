@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, cast, get_args
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.optim import Optimizer
 

@@ -17,7 +17,7 @@ from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.recovery.snapshots import Meta, Restored
+from trainer_hooks.recovery.manager import Meta, Restored
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Prepared, refuse_at_step

@@ -1,33 +1,110 @@
 """Settings: a TOML file, overridden by ``VITALS_SECTION_KEY``, overridden by arguments.
 
-A section is a frozen, keyword-only dataclass next to what it configures; its annotations say what
-is allowed. An error names the key, the value, where it came from, and the way out::
+A section is a subclass of ``Settings`` next to what it configures; its annotations say what is
+allowed, bounds included. An error names the key, the value, where it came from, and the way out::
 
     [collector]
     listen = "127.0.0.1:0"        # or VITALS_COLLECTOR_LISTEN, or the argument --listen
 """
 
-import dataclasses
 import difflib
+import functools
 import re
 import tomllib
-import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta, inspect
 
 from trainvitals.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0.0)]
+AboveZero = Annotated[float, Meta(gt=0.0)]
+AboveOne = Annotated[float, Meta(gt=1.0)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of settings: frozen, given by name, and refused where a value cannot work.
+
+    A subclass says ``frozen=True, kw_only=True`` itself. What a value may be stands in its
+    annotation: ``window: Annotated[int, Meta(ge=8)] = 64``.
+    """
+
+    section: ClassVar[str] = ""
+    """How errors name it: its section of the file, or the class that a loop is given."""
+    ascending: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Keys whose values must not fall from one to the next."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, however the settings were made.
+
+        Raises:
+            ConfigError: with the key, its value and what is expected.
+        """
+        for key, kind in kinds(type(self)).items():
+            value = getattr(self, key)
+            if not _fits(value, kind):
+                raise self.refusal(key, _expected(value, inspect.type_info(kind)))
+        for smaller, larger in (pair for keys in self.ascending for pair in pairwise(keys)):
+            least = getattr(self, smaller)
+            if not least <= getattr(self, larger):
+                raise self.refusal(larger, f"at least {self.section}.{smaller} ({least})")
+
+    def refusal(self, key: str, expected: str, *, hint: str = "") -> ConfigError:
+        """Return the error of a value that cannot work; its hint is the default, unless given."""
+        (default,) = (of.default for of in msgspec.structs.fields(self) if of.name == key)
+        if not hint and default is not msgspec.NODEFAULT:
+            hint = f"the default is {default!r}"
+        return ConfigError(
+            f"{self.section}.{key} is {getattr(self, key)!r}; it must be {expected}", hint=hint
+        )
+
+
+@functools.cache
+def kinds(cls: type[Settings]) -> dict[str, typing.Any]:
+    """Return what each key may be, bounds included."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: hints[name] for name in cls.__struct_fields__}
+
+
+def _fits(value: object, kind: object) -> bool:
+    if isinstance(value, float):
+        value = float(value)  # numpy's are refused else, however well they fit
+    try:
+        msgspec.convert(value, kind, dec_hook=_as_path)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _as_path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise TypeError  # msgspec makes it a ValidationError
+
+
+# ------------------------------------------------------------------------------ from outside
 
 _RESERVED = ("DIR", "MODE", "SHM", "NODE", "AGENT", "COLLECTOR_URL", "TOKEN_FILE", "RUN_ID")
 RESERVED_VARIABLES = frozenset(f"VITALS_{name}" for name in (*_RESERVED, "NAME", "PROJECT"))
 """Variables with a meaning of their own; a section's key of the same name may still use them."""
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+_WORDS_OF_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+Sections = Mapping[str, type[Settings]]
+
+
+class _Given(msgspec.Struct, frozen=True, kw_only=True):
     """A value somebody gave, and where."""
 
     value: object
@@ -37,22 +114,22 @@ class _Given:
 
 
 def load_settings(
-    sections: Mapping[str, type],
+    sections: Sections,
     *,
     path: Path | None = None,
     environ: Mapping[str, str],
     arguments: Mapping[str, object] | None = None,
 ) -> dict[str, typing.Any]:
-    """Return one instance for each section's dataclass.
+    """Return one instance of each section's class.
 
     Args:
-        sections: section name to dataclass.
+        sections: section name to class.
         path: TOML file; other programs' sections in it are passed over, near misses are not.
         environ: usually ``os.environ``.
         arguments: ``section.key`` to value; None means "not given".
 
     Raises:
-        ConfigError: unknown key, wrong type, or a value that the dataclass refuses.
+        ConfigError: unknown key, wrong type, or a value that cannot work.
     """
     given: dict[str, dict[str, _Given]] = {name: {} for name in sections}
     if path is not None:
@@ -62,9 +139,7 @@ def load_settings(
     return {name: _build(name, cls, given[name]) for name, cls in sections.items()}
 
 
-def _from_file(
-    path: Path, sections: Mapping[str, type], given: dict[str, dict[str, _Given]]
-) -> None:
+def _from_file(path: Path, sections: Sections, given: dict[str, dict[str, _Given]]) -> None:
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -86,7 +161,9 @@ def _from_file(
 
 
 def _from_environ(
-    environ: Mapping[str, str], sections: Mapping[str, type], given: dict[str, dict[str, _Given]]
+    environ: Mapping[str, str],
+    sections: Sections,
+    given: dict[str, dict[str, _Given]],
 ) -> None:
     longest_first = sorted(sections, key=len, reverse=True)
     for variable, text in environ.items():
@@ -95,7 +172,7 @@ def _from_environ(
             if not variable.startswith(prefix):
                 continue
             key = variable.removeprefix(prefix).lower()
-            if variable in RESERVED_VARIABLES and key not in _kinds(sections[section]):
+            if variable in RESERVED_VARIABLES and key not in kinds(sections[section]):
                 break
             given[section][key] = _Given(value=text, source=f"variable {variable}", is_text=True)
             break
@@ -103,7 +180,7 @@ def _from_environ(
 
 def _from_arguments(
     arguments: Mapping[str, object],
-    sections: Mapping[str, type],
+    sections: Sections,
     given: dict[str, dict[str, _Given]],
 ) -> None:
     for name, value in arguments.items():
@@ -116,15 +193,15 @@ def _from_arguments(
             given[section][key] = _Given(value=value, source=f"argument {option}")
 
 
-def _build(section: str, cls: type, given: Mapping[str, _Given]) -> object:
-    kinds = _kinds(cls)
+def _build(section: str, cls: type[Settings], given: Mapping[str, _Given]) -> Settings:
+    allowed = kinds(cls)
     for key, item in given.items():
-        if key not in kinds:
+        if key not in allowed:
             raise ConfigError(
                 f"{section}.{key} = {item.value!r} ({item.source}): there is no such setting",
-                hint=_suggest(key, kinds) or f"{section} has: {', '.join(sorted(kinds))}",
+                hint=_suggest(key, allowed) or f"{section} has: {', '.join(sorted(allowed))}",
             )
-    values = {key: _convert(f"{section}.{key}", kinds[key], item) for key, item in given.items()}
+    values = {key: _convert(f"{section}.{key}", allowed[key], item) for key, item in given.items()}
     try:
         return cls(**values)
     except ConfigError as error:
@@ -136,94 +213,83 @@ def _build(section: str, cls: type, given: Mapping[str, _Given]) -> object:
         raise ConfigError(f"[{section}] is incomplete: {error}") from error
 
 
-def _kinds(cls: type) -> dict[str, object]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
-
-
 def _convert(name: str, kind: object, item: _Given) -> object:
     """Return the value in the annotated type, or say what was expected."""
-    options = typing.get_args(kind) if _is_union(kind) else (kind,)
-    for option in options:
-        ok, value = _try_convert(option, item)
-        if ok:
-            return value
-    raise ConfigError(
-        f"{name} = {item.value!r} ({item.source}): it must be {_describe(kind)}",
-        hint=f"correct it in: {item.source}",
-    )
+    info = inspect.type_info(kind)
+    value = _of_text(str(item.value), info) if item.is_text else item.value
+    try:
+        return msgspec.convert(value, kind, strict=not item.is_text, dec_hook=_as_path)
+    except msgspec.ValidationError:
+        raise ConfigError(
+            f"{name} = {item.value!r} ({item.source}): it must be {_described(info)}",
+            hint=f"correct it in: {item.source}",
+        ) from None
 
 
-def _try_convert(kind: object, item: _Given) -> tuple[bool, object]:
-    value = item.value
-    if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
-        matching = [c for c in choices if c == value or (item.is_text and str(c) == value)]
-        return bool(matching), matching[0] if matching else None
-    if typing.get_origin(kind) is tuple:
-        return _try_tuple(typing.get_args(kind)[0], item)
-    if kind is type(None):
-        return value is None or (item.is_text and value == ""), None
-    if item.is_text:
-        return _from_text(kind, str(value))
-    if kind is Path:
-        return isinstance(value, str | Path), Path(value) if isinstance(value, str | Path) else None
-    if kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number, float(value) if is_number else None  # type: ignore[arg-type]
-    return type(value) is kind, value
+def _of_text(text: str, info: inspect.Type) -> object:
+    """Return what an environment's text stands for, where msgspec would not see it."""
+    if isinstance(info, inspect.UnionType) and info.includes_none and not text:
+        return None
+    if isinstance(info, inspect.BoolType):
+        return _WORDS_OF_FLAGS.get(text.strip().lower(), text)
+    if isinstance(info, inspect.VarTupleType):
+        return [word.strip() for word in text.split(",") if word.strip()]
+    return text
 
 
-def _try_tuple(kind: object, item: _Given) -> tuple[bool, object]:
-    """A list, or in the environment words between commas."""
-    if item.is_text:
-        words: list[object] = [word.strip() for word in str(item.value).split(",") if word.strip()]
-    elif isinstance(item.value, list | tuple):
-        words = list(item.value)
-    else:
-        return False, None
-    converted = [_try_convert(kind, dataclasses.replace(item, value=word)) for word in words]
-    return all(ok for ok, _ in converted), tuple(value for _, value in converted)
+# ---------------------------------------------------------------------------------- in words
 
 
-def _from_text(kind: object, text: str) -> tuple[bool, object]:
-    if kind is bool:
-        word = text.strip().lower()
-        return word in _TRUE | _FALSE, word in _TRUE
-    if kind in (int, float, Path, str):
-        assert isinstance(kind, type)
-        try:
-            return True, kind(text)
-        except ValueError:
-            return False, None
-    return False, None
+def _expected(value: object, info: inspect.Type) -> str:
+    """Return what is expected in a value's place: of a number that is one, its bounds alone."""
+    numbers = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
+    if numbers is not None and isinstance(value, numbers) and not isinstance(value, bool):
+        return ", ".join(_bounds(info))
+    return _described(info)
 
 
-def _is_union(kind: object) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
-_WORDS: dict[object, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    Path: "a path",
-    type(None): "nothing",
+_WORDS: dict[type[inspect.Type], str] = {
+    inspect.IntType: "a whole number",
+    inspect.FloatType: "a number",
+    inspect.BoolType: "true or false",
+    inspect.StrType: "text",
+    inspect.NoneType: "nothing",
 }
 
 
-def _describe(kind: object) -> str:
-    if _is_union(kind):
-        return " or ".join(_describe(option) for option in typing.get_args(kind))
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return f"a list, each {_describe(typing.get_args(kind)[0])}"
-    return _WORDS.get(kind, str(kind))
+def _described(info: inspect.Type) -> str:
+    if isinstance(info, inspect.UnionType):
+        options = sorted(info.types, key=lambda option: isinstance(option, inspect.NoneType))
+        return " or ".join(_described(option) for option in options)
+    if isinstance(info, inspect.LiteralType):
+        return "one of " + ", ".join(str(choice) for choice in info.values)
+    if isinstance(info, inspect.VarTupleType):
+        return f"a list, each {_described(info.item_type)}"
+    if isinstance(info, inspect.CustomType):
+        return "a path" if info.cls is Path else f"a {info.cls.__name__}"
+    if isinstance(info, inspect.StructType):
+        return f"a {info.cls.__name__}"
+    return ", ".join((_WORDS.get(type(info), type(info).__name__), *_bounds(info)))
 
 
-def _refuse_near_miss(section: str, sections: Mapping[str, type], source: str) -> None:
+def _bounds(info: inspect.Type) -> Iterator[str]:
+    """Yield in words what a number or the length of a text must keep to."""
+    if isinstance(info, inspect.StrType):
+        if info.min_length:
+            yield "not empty"
+        return
+    if not isinstance(info, inspect.IntType | inspect.FloatType):
+        return
+    if info.ge is not None and info.le is not None:
+        yield f"{info.ge:g} to {info.le:g}"
+        return
+    words = {"at least": info.ge, "above": info.gt, "at most": info.le, "below": info.lt}
+    bounds = " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+    if bounds:
+        yield bounds
+
+
+def _refuse_near_miss(section: str, sections: Sections, source: str) -> None:
     """Another program's section is none of ours; a misspelt one would be ignored for ever."""
     suggestion = _suggest(section, sections, cutoff=0.8)
     if suggestion:

@@ -139,7 +139,7 @@ class Agent:
         )
         keeps = config.keeps_history
         self._keeps_history = client is None if keeps is None else keeps
-        self._home = AgentStateDir(self._home_path(), config.base)
+        self._state_dir = AgentStateDir(self._state_path(), config.base)
         self._server: MetricsServer | None = None
         self._info: AgentInfo | None = None
         self._elsewhere: set[str] = set()
@@ -151,7 +151,7 @@ class Agent:
         self._turned_at_ns = 0
         self._counted = {"rows": 0, "dropped": 0, "corrupt": 0}
 
-    def _home_path(self) -> Path:
+    def _state_path(self) -> Path:
         if self.config.run_id:
             run_dir = RunDir.create(self.config.vitals_dir, self.config.run_id)
             return run_dir.agent_dir(self.config.node)
@@ -165,9 +165,9 @@ class Agent:
         Raises:
             UsageError: another agent serves the folder, or the address cannot be used.
         """
-        self._home.acquire()
+        self._state_dir.acquire()
         try:
-            token = self._home.load_or_create_token(self.config.read_token)
+            token = self._state_dir.load_or_create_token(self.config.read_token)
             self._server = MetricsServer(
                 self, host=self.config.host, port=self.config.port, token=token
             )
@@ -175,9 +175,9 @@ class Agent:
                 pid=os.getpid(),
                 node=self.config.node,
                 url=self._server.url,
-                token_file=str(self._home.path / TOKEN_FILE),
+                token_file=str(self._state_dir.path / TOKEN_FILE),
             )
-            self._home.publish(self._info)
+            self._state_dir.publish(self._info)
         except BaseException:
             self.stop()
             raise
@@ -199,7 +199,7 @@ class Agent:
             self._server = None
         with self.faults.contained("sampler.gpu"):
             self.sampling.close()
-        self._home.release()
+        self._state_dir.release()
 
     # ----------------------------------------------------------------------------- cycle
 
@@ -287,24 +287,26 @@ class Agent:
     def _take_up(self, path: Path, *, keep: bool) -> ServedRun | None:
         """Begin to serve a run, unless another agent of this node does."""
         run_dir = RunDir.create(path.parent, path.name)
-        home = AgentStateDir(run_dir.agent_dir(self.config.node), self.config.base)
-        if home.path != self._home.path:
+        state_dir = AgentStateDir(run_dir.agent_dir(self.config.node), self.config.base)
+        if state_dir.path != self._state_dir.path:
             try:
-                home.acquire()
+                state_dir.acquire()
             except UsageError as error:
                 if run_dir.run_id not in self._elsewhere:
                     self._elsewhere.add(run_dir.run_id)
                     log.info("run left to another agent run=%s: %s", run_dir.run_id, error.text)
                 return None
         try:
-            spool = Spool(home.path / "spool", max_bytes=self.config.spool_max_bytes, keep=keep)
+            spool = Spool(
+                state_dir.path / "spool", max_bytes=self.config.spool_max_bytes, keep=keep
+            )
             if self._info is not None:
-                home.publish(self._info)
+                state_dir.publish(self._info)
         except BaseException:
-            home.release()
+            state_dir.release()
             raise
         folder = self.config.base / run_dir.run_id
-        run = ServedRun(run_dir, home, spool, folder=folder, facts=self._facts)
+        run = ServedRun(run_dir, state_dir, spool, folder=folder, facts=self._facts)
         self.runs = {**self.runs, run.run_id: run}
         self._elsewhere.discard(run.run_id)
         log.info("run taken up run=%s", run.run_id)

@@ -47,52 +47,26 @@ _Child = Annotated[bool, typer.Option("--child", hidden=True)]
 
 def register(app: typer.Typer) -> None:
     """Add the ``agent`` command."""
-
-    @app.command(
+    app.command(
+        "agent",
         epilog="Example: vitals agent --dir ./vitals_runs --collector http://127.0.0.1:8765"
-        " --token-file ~/.local/share/trainvitals/tokens.json"
-    )
-    def agent(
-        directory: _Dir = Path("vitals_runs"),
-        run_id: _Run = "",
-        collector: _Collector = "",
-        token_file: _TokenFile = None,
-        listen: _Listen = "127.0.0.1:0",
-        node: _Node = "",
-        once: _Once = False,
-        child: _Child = False,
-    ) -> None:
-        """Keep what the ranks of this node write, sample the node, ship, deliver commands.
-
-        One agent per folder and node. It may be started before any run, and serves all of them.
-        """
-        serve(
-            directory=directory,
-            run_id=run_id,
-            collector=collector,
-            token_file=token_file,
-            listen=listen,
-            node=node,
-            once=once,
-            child=child,
-        )
+        " --token-file ~/.local/share/trainvitals/tokens.json",
+    )(agent)
 
 
-def serve(
-    *,
-    directory: Path,
-    run_id: str,
-    collector: str,
-    token_file: Path | None,
-    listen: str,
-    node: str,
-    once: bool,
-    child: bool,
+def agent(
+    directory: _Dir = Path("vitals_runs"),
+    run_id: _Run = "",
+    collector: _Collector = "",
+    token_file: _TokenFile = None,
+    listen: _Listen = "127.0.0.1:0",
+    node: _Node = "",
+    once: _Once = False,
+    child: _Child = False,
 ) -> None:
-    """Run the agent until it ends.
+    """Keep what the ranks of this node write, sample the node, ship, deliver commands.
 
-    Raises:
-        VitalsError: an argument cannot be used, or another agent serves the folder.
+    One agent per folder and node. It may be started before any run, and serves all of them.
     """
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig
@@ -100,7 +74,7 @@ def serve(
 
     host, port = _address(listen)
     log_to_stderr(logging.WARNING if once else logging.INFO)
-    link, read_token, notice = _link(collector, token_file, child=child)
+    endpoint, read_token, notice = _endpoint(collector, token_file, child=child)
     config = AgentConfig(
         vitals_dir=directory.absolute(),
         base=private_base(os.environ),
@@ -110,19 +84,19 @@ def serve(
         port=port,
         read_token=read_token,
         notice=notice,
-        keeps_history=link is None or not collector,
+        keeps_history=endpoint is None or not collector,
     )
     if once:
         wait_for_leaving(config.base, config.vitals_dir)
     try:
-        agent = Agent(config, client=link, reachable=link.reachable if link else None)
-        run(agent, LoopConfig(child=child, once=once))
+        served = Agent(config, client=endpoint, reachable=endpoint.reachable if endpoint else None)
+        run(served, LoopConfig(child=child, once=once))
     finally:
-        if link is not None:
-            link.close()
+        if endpoint is not None:
+            endpoint.close()
 
 
-def _link(
+def _endpoint(
     collector: str, token_file: Path | None, *, child: bool
 ) -> "tuple[CollectorEndpoint | None, str, str]":
     """Return the way to the collector, its token for readers, and what is to be said in runs."""

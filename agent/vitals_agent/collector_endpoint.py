@@ -155,7 +155,7 @@ class CollectorEndpoint:
             is_due = self._looked_at is None or now - self._looked_at >= LOOK_SECONDS
             if self._is_doubtful and is_due:
                 self._looked_at = now
-                self._look()
+                self._reconnect()
             return self._client is not None
 
     def ingest(self, raw: bytes) -> IngestReply:
@@ -195,7 +195,7 @@ class CollectorEndpoint:
         self._is_doubtful = False
         return answer
 
-    def _look(self) -> None:
+    def _reconnect(self) -> None:
         address = self._find()
         if address == self._address:
             return

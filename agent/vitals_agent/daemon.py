@@ -206,12 +206,14 @@ def wait_for_leaving(
     After ``seconds`` it returns all the same. A run with a rank that lives here is left alone.
     """
     deadline = stopwatch() + seconds
-    homes = _homes_of_the_dead(base, vitals_dir)
-    while any(home.is_held_by_another() for home in homes) and stopwatch() < deadline:
+    state_dirs = _state_dirs_of_the_dead(base, vitals_dir)
+    while (
+        any(state_dir.is_held_by_another() for state_dir in state_dirs) and stopwatch() < deadline
+    ):
         sleep(0.1)
 
 
-def _homes_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
+def _state_dirs_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
     ranks: dict[Path, list[Identity]] = {}
     for ref in discover(base):
         if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():
@@ -219,7 +221,11 @@ def _homes_of_the_dead(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
         who = _writer(ref.directory)
         if who is not None:
             ranks.setdefault(ref.run_dir, []).append(who)
-    ended = {path: who for path, who in ranks.items() if not any(map(_lives, who))}
+    ended = {
+        path: who
+        for path, who in ranks.items()
+        if not any(RankProcess(each).alive() for each in who)
+    }
     folders = {
         RunDir.open(path).agent_dir(each.node) for path, who in ended.items() for each in who
     }
@@ -231,7 +237,3 @@ def _writer(directory: Path) -> Identity | None:
         return journal_identity(directory)
     except VitalsError:
         return None  # of a newer version: the agent says so
-
-
-def _lives(who: Identity) -> bool:
-    return RankProcess(who).alive()

@@ -87,7 +87,7 @@ class GpuSampler:
         if self._devices is None:
             self._devices = self._open()
         elif self._round % ROUNDS_BETWEEN_LOOKS == 0:
-            self._look_for_instances(self._devices)
+            self._take_up_instances(self._devices)
         self._round += 1
         changes = _Changes()
         taken = Stamp(self._clock.time_ns(), self._clock.monotonic_ns())
@@ -143,7 +143,7 @@ class GpuSampler:
             try:
                 import pynvml
             except ImportError:
-                self._is_absent("the NVML bindings are not installed (pip install nvidia-ml-py)")
+                self._note_absent("the NVML bindings are not installed (pip install nvidia-ml-py)")
                 return {}
             self._nvml = pynvml
         nvml = self._nvml
@@ -153,15 +153,15 @@ class GpuSampler:
             for index in range(nvml.nvmlDeviceGetCount()):
                 self._add(devices, index)
         except nvml.NVMLError as error:
-            self._is_absent(f"NVML is not available: {error}")
+            self._note_absent(f"NVML is not available: {error}")
             return {}
         if not devices:
-            self._is_absent("NVML sees no GPU that answers")
+            self._note_absent("NVML sees no GPU that answers")
             return {}
-        self._look_for_instances(devices)
+        self._take_up_instances(devices)
         return devices
 
-    def _is_absent(self, why: str) -> None:
+    def _note_absent(self, why: str) -> None:
         self.absent = why
         note = Note(code="no_gpu", text=f"no GPU samples: {why}")
         self.notes = (*self.notes, note)
@@ -179,7 +179,7 @@ class GpuSampler:
             return
         devices[uuid] = _Device(handle, events=self._listen(handle))
 
-    def _look_for_instances(self, devices: dict[str, _Device]) -> None:
+    def _take_up_instances(self, devices: dict[str, _Device]) -> None:
         """Take up the MIG instances that are there now; those that are gone answer no more."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:

@@ -90,18 +90,24 @@ class NodeFacts:
 
 
 class ServedRun:
-    """Everything of one run on this node. The spool has one owner: the holder of ``home``.
+    """Everything of one run on this node. The spool has one owner: the holder of ``state_dir``.
 
     The agent's main thread copies and buries. Other threads read properties, and ``say`` through
     ``node_source``.
     """
 
     def __init__(
-        self, run_dir: RunDir, home: AgentStateDir, spool: Spool, *, folder: Path, facts: NodeFacts
+        self,
+        run_dir: RunDir,
+        state_dir: AgentStateDir,
+        spool: Spool,
+        *,
+        folder: Path,
+        facts: NodeFacts,
     ) -> None:
         self.run_dir = run_dir
         self.run_id = run_dir.run_id
-        self.home = home
+        self.state_dir = state_dir
         self.spool = spool
         self.folder = folder
         self.tails: dict[Path, JournalTail] = {}
@@ -116,7 +122,7 @@ class ServedRun:
         self._strangers: set[Path] = set()
         self.node_source = self._source(Source("node", facts.node))
         """The source ``node:ID``: samples of the node and its ranks, and what the agent says."""
-        self._open = OpenJournals(home.path / "journals.json")
+        self._open = OpenJournals(state_dir.path / "journals.json")
         with facts.faults.contained("journals"):
             self._tell_what_is_gone()
 
@@ -299,7 +305,7 @@ class ServedRun:
         """Close the spool and give the folder back."""
         with self._facts.faults.contained("spool"):
             self.spool.close()
-        self.home.release()
+        self.state_dir.release()
 
 
 def boot_id() -> str:

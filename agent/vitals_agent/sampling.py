@@ -111,7 +111,7 @@ class Sampling:
         self._faults = faults
         self._spawn = spawn
         self._asking = DetachedCall("vitals-agent-gpu", gpu.sample, spawn=spawn)
-        self._said: dict[str, set[str]] = {}
+        self._noted: dict[str, set[str]] = {}
 
     def sample(self, runs: Iterable[ServedRun], now: float) -> None:
         """Sample once and write the rows. Without an active run, only the newest values change.
@@ -140,16 +140,16 @@ class Sampling:
                 self.gpus = {}
                 raise
             if report is not None:
-                self._answered(active)
+                self._note_answered(active)
                 self.gpus = {sample.uuid: sample.values for sample in report.samples}
                 for run in active:
                     self._write_gpus(run, report)
             elif self._asking.seconds_out(now) >= HUNG_SECONDS:
-                self._is_hung(active)
+                self._note_hung(active)
 
     def forget(self, run_id: str) -> None:
         """Drop what is known of a run that is not served any more."""
-        self._said.pop(run_id, None)
+        self._noted.pop(run_id, None)
 
     def close(self) -> None:
         """Let go of the GPUs, without waiting: that call too may hang."""
@@ -182,7 +182,7 @@ class Sampling:
 
     # ------------------------------------------------------------------------ a driver that hangs
 
-    def _is_hung(self, active: Iterable[ServedRun]) -> None:
+    def _note_hung(self, active: Iterable[ServedRun]) -> None:
         if not self.hung:
             self.gpus = {}  # the newest values are old
             asking = self._gpu.asking
@@ -191,16 +191,16 @@ class Sampling:
         for run in active:
             self._say_once(run, Note(code="gpu_hung", text=text, severity="error"))
 
-    def _answered(self, active: Iterable[ServedRun]) -> None:
+    def _note_answered(self, active: Iterable[ServedRun]) -> None:
         if self.hung:
             self.hung = ""
             for run in active:
                 run.node_source.say(Note(code="gpu_back", text="the GPU driver answers again"))
-            for texts in self._said.values():
+            for texts in self._noted.values():
                 texts -= {text for text in texts if text.startswith(_HUNG)}
 
     def _say_once(self, run: ServedRun, note: Note) -> None:
-        texts = self._said.setdefault(run.run_id, set())
+        texts = self._noted.setdefault(run.run_id, set())
         if note.text not in texts:
             run.node_source.say(note)
             texts.add(note.text)

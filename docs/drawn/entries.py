@@ -8,10 +8,8 @@ from typing import Any
 
 from docs.drawn import loop, nodes, steps, waits
 from docs.drawn.svg import Panel
-from trainvitals.detect import burst, level, nonfinite, progress, spike
-from trainvitals.detect import fleet as watchers
-from trainvitals.detect.fleet import layers, memory, node, overdue, rate, scale, speed, spread
-from trainvitals.detect.fleet import waits as waiting
+from trainvitals.detect import level, outliers, spike
+from trainvitals.detect.fleet import layers, memory, node, optimizer, ranks, speed
 from trainvitals.detect.registry import DETECTORS
 
 
@@ -64,7 +62,7 @@ IN_LOOP = (
     Entry(
         name="nonfinite",
         title="Non-finite numbers",
-        owner=nonfinite.NonFiniteDetector,
+        owner=outliers.NonFiniteDetector,
         needs="Nothing but the step itself: it speaks from the first one on. `rank_failed` is told "
         "where a rank could not measure, which is unknown and not bad.",
         good="Every kind of training, RL, GANs, curricula and large rates as well: it compares "
@@ -72,7 +70,7 @@ IN_LOOP = (
         bad="Damage that is still finite, in any of them.",
         examples=loop.nonfinite,
         notes=("MAX_OVERFLOWS",),
-        source=nonfinite,
+        source=outliers,
     ),
     Entry(
         name="loss_spike",
@@ -115,7 +113,7 @@ IN_LOOP = (
     Entry(
         name="grad_norm_burst",
         title="Gradient-norm burst",
-        owner=burst.BurstDetector,
+        owner=spike.BurstDetector,
         needs="`grad_norm` of `warm_up` steps, above zero; `loss`, where there is one, excuses a "
         "norm that grows while the run learns.",
         good="What announces a spike, two steps and more before the loss moves; lost optimizer "
@@ -124,8 +122,7 @@ IN_LOOP = (
         "curriculum's next part that was not announced, and the largest optimizer spikes: each "
         "told once.",
         examples=loop.grad_norm_burst,
-        module=burst,
-        config=burst.BurstConfig,
+        config=spike.BurstConfig,
     ),
     Entry(
         name="loss_level",
@@ -160,7 +157,7 @@ IN_LOOP = (
     Entry(
         name="loss_progress",
         title="Lost progress, a loss that never learns, a collapse",
-        owner=progress.ProgressDetector,
+        owner=level.ProgressDetector,
         needs="`loss`; `learning_rate`, where there is one, says when the warm-up is over. Only "
         "where the loss is minimized.",
         good="A run that is back where it began (90 % of its gain, for 100 steps), that never left "
@@ -171,8 +168,7 @@ IN_LOOP = (
         "collapse, and so may what follows a large optimizer spike. RL and GANs, where there "
         "is no such progress: say `loss_kind`.",
         examples=loop.loss_progress,
-        module=progress,
-        config=progress.ProgressConfig,
+        config=level.ProgressConfig,
     ),
 )
 
@@ -180,24 +176,24 @@ OF_STEPS = (
     Entry(
         name="learning_rate",
         title="Learning rate",
-        owner=watchers.LearningRateWatcher,
+        owner=optimizer.LearningRateWatcher,
         needs="`learning_rate` of rank 0. Jumps: a warm-up that is over. A forgotten schedule: an "
         "attempt before this one.",
         examples=steps.learning_rate,
-        config=rate.LearningRateConfig,
+        config=optimizer.LearningRateConfig,
     ),
     Entry(
         name="loss_scale",
         title="Loss scale and overflows",
-        owner=watchers.LossScaleWatcher,
+        owner=optimizer.LossScaleWatcher,
         needs="`loss_scale`, and a scaler that has settled.",
         examples=steps.loss_scale,
-        config=scale.LossScaleConfig,
+        config=optimizer.LossScaleConfig,
     ),
     Entry(
         name="layer_gradient",
         title="Gradients of a layer",
-        owner=watchers.LayerGradientWatcher,
+        owner=layers.LayerGradientWatcher,
         needs="`grad_norm` of at least four layers, `warm_up` rows of each.",
         examples=steps.layer_gradient,
         module=layers,
@@ -207,7 +203,7 @@ OF_STEPS = (
     Entry(
         name="update_ratio",
         title="Updates beside weights",
-        owner=watchers.UpdateRatioWatcher,
+        owner=layers.UpdateRatioWatcher,
         needs="`update_norm` and `weight_norm` of at least four layers; judged by the same rule "
         "and settings as their gradients, less `least_share`.",
         examples=steps.update_ratio,
@@ -215,7 +211,7 @@ OF_STEPS = (
     Entry(
         name="activation",
         title="Activations",
-        owner=watchers.ActivationWatcher,
+        owner=layers.ActivationWatcher,
         needs="`activation_rms` or `activation_max` of a layer, `warm_up` rows of it.",
         examples=steps.activation,
         config=layers.ActivationConfig,
@@ -223,34 +219,34 @@ OF_STEPS = (
     Entry(
         name="throughput",
         title="Throughput",
-        owner=watchers.ThroughputWatcher,
+        owner=speed.ThroughputWatcher,
         needs="`tokens_per_second`, or `step_duration_seconds` of the ranks; five measurements of "
         "`block` steps. A change of the number of ranks begins anew.",
         examples=waits.throughput,
-        more="Slow steps that come at intervals are left out. " + _rest_of(watchers.Pace),
+        more="Slow steps that come at intervals are left out. " + _rest_of(speed.Pace),
         config=speed.ThroughputConfig,
     ),
     Entry(
         name="data_bound",
         title="Waiting for data",
-        owner=watchers.DataBoundWatcher,
+        owner=ranks.DataBoundWatcher,
         needs="`data_wait_seconds` and `step_duration_seconds` of the ranks.",
         examples=waits.data_bound,
-        config=waiting.DataBoundConfig,
+        config=ranks.DataBoundConfig,
     ),
     Entry(
         name="straggler",
         title="Straggling rank",
-        owner=watchers.StragglerWatcher,
+        owner=ranks.StragglerWatcher,
         needs="`step_duration_seconds`, and of two ranks or more one of `communication_seconds`, "
         "`forward_backward_seconds`, `data_wait_seconds`.",
         examples=waits.straggler,
-        config=waiting.StragglerConfig,
+        config=ranks.StragglerConfig,
     ),
     Entry(
         name="memory_creep",
         title="Memory creep",
-        owner=watchers.MemoryCreepWatcher,
+        owner=memory.MemoryCreepWatcher,
         needs="`memory_allocated_bytes` of every rank, and the device's size from an agent's "
         "`memory_total_bytes`.",
         examples=waits.memory_creep,
@@ -259,28 +255,28 @@ OF_STEPS = (
     Entry(
         name="rank_loss",
         title="Loss of one rank",
-        owner=watchers.RankLossWatcher,
+        owner=ranks.RankLossWatcher,
         needs="`rank_loss` of three ranks or more.",
         examples=steps.rank_loss,
-        config=spread.RankLossConfig,
+        config=ranks.RankLossConfig,
     ),
     Entry(
         name="stalled",
         title="Stalled step",
-        owner=overdue.stalled,
+        owner=speed.stalled,
         finds="Finds a step that does not come.",
         needs="A usual duration: four ordinary steps. The time is handed in by who asks.",
         examples=waits.stalled,
-        config=overdue.StallConfig,
+        config=speed.StallConfig,
     ),
     Entry(
         name="checkpoint_overdue",
         title="Overdue checkpoint",
-        owner=overdue.checkpoint_overdue,
+        owner=speed.checkpoint_overdue,
         finds="Finds a checkpoint that does not come.",
         needs="Two checkpoints, whose distance is the interval.",
         examples=waits.checkpoint_overdue,
-        config=overdue.CheckpointConfig,
+        config=speed.CheckpointConfig,
     ),
 )
 
@@ -288,7 +284,7 @@ OF_NODES = (
     Entry(
         name="gpu_throttle",
         title="Slowed clocks of a GPU",
-        owner=watchers.GpuThrottleWatcher,
+        owner=node.GpuThrottleWatcher,
         needs="`throttle_reasons` of the GPU; for a power cap `sm_clock_hertz` too.",
         examples=nodes.gpu_throttle,
         module=node,
@@ -297,7 +293,7 @@ OF_NODES = (
     Entry(
         name="gpu_error",
         title="Memory errors and Xids of a GPU",
-        owner=watchers.GpuErrorWatcher,
+        owner=node.GpuErrorWatcher,
         needs="`ecc_uncorrected_errors`, `ecc_corrected_errors`, `last_xid`: each by itself, "
         "compared with the sample before.",
         examples=nodes.gpu_error,
@@ -308,7 +304,7 @@ OF_NODES = (
     Entry(
         name="gpu_lost",
         title="Lost GPU",
-        owner=watchers.GpuLostWatcher,
+        owner=node.GpuLostWatcher,
         needs="A sample in which the GPU answered.",
         examples=nodes.gpu_lost,
         config=node.GpuLostConfig,

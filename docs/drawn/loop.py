@@ -7,9 +7,9 @@ from typing import Any
 
 from docs.drawn.runs import State, in_loop
 from docs.drawn.svg import Line, Panel
-from trainvitals.detect.burst import BURST_DEFAULTS, BurstDetector
+from trainvitals.detect.outliers import RobustWindow
+from trainvitals.detect.spike import BURST_DEFAULTS, BurstDetector
 from trainvitals.records import StepRecord
-from trainvitals.windows import RobustWindow
 
 BLOOM = (0.242, 0.947, 2.39)
 """What BLOOM-176B's gradient norm was in the steps before its spike."""

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from docs.drawn.runs import SECOND, sampled
 from docs.drawn.svg import Panel
-from trainvitals.detect.fleet import GpuErrorConfig, ThrottleConfig
-from trainvitals.detect.fleet.node import HARDWARE_HEAT, POWER_CAP
-from trainvitals.detect.merged import NodeSample, Value
+from trainvitals.detect.fleet.base import NodeSample, Value
+from trainvitals.detect.fleet.node import HARDWARE_HEAT, POWER_CAP, GpuErrorConfig, ThrottleConfig
 
 GHZ = 1e9
 APART_SECONDS = 10

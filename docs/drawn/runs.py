@@ -12,13 +12,13 @@ from typing import Any
 from docs.drawn.svg import Line, Mark, Panel, Point
 from trainvitals.detect import (
     BurstDetector,
-    DetectorSet,
     LevelDetector,
     LossKind,
     SpikeDetector,
 )
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 SECOND = 1_000_000_000

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from docs.drawn.loop import noisy
 from docs.drawn.runs import SECOND, State, watched
 from docs.drawn.svg import Panel
-from trainvitals.detect.fleet import ActivationConfig, LayerConfig
-from trainvitals.detect.merged import MergedStep, Value
+from trainvitals.detect.fleet.base import MergedStep, Value
+from trainvitals.detect.fleet.layers import ActivationConfig, LayerConfig
 from trainvitals.records import OVERFLOW
 
 LAYERS = ("embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head")

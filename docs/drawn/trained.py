@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from docs.drawn.svg import Line, Mark, Panel
-from trainvitals.detect import DetectorSet, LossKind
+from trainvitals.detect import LossKind
 from trainvitals.policy import JudgeConfig
 from trainvitals.policy.history import EXPECTED_STEPS, LoggedStep, judge_history
+from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 FOLDER = Path(__file__).parent / "real"

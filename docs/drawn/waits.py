@@ -9,14 +9,10 @@ from docs.drawn.loop import noisy
 from docs.drawn.runs import State, check, silence, watched
 from docs.drawn.steps import each_rank, of_rank, of_run, step
 from docs.drawn.svg import Line, Mark, Panel, Point
-from trainvitals.detect.fleet import (
-    CheckpointConfig,
-    DataBoundConfig,
-    FleetDetectors,
-    StragglerConfig,
-    ThroughputConfig,
-)
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet.ranks import DataBoundConfig, StragglerConfig
+from trainvitals.detect.fleet.speed import CheckpointConfig, ThroughputConfig
 from trainvitals.records import Finding
 
 GIB = 2.0**30

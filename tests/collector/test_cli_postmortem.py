@@ -11,7 +11,7 @@ from tests.collector.lookback import troubled_run
 from tests.collector.rows import RUN, Writer
 from tests.collector.test_both_ways import story, through_a_folder
 from tests.collector.test_cli_read import leave, vitals
-from trainvitals.policy.rules import rule_words
+from trainvitals.policy.rungs import rule_words
 from trainvitals.records import Note, RunEnded, RunInfo, RunStarted
 from vitals_collector.report.postmortem.markdown import escaped
 

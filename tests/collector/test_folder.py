@@ -177,14 +177,14 @@ def test_a_run_that_cannot_be_read_is_counted_and_keeps_no_other_back(
     stop = threading.Event()
     store.after_ingest.append(lambda _: stop.set())
     reader = FolderIngest(store, [tmp_path])
-    read = reader._read
+    read = reader._store_spool
 
     def read_or_fail(spool: Path, stop: threading.Event) -> int:
         if RUN in str(spool):
             raise ValueError("a fault of ours")
         return read(spool, stop)
 
-    monkeypatch.setattr(reader, "_read", read_or_fail)
+    monkeypatch.setattr(reader, "_store_spool", read_or_fail)
     reader.follow(stop)
     assert [0] == seqs(store)
     assert {"folder": 1} == store.counters.failures

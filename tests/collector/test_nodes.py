@@ -6,7 +6,7 @@ from tests.collector.alerting import Agent, Asked, Job
 from tests.collector.rows import SECOND, Writer
 from trainvitals.catalog import GPU_SCHEMA, NODE_SCHEMA
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import NodeSample
+from trainvitals.detect.fleet.base import NodeSample
 from trainvitals.rows import rows_of
 from trainvitals.wire import decode_batch
 from vitals_collector.live.step_join import GPU_COLUMNS, HostRow, NodeMerger, host_rows

@@ -16,7 +16,7 @@ from tests.collector.test_replay import columns, replayed
 from trainvitals.detect.outliers import Limits
 from trainvitals.policy import CheckpointRef, Judge, Judgement, Mode, Proposal
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.policy.withholding import DeviceRule
+from trainvitals.policy.state import DeviceRule
 from trainvitals.records import (
     AttemptStarted,
     ChangeExpected,

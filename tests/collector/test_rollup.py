@@ -205,5 +205,5 @@ def test_thinning_what_was_thinned_takes_nothing_of_the_extremes():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="keep_hours is -1"):
         VolumeSettings(keep_hours=-1)
-    with pytest.raises(ConfigError, match="host_samples 1"):
+    with pytest.raises(ConfigError, match="host_samples is 1"):
         VolumeSettings(host_samples=1)

@@ -13,7 +13,7 @@ from tests.collector.alerting import Asked
 from tests.collector.rows import SECOND, STEPS, Writer
 from trainvitals.catalog import LAYERS_SCHEMA, steps_schema
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.rows import Schema, rows_of
 from trainvitals.wire import decode_batch
 from vitals_collector.live.step_join import (

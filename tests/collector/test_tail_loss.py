@@ -12,8 +12,7 @@ from sqlalchemy import select
 from tests.collector.rows import RUN, Writer
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
-from trainvitals.io.spool_files import spool_files
-from trainvitals.io.spool_state import STATE_FILE
+from trainvitals.io.spool_files import STATE_FILE, spool_files
 from trainvitals.views import RunQuestion
 from trainvitals.wire import decode_batch
 from vitals_collector.ingest.folder import FolderIngest

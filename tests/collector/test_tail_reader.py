@@ -9,7 +9,8 @@ from sqlalchemy import select
 from tests.collector.alerting import Job
 from tests.collector.rows import RUN, SECOND, START
 from tests.collector.watched_again import watch_again
-from trainvitals.detect.fleet import FleetConfig, StragglerConfig
+from trainvitals.detect.fleet import FleetConfig
+from trainvitals.detect.fleet.ranks import StragglerConfig
 from trainvitals.records import Finding
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig

@@ -21,7 +21,7 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Spool
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.policy.withholding import DeviceRule
+from trainvitals.policy.state import DeviceRule
 from trainvitals.records import (
     BAD_GRADIENTS,
     EVENT_SCHEMA,

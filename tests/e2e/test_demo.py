@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainvitals.cli.demo_plan import Expected, expected, match, plan, unexpected
+from trainvitals.cli.demo import Expected, expected, match, plan, unexpected
 from trainvitals.records import Decision
 
 

@@ -12,8 +12,10 @@ from docs.drawn.loop import falling, losses, noisy
 from docs.drawn.runs import ExampleError, in_loop
 from docs.drawn.svg import WIDTH, Line, Panel, draw
 from docs.drawn.trained import FAULT, TRAININGS, heard, is_found, panels, read, withheld
-from trainvitals.detect import DetectorSet, fleet
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
+from trainvitals.detect.fleet import set as fleet
+from trainvitals.detect.fleet.speed import PaceConfig
+from trainvitals.policy.judge import DetectorSet
 
 NAMES = [entry.name for entry in ENTRIES]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,7 +48,7 @@ class TestNoneIsLeftOut:
 
     def test_every_settings_class_of_a_watcher_is_on_the_page(self):
         shown = {entry.config for entry in ENTRIES}
-        shown |= {fleet.PaceConfig, FleetConfig}  # a part of another, and all of them together
+        shown |= {PaceConfig, FleetConfig}  # a part of another, and all of them together
         there = {item for name, item in vars(fleet).items() if name.endswith("Config")}
         assert set() == there - shown
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.house import measures
 
-FILES = {"step": 55, "ingest": 17, "alert": 29, "series": 21}
+FILES = {"step": 20, "ingest": 16, "alert": 20, "series": 20}
 """Files that an event may go through at most."""
 FILES_PER_QUESTION = 3
 """The struct with its view, what answers it, and one file to spare."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.test_docs import COMMANDS
-from trainvitals.cli.demo_plan import expected
+from trainvitals.cli.demo import expected
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

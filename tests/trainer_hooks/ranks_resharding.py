@@ -15,7 +15,7 @@ from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TORCH, TWO_RANKS, N
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
-from trainer_hooks.recovery.snapshots import SnapshotRing
+from trainer_hooks.recovery.manager import SnapshotRing
 from trainer_hooks.recovery.state import TrainingState
 from trainvitals.errors import CheckpointError
 

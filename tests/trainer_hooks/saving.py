@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.trainer_hooks.training import Training
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
-from trainer_hooks.recovery.snapshots import SnapshotRing
+from trainer_hooks.recovery.manager import SnapshotRing
 
 ALONE = Ranks(0, 1, 0, None)
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_new
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
-from trainer_hooks.recovery.snapshots import SnapshotRing
+from trainer_hooks.recovery.manager import SnapshotRing
 from trainvitals.errors import (
     CheckpointError,
     StorageError,

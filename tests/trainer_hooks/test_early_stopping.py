@@ -9,7 +9,7 @@ from tests.trainer_hooks.training import Training
 from trainer_hooks.callbacks.early_stopping import Evaluations, RestoredBest
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints.index import BestMark
-from trainer_hooks.recovery.snapshots import Restored, SnapshotRing
+from trainer_hooks.recovery.manager import Restored, SnapshotRing
 from trainer_hooks.step.reduce_vector import (
     PackLayout,
     Rank0Values,

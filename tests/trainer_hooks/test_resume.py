@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -221,6 +221,7 @@ def test_a_run_that_is_not_watched_hands_the_state_on(monkeypatch):
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(before=[1.0], after=[1.0])  # the newest step's learning rate must not be forgotten
 @given(
     before=st.lists(st.sampled_from([1.0, 1.0, 1.1, 3.0, 100.0]), max_size=30),
     after=st.lists(st.sampled_from([1.0, 1.0, 100.0]), max_size=10),

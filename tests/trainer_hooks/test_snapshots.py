@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.trainer_hooks.training import Training
+from trainer_hooks.recovery.manager import SnapshotRing, is_proven, num_slots
 from trainer_hooks.recovery.memory import host_memory_left
-from trainer_hooks.recovery.snapshots import SnapshotRing, is_proven, num_slots
 from trainvitals.errors import CheckpointError, ConfigError
 
 

@@ -26,7 +26,7 @@ from trainer_hooks.step.reduce_vector import (
 )
 from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
-from trainvitals.policy.withholding import DeviceRule, Withholding
+from trainvitals.policy.state import DeviceRule, Withholding
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,

@@ -15,7 +15,7 @@ from trainer_hooks.step.reduce_vector import (
     step_record,
 )
 from trainvitals.detect.outliers import Limits
-from trainvitals.policy.withholding import DeviceRule, Withholding
+from trainvitals.policy.state import DeviceRule, Withholding
 from trainvitals.records import StepRecord
 
 ODD = (math.nan, math.inf, -math.inf)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from trainvitals.policy import CheckpointRef, Judge, Mode
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.policy.withholding import DeviceRule
+from trainvitals.policy.state import DeviceRule
 from trainvitals.records import Decision, Finding, StateRead, StepRecord
 
 

@@ -1,15 +1,18 @@
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import pytest
+from msgspec import Meta
 
-from trainvitals.config import load_settings
+from trainvitals.config import AtLeastOne, Settings, load_settings
 from trainvitals.errors import ConfigError
+from trainvitals.policy.judge import SECTIONS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collector:
+class Collector(Settings, frozen=True, kw_only=True):
+    section = "collector"
+
     listen: str = "127.0.0.1:0"
     max_bytes: int = 1000
     ratio: float = 0.5
@@ -21,12 +24,12 @@ class Collector:
     mode: Literal["fast", "slow"] = "fast"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_bytes < 1:
-            raise ConfigError(f"max_bytes is {self.max_bytes}; it must be positive", hint="more")
+            raise self.refusal("max_bytes", "positive", hint="more")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demanding:
+class Demanding(Settings, frozen=True, kw_only=True):
     name: str
 
 
@@ -181,3 +184,64 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, raw: bytes) -> None
         load_settings({}, path=path, environ={})
     with pytest.raises(ConfigError, match="No such file"):
         load_settings({}, path=tmp_path / "missing.toml", environ={})
+
+
+# ------------------------------------------------------------------------------ made in code
+
+
+class Window(Settings, frozen=True, kw_only=True):
+    section = "window"
+    ascending = (("least", "size", "most"),)
+
+    least: AtLeastOne = 2
+    size: Annotated[int, Meta(ge=2, le=100)] = 8
+    most: int = 50
+    share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
+    name: Annotated[str, Meta(min_length=1)] = "one"
+    folder: Path | None = None
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"least": 0}, "window.least is 0; it must be at least 1"),
+        ({"size": 1}, "window.size is 1; it must be 2 to 100"),
+        ({"size": 2.5}, "window.size is 2.5; it must be a whole number, 2 to 100"),
+        ({"size": True}, "window.size is True; it must be a whole number, 2 to 100"),
+        ({"share": 0}, "window.share is 0; it must be above 0 and at most 1"),
+        ({"share": float("nan")}, "window.share is nan; it must be above 0 and at most 1"),
+        ({"share": "x"}, "window.share is 'x'; it must be a number, above 0 and at most 1"),
+        ({"name": ""}, "window.name is ''; it must be text, not empty"),
+        ({"folder": 5}, "window.folder is 5; it must be a path or nothing"),
+        ({"least": 9}, r"window.size is 8; it must be at least window.least \(9\)"),
+        ({"most": 7}, r"window.most is 7; it must be at least window.size \(8\)"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_key_value_and_bound(
+    given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{text}"):
+        Window(**given)
+    with pytest.raises(ConfigError, match=f"^{text}"):
+        msgspec.structs.replace(Window(), **given)
+
+
+def test_a_value_at_its_bound_is_taken_as_it_is() -> None:
+    assert (1, 100, 1) == (
+        Window(least=1).least,
+        Window(size=100, most=100).size,
+        Window(share=1).share,
+    )
+
+
+def test_a_bound_is_told_with_the_source_of_the_value() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"window": Window}, environ={"VITALS_WINDOW_SIZE": "1"})
+    text = "window.size = '1' (variable VITALS_WINDOW_SIZE): it must be a whole number, 2 to 100"
+    assert text == caught.value.text
+    with pytest.raises(ConfigError, match=r"at least window.least \(9\) \(window.least: variable"):
+        load_settings({"window": Window}, environ={"VITALS_WINDOW_LEAST": "9"})
+
+
+def test_errors_name_a_section_as_the_file_does() -> None:
+    assert list(SECTIONS) == [cls.section for cls in SECTIONS.values()]

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from trainvitals.detect import (
     BurstDetector,
-    DetectConfig,
-    DetectorSet,
     DriftDetector,
     LevelDetector,
     NonFiniteDetector,
@@ -23,6 +21,7 @@ from trainvitals.detect import (
 )
 from trainvitals.detect.outliers import OutlierRule
 from trainvitals.errors import ConfigError
+from trainvitals.policy.judge import DetectConfig, DetectorSet
 from trainvitals.records import Finding, StepRecord
 from trainvitals.testing import series
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainvitals.detect import DetectorSet, ProgressConfig, ProgressDetector
+from trainvitals.detect import ProgressConfig, ProgressDetector
 from trainvitals.errors import ConfigError
+from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 

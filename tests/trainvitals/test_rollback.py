@@ -4,8 +4,7 @@ import pytest
 
 from tests.trainvitals.ladder_run import Run
 from tests.trainvitals.played import reads
-from trainvitals.policy.state import LadderMemory, lr_factor_at
-from trainvitals.policy.withholding import Withholding, withholding
+from trainvitals.policy.state import LadderMemory, Withholding, lr_factor_at, withholding
 
 
 def test_a_damaged_state_goes_back_at_the_third_outlier_without_three_batches_on_either_side():

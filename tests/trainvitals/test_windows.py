@@ -3,7 +3,7 @@ import statistics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainvitals.windows import RobustWindow
+from trainvitals.detect.outliers import RobustWindow
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -2,7 +2,7 @@
 
 from trainvitals.detect.outliers import Limits
 from trainvitals.policy import LadderConfig, LadderState, decide
-from trainvitals.policy.withholding import DeviceRule, is_outlier, limits_in_force, withholding
+from trainvitals.policy.state import DeviceRule, is_outlier, limits_in_force, withholding
 from trainvitals.records import Decision, Finding, StepRecord
 
 USUAL = Limits(loss=6.0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.snapshots import Meta, Snapshot, SnapshotRing
+from trainer_hooks.recovery.manager import Meta, Snapshot, SnapshotRing
 from trainer_hooks.step.emit import Emitter
 from trainer_hooks.step.reduce_vector import Reduced
 from trainvitals.errors import UsageError, VitalsError

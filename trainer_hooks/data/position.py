@@ -19,7 +19,7 @@ from trainer_hooks.data.files import BadBatch, DataWriter
 from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.probe.probe import LossOf
-from trainer_hooks.recovery.snapshots import Restored
+from trainer_hooks.recovery.manager import Restored
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.emit import Emitter
 from trainvitals.errors import UsageError

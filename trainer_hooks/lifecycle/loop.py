@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
-from trainer_hooks.recovery.snapshots import Meta
+from trainer_hooks.recovery.manager import Meta
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases

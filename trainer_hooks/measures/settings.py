@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import Annotated
 
-from trainvitals.errors import UsageError
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalSettings:
+class SignalSettings(Settings, frozen=True, kw_only=True):
     """What ``watch(signals=...)`` opts in to; equal on all ranks. The defaults cost nothing.
 
     Attributes:
@@ -29,43 +29,27 @@ class SignalSettings:
             ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter.
     """
 
-    every: int = 10
+    section = "SignalSettings"
+
+    every: AtLeastOne = 10
     weight_norm: bool = False
     update_norm: bool = False
     activations: tuple[str, ...] = ()
     noise_scale: bool = False
-    flops_per_token: float | None = None
+    flops_per_token: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.
 
         Raises:
-            UsageError: a value cannot work.
+            ConfigError: a value cannot work.
         """
-        if not isinstance(self.every, int) or self.every < 1:
-            raise UsageError(
-                f"SignalSettings.every is {self.every!r}; it must be a whole number from 1",
-                hint="10 measures in every tenth step",
-            )
-        for name in ("weight_norm", "update_norm", "noise_scale"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise UsageError(
-                    f"SignalSettings.{name} is {value!r}; it must be True or False",
-                    hint="leave it out to measure nothing",
-                )
         patterns: object = self.activations
         if isinstance(patterns, str):
-            raise UsageError(
-                f"SignalSettings.activations is {patterns!r}; it must be a tuple of names",
-                hint=f"activations=({patterns!r},)",
+            raise self.refusal(
+                "activations", "a tuple of names", hint=f"activations=({patterns!r},)"
             )
-        flops = self.flops_per_token
-        if flops is not None and not (math.isfinite(flops) and flops > 0):
-            raise UsageError(
-                f"SignalSettings.flops_per_token is {flops!r}; it must be a number above 0",
-                hint="leave it out to count 6 per parameter",
-            )
+        super().__post_init__()
 
     @property
     def measures(self) -> bool:

@@ -19,9 +19,8 @@ from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.probe.probe import LossEvaluations, Probe
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.manager import RecoveryManager
+from trainer_hooks.recovery.manager import Meta, RecoveryManager, Restored
 from trainer_hooks.recovery.plan_journal import PlanJournal
-from trainer_hooks.recovery.snapshots import Meta, Restored
 from trainer_hooks.step.emit import Emitter, StepLog, TokenCount
 from trainer_hooks.step.gradients import no_gradients
 from trainer_hooks.step.reduce_vector import (

@@ -1,4 +1,4 @@
-"""The level of the loss: divergence, drift, and a recovery that fails.
+"""Where the loss lies: divergence, drift, a recovery that fails, progress that is lost.
 
 A spike is one step against its neighbours. A run that slowly walks away, or that takes a step up of
 3 % and never comes back, shows no such step; it shows in the level: the median of the newest steps
@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, ClassVar
 
-from trainvitals.detect.protocol import Detector
-from trainvitals.errors import ConfigError
+from msgspec import Meta
+
+from trainvitals.config import AboveZero, Settings
+from trainvitals.detect.outliers import Detector
 from trainvitals.records import Finding, StepRecord
 
 _SIGMA_OF_DIFFERENCES = 1.28 * math.sqrt(2.0)
@@ -38,18 +39,23 @@ _NOISE_EVERY = 4
 """Looks from one estimate of the noise to the next."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LevelConfig:
+class LevelConfig(Settings, frozen=True, kw_only=True):
     """What counts as a loss that walked away, and as one that stays there."""
 
-    window: int = 64
+    section = "level"
+    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("window", "noise"),
+        ("rise", "divergence", "far"),
+    )
+
+    window: Annotated[int, Meta(ge=8)] = 64
     """Steps whose median is the level."""
     noise: int = 256
     """Steps whose differences give the noise of the loss."""
-    sigmas: float = 6.0
+    sigmas: AboveZero = 6.0
     """Deviations of that noise by which the level must be above the lowest; the median of 64 steps
     itself deviates by a sixth of one. Clean real runs reach 3."""
-    rise: float = 0.02
+    rise: AboveZero = 0.02
     """And the part of the lowest level; from there on the loss has not recovered."""
     divergence: float = 0.05
     """Rise at which it is told at once; told again where it has risen by twice as much further."""
@@ -59,28 +65,10 @@ class LevelConfig:
     recurs_within: int = 3000
     """Steps within which three rises that were told and went back are this run's way: told no more
     up to 1.3 times the highest."""
-    flat_steps: int = 150
+    flat_steps: Annotated[int, Meta(ge=_LOOKS)] = 150
     """Steps without progress, since the level rose, after which it is a plateau."""
-    flat: float = 0.01
+    flat: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.01
     """What the level may move by in these and still be flat; half of it downwards."""
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.window <= self.noise:
-            raise ConfigError(
-                f"level.window is {self.window}; it must be 8 to level.noise ({self.noise})"
-            )
-        if not 0.0 < self.rise <= self.divergence <= self.far:
-            raise ConfigError(
-                f"level.rise is {self.rise}, level.divergence {self.divergence}, level.far "
-                f"{self.far}; they must be above 0 and in this order"
-            )
-        if self.sigmas <= 0.0:
-            raise ConfigError(f"level.sigmas is {self.sigmas}; it must be above 0")
-        if self.flat_steps < _LOOKS or not 0.0 < self.flat < 1.0:
-            raise ConfigError(
-                f"level.flat_steps is {self.flat_steps}, level.flat {self.flat}; they must be at "
-                f"least {_LOOKS} and between 0 and 1"
-            )
 
 
 LEVEL_DEFAULTS = LevelConfig()
@@ -93,6 +81,10 @@ class LevelDetector(Detector):
     """
 
     name = "loss_level"
+    STATE = (
+        "_losses", "_steps", "_noise", "_seen", "_best", "_onset", "_low", "_num_told", "_is_far",
+        "_at_once", "_silent", "_top", "_recovered", "_since", "_looks",
+    )  # fmt: skip
 
     def __init__(self, config: LevelConfig | None = None) -> None:
         self._config = config or LEVEL_DEFAULTS
@@ -132,6 +124,8 @@ class LevelDetector(Detector):
             return ()
         if self._seen % (_EVERY * _NOISE_EVERY) == 0 or self._noise == 0.0:
             self._noise = _noise_of(losses)
+        # Sorted anew, and no ordered window kept: one sort in eight steps costs less than keeping
+        # order at every step.
         newest = sorted(list(losses)[-window:])
         return self._judge(record, newest[window >> 1], self._noise)
 
@@ -253,42 +247,6 @@ class LevelDetector(Detector):
         self._noise = 0.0
         self._forget_level()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "losses": list(self._losses),
-            "steps": list(self._steps),
-            "noise": self._noise,
-            "seen": self._seen,
-            "best": self._best,
-            "onset": self._onset,
-            "low": self._low,
-            "num_told": self._num_told,
-            "is_far": self._is_far,
-            "at_once": self._at_once,
-            "silent": self._silent,
-            "top": self._top,
-            "recovered": [list(rise) for rise in self._recovered],
-            "since": self._since,
-            "looks": list(self._looks),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._losses.clear()
-        self._losses.extend(float(loss) for loss in state["losses"])
-        self._steps.clear()
-        self._steps.extend(int(step) for step in state["steps"])
-        self._noise, self._seen = float(state["noise"]), int(state["seen"])
-        self._best = state["best"]
-        self._onset, self._low = int(state["onset"]), float(state["low"])
-        self._num_told, self._is_far = int(state["num_told"]), bool(state["is_far"])
-        self._at_once, self._silent = bool(state["at_once"]), bool(state["silent"])
-        self._top = float(state["top"])
-        self._recovered.clear()
-        self._recovered.extend([float(number) for number in rise] for rise in state["recovered"])
-        self._since, self._looks = int(state["since"]), [float(x) for x in state["looks"]]
-
 
 def _noise_of(losses: Iterable[float]) -> float:
     """Return the deviation of single losses, by how much neighbours differ."""
@@ -320,32 +278,22 @@ _NOT_AGAIN = 8
 """Blocks after any other finding about the loss in which a rise is not told once more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriftConfig:
+class DriftConfig(Settings, frozen=True, kw_only=True):
     """What counts as a loss that drifts up, beyond what it does by itself."""
 
-    rise: float = 0.04
+    section = "drift"
+
+    rise: AboveZero = 0.04
     """Smallest rise of the level above its lowest that is told (in logarithm)."""
-    sigmas: float = 6.0
+    sigmas: AboveZero = 6.0
     """And in deviations of such a level, by how much blocks of 32 steps differ."""
-    fall: float = 0.15
+    fall: AboveZero = 0.15
     """A fall (in logarithm) from one block to the next after which the level is learned anew: a new
     epoch of a set that is learned by heart creeps up afterwards, by 12 % in a clean real run."""
-    remembered: float = 2.0
+    remembered: Annotated[float, Meta(ge=1.0)] = 2.0
     """And this multiple of the largest rise that went back by itself."""
-    warm_up: int = 16
+    warm_up: Annotated[int, Meta(ge=2 * _SPANS[0])] = 16
     """Blocks needed before anything is told: 512 steps."""
-
-    def __post_init__(self) -> None:
-        if self.rise <= 0.0 or self.sigmas <= 0.0 or self.fall <= 0.0 or self.remembered < 1.0:
-            raise ConfigError(
-                f"drift.rise is {self.rise}, drift.sigmas {self.sigmas}, drift.fall {self.fall}, "
-                f"drift.remembered {self.remembered}; they must be above 0, and the last at least 1"
-            )
-        if self.warm_up < 2 * _SPANS[0]:
-            raise ConfigError(
-                f"drift.warm_up is {self.warm_up}; it must be at least {2 * _SPANS[0]} blocks"
-            )
 
 
 DRIFT_DEFAULTS = DriftConfig()
@@ -358,6 +306,10 @@ class DriftDetector(Detector):
     """
 
     name = "loss_drift"
+    STATE = (
+        "_block", "_begin", "_blocks", "_begins", "_differences", "_moves", "_num", "_lowest",
+        "_peaks", "_wandered", "_told", "_known",
+    )  # fmt: skip
 
     def __init__(self, config: DriftConfig | None = None) -> None:
         self._config = config or DRIFT_DEFAULTS
@@ -504,37 +456,284 @@ class DriftDetector(Detector):
         for moves in self._moves:
             moves.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "block": list(self._block),
-            "begin": self._begin,
-            "blocks": list(self._blocks),
-            "begins": list(self._begins),
-            "differences": list(self._differences),
-            "moves": [list(moves) for moves in self._moves],
-            "num": self._num,
-            "lowest": list(self._lowest),
-            "peaks": list(self._peaks),
-            "wandered": list(self._wandered),
-            "told": self._told,
-            "known": self._known,
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._block = [float(loss) for loss in state["block"]]
-        self._begin = int(state["begin"])
-        self._blocks.clear()
-        self._blocks.extend(float(block) for block in state["blocks"])
-        self._begins.clear()
-        self._begins.extend(int(step) for step in state["begins"])
-        self._differences.clear()
-        self._differences.extend(float(difference) for difference in state["differences"])
-        for moves, kept in zip(self._moves, state["moves"], strict=True):
-            moves.clear()
-            moves.extend(float(move) for move in kept)
-        self._num, self._lowest = int(state["num"]), list(state["lowest"])
-        self._peaks = [float(peak) for peak in state["peaks"]]
-        self._wandered = [float(rise) for rise in state["wandered"]]
-        self._told, self._known = float(state["told"]), int(state["known"])
+# --------------------------------------------------------------------------------------- progress
+
+
+_PROGRESS_EVERY = 16
+"""Steps from one look to the next."""
+_FIRST = 20
+"""First losses whose median is where the run began."""
+_START = 64
+"""First losses that a loss which never learns is compared with."""
+_BEGINNINGS = (9, 20, 64)
+"""Of these many first losses: the medians that say where it began."""
+_LEVEL = 64
+_GIVEN_BACK = 100
+"""Steps for which what was learned must be gone."""
+_KEPT = _LEVEL + _GIVEN_BACK
+_LEAST_GAIN = 0.25
+"""Part of the first losses that must have been gained before it can be lost."""
+_REGAINED = 0.1
+"""Part of the gain that may be missing where what was lost counts as learned again."""
+_MOST_LOST = 2
+"""Times it is told, at most, until progress is measured anew."""
+_BOTTOM = 16
+"""Steps in a row that lie far below, for a collapse."""
+_STEADY = 1.3
+_WIDE = 1.25
+"""The error of a median of n normal samples is this deviation over the root of n."""
+
+
+class ProgressConfig(Settings, frozen=True, kw_only=True):
+    """What counts as progress that is lost, never made, or too good."""
+
+    section = "progress"
+
+    given_back: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
+    """Part of the gain since the first losses that is given back for 100 steps."""
+    learn_steps: Annotated[int, Meta(ge=2 * _KEPT)] = 500
+    """Steps after which a loss that is still where it began never learns. They count from the end
+    of the learning rate's warm-up."""
+    learned: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.02
+    """Part of the first losses by which it must have fallen by then, beyond its noise."""
+    collapse: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.3
+    """A loss that falls below this part of its course within 16 steps, and stays there for 16."""
+    stuck: Annotated[float, Meta(ge=1.0)] = 1.15
+    """Multiple of the lowest level before a restart at which a loss that does not fall is stuck."""
+
+
+PROGRESS_DEFAULTS = ProgressConfig()
+
+
+class ProgressDetector(Detector):
+    """Tells of lost progress, of a loss that never learns or is stuck, and of a collapse.
+
+    A spike and a rise are too much. A loss that stays where it began, that goes back there, or that
+    drops to nothing at once is as wrong, and no limit from above sees it.
+
+    It looks at every 16th step. Losses at or below zero make it abstain, except from a collapse to
+    exactly zero.
+    """
+
+    name = "loss_progress"
+    STATE = (
+        "_losses", "_before", "_suspended", "_seen", "_start", "_first", "_best", "_lowest",
+        "_learning", "_rate", "_lost", "_num_lost", "_collapsed",
+    )  # fmt: skip
+
+    def __init__(self, config: ProgressConfig | None = None) -> None:
+        self._config = config or PROGRESS_DEFAULTS
+        self._losses: deque[float] = deque(maxlen=_KEPT)
+        self._before: float | None = None
+        """Lowest level before the last restart or announced change."""
+        self._suspended = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen = 0
+        self._start: list[float] = []
+        self._first: float | None = None
+        self._best: float | None = None
+        """Lowest level that is older than 100 steps."""
+        self._lowest: float | None = None
+        self._learning = 0
+        """Steps since the learning rate's warm-up ended; -1: it has learned, or was told."""
+        self._rate = 0.0
+        self._lost, self._num_lost = False, 0
+        self._collapsed: float | None = None
+        """Where the loss was before it collapsed; it is over at half of that."""
+
+    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it."""
+        loss = record.loss
+        if loss is None or record.skipped or not math.isfinite(loss):
+            return ()
+        if self._suspended:
+            self._suspended -= 1
+            return ()
+        self._losses.append(loss)
+        self._seen += 1
+        if self._learning >= 0:
+            self._learn(record, loss)  # at every step: a warm-up's rate may rise between two looks
+        if self._seen % _PROGRESS_EVERY:
+            return ()
+        if self._first is None:
+            if self._seen < _FIRST:
+                return ()
+            self._first = sorted(list(self._losses)[:_FIRST])[_FIRST >> 1]
+        losses = list(self._losses)
+        findings = self._collapse(record, losses)
+        if self._first > 0.0 and len(losses) == _KEPT:
+            findings += self._progress(record, losses, self._first)
+        if self._learning >= self._config.learn_steps and self._seen % 64 == 0:
+            findings += self._never_learned(record, losses)
+        return findings
+
+    def _learn(self, record: StepRecord, loss: float) -> None:
+        rate = record.learning_rate
+        if len(self._start) < _START:
+            self._start.append(loss)
+        if rate is not None and (rate > self._rate or rate <= 0.0):
+            self._rate = max(rate, self._rate)
+            self._learning = 0  # a warm-up: what it learns shows after it
+        else:
+            self._learning += 1
+
+    # ---------------------------------------------------------------------- lost progress
+
+    def _progress(
+        self, record: StepRecord, losses: list[float], first: float
+    ) -> tuple[Finding, ...]:
+        older = sorted(losses[:_LEVEL])[_LEVEL >> 1]
+        self._best = older if self._best is None else min(self._best, older)
+        best, gain = self._best, first - self._best
+        quarter = _GIVEN_BACK // 4
+        parts = [
+            sorted(losses[_LEVEL + i * quarter : _LEVEL + (i + 1) * quarter])[quarter >> 1]
+            for i in range(4)
+        ]
+        floor = first - (1.0 - self._config.given_back) * gain
+        if self._lost and sorted(losses[-_LEVEL:])[_LEVEL >> 1] <= best + _REGAINED * gain:
+            self._lost = False
+        lost = best > 0.0 and gain > _LEAST_GAIN * first and min(parts) > floor
+        if not lost or self._lost or self._num_lost >= _MOST_LOST:
+            return ()
+        self._lost = True
+        self._num_lost += 1
+        back = 100.0 * (min(parts) - best) / gain
+        return (
+            self._finding(
+                record,
+                "lost_progress",
+                f"what was learned is lost: the loss fell from {first:.4g} to {best:.4g}, and for "
+                f"{_GIVEN_BACK} steps it lies at {min(parts):.4g} or above: {back:.0f} % of that "
+                "is given back",
+                value=parts[-1],
+                limit=floor,
+                onset=record.step - _GIVEN_BACK,
+                cause="loss_lost_progress",
+            ),
+        )
+
+    # --------------------------------------------------------------------------- collapse
+
+    def _collapse(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
+        newest = losses[-_BOTTOM:]
+        if self._collapsed is not None:
+            if sorted(newest)[_BOTTOM >> 1] > 0.5 * self._collapsed:
+                self._collapsed = None
+            return ()
+        course = losses[-5 * _BOTTOM : -2 * _BOTTOM]
+        if len(course) < 3 * _BOTTOM or min(course) < 0.0:
+            return ()
+        half = len(course) >> 1
+        older, newer = sorted(course[:half])[half >> 1], sorted(course[half:])[half >> 1]
+        lowest = self._lowest
+        self._lowest = newer if lowest is None else min(lowest, newer)
+        top = sorted(newest)[-2]
+        if newer <= 0.0 or top > self._config.collapse * newer or older > _STEADY * newer:
+            return ()
+        if top > 0.5 * self._lowest or (top <= 0.0 and min(newest) < 0.0):
+            return ()
+        self._collapsed = newer
+        return (
+            self._finding(
+                record,
+                "collapse",
+                f"the loss collapsed: from {newer:.4g} to {sorted(newest)[_BOTTOM >> 1]:.4g} "
+                f"within {2 * _BOTTOM} steps; too good to be true (labels that leak, a loss that "
+                "is masked out)",
+                value=sorted(newest)[_BOTTOM >> 1],
+                limit=self._config.collapse * newer,
+                onset=record.step - 2 * _BOTTOM + 1,
+                cause="loss_collapse",
+            ),
+        )
+
+    # ---------------------------------------------------------------------- never learned
+
+    def _never_learned(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
+        start, ordered = self._start, sorted(losses)
+        if len(start) < _START or len(losses) < _KEPT or min(start) <= 0.0 or ordered[0] <= 0.0:
+            return ()
+        # A run may learn all that it learns within a few steps: where it began is the highest.
+        began = max(sorted(start[:num])[num >> 1] for num in _BEGINNINGS)
+        level = ordered[_KEPT >> 1]
+        spread = 0.5 * (ordered[int(0.84 * _KEPT)] - ordered[int(0.16 * _KEPT)]) / began
+        error = _WIDE * spread / math.sqrt(_BEGINNINGS[0])
+        least = self._config.learned
+        if level < began * (1.0 - least - 3.0 * error):
+            self._learning = -1
+            return ()
+        if level < began * (1.0 - least - error):
+            return ()
+        before = self._before
+        if before is not None and level < self._config.stuck * before:
+            return ()  # as good as it was before the restart
+        self._learning = -1
+        num = self._seen
+        if before is None:
+            cause = "never_learned"
+            reason = (
+                f"the loss does not learn: after {num} steps its level is {level:.4g}, and it "
+                f"began at {began:.4g}"
+            )
+        else:
+            cause = "stuck_after_restart"
+            reason = (
+                f"the loss is stuck since a restart or an announced change {num} steps ago: its "
+                f"level is {level:.4g}, it began at {began:.4g} and had reached {before:.4g} before"
+            )
+        return (
+            self._finding(
+                record, "plateau", reason, value=level,
+                limit=began if before is None else before, onset=record.step - num + 1, cause=cause,
+            ),
+        )  # fmt: skip
+
+    def _finding(
+        self,
+        record: StepRecord,
+        kind: str,
+        reason: str,
+        *,
+        value: float,
+        limit: float,
+        onset: int,
+        cause: str,
+    ) -> Finding:
+        return Finding(
+            kind=kind,
+            level="advisory",
+            step=record.step,
+            detector=self.name,
+            reason=reason,
+            value=value,
+            limit=limit,
+            onset_step=max(onset, 0),
+            cause=cause,
+        )
+
+    def accept(self, losses: Sequence[float]) -> None:
+        """Measure progress anew: the policy accepted these losses as the new level."""
+        before, learning = self._before, self._learning
+        self._losses.clear()
+        self._forget()
+        self._before = before
+        self._learning = -1 if learning < 0 else 0
+        for loss in losses:
+            if math.isfinite(loss):
+                self._losses.append(loss)
+                self._seen += 1
+
+    def rebaseline(self, steps: int = 0) -> None:
+        """Measure progress anew after the next ``steps`` steps: a planned change or a restart."""
+        lowest = min(
+            (level for level in (self._best, self._lowest, self._before) if level is not None),
+            default=None,
+        )
+        self._before = lowest
+        self._losses.clear()
+        self._suspended = max(self._suspended, steps)
+        self._forget()

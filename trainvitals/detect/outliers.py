@@ -1,27 +1,238 @@
-"""Finite outliers of loss and gradient norm: the one finite rule that may keep an update back.
+"""The two rules that may keep an update back, and the window of clean steps behind them.
 
-The rule is one number a metric, the limit: ``value > limit`` is an outlier. It must be one number,
-because the device compares with it without waiting for the host, one or two steps after it was
-computed. So the finding is made against ``record.<metric>_limit``, the limit that was in force.
+What is not finite needs no history. Of finite steps one rule may keep an update back: it is one
+number a metric, the limit, and ``value > limit`` is an outlier. It must be one number, because the
+device compares with it without waiting for the host, one or two steps after it was computed. So the
+finding is made against ``record.<metric>_limit``, the limit that was in force.
 
 Limits are wide on purpose: eight robust deviations of the run's own noise, a multiple of the median
 and a floor, all three. What is told, and not acted on, is found by the other detectors.
+
+A window only holds what its owner accepted: outliers, skipped steps and non-finite values are kept
+out by never being pushed. Everything here is float64 arithmetic in a fixed order, so that every
+rank, the collector and a replay get the same bits.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from trainvitals.detect.protocol import is_clean
-from trainvitals.errors import ConfigError
+from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Settings
 from trainvitals.records import Finding, StepRecord
-from trainvitals.windows import SIGMA_PER_MAD, RobustWindow
+from trainvitals.stateful import Stateful, StatefulRow
+
+SIGMA_PER_MAD = 1.4826
+"""Standard deviations per median absolute deviation, where the samples are normal."""
+
+
+class RobustWindow(StatefulRow):
+    """The newest ``size`` samples, kept in order of arrival and in order of value."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._arrived: deque[float] = deque(maxlen=size)
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def push(self, value: float) -> None:
+        """Add a finite sample; the oldest leaves when the window is full."""
+        value += 0.0  # -0.0 becomes 0.0: equal values must also be equal bits
+        arrived, ordered = self._arrived, self._sorted
+        if len(ordered) == self._size:
+            # Both lists hold the same bits, so bisection hits the oldest or its equal: no search
+            # through 200 samples at every step.
+            del ordered[bisect_left(ordered, arrived[0])]
+        arrived.append(value)
+        insort(ordered, value)
+
+    def clear(self) -> None:
+        """Forget every sample."""
+        self._arrived.clear()
+        self._sorted.clear()
+
+    def values(self) -> list[float]:
+        """Return the samples, oldest first."""
+        return list(self._arrived)
+
+    def state(self) -> list[float]:
+        """Return the state: the samples, oldest first."""
+        return self.values()
+
+    def restore(self, values: Iterable[float]) -> None:
+        """Hold exactly these samples, oldest first; the newest stay where they are too many."""
+        self.clear()
+        self._arrived.extend(values)
+        self._sorted.extend(sorted(self._arrived))
+
+    @property
+    def smallest(self) -> float:
+        """The smallest sample. The window must not be empty."""
+        return self._sorted[0]
+
+    def median(self) -> float:
+        """Return the median (the upper one of two). The window must not be empty."""
+        return self._sorted[len(self._sorted) >> 1]
+
+    def mad(self) -> float:
+        """Return the median absolute deviation from the median. The window must not be empty.
+
+        The half that lies nearest to the median is a stretch of the ordered samples: the stretch
+        that reaches least far, found by bisection.
+        """
+        ordered = self._sorted
+        half = len(ordered) >> 1
+        median = ordered[half]
+        low, high = 0, len(ordered) - 1 - half
+        while low < high:
+            middle = (low + high) >> 1
+            if median - ordered[middle] > ordered[middle + half] - median:
+                low = middle + 1
+            else:
+                high = middle
+        reach = max(median - ordered[low], ordered[low + half] - median)
+        if low:
+            reach = min(reach, max(median - ordered[low - 1], ordered[low - 1 + half] - median))
+        return reach
+
+    def upper(self, fraction: float) -> float:
+        """Return the sample that only ``fraction`` of the window exceeds."""
+        return self._sorted[-1 - int(len(self._sorted) * fraction)]
+
+
+class Detector(Stateful):
+    """Judges one step after another. Reads no clock, draws no random number, never raises on data.
+
+    Every rank, the collector and a replay run it on the same records and get the same findings.
+    """
+
+    name: str
+
+    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it. Steps come in order."""
+        raise NotImplementedError
+
+
+def is_clean(record: StepRecord) -> bool:
+    """Say whether a step may enter a reference: applied, finite, and below the limits in force."""
+    if record.skipped or record.overflow or record.nonfinite_ranks or record.nonfinite_params:
+        return False
+    return not (
+        _bad(record.loss, record.loss_limit) or _bad(record.grad_norm, record.grad_norm_limit)
+    )
+
+
+def _bad(value: float | None, limit: float | None) -> bool:
+    if value is None:
+        return False
+    return not math.isfinite(value) or (limit is not None and value > limit)
+
+
+# ----------------------------------------------------------------------------- what is not finite
+
+
+MAX_OVERFLOWS = 40
+"""Scaler overflows in a row that still pass as normal. The largest default scale, 65536, is used up
+after 16 halvings, and even 2**40 after this many: what still overflows is not the scale's fault."""
+
+
+class NonFiniteDetector(Detector):
+    """Finds what is NaN or infinite. Needs no warm-up and no history.
+
+    An overflow under a gradient scaler is how that scaler works, and no finding, as long as the
+    loss itself is finite and the overflows end.
+    """
+
+    name = "nonfinite"
+    STATE = ("_overflows",)
+
+    def __init__(self) -> None:
+        self._overflows = 0
+
+    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it."""
+        self._overflows = min(self._overflows + 1, MAX_OVERFLOWS + 1) if record.overflow else 0
+        loss, norm = record.loss, record.grad_norm
+        bad_loss = loss is not None and not math.isfinite(loss)
+        bad_norm = bool(record.nonfinite_ranks) or (norm is not None and not math.isfinite(norm))
+        excused = record.overflow and not bad_loss and self._overflows <= MAX_OVERFLOWS
+        if not (bad_loss or bad_norm or record.nonfinite_params or record.failed_ranks):
+            return ()
+        findings = []
+        if record.nonfinite_params:
+            findings.append(self._params(record))
+        if (bad_loss or bad_norm) and not excused:
+            findings.append(self._step(record, bad_loss=bad_loss))
+        if record.failed_ranks:
+            findings.append(self._failed(record))
+        return tuple(findings)
+
+    def _step(self, record: StepRecord, *, bad_loss: bool) -> Finding:
+        ranks = record.nonfinite_ranks
+        what = f"loss is {record.loss}" if bad_loss else f"gradient norm is {record.grad_norm}"
+        if not bad_loss and record.grad_norm is not None and math.isfinite(record.grad_norm):
+            what = "gradients are non-finite"
+        where = f" on {_ranks(ranks)}" if ranks else ""
+        if record.overflow and not bad_loss:
+            what = f"{what} in more than {MAX_OVERFLOWS} steps in a row whatever the loss scale"
+        return Finding(
+            kind="nonfinite",
+            level="actionable",
+            step=record.step,
+            detector=self.name,
+            reason=what + where,
+            rank=ranks[0] if len(ranks) == 1 else -1,
+            value=record.loss if bad_loss else record.grad_norm,
+            onset_step=record.step,
+            cause="nonfinite_loss" if bad_loss else "nonfinite_gradient",
+        )
+
+    def _params(self, record: StepRecord) -> Finding:
+        ranks = record.nonfinite_ranks
+        return Finding(
+            kind="nonfinite_params",
+            level="actionable",
+            step=record.step,
+            detector=self.name,
+            reason=f"parameters are non-finite on {record.nonfinite_params} rank(s)",
+            rank=ranks[0] if len(ranks) == 1 == record.nonfinite_params else -1,
+            value=float(record.nonfinite_params),
+            onset_step=record.step,
+            cause="nonfinite_params",
+        )
+
+    def _failed(self, record: StepRecord) -> Finding:
+        ranks = record.failed_ranks
+        return Finding(
+            kind="rank_failed",
+            level="advisory",
+            step=record.step,
+            detector=self.name,
+            reason=f"{_ranks(ranks)} could not measure the step",
+            rank=ranks[0] if len(ranks) == 1 else -1,
+            onset_step=record.step,
+            cause="rank_failed",
+        )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+# -------------------------------------------------------------------------------- finite outliers
+
 
 LossKind = Literal["minimize", "rl", "adversarial"]
 """What a loss is good for: where it is not what the training makes small, it keeps nothing back."""
@@ -38,43 +249,29 @@ class Limits(msgspec.Struct, frozen=True):
     grad_norm: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutlierConfig:
+class OutlierConfig(Settings, frozen=True, kw_only=True):
     """How far off a finite step must be to count as an outlier. All three conditions must hold."""
+
+    section = "outlier"
+    ascending = (("warm_up", "window"),)
 
     window: int = 64
     """Clean steps kept as the reference."""
-    warm_up: int = 50
+    warm_up: Annotated[int, Meta(ge=8)] = 50
     """Clean steps needed; before, only what is absurd is stopped."""
-    sigmas: float = 8.0
+    sigmas: AboveZero = 8.0
     """Robust standard deviations (1.4826 MAD) above the median."""
-    loss_ratio: float = 3.0
+    loss_ratio: AboveOne = 3.0
     """Multiple of the median loss; around zero, that many times its size above it."""
-    grad_norm_ratio: float = 10.0
+    grad_norm_ratio: AboveOne = 10.0
     """Multiple of the median gradient norm: clean runs show single steps of 5 to 15 times it."""
-    floor: float = 0.05
+    floor: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
     """Part of the run's first values that the value itself must exceed: a loss near 0 has noise of
     its own size."""
-    first: int = 20
+    first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
-    absurd: float = 1e5
+    absurd: Annotated[float, Meta(ge=100.0)] = 1e5
     """Multiple of the largest first value that is stopped before the warm-up is over."""
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.warm_up <= self.window:
-            raise ConfigError(
-                f"outlier.warm_up is {self.warm_up}; it must be 8 to outlier.window ({self.window})"
-            )
-        for name, least in (("sigmas", 0.0), ("loss_ratio", 1.0), ("grad_norm_ratio", 1.0)):
-            if not getattr(self, name) > least:
-                raise ConfigError(
-                    f"outlier.{name} is {getattr(self, name)}; it must be above {least:g}"
-                )
-        if not 0.0 <= self.floor < 1.0 or self.first < 1 or self.absurd < 100.0:
-            raise ConfigError(
-                f"outlier.floor is {self.floor}, outlier.first {self.first}, outlier.absurd "
-                f"{self.absurd}; they must be from 0 to below 1, at least 1, and at least 100"
-            )
 
 
 OUTLIER_DEFAULTS = OutlierConfig()
@@ -90,8 +287,10 @@ class Level(NamedTuple):
 NOTHING = Level()
 
 
-class _Metric:
+class _Metric(Stateful):
     """The reference of one metric."""
+
+    STATE = ("window", "first", "_limit", "_age")
 
     def __init__(self, ratio: float, config: OutlierConfig) -> None:
         self._ratio = ratio
@@ -108,7 +307,7 @@ class _Metric:
             self._age = 0
         self.window.push(value)
         if len(self.window) <= self._config.warm_up:
-            self._age = 0
+            self._age = 0  # of few samples each one moves the median
         if not self._age:
             self._limit = self._compute()
         self._age = (self._age + 1) % _EVERY
@@ -140,21 +339,8 @@ class _Metric:
         # Most values are zero, as rounded losses of GRPO are: there is nothing to be far from.
         return min(limit, _LARGEST) if limit > median else None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "window": self.window.values(),
-            "first": list(self.first),
-            "limit": self._limit,
-            "age": self._age,
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.window.restore(state["window"])
-        self.first = [float(value) for value in state["first"]]
-        self._limit, self._age = state["limit"], int(state["age"])
-
-
-class OutlierRule:
+class OutlierRule(Detector):
     """Gives the limits, and finds the steps above the limits that were in force.
 
     The reference is poison-proof: only steps that were applied, finite, and no outlier by the
@@ -162,6 +348,7 @@ class OutlierRule:
     """
 
     name = "outlier"
+    STATE = ("_loss", "_grad_norm", "_suspended")
 
     def __init__(
         self, config: OutlierConfig | None = None, *, loss_kind: LossKind = "minimize"
@@ -181,10 +368,14 @@ class OutlierRule:
         """
         if self._suspended:
             self._suspended -= 1
+        # By the limit in the record, not by the present one: the device compared with that, one or
+        # two steps before this is read, and host and device must not tell different steps apart.
         spikes = self._spikes(record)
         if spikes or record.failed_ranks or not is_clean(record):
             return spikes
         loss, norm = record.loss, record.grad_norm
+        # And by the present one before it enters: a record without a limit (the first steps, an
+        # announced change) would else carry an outlier into the reference.
         if self._is_above(loss, self._loss, accepted.loss) or self._is_above(
             norm, self._grad_norm, accepted.grad_norm
         ):
@@ -267,17 +458,3 @@ class OutlierRule:
         """Begin a new reference with the values of a level that was accepted."""
         self._loss.begin_anew(losses)
         self._grad_norm.begin_anew(grad_norms)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "loss": self._loss.state_dict(),
-            "grad_norm": self._grad_norm.state_dict(),
-            "suspended": self._suspended,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the rule that gave ``state``."""
-        self._loss.load_state_dict(state["loss"])
-        self._grad_norm.load_state_dict(state["grad_norm"])
-        self._suspended = int(state["suspended"])

@@ -1,4 +1,4 @@
-"""Outliers of the loss and of the gradient norm, and a loss that is high for some steps.
+"""Steps that stick out: outliers, several high steps together, a norm that rises.
 
 Two rules over one reference. *One step* above the limit is an outlier. *Several steps*, none of
 which is one, are added up as in a cumulative sum chart (Page, 1954), each step's share bounded, in
@@ -14,14 +14,15 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from trainvitals.detect.protocol import is_clean
-from trainvitals.errors import ConfigError
+from msgspec import Meta
+
+from trainvitals.config import AboveOne, AboveZero, AtLeastOne, NotNegative, Settings
+from trainvitals.detect.outliers import Detector, RobustWindow, is_clean
 from trainvitals.records import Finding, StepRecord
-from trainvitals.windows import RobustWindow
+from trainvitals.stateful import row
 
 Metric = Literal["loss", "grad_norm"]
 _LARGEST = sys.float_info.max
@@ -70,96 +71,78 @@ _OF_HIGHER = 0.5
 a run that jumps to four times its loss now and then is not told of 1.7 times."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpikeConfig:
+class SpikeConfig(Settings, frozen=True, kw_only=True):
     """How far above its recent course a metric may be, for one step and for several."""
+
+    section = "loss"
+    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("warm_up", "window"),
+        ("together", "min_ratio"),
+    )
 
     window: int = 200
     """Clean steps whose distances from the course are remembered: the spread, and the tail."""
-    warm_up: int = 10
+    warm_up: Annotated[int, Meta(ge=8)] = 10
     """Clean steps needed before there is a limit; 16 and 10 score alike on real curves."""
-    trend_window: int = 25
+    trend_window: AtLeastOne = 25
     """Newest clean steps whose median is the metric's course: what a step is compared with. Its own
     error is a quarter of a step's noise."""
-    sigmas: float = 4.5
+    sigmas: AboveZero = 4.5
     """Robust standard deviations around the course that clean steps keep within. A step at 3x is
     7 of them where the noise is 15 %."""
-    margin: float = 1.2
+    margin: Annotated[float, Meta(ge=1.0)] = 1.2
     """The limit exceeds by this factor the distance that 2 % of these steps went beyond: what was
     normal before is no outlier (bimodal losses, heavy tails)."""
     min_ratio: float = 2.0
     """The limit of one step is at least this multiple of the course: single batches of clean runs
     reach 1.9 times their neighbours' loss; but less than that in a calm run, see ``calm``."""
-    calm: float = 30.0
+    calm: NotNegative = 30.0
     """In a calm run the limit of one step is at least this many deviations instead: 1.35x where the
     noise is 1 %. 0: ``min_ratio`` always."""
-    allowance: float = 1.0
+    allowance: NotNegative = 1.0
     """Deviations that a step may be above the course without being evidence."""
-    most: float = 4.0
+    most: AboveZero = 4.0
     """Deviations beyond the allowance that one step counts for at most, however far it is."""
-    enough: float = 5.5
+    enough: NotNegative = 5.5
     """Sum of what is beyond the allowance at which several steps are told; above ``most``: it takes
     two steps. 0: several steps are never told together."""
-    deviation: float = 0.02
+    deviation: AboveZero = 0.02
     """Smallest deviation assumed where steps are added up."""
-    together: float = 1.35
+    together: AboveOne = 1.35
     """Multiple of the course that steps which are told together lie at, on average."""
-    remembered: float = 1.25
+    remembered: Annotated[float, Meta(ge=1.0)] = 1.25
     """The sum must exceed by this factor the largest one that came to nothing: a loss that wanders
     by itself collects evidence too."""
-    accept_after: int = 40
+    accept_after: Annotated[int, Meta(ge=3)] = 40
     """High steps in a row, alike among themselves, after which they are the new level."""
-    recurs: int = 5
+    recurs: Annotated[int, Meta(ge=2)] = 5
     """Times that outliers of one step come back within ``recurs_within`` steps until they
     are hard batches and told no more, up to 1.5 times the highest."""
-    recurs_within: int = 2000
+    recurs_within: AtLeastOne = 2000
     """See ``recurs``."""
 
     def __post_init__(self) -> None:
-        if not 8 <= self.warm_up <= self.window:
-            raise ConfigError(
-                f"spike.warm_up is {self.warm_up}; it must be 8 to spike.window ({self.window})"
-            )
-        if self.trend_window < 1:
-            raise ConfigError(f"spike.trend_window is {self.trend_window}; it must be at least 1")
-        if self.sigmas <= 0.0 or self.margin < 1.0 or self.calm < 0.0:
-            raise ConfigError(
-                f"spike.sigmas is {self.sigmas}, spike.margin {self.margin}, spike.calm "
-                f"{self.calm}; they must be above 0, at least 1, and not below 0"
-            )
-        if not 1.0 < self.together <= self.min_ratio:
-            raise ConfigError(
-                f"spike.together is {self.together}; it must be above 1 and at most "
-                f"spike.min_ratio ({self.min_ratio})"
-            )
-        if self.enough and not 0.0 < self.most < self.enough:
-            raise ConfigError(
-                f"spike.most is {self.most}; it must be above 0 and below spike.enough "
-                f"({self.enough}): one step alone is not enough"
-            )
-        if self.accept_after < 3 or self.recurs < 2 or self.recurs_within < 1:
-            raise ConfigError(
-                f"spike.accept_after is {self.accept_after}, spike.recurs {self.recurs}, "
-                f"spike.recurs_within {self.recurs_within}; they must be at least 3, 2 and 1"
-            )
-        if self.deviation <= 0.0 or self.allowance < 0.0 or self.remembered < 1.0:
-            raise ConfigError(
-                f"spike.deviation is {self.deviation}, spike.allowance {self.allowance}, "
-                f"spike.remembered {self.remembered}; they must be above 0, at least 0 and 1"
+        """Refuse what cannot work; one step alone must not be enough."""
+        super().__post_init__()
+        if self.enough and not self.most < self.enough:
+            raise self.refusal(
+                "most",
+                f"below {self.section}.enough ({self.enough}): one step alone is not enough",
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradNormConfig(SpikeConfig):
+class GradNormConfig(SpikeConfig, frozen=True, kw_only=True):
     """The same for the gradient norm."""
 
-    sigmas: float = 8.0
+    section = "grad_norm"
+
+    sigmas: AboveZero = 8.0
     """Robust standard deviations around the course that clean steps keep within."""
     min_ratio: float = 40.0
     """The limit is at least this multiple of the course."""
-    calm: float = 0.0
+    calm: NotNegative = 0.0
     """Not for the norm: ``min_ratio`` always."""
-    enough: float = 0.0
+    enough: NotNegative = 0.0
     """Not here: a norm that is high for several steps is another detector's (section ``burst``)."""
 
 
@@ -168,10 +151,10 @@ GRAD_NORM_DEFAULTS = GradNormConfig()
 """Clean runs show gradient norms of 5 to 15 times the median for one step, and up to 35 times,
 while the loss moves less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: 40 times
 the median (9.7) is passed at the same step as 10 times (2.4), two steps before the loss shows
-anything. What rises over several steps is told earlier (``trainvitals.detect.burst``)."""
+anything. What rises over several steps is told earlier (``grad_norm_burst``)."""
 
 
-class SpikeDetector:
+class SpikeDetector(Detector):
     """Finds steps that are above what the steps before allow for, alone or together.
 
     The reference is poison-proof: only steps that were applied, finite and told by no rule enter
@@ -179,6 +162,16 @@ class SpikeDetector:
     lasting change would be high for ever; it becomes the new level after ``accept_after`` high
     steps in a row that are alike. What comes back again and again is told ``recurs`` times.
     """
+
+    STATE = (
+        "_deviations", "_course", "_suspended", "_clock", "_groups", "_begins", "_rises", "_newest",
+        "_recurring_told", "_accepted", "_farthest", "_wandered", "_highest",
+        row("computed", "_middle", "_sigma", "_far", "_stale"),
+        row("evidence", "_sum", "_peak", "_height"),
+        row("counts", "_onset", "_num", "_usual"),
+        row("told", "_told", "_silent"),
+        "_held",
+    )  # fmt: skip
 
     def __init__(
         self, metric: Metric, config: SpikeConfig | None = None, *, together: bool = True
@@ -224,7 +217,7 @@ class SpikeDetector:
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
         """Take one step in and return what is to be said about it."""
         if self._suspended:
-            self._suspended -= 1
+            self._suspended -= 1  # steps, also those without a value: that is how it was announced
         value = record.loss if self.metric == "loss" else record.grad_norm
         if value is None or not math.isfinite(value):
             return ()
@@ -243,7 +236,7 @@ class SpikeDetector:
         if distance > self._far:
             return self._outlier(record, value, logarithm, distance, beyond)
         if not self._enough and self._held:
-            self._end()
+            self._end()  # held steps become a level in a row only, and this one ends the row
         if not self._enough or (self._sum == 0.0 and beyond <= 0.0):
             if clean:
                 self._push(value, logarithm, distance)
@@ -278,6 +271,8 @@ class SpikeDetector:
 
     def _push(self, value: float, logarithm: float, distance: float) -> None:
         self._deviations.push(distance)
+        # A window of 200 forgets too soon, and a maximum never: one far step of a clean run widens
+        # the limit for a thousand steps or so, and then no more.
         farthest = self._farthest * _FADES
         self._farthest = distance if distance > farthest else farthest
         self._wandered *= _FADES
@@ -606,45 +601,201 @@ class SpikeDetector:
         self._suspended = max(self._suspended, steps)
         self._forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "deviations": self._deviations.values(),
-            "course": self._course.values(),
-            "suspended": self._suspended,
-            "clock": self._clock,
-            "groups": [list(group) for group in self._groups],
-            "begins": list(self._begins),
-            "rises": list(self._rises),
-            "newest": list(self._newest),
-            "recurring_told": self._recurring_told,
-            "accepted": list(self._accepted),
-            "farthest": self._farthest,
-            "wandered": self._wandered,
-            "highest": self._highest,
-            "computed": [self._middle, self._sigma, self._far, self._stale],
-            "evidence": [self._sum, self._peak, self._height],
-            "counts": [self._onset, self._num, self._usual],
-            "told": [self._told, self._silent],
-            "held": list(self._held),
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the detector that gave ``state``."""
-        self._deviations.restore(state["deviations"])
-        self._course.restore(state["course"])
-        self._suspended, self._clock = int(state["suspended"]), int(state["clock"])
-        groups = [[float(number) for number in group] for group in state["groups"]]
-        self._groups = deque(groups, self._config.recurs + 3)
-        self._begins = deque(map(int, state["begins"]), _REGULAR + 1)
-        self._rises = deque(map(int, state["rises"]), _NOISE_BEGINS)
-        self._newest = deque(map(float, state["newest"]), _NOISE_WITHIN)
-        self._recurring_told = int(state["recurring_told"])
-        self._accepted = [float(number) for number in state["accepted"]]
-        self._farthest, self._wandered = float(state["farthest"]), float(state["wandered"])
-        self._highest = float(state["highest"])
-        self._middle, self._sigma, self._far, self._stale = state["computed"]
-        self._sum, self._peak, self._height = (float(number) for number in state["evidence"])
-        self._onset, self._num, self._usual = (int(number) for number in state["counts"])
-        self._told, self._silent = (bool(flag) for flag in state["told"])
-        self._held = [float(value) for value in state["held"]]
+# ------------------------------------------------------------------------------ a norm that rises
+
+
+_BURST_RARE_SIGMAS = 4.0
+"""Where one step in 50 lies far off, this run's steps do: a quarter of that is a deviation."""
+_COURSE = 9
+_FALLS = 0.02
+_HIGHER = math.log(1.5)
+
+
+class BurstConfig(Settings, frozen=True, kw_only=True):
+    """When steps in a row are evidence enough together."""
+
+    section = "burst"
+    ascending = (("warm_up", "window"),)
+
+    window: int = 64
+    """Steps kept as the reference."""
+    warm_up: Annotated[int, Meta(ge=8)] = 20
+    """Steps needed before anything is said."""
+    deviation: AboveZero = 0.3
+    """Smallest standard deviation assumed of the logarithm of the norm: 35 %."""
+    allowance: AboveZero = 3.0
+    """Deviations a step may be above the median without being evidence."""
+    most: float = 8.0
+    """Deviations that one step counts for at most, however far it is."""
+    enough: float = 6.0
+    """Sum of what is beyond the allowance at which it is told; above ``most - allowance``, so that
+    it takes two steps."""
+    accept_after: AtLeastOne = 40
+    """Steps in a row beyond the allowance after which they enter the reference."""
+
+    recurs: AtLeastOne = 5
+    """Bursts within ``recurs_within`` steps after which they are told no more, up to 1.5 times the
+    highest: hard batches that come one after the other."""
+    recurs_within: AtLeastOne = 3000
+    """See ``recurs``."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work; one step alone must not be enough."""
+        super().__post_init__()
+        if not self.allowance < self.most < self.allowance + self.enough:
+            raise self.refusal(
+                "most",
+                f"above burst.allowance ({self.allowance}) and by less than burst.enough "
+                f"({self.enough}): one step alone is not enough",
+            )
+
+
+BURST_DEFAULTS = BurstConfig()
+
+
+class BurstDetector(Detector):
+    """Tells, once per burst, of a gradient norm that rises over several steps.
+
+    Clean runs show single steps of 5 to 15 times the usual norm while the loss does not move. What
+    ends in a spike rises for some steps before: BLOOM-176B's norm went .242 .947 2.39 15.9 145 960.
+    Neither .947 nor 2.39 is an outlier by itself; one after the other they are. So evidence is
+    added up, as in a cumulative sum chart (Page, 1954), each step's share bounded: one step alone
+    is never enough.
+
+    Loss and norm are judged together: while the loss falls, a growing norm is a run that begins to
+    learn, and enters the reference.
+    """
+
+    name = "grad_norm_burst"
+    STATE = (
+        "_window", "_deviations", "_course", "_bursts", "_clock", "_held", "_sum", "_onset",
+        "_told",
+    )  # fmt: skip
+
+    def __init__(self, config: BurstConfig | None = None) -> None:
+        self._config = config or BURST_DEFAULTS
+        self._window = RobustWindow(self._config.window)
+        self._deviations = RobustWindow(self._config.window)
+        self._course = RobustWindow(_COURSE)
+        self._bursts: deque[list[float]] = deque(maxlen=self._config.recurs + 1)
+        """When the last bursts were told, by the clock, and how high above the median."""
+        self._clock = 0
+        self._held: list[float] = []
+        self._sum = 0.0
+        self._onset = -1
+        self._told = False
+
+    def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
+        """Take one step in and return what is to be said about it.
+
+        ``clean`` says whether it may enter the reference; None: by the record itself.
+        """
+        if clean is None:
+            clean = is_clean(record)
+        falls = self._loss_falls(record)
+        norm = record.grad_norm
+        if norm is None or not math.isfinite(norm) or norm <= 0.0:
+            return ()
+        self._clock += 1
+        if falls or len(self._window) < self._config.warm_up:
+            self._end()
+            if clean:
+                self._push(norm)
+            return ()
+        beyond = self._distance(norm) - self._config.allowance
+        if beyond <= 0.0:
+            self._end()  # two spikes with a usual step between them are two spikes
+            if clean:
+                self._push(norm)
+            return ()
+        return self._evidence(record, norm, beyond, clean)
+
+    def _loss_falls(self, record: StepRecord) -> bool:
+        loss = record.loss
+        if loss is None or not math.isfinite(loss):
+            return False
+        is_full = len(self._course) == _COURSE
+        falls = is_full and loss < self._course.median() - _FALLS * abs(self._course.median())
+        if not record.skipped:
+            self._course.push(loss)
+        return falls
+
+    def _distance(self, norm: float) -> float:
+        """Return how far the norm is above the median, in deviations of its logarithm."""
+        middle = self._deviations.median()
+        deviation = max(
+            self._config.deviation,
+            self._deviations.upper(_SIGMA_ABOVE) - middle,
+            self._deviations.upper(_RARE) / _BURST_RARE_SIGMAS,
+        )
+        return (math.log(norm) - math.log(self._window.median()) - middle) / deviation
+
+    def _evidence(
+        self, record: StepRecord, norm: float, beyond: float, clean: bool
+    ) -> tuple[Finding, ...]:
+        config = self._config
+        if self._onset < 0:
+            self._onset = record.step
+        share = min(beyond, config.most - config.allowance)
+        self._sum = min(self._sum + share, 2.0 * config.enough)
+        if clean:
+            self._held.append(norm)
+        usual = self._window.median()
+        if len(self._held) >= config.accept_after:
+            for held in self._held:
+                self._push(held)
+            self._end()
+        if self._sum < config.enough or self._told:
+            return ()
+        self._told = True
+        if self._recurs(math.log(norm / usual)):
+            return ()
+        finding = Finding(
+            kind="grad_explosion",
+            level="advisory",
+            step=record.step,
+            detector=self.name,
+            reason=f"the gradient norm rises since step {self._onset}: {norm:.4g} is "
+            f"{norm / usual:.3g} times its median {usual:.4g}, and the steps before were high too",
+            value=norm,
+            limit=usual,
+            onset_step=self._onset,
+            cause="grad_norm_burst",
+        )
+        return (finding,)
+
+    def _recurs(self, distance: float) -> bool:
+        """Note a burst; say whether bursts like it come back again and again."""
+        config, clock = self._config, self._clock
+        earlier = [
+            height for begin, height in self._bursts if clock - begin <= config.recurs_within
+        ]
+        self._bursts.append([clock, distance])
+        return len(earlier) >= config.recurs and distance <= max(earlier) + _HIGHER
+
+    def _end(self) -> None:
+        self._held.clear()
+        self._sum, self._onset, self._told = 0.0, -1, False
+
+    def _push(self, norm: float) -> None:
+        if len(self._window):
+            self._deviations.push(math.log(norm) - math.log(self._window.median()))
+        else:
+            self._deviations.push(0.0)
+        self._window.push(norm)
+
+    def accept(self, norms: list[float]) -> None:
+        """Begin anew from the norms of a level that the policy accepted."""
+        self._end()
+        for norm in norms:
+            if math.isfinite(norm) and norm > 0.0:
+                self._window.push(norm)
+
+    def rebaseline(self) -> None:
+        """Forget the reference: a planned or accepted change."""
+        self._window.clear()
+        self._deviations.clear()
+        self._course.clear()
+        self._bursts.clear()
+        self._end()

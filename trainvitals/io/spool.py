@@ -28,14 +28,16 @@ import msgspec
 from trainvitals.errors import FormatError, StorageError, UsageError
 from trainvitals.io.rundir import replace_file, sync_folder, write_all
 from trainvitals.io.spool_files import (
+    STATE_FILE,
     Headers,
     Position,
+    load_state,
     read_batches,
     scan_file,
     scan_folder,
+    sealed_state,
     spool_files,
 )
-from trainvitals.io.spool_state import STATE_FILE, load_state, sealed_state
 from trainvitals.wire import BatchHeader, decode_batch
 
 __all__ = ["Position", "Spool", "read_batches"]

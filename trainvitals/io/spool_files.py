@@ -1,12 +1,14 @@
-"""A spool's files: how a batch lies in them, and reading them: growing, damaged, over NFS.
+"""A spool's files: how a batch lies in them, reading them, and what a spool remembers beside them.
 
-A batch lies there as it travels, or in short: with the place of its header in the same file instead
-of the header itself, which is most of a batch of one row. Its checksum is that of the whole batch.
+They are read while they grow, where they are damaged, and over NFS. A batch lies there as it
+travels, or in short: with the place of its header in the same file instead of the header itself,
+which is most of a batch of one row. Its checksum is that of the whole batch.
 """
 
 import os
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -204,3 +206,50 @@ def _next_batch(file: BinaryIO, offset: int, end: int, headers: dict[int, bytes]
             return None
         offset += len(chunk) - len(MAGIC) + 1
     return None
+
+
+# ----------------------------------------------------------------------------- what is remembered
+
+
+STATE_FILE = "state.json"
+
+
+class State(msgspec.Struct, kw_only=True):
+    """The content of ``state.json``; it may be stale, and then more is sent again."""
+
+    acked: Position = Position()
+    scanned: Position = Position()
+    """Up to where ``last_seqs`` knows the batches; all of that is durable."""
+    dropped_rows: int = 0
+    last_seqs: list[tuple[str, str, str, int]] = []
+
+
+class _Sealed(msgspec.Struct):
+    """The state with its checksum: a flipped digit would have rows passed over in silence."""
+
+    crc: int
+    state: msgspec.Raw
+
+
+def load_state(path: Path) -> State:
+    """Return the state in the file; a new one where it is missing or damaged."""
+    return read_state(path) or State()
+
+
+def read_state(path: Path) -> State | None:
+    """Return the state in the file, a new one where it is missing; None: it is damaged."""
+    try:
+        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        if sealed.crc != zlib.crc32(sealed.state):
+            return None
+        return msgspec.json.decode(sealed.state, type=State)
+    except FileNotFoundError:
+        return State()
+    except msgspec.DecodeError:
+        return None
+
+
+def sealed_state(state: State) -> bytes:
+    """Return the file's bytes."""
+    raw = msgspec.json.encode(state)
+    return msgspec.json.encode(_Sealed(zlib.crc32(raw), msgspec.Raw(raw)))

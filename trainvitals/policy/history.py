@@ -37,11 +37,10 @@ import msgspec
 from msgspec.structs import replace
 
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.policy.evidence import NO_READING, Ask, Reading
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
-from trainvitals.policy.state import CheckpointRef, Mode
-from trainvitals.policy.withholding import DeviceRule
+from trainvitals.policy.state import CheckpointRef, DeviceRule, Mode
 from trainvitals.records import Decision, Finding, StateRead, StepRecord
 
 EVERY_STEP_SHARE = 0.9

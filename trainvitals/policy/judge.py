@@ -1,20 +1,52 @@
-"""Detectors and ladder together: the one class that judges a run, live and afterwards."""
+"""Detectors and ladder together: the one class that judges a run, live and afterwards.
+
+``DetectorSet`` is those that tell, in their order; ``Judge`` adds the rule that may withhold, and
+hands what both say to the ladder.
+"""
 
 from __future__ import annotations
 
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
-from trainvitals.config import load_settings
-from trainvitals.detect import DetectConfig, DetectorSet
-from trainvitals.detect.outliers import NOTHING, Level, Limits, LossKind, OutlierConfig, OutlierRule
+from trainvitals.config import Settings, load_settings
+from trainvitals.detect.level import (
+    DRIFT_DEFAULTS,
+    LEVEL_DEFAULTS,
+    PROGRESS_DEFAULTS,
+    DriftConfig,
+    DriftDetector,
+    LevelConfig,
+    LevelDetector,
+    ProgressConfig,
+    ProgressDetector,
+)
+from trainvitals.detect.outliers import (
+    NOTHING,
+    Level,
+    Limits,
+    LossKind,
+    NonFiniteDetector,
+    OutlierConfig,
+    OutlierRule,
+    is_clean,
+)
+from trainvitals.detect.spike import (
+    BURST_DEFAULTS,
+    GRAD_NORM_DEFAULTS,
+    LOSS_DEFAULTS,
+    BurstConfig,
+    BurstDetector,
+    GradNormConfig,
+    SpikeConfig,
+    SpikeDetector,
+)
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.ladder import decide
 from trainvitals.policy.rungs import Course
@@ -25,35 +57,130 @@ from trainvitals.policy.state import (
     LadderState,
     Mode,
     Proposal,
-    lr_factor_at,
-)
-from trainvitals.policy.withholding import (
     Withholding,
     accepted_level,
     limits_in_force,
+    lr_factor_at,
     withholding,
 )
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
+from trainvitals.stateful import Stateful
+
+
+class DetectConfig(Settings, frozen=True, kw_only=True):
+    """Settings of the detectors in the loop."""
+
+    section = "detect"
+
+    loss: SpikeConfig = LOSS_DEFAULTS
+    """A loss that is high, for one step or for several."""
+    grad_norm: GradNormConfig = GRAD_NORM_DEFAULTS
+    """Outliers of the gradient norm."""
+    burst: BurstConfig = BURST_DEFAULTS
+    """A gradient norm that rises over several steps."""
+    level: LevelConfig = LEVEL_DEFAULTS
+    """A loss that walks away, or does not recover."""
+    drift: DriftConfig = DRIFT_DEFAULTS
+    """The same, slow or within the noise."""
+    progress: ProgressConfig = PROGRESS_DEFAULTS
+    """Progress that is lost, never made, or too good."""
+
+
+class DetectorSet(Stateful):
+    """Feeds every detector the same record, in a fixed order.
+
+    All of them tell, except the one of non-finite numbers. Where the loss is not minimized (``rl``,
+    ``adversarial``) its level says nothing: what is told about it are single outliers.
+    """
+
+    STATE = (
+        "_nonfinite", "_loss_spike", "_grad_norm_spike", "_grad_norm_burst", "_loss_level",
+        "_loss_drift", "_loss_progress", "_suspended",
+    )  # fmt: skip
+    MAY_LACK = True  # a detector that an older version did not have starts anew
+
+    def __init__(
+        self, config: DetectConfig | None = None, *, loss_kind: LossKind = "minimize"
+    ) -> None:
+        config = config or DetectConfig()
+        self._minimizes = loss_kind == "minimize"
+        self._nonfinite = NonFiniteDetector()
+        self._loss_spike = SpikeDetector("loss", config.loss, together=self._minimizes)
+        self._grad_norm_spike = SpikeDetector("grad_norm", config.grad_norm)
+        self._grad_norm_burst = BurstDetector(config.burst)
+        self._loss_level = LevelDetector(config.level)
+        self._loss_drift = DriftDetector(config.drift)
+        self._loss_progress = ProgressDetector(config.progress)
+        self._suspended = 0
+
+    def update(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Take one step in and return all findings about it."""
+        findings = self._nonfinite.update(record)
+        clean = is_clean(record)
+        # The norm first: where it is an outlier, the loss of that step enters no reference either.
+        outliers = self._grad_norm_spike.update(record, clean)
+        loss = self._loss_spike.update(record, clean and not outliers)
+        if outliers or loss:
+            clean = False  # what one rule tells enters no other rule's reference
+        findings += loss + outliers + self._grad_norm_burst.update(record, clean)
+        if not self._minimizes:
+            return findings
+        if self._suspended:
+            self._suspended -= 1
+            return findings
+        # In this order: the level must know whether the loss got there at once, and the drift, the
+        # slowest, what the others told already, so that one rise is told once.
+        shifted = any(finding.kind == "level_shift" for finding in loss)
+        level = self._loss_level.update(record, shifted)
+        drift = self._loss_drift.update(record, bool(loss or level))
+        return findings + level + drift + self._loss_progress.update(record)
+
+    def rebaseline(self, steps: int) -> None:
+        """Forget every reference, and say nothing about finite values for ``steps`` steps."""
+        self._loss_spike.rebaseline(steps)
+        self._grad_norm_spike.rebaseline(steps)
+        self._grad_norm_burst.rebaseline()
+        self._loss_level.rebaseline()
+        self._loss_drift.rebaseline()
+        self._loss_progress.rebaseline()
+        self._suspended = max(self._suspended, steps)
+
+    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
+        """Begin new references from the values of a level that the policy accepted.
+
+        Nothing about the rise to it is told again.
+        """
+        self._loss_spike.accept(list(losses))
+        self._grad_norm_spike.accept(list(grad_norms))
+        self._grad_norm_burst.accept(list(grad_norms))
+        self._loss_level.accept(losses)
+        self._loss_drift.accept()
+        self._loss_progress.accept(losses)
+
+
+# ---------------------------------------------------------------------- with the ladder
+
 
 _FIRST_STEPS = 2
 """Steps whose numbers are waited for: from the second on, what is absurd is stopped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(Settings, frozen=True, kw_only=True):
     """Settings of what judges a run."""
 
-    outlier: OutlierConfig = field(default_factory=OutlierConfig)
+    section = "judge"
+
+    outlier: OutlierConfig = OutlierConfig()
     """What may be withheld."""
-    detect: DetectConfig = field(default_factory=DetectConfig)
+    detect: DetectConfig = DetectConfig()
     """What is told."""
-    ladder: LadderConfig = field(default_factory=LadderConfig)
+    ladder: LadderConfig = LadderConfig()
     """What is done about it."""
     loss_kind: LossKind = "minimize"
     """What the loss is good for: ``watch(loss_kind=...)``."""
 
 
-SECTIONS: dict[str, type] = {
+SECTIONS: dict[str, type[Settings]] = {
     "ladder": LadderConfig,
     "outlier": OutlierConfig,
     **{of.name: type(of.default) for of in fields(DetectConfig)},
@@ -145,6 +272,7 @@ class Judge:
             self._ladder = replace(self._ladder, facts=facts)
         if record.attempt != facts.attempt or self._ladder.rolling_back or self.halted:
             return Judgement()
+        # Looked up only where there is any: nearly no run has, and this is each step of each rank.
         accepted = accepted_level(facts.accepted) if facts.accepted else NOTHING
         usual = None if facts.recurring is None else self._usual_limits(accepted)
         spikes = self._outliers.update(record, accepted=accepted)
@@ -170,6 +298,7 @@ class Judge:
         )
         self._ladder, self._last_step = verdict.state, record.step
         if verdict.accepted:
+            # Only now: this step was judged by the reference that the accepted values replace.
             losses = [o.loss for o in verdict.accepted if o.loss is not None]
             norms = [o.grad_norm for o in verdict.accepted if o.grad_norm is not None]
             self._outliers.accept(losses, norms)
@@ -299,7 +428,7 @@ class Judge:
         return {
             **self._detectors.state_dict(),
             "outlier": self._outliers.state_dict(),
-            "known_rate": self._ladder.known_rate,
+            "known_rate": self._ladder.rate_to_know,
         }
 
     def _load_detectors(self, state: Mapping[str, Any]) -> None:

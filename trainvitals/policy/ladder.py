@@ -15,10 +15,21 @@ from typing import Literal
 from msgspec.structs import replace
 
 from trainvitals.detect.outliers import Limits, LossKind
-from trainvitals.policy.commands import answer
 from trainvitals.policy.evidence import NO_READING, Ask, Reading
-from trainvitals.policy.rollback import for_certain, for_finite, is_near_jump, was_blamed
-from trainvitals.policy.rungs import Case, Course, Verdict, accept, halt, skip, without_entry
+from trainvitals.policy.rungs import (
+    Case,
+    Course,
+    Verdict,
+    accept,
+    answer,
+    for_certain,
+    for_finite,
+    halt,
+    is_near_jump,
+    skip,
+    was_blamed,
+    without_entry,
+)
 from trainvitals.policy.state import (
     CheckpointRef,
     LadderConfig,
@@ -26,8 +37,6 @@ from trainvitals.policy.state import (
     LrJump,
     Mode,
     Proposal,
-)
-from trainvitals.policy.withholding import (
     is_new_level,
     is_outlier,
     note_outlier,
@@ -117,7 +126,7 @@ def _tick(state: LadderState, case: Case) -> LadderState:
         facts=facts,
         first_step=record.step if state.first_step < 0 else state.first_step,
         learning_rate=state.learning_rate if rate is None else rate,
-        known_rate=max(state.known_rate, state.learning_rate if state.lr_jump is None else 0.0),
+        known_rate=state.rate_to_know,
     )
 
 

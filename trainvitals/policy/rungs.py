@@ -1,25 +1,64 @@
-"""The rungs: what each decision does to the ladder's memory, and its entry in the ledger."""
+"""The rungs: what each decision does to the ladder's memory, and its entry in the ledger. Pure.
+
+A skip, an accepted level, a rollback (for what, how often, to where, without which batches), a
+halt, and what becomes of a command: an operator's is never refused for a budget.
+
+Certain evidence (non-finite parameters, non-finite losses without end, an operator) is acted on at
+once, within budgets; out of budget the run halts. Finite evidence about the state (the probe, an
+evaluation) may be a large optimizer spike all the same: it has a cooldown, is spent once for an
+onset, and never halts a run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from trainvitals.detect.outliers import Level, LossKind
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.state import (
+    FOREVER,
+    MAX_ACCEPTED,
+    NEWEST,
+    Cause,
     CheckpointRef,
     LadderConfig,
     LadderMemory,
     LadderState,
     Mode,
     Outlier,
+    Proposal,
+    SkippedWindow,
+    level_of,
     lr_factor_at,
 )
-from trainvitals.policy.withholding import MAX_ACCEPTED, level_of
 from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRecord
+
+RULES: dict[str, str] = {
+    "nonfinite": "a loss or gradient that is NaN or infinite",
+    "outlier": "a finite outlier",
+    "level_accepted": "so many outliers in a row that they are a new level",
+    "recurring_level": "outliers of one kind that come again and again",
+    "operator_accepted": "a person said that it was healthy",
+    "nonfinite_params": "parameters that are NaN or infinite",
+    "nonfinite_streak": "too many losses in a row that are NaN or infinite",
+    "state_damaged": "the probe found the model damaged",
+    "evaluation": "an evaluation found the model damaged",
+    "lr_jump": "a jump of the learning rate that damaged the model",
+    "budget": "the rollback budget is used up",
+    "no_checkpoint": "no healthy checkpoint to go back to",
+    "stuck": "rollbacks did not help",
+    "command": "a person's command",
+    "rollback_failed": "the rollback could not be carried out",
+}
+"""By ``Decision.rule``; one that is not here is of an older version and stands for itself."""
+
+
+def rule_words(rule: str) -> str:
+    """Return the rule for people: its words where there are any, else its name."""
+    return RULES.get(rule, rule)
 
 
 class Verdict(NamedTuple):
@@ -224,3 +263,386 @@ def _evidence(record: StepRecord, state: LadderState) -> dict[str, float]:
         if value is not None:
             evidence[name] = float(value)
     return evidence
+
+
+# --------------------------------------------------------------------------------------- where to
+
+
+def newest_healthy(checkpoints: Sequence[CheckpointRef]) -> CheckpointRef | None:
+    """Return the newest healthy checkpoint; None where there is none."""
+    usable = _healthy(checkpoints, FOREVER)
+    return usable[-1] if usable else None
+
+
+def choose_checkpoint(
+    checkpoints: Sequence[CheckpointRef], onset: int, margin: int, below: int | None
+) -> tuple[CheckpointRef | None, str]:
+    """Return the newest healthy checkpoint that lies far enough back, and the choice in words.
+
+    For a second try (``below`` is where the last one went) an older one; where none is, the oldest
+    that qualifies once more.
+    """
+    latest = max(0, onset - margin)
+    usable = _healthy(checkpoints, latest)
+    if not usable:
+        return None, (
+            f"none of {len(checkpoints)} checkpoints is healthy and at or before step {latest} "
+            f"({margin} steps before the onset at {onset})"
+        )
+    older = [ref for ref in usable if below is None or ref.step < below]
+    target = older[-1] if older else usable[0]
+    words = f"back to {target.id}, before step {target.step}"
+    if below is not None:
+        words += ", older than the last try" if older else ", as no older one is left"
+    return target, words
+
+
+def commanded_checkpoint(
+    command: Proposal, checkpoints: Sequence[CheckpointRef]
+) -> CheckpointRef | None:
+    """Return the healthy checkpoint a command names, by id, by step, or the newest."""
+    if command.checkpoint_id:
+        return newest_healthy([ref for ref in checkpoints if ref.id == command.checkpoint_id])
+    if command.argument == NEWEST:
+        return newest_healthy(checkpoints)
+    return newest_healthy([ref for ref in checkpoints if ref.step == command.argument])
+
+
+def _healthy(checkpoints: Sequence[CheckpointRef], at_most: float) -> list[CheckpointRef]:
+    """Return the healthy ones, oldest first; ties by place, then id, never by the list's order."""
+    return sorted(
+        (ref for ref in checkpoints if ref.state == "healthy" and ref.step <= at_most),
+        key=lambda ref: (ref.step, ref.where == "memory", ref.id),
+    )
+
+
+# ------------------------------------------------------------------------------------- going back
+
+
+MAX_SKIPPED_WINDOWS = 100
+MAX_BLAMED = 100
+_SAME_ONSET = 3
+_TOUCHES = 10
+"""Steps behind what was left out in which the same trouble is the same cause."""
+
+
+def for_certain(
+    state: LadderState,
+    case: Case,
+    *,
+    rule: str,
+    kind: str,
+    onset: int,
+    reason: str,
+    finding: Finding,
+    plays_all: bool = False,
+) -> Verdict:
+    """Go back on certain evidence, or halt where no budget or no checkpoint is left.
+
+    Args:
+        state: the ladder's memory.
+        case: the circumstances.
+        rule: what decided.
+        kind: kind of the cause; only faults of one kind that touch each other are one.
+        onset: first step of the trouble.
+        reason: in words.
+        finding: what the entry names.
+        plays_all: the cause lies outside of the data: every batch is trained again.
+    """
+    config, facts = case.config, state.facts
+    cause = _touched(facts, kind, onset)
+    if cause is not None and cause.tries >= config.max_tries:
+        reason = f"{reason}; {cause.tries} rollbacks (the limit) did not fix it"
+        return halt(state, reason, "budget", finding, case)
+    num_causes = len(spent_causes(facts, config))
+    if cause is None and num_causes >= config.max_causes:
+        reason = (
+            f"{reason}; {num_causes} causes were rolled back within {config.budget_window} steps, "
+            "which is the limit"
+        )
+        return halt(state, reason, "budget", finding, case)
+    target, note, began = _target(case, cause, onset)
+    if target is None:
+        return halt(state, f"{reason}; {note}", "no_checkpoint", finding, case)
+    facts = _spend(facts, case, cause, kind=kind, began=began, target=target)
+    return _leave(
+        state, case, facts, target, rule=rule, onset=onset, reason=f"{reason}; {note}",
+        finding=finding, plays_all=plays_all,
+    )  # fmt: skip
+
+
+def for_finite(
+    state: LadderState,
+    case: Case,
+    *,
+    rule: str,
+    onset: int,
+    reason: str,
+    finding: Finding,
+) -> Verdict:
+    """Go back on finite evidence about the state; where that may not be, say it and go on.
+
+    A jump of the learning rate right before the onset is taken to be the cause: then everything is
+    trained again with the earlier rate held.
+    """
+    config, facts = case.config, state.facts
+    if was_blamed(state, onset):
+        return Verdict(state)  # it was acted on, or told
+    blamed = replace(facts, blamed=(*facts.blamed, onset)[-MAX_BLAMED:])
+    blamed_state = replace(state, facts=blamed)
+    if not case.heals:
+        return Verdict(blamed_state, findings=(finding,))
+    if facts.clock < facts.cooldown_until:
+        words = f"{finding.reason}; the last such rollback was less than {config.finite_cooldown}"
+        finding = replace(finding, reason=f"{words} steps ago, so training continues")
+        return Verdict(blamed_state, findings=(finding,))
+    jump = state.lr_jump if is_near_jump(state, onset, case) else None
+    kind = "lr_jump" if jump is not None else "state"
+    cause = _touched(facts, kind, onset)
+    target, note, began = _target(case, cause, onset if jump is None else min(onset, jump.step))
+    if target is None:
+        finding = replace(finding, reason=f"{finding.reason}; {note}, so training continues")
+        return Verdict(blamed_state, findings=(finding,))
+    facts = replace(
+        _spend(blamed, case, cause, kind=kind, began=began, target=target),
+        cooldown_until=facts.clock + config.finite_cooldown,
+    )
+    reason = f"{reason}; {note}"
+    if jump is not None:
+        rule = "lr_jump"
+        reason = (
+            f"{reason}; the learning rate rose from {jump.before:.4g} to {jump.after:.4g} at step "
+            f"{jump.step}, and {jump.before:.4g} is held"
+        )
+        facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
+        state = replace(state, lr_jump=None)
+    return _leave(
+        state, case, facts, target, rule=rule, onset=onset, reason=reason, finding=finding,
+        plays_all=jump is not None,
+    )  # fmt: skip
+
+
+def was_blamed(state: LadderState, onset: int) -> bool:
+    """Return whether the state was read damaged at this onset before.
+
+    If it is again after a rollback, a sound state came to the same: then it is the data.
+    """
+    return any(abs(onset - blamed) <= _SAME_ONSET for blamed in state.facts.blamed)
+
+
+def is_near_jump(state: LadderState, onset: int, case: Case) -> bool:
+    """Return whether trouble that began at ``onset`` may be the doing of a jump of the rate."""
+    jump = state.lr_jump
+    # The onset of a level is known to eight steps.
+    return jump is not None and -8 <= onset - jump.step <= case.config.lr_jump_steps
+
+
+def _touched(facts: LadderMemory, kind: str, onset: int) -> Cause | None:
+    """Return the cause under treatment, if this is the same trouble."""
+    cause = facts.cause
+    if cause is None or cause.kind != kind:
+        return None
+    return cause if cause.target_step <= onset < cause.until_step else None
+
+
+def _target(case: Case, cause: Cause | None, onset: int) -> tuple[CheckpointRef | None, str, int]:
+    """Return where to go back to, the choice in words, and where the trouble first began.
+
+    That it is there again right after a checkpoint does not make that checkpoint part of it.
+    """
+    began = onset if cause is None else max(onset, cause.onset_step)
+    below = None if cause is None else cause.target_step
+    return *choose_checkpoint(case.checkpoints, began, case.config.margin, below), began
+
+
+def _spend(
+    facts: LadderMemory,
+    case: Case,
+    cause: Cause | None,
+    *,
+    kind: str,
+    began: int,
+    target: CheckpointRef,
+) -> LadderMemory:
+    """Return the facts with one more rollback spent; from a cause's second try on the rate is cut.
+
+    The rate is cut only where leaving batches out did not help.
+    """
+    config = case.config
+    margin = _leave_out_margin(case, 1 if cause is None else cause.tries + 1)
+    until = case.record.step + 1 + margin + _TOUCHES
+    treated = Cause(
+        kind=kind,
+        onset_step=began,
+        until_step=until if cause is None else max(until, cause.until_step),
+        tries=1 if cause is None else cause.tries + 1,
+        target_step=target.step,
+    )
+    causes = spent_causes(facts, config)
+    facts = replace(
+        facts, cause=treated, causes=causes if cause is not None else (*causes, facts.clock)
+    )
+    if treated.tries < 2:
+        return facts
+    return replace(
+        facts,
+        lr_factor=config.lr_cut ** (treated.tries - 1),
+        lr_hold_until=treated.until_step,
+        lr_full_from=treated.until_step + config.lr_rewarm_steps,
+    )
+
+
+def _leave_out_margin(case: Case, tries: int) -> int:
+    config = case.config
+    return min(config.leave_out_margin << min(tries - 1, 20), config.max_leave_out_margin)
+
+
+def _leave(
+    state: LadderState,
+    case: Case,
+    facts: LadderMemory,
+    target: CheckpointRef,
+    *,
+    rule: str,
+    onset: int,
+    reason: str,
+    finding: Finding,
+    plays_all: bool,
+) -> Verdict:
+    """Decide the rollback, with the batches that are left out."""
+    cause = facts.cause
+    assert cause is not None, "it was spent"
+    num_batches = 0
+    if plays_all:
+        reason += ", and all batches are trained again"
+    else:
+        margin = _leave_out_margin(case, cause.tries)
+        first = max(onset - margin, target.step)
+        num_batches = max(state.last_flagged, onset) + margin + 1 - first
+        window = SkippedWindow(first, num_batches)
+        facts = replace(
+            facts, skipped_windows=(*facts.skipped_windows, window)[-MAX_SKIPPED_WINDOWS:]
+        )
+        reason += f", without {num_batches} batches from step {first}"
+    if cause.tries > 1:
+        reason += f", learning rate x {facts.lr_factor:.4g}"
+    return go_back(
+        state, case, finding, target, facts=facts, reason=reason, rule=rule,
+        skip_batches=num_batches,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- commands
+
+
+def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case) -> Verdict:
+    """Carry a command out or refuse it, on top of the step's own verdict."""
+    own = verdict.decision
+    refusal = _refusal(verdict, command, case)
+    if refusal:
+        return _acked(verdict, command, "refused", refusal, case)
+    if command.action == "accept":
+        return _accept(verdict, command, case)
+    # The step's skip is part of the command's entry: one ledger entry a step.
+    state = replace(before, facts=replace(before.facts, num_skips=verdict.state.facts.num_skips))
+    also = f"; the step itself: {own.reason}" if own else ""
+    if command.action == "halt":
+        done = halt(state, f"commanded{also}", "command", None, case, command.number)
+        return _acked(done, command, "done", "the run halts", case)
+    target = commanded_checkpoint(command, case.checkpoints)
+    assert target is not None, "refused above"
+    words = f"back to {target.id}, before step {target.step}"
+    done = go_back(
+        state,
+        case,
+        None,
+        target,
+        facts=state.facts,
+        reason=f"commanded: {words}{also}",
+        rule="command",
+        command_number=command.number,
+    )
+    return _acked(done, command, "done", words, case)
+
+
+def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
+    """Take an operator's word that a step, or the level it lies on, was healthy.
+
+    What was an outlier there is a level from now on, and its onset is blamed on the state no more.
+    Where no outlier is remembered, the level itself is meant: what tells of it starts anew.
+    """
+    step, state = int(command.argument), verdict.state
+    outliers = _around(state, step, case.config.group_steps)
+    if not outliers:
+        detail = f"the level at step {step} counts as normal: no outlier is remembered there"
+        words = f"commanded: {detail}"
+    else:
+        first, last = outliers[0].step, outliers[-1].step
+        detail = f"{len(outliers)} outliers, steps {first} to {last}, count as normal"
+        words = f"commanded: {detail}; nothing up to their values is withheld again"
+    own = verdict.decision
+    if own is not None:
+        words += f"; the step itself: {own.reason}"
+        if own.action == "rollback":
+            return _acked(
+                verdict, command, "refused", f"rolled back in this step: {own.reason}", case
+            )
+    state = without_entry(verdict)
+    onsets = tuple(outlier.step for outlier in outliers)
+    facts = replace(state.facts, blamed=(*state.facts.blamed, *onsets)[-100:])
+    done = accept(
+        replace(state, facts=facts), None, words, "operator_accepted", case, outliers=outliers,
+        command_number=command.number,
+    )  # fmt: skip
+    if done.decision is not None:  # a replay needs to know which step was meant
+        evidence = {**done.decision.evidence, "accepted_step": float(step)}
+        done = done._replace(decision=replace(done.decision, evidence=evidence))
+    done = done._replace(
+        findings=verdict.findings, readings=verdict.readings, accepted=verdict.accepted
+    )
+    return _acked(done, command, "done", detail, case)
+
+
+def _around(state: LadderState, step: int, distance: int) -> tuple[Outlier, ...]:
+    """Return the outliers at a step and those that follow each other closely around it."""
+    groups: list[list[Outlier]] = []
+    for outlier in state.recent:
+        if not groups or outlier.step - groups[-1][-1].step > distance:
+            groups.append([])
+        groups[-1].append(outlier)
+    for group in reversed(groups):
+        if group[0].step - distance <= step <= group[-1].step + distance:
+            return tuple(group)
+    return ()
+
+
+def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
+    own = verdict.decision
+    if case.mode == "observe":
+        return "mode is 'observe': nothing is acted on"
+    if own is not None and own.action == "halt":
+        return f"the run halts already: {own.reason}"
+    if command.action == "halt":
+        return ""
+    if command.action == "accept":
+        return "" if command.argument >= 0 else f"there is no step {command.argument:.0f}"
+    if command.action != "rollback":
+        return f"action {command.action!r} is not offered by this version"
+    if case.mode != "heal":
+        return f"mode is {case.mode!r}: a rollback needs mode 'heal' and checkpoints"
+    if own is not None and own.action == "rollback":
+        return f"a rollback was decided in this step: {own.reason}"
+    if commanded_checkpoint(command, case.checkpoints) is None:
+        named = command.checkpoint_id
+        if not named and command.argument != NEWEST:
+            named = f"of step {command.argument:.0f}"
+        return f"there is no healthy checkpoint {named}".rstrip()
+    return ""
+
+
+def _acked(
+    verdict: Verdict, command: Proposal, status: Literal["done", "refused"], detail: str, case: Case
+) -> Verdict:
+    facts = replace(verdict.state.facts, last_command=command.number)
+    ack = CommandAck(number=command.number, status=status, step=case.decided_at_step, detail=detail)
+    return verdict._replace(state=replace(verdict.state, facts=facts), ack=ack)

@@ -1,20 +1,29 @@
-"""What the ladder knows: settings, checkpoints to go back to, and its own memory.
+"""What the ladder knows and what is in force by it: memory, limits, withholding, the rate's factor.
 
 The memory has two parts. What is in ``LadderMemory`` only moves forward (budgets spent, commands
 applied, ledger sequence): it lives in the plan journal, and no restore gives a budget back. The
 rest of ``LadderState`` describes the present branch and starts anew after a rollback.
+
+Of finite outliers, followers in a row are withheld, within bounds. The first in a row is left to
+the loop's clip: one batch, clipped, does no harm, and nothing tells a hard batch from a bad one
+yet. Its followers are withheld, which changes no weight, until the probe has answered or so many
+were withheld that they are the new level. Where the loop does not clip, the first is withheld too,
+until such outliers are seen to recur, or a few firsts were withheld: batches that take turns would
+else be frozen out one by one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
-from trainvitals.detect.outliers import Level
-from trainvitals.errors import ConfigError
-from trainvitals.records import Command, CommandAction
+from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Count, NotNegative, Settings
+from trainvitals.detect.outliers import Level, Limits
+from trainvitals.records import Command, CommandAction, StepRecord
 
 Mode = Literal["observe", "guard", "heal"]
 CheckpointState = Literal["candidate", "verified", "healthy", "retired", "bad"]
@@ -26,95 +35,70 @@ NEWEST = -1.0
 """Argument of a rollback to the newest healthy checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LadderConfig:
+class LadderConfig(Settings, frozen=True, kw_only=True):
     """When an update is withheld, when the run goes back, and how far each may go."""
 
-    max_withheld: int = 32
+    section = "ladder"
+
+    max_withheld: AtLeastOne = 32
     """Finite outliers withheld in a row, after which their level is accepted; and in any
     ``withheld_window`` steps, after which outliers pass."""
-    max_firsts: int = 4
+    max_firsts: AtLeastOne = 4
     """Firsts of a row withheld in any ``withheld_window`` steps where the loop does not clip; then
     they pass, and only followers are withheld."""
-    withheld_window: int = 1000
+    withheld_window: AtLeastOne = 1000
     """Steps over which withheld updates and recurring outliers are counted."""
-    recurring_groups: int = 5
+    recurring_groups: AtLeastOne = 5
     """Groups of outliers within ``withheld_window`` that are a recurring level, where the loop does
     not clip: a kind of batch that comes again, and passes."""
-    group_steps: int = 10
+    group_steps: AtLeastOne = 10
     """Steps without an outlier that end a group."""
-    group_size: int = 3
+    group_size: AtLeastOne = 3
     """Outliers that a group of a recurring level has at most; a longer one is treated as ever."""
-    ask_after: int = 3
+    ask_after: AtLeastOne = 3
     """Finite outliers, or non-finite steps, in a row after which the probe is asked."""
-    state_ratio: float = 2.0
+    state_ratio: AboveOne = 2.0
     """Kept batches that read above this multiple of their earlier loss blame the state."""
-    state_ratio_unclipped: float = 5.0
+    state_ratio_unclipped: AboveOne = 5.0
     """The same where the loop does not clip: healthy states read up to 4.3 there, after a hard
     batch that was applied. In between nothing goes back, and nothing more is withheld."""
-    state_ratio_jump: float = 1.25
+    state_ratio_jump: AboveOne = 1.25
     """The same right after a jump of the learning rate: healthy states read up to 1.02 there, and
     where chance is near a damaged one cannot read much more."""
-    state_floor: float = 0.02
+    state_floor: NotNegative = 0.02
     """Part of the run's first losses that is added to both sides of that ratio."""
-    nonfinite_in_a_row: int = 32
+    nonfinite_in_a_row: AtLeastOne = 32
     """Non-finite steps with finite parameters, in a row, after which the run goes back, unless the
     probe read the state sound."""
-    margin: int = 20
+    margin: Count = 20
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
     spike began earlier. The state before the first step is exempt: nothing is older."""
-    leave_out_margin: int = 3
+    leave_out_margin: Count = 3
     """Batches left out before the onset and after the last flagged one; doubled each time the same
     trouble recurs."""
-    max_leave_out_margin: int = 1000
+    max_leave_out_margin: AtLeastOne = 1000
     """Bound of that doubling."""
-    finite_cooldown: int = 1000
+    finite_cooldown: Count = 1000
     """Judged steps between two rollbacks on finite evidence."""
-    lr_jump: float = 3.0
+    lr_jump: AboveOne = 3.0
     """Factor by which the learning rate must rise in one step to be a jump."""
-    lr_jump_steps: int = 40
+    lr_jump_steps: Count = 40
     """Steps after a jump within which trouble of the state is taken to be its doing."""
-    level_rise: float = 0.25
+    level_rise: AboveZero = 0.25
     """Part of the gain since the first losses that the level of 8 steps must have given back, right
     after a jump of the learning rate, to ask the probe."""
-    max_tries: int = 3
+    max_tries: AtLeastOne = 3
     """Rollbacks for one cause; when it recurs once more, the run halts."""
-    max_causes: int = 10
+    max_causes: AtLeastOne = 10
     """Causes treated by rollback within ``budget_window`` steps; one more halts the run."""
-    budget_window: int = 10_000
+    budget_window: AtLeastOne = 10_000
     """Judged steps after which a spent cause is given back."""
-    lr_cut: float = 0.5
+    lr_cut: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
     """Factor on the learning rate from the second try on, once more for each further try."""
-    lr_rewarm_steps: int = 200
+    lr_rewarm_steps: AtLeastOne = 200
     """Steps over which a lowered learning rate climbs back, once the trouble is passed."""
-    max_skips_in_a_row: int = 100
+    max_skips_in_a_row: AtLeastOne = 100
     """Non-finite steps in a row after which a run that cannot go back halts."""
-
-    def __post_init__(self) -> None:
-        positive = (
-            "max_withheld", "max_firsts", "withheld_window", "recurring_groups", "group_steps",
-            "group_size", "ask_after", "nonfinite_in_a_row", "max_leave_out_margin", "max_tries",
-            "max_causes",
-            "budget_window", "lr_rewarm_steps", "max_skips_in_a_row",
-        )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("margin", "leave_out_margin", "finite_cooldown", "lr_jump_steps"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"ladder.{name} is {getattr(self, name)}; it must not be negative"
-                )
-        for name in ("state_ratio", "state_ratio_unclipped", "state_ratio_jump", "lr_jump"):
-            if not getattr(self, name) > 1.0:
-                raise ConfigError(f"ladder.{name} is {getattr(self, name)}; it must be above 1")
-        if not (self.state_floor >= 0.0 and self.level_rise > 0.0):
-            raise ConfigError(
-                f"ladder.state_floor is {self.state_floor}, ladder.level_rise {self.level_rise}; "
-                "they must be at least 0 and above 0"
-            )
-        if not 0.0 < self.lr_cut <= 1.0:
-            raise ConfigError(f"ladder.lr_cut is {self.lr_cut}; it must be above 0 and at most 1")
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,6 +275,11 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     rolling_back: bool = False
     """A rollback was decided and not yet reported done: records are of the old branch."""
 
+    @property
+    def rate_to_know(self) -> float:
+        """``known_rate`` as it is from the next step on: that of the newest step counts by then."""
+        return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
+
 
 def lr_factor_at(
     facts: LadderMemory, step: int, rate: float | None = None, *, jump: float = 3.0
@@ -316,3 +305,190 @@ def _cut_at(facts: LadderMemory, step: int) -> float:
         return facts.lr_factor
     part = (step - facts.lr_hold_until) / (facts.lr_full_from - facts.lr_hold_until)
     return facts.lr_factor + (1.0 - facts.lr_factor) * part
+
+
+# ------------------------------------------------------------------------------------ withholding
+
+
+MAX_RECENT = 128
+MAX_ACCEPTED = 32
+_TWICE = 2.0
+
+
+class Withholding(NamedTuple):
+    """What the device is told beside the limits."""
+
+    first: bool = False
+    """Whether the first outlier in a row is withheld as well."""
+    left: int = 0
+    """Outliers that may still be withheld."""
+
+
+class DeviceRule(msgspec.Struct, frozen=True):
+    """What the device knows of the steps before: it need not wait for the host."""
+
+    in_row: bool = False
+    """Whether the step before was a finite outlier, or stood behind one and was not finite."""
+
+    def judge(
+        self, record: StepRecord, limits: Limits, words: Withholding, *, acts: bool
+    ) -> tuple[StepRecord, DeviceRule]:
+        """Return the record as the device completes it, and what it knows for the next step.
+
+        This is ``trainer_hooks.step.verdict.judge_on_device`` in plain numbers, for logs and tests.
+        """
+        loss_limit = limits.loss if record.loss_limit is None else record.loss_limit
+        norm_limit = limits.grad_norm if record.grad_norm_limit is None else record.grad_norm_limit
+        record = replace(record, loss_limit=loss_limit, grad_norm_limit=norm_limit)
+        bad = bool(record.nonfinite_ranks) or _not_finite(record.loss)
+        bad = bad or (_not_finite(record.grad_norm) and not record.overflow)
+        outlier = is_outlier(record)
+        withheld = outlier and words.left > 0 and (self.in_row or words.first)
+        stopped = bad or record.overflow or withheld
+        in_row = outlier or (self.in_row and (bad or record.overflow or bool(record.failed_ranks)))
+        skipped = record.skipped or (acts and stopped) or record.overflow
+        return replace(record, withheld=withheld, skipped=skipped), DeviceRule(in_row)
+
+
+def _not_finite(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
+
+
+def is_outlier(record: StepRecord) -> bool:
+    """Return whether a finite loss or norm was above the limit in force; unknown is no outlier."""
+    if record.failed_ranks:
+        return False
+    return _is_above(record.loss, record.loss_limit) or (
+        _is_above(record.grad_norm, record.grad_norm_limit) and not record.overflow
+    )
+
+
+def _is_above(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and limit < value < math.inf
+
+
+# ------------------------------------------------------------------------------ for the device
+
+
+def accepted_level(levels: tuple[Level, ...]) -> Level:
+    """Return the values up to which something was accepted, of both metrics together."""
+    return Level(
+        max((level.loss for level in levels), default=0.0),
+        max((level.grad_norm for level in levels), default=0.0),
+    )
+
+
+def limits_in_force(limits: Limits, state: LadderState, config: LadderConfig) -> Limits:
+    """Return the limits with what was accepted and what recurs.
+
+    Up to a recurring level everything passes, its echoes too: a batch that was applied without a
+    clip makes the ordinary ones after it outliers, and these bring the weights back. A short group
+    passes up to twice that level.
+    """
+    facts = state.facts
+    if facts.recurring is None and not facts.accepted:
+        return limits
+    raised = accepted_level(facts.accepted)
+    if facts.recurring is not None:
+        times = _TWICE if _may_recur(state, config) else 1.0
+        raised = Level(
+            max(raised.loss, times * facts.recurring.loss),
+            max(raised.grad_norm, times * facts.recurring.grad_norm),
+        )
+    return Limits(_raised(limits.loss, raised.loss), _raised(limits.grad_norm, raised.grad_norm))
+
+
+def _raised(limit: float | None, least: float) -> float | None:
+    return None if limit is None else max(limit, least)
+
+
+def _may_recur(state: LadderState, config: LadderConfig) -> bool:
+    """Whether one more outlier would still be one of a short group."""
+    if not state.groups:
+        return True
+    group = state.groups[-1]
+    return state.facts.clock - group.last > config.group_steps or group.num < config.group_size
+
+
+def withholding(
+    state: LadderState, config: LadderConfig, *, clips: bool, is_warming_up: bool = False
+) -> Withholding:
+    """Return whether the first in a row is withheld, and how many there may be.
+
+    What is absurd is stopped however the loop clips. Non-finite steps are another matter: they are
+    stopped always. The last one that is left goes to a follower: behind a first, the device has
+    judged one more step before this is told of it.
+    """
+    if not (state.row or state.withheld):
+        first = (is_warming_up or not clips) and config.max_withheld > 1
+        return Withholding(first, config.max_withheld)
+    if state.row and state.row[0].step == state.passes_since:
+        return Withholding()
+    in_row = sum(outlier.withheld for outlier in state.row)
+    horizon = state.facts.clock - config.withheld_window
+    in_window = sum(time > horizon for time in state.withheld)
+    left = max(0, config.max_withheld - max(in_row, in_window))
+    firsts = sum(time > horizon for time in state.firsts)
+    first = is_warming_up or (not clips and firsts < config.max_firsts)
+    return Withholding(first=first and left > 1, left=left)
+
+
+# -------------------------------------------------------------------------------- for the host
+
+
+def note_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> LadderState:
+    """Take an outlier into the row, the groups and the count of what was withheld."""
+    clock = state.facts.clock
+    outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
+    num = len(state.row) + 1
+    unhealthy = record.withheld or num > 1
+    return replace(
+        state,
+        row=(*state.row, outlier),
+        groups=with_outlier(state, record, config),
+        withheld=_recent(state.withheld, state, config) + ((clock,) if record.withheld else ()),
+        firsts=_recent(state.firsts, state, config)
+        + ((clock,) if record.withheld and num == 1 else ()),
+        recent=(*state.recent, outlier)[-MAX_RECENT:],
+        last_flagged=record.step,
+        last_unhealthy_step=record.step if unhealthy else state.last_unhealthy_step,
+    )
+
+
+def _recent(times: tuple[int, ...], state: LadderState, config: LadderConfig) -> tuple[int, ...]:
+    horizon = state.facts.clock - config.withheld_window
+    return tuple(time for time in times if time > horizon)
+
+
+def with_outlier(state: LadderState, record: StepRecord, config: LadderConfig) -> tuple[Group, ...]:
+    """Return the groups with one more outlier in the newest, or in a new one."""
+    clock = state.facts.clock
+    loss, norm = record.loss or 0.0, record.grad_norm or 0.0
+    horizon = clock - config.withheld_window
+    groups = tuple(group for group in state.groups if group.first > horizon)
+    if not groups or clock - groups[-1].last > config.group_steps:
+        return (*groups, Group(clock, clock, 1, loss, norm))
+    last = groups[-1]
+    grown = Group(last.first, clock, last.num + 1, max(last.loss, loss), max(last.grad_norm, norm))
+    return (*groups[:-1], grown)
+
+
+def recurring_level(state: LadderState, config: LadderConfig) -> Level | None:
+    """Return the level that short groups of outliers before this one show, if there are enough."""
+    short = [group for group in state.groups[:-1] if group.num <= config.group_size]
+    if len(short) < config.recurring_groups:
+        return None
+    return Level(max(g.loss for g in short), max(g.grad_norm for g in short))
+
+
+def is_new_level(state: LadderState, config: LadderConfig) -> bool:
+    """Return whether the row is so long that it is a level: a first that passed does not count."""
+    return len(state.row) > config.max_withheld + (not state.row[0].withheld)
+
+
+def level_of(outliers: tuple[Outlier, ...]) -> Level:
+    """Return the largest values of these outliers."""
+    return Level(
+        max((o.loss for o in outliers if o.loss is not None), default=0.0),
+        max((o.grad_norm for o in outliers if o.grad_norm is not None), default=0.0),
+    )

@@ -4,52 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from trainvitals.errors import ConfigError
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Settings
+from trainvitals.stateful import Stateful
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyStopping:
+class EarlyStopping(Settings, frozen=True, kw_only=True):
     """When a run that gets no better ends: ``watch(..., early_stopping=EarlyStopping(...))``.
 
     It is fed by ``monitor.evaluate(loss=...)``. Rank 0's value counts, on all ranks alike.
     """
 
-    metric: str = "loss"
+    section = "early_stopping"
+
+    metric: Annotated[str, Meta(min_length=1)] = "loss"
     """The name under which ``monitor.evaluate`` is given the value."""
-    patience: int = 5
+    patience: AtLeastOne = 5
     """Evaluations in a row without improvement after which the run ends."""
-    min_delta: float = 0.0
+    min_delta: Annotated[float, Meta(ge=0.0, le=1e300)] = 0.0
     """What a value must be better than the best by, to be an improvement; in the metric's unit."""
     mode: Literal["min", "max"] = "min"
     """Whether lower or higher is better."""
     keep_best: bool = True
     """Whether the best state that was evaluated goes to disk, where the run has checkpoints."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
-            raise ConfigError(
-                f"early_stopping.metric is {self.metric!r}; it must be a name",
-                hint="the one that monitor.evaluate(NAME=value) is called with",
-            )
-        if not isinstance(self.patience, int) or self.patience < 1:
-            raise ConfigError(
-                f"early_stopping.patience is {self.patience!r}; it must be a whole number of "
-                "evaluations, at least 1"
-            )
-        if not isinstance(self.min_delta, int | float) or not 0.0 <= self.min_delta < math.inf:
-            raise ConfigError(
-                f"early_stopping.min_delta is {self.min_delta!r}; it must be a number, at least 0",
-                hint="the size of an improvement; mode='max' is for what shall rise",
-            )
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"early_stopping.mode is {self.mode!r}; it must be 'min' or 'max'")
 
-
-class Stopper:
+class Stopper(Stateful):
     """Takes one value after the other; equal on all ranks, as it is fed with what they share."""
+
+    STATE = ("best", "best_step", "num_without")
 
     def __init__(self, config: EarlyStopping) -> None:
         self._config = config
@@ -106,13 +92,7 @@ class Stopper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values, with what the numbers are of."""
-        return {
-            "metric": self._config.metric,
-            "mode": self._config.mode,
-            "best": self.best,
-            "best_step": self.best_step,
-            "num_without": self.num_without,
-        }
+        return {"metric": self._config.metric, "mode": self._config.mode, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a state; from the beginning where there is none, or it is another metric's.
@@ -123,7 +103,4 @@ class Stopper:
         ours = {"metric": self._config.metric, "mode": self._config.mode}
         if not state or {key: state.get(key) for key in ours} != ours:
             return
-        best = state["best"]
-        self.best = None if best is None else float(best)
-        self.best_step = int(state["best_step"])
-        self.num_without = int(state["num_without"])
+        super().load_state_dict(state)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainvitals.detect.fleet import FleetDetectors
-from trainvitals.detect.merged import MergedStep, StepWatcher
+from trainvitals.detect.fleet.base import MergedStep, Watcher
 from trainvitals.records import Finding
 from trainvitals.testing.series import values_of
 
@@ -54,7 +54,7 @@ def _put(parts: dict[str, dict[str, Any]], name: str, value: float | None, ranks
 
 
 def watched(
-    watcher: StepWatcher | FleetDetectors, steps: str | Sequence[MergedStep], *, ranks: int = 1
+    watcher: Watcher | FleetDetectors, steps: str | Sequence[MergedStep], *, ranks: int = 1
 ) -> list[Finding]:
     """Return all that a watcher tells about a run of that course."""
     rows = merged_series(steps, ranks=ranks) if isinstance(steps, str) else steps

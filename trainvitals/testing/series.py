@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from trainvitals.detect import Detector
 from trainvitals.policy import CheckpointRef, Judge, Judgement
 from trainvitals.policy.evidence import Ask, Reading
-from trainvitals.policy.withholding import DeviceRule
+from trainvitals.policy.state import DeviceRule
 from trainvitals.records import Decision, StepRecord
 
 _FLOATS = ("loss", "loss_max", "grad_norm", "learning_rate", "loss_limit", "grad_norm_limit")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints.store import CheckpointStore
-from trainer_hooks.recovery.snapshots import SnapshotRing
+from trainer_hooks.recovery.manager import SnapshotRing
 from trainer_hooks.recovery.state import TrainingState
 from vitals_bench.training import gpt, tokens
 

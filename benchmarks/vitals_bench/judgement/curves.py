@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainvitals.detect import DetectorSet, LossKind
+from trainvitals.detect import LossKind
+from trainvitals.policy.judge import DetectorSet
 from trainvitals.records import Finding, StepRecord
 
 STEPS = 2400

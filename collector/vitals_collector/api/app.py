@@ -106,39 +106,39 @@ def create_app(settings: CollectorSettings, *, clock: Clock | None = None) -> Fa
     try:
         folder = FolderIngest(store, settings.folders)
         acting = _acting(store, settings, clock)
-        reception = IngestApp(store, clock=clock, arrivals=_arrivals(store, settings))
+        ingest_app = IngestApp(store, clock=clock, buffer=_buffer(store, settings))
         app = _App(
             title="Vitals collector",
             version=__version__,
             docs_url=None,  # their pages load scripts from elsewhere
             redoc_url=None,
-            lifespan=_lifespan(store, folder, acting, reception, settings, clock),
+            lifespan=_lifespan(store, folder, acting, ingest_app, settings, clock),
         )
         _add_routes(app, store, acting, clock, settings)
-        app.include_router(_ingest_router(store, reception))
+        app.include_router(_ingest_router(store, ingest_app))
         _answer_errors(app)
         document(app)
         access = access_config(
             tokens, bound=settings.bound, hosts=settings.hosts, origins=settings.origins
         )
         app.add_middleware(Gate, config=access)
-        app.ingest = Gate(reception, config=access, reads_body=False)
+        app.ingest = Gate(ingest_app, config=access, reads_body=False)
     except BaseException:
         store.close()
         raise
     return app
 
 
-def _arrivals(store: Store, settings: CollectorSettings) -> WriteAheadBuffer | None:
+def _buffer(store: Store, settings: CollectorSettings) -> WriteAheadBuffer | None:
     """Return what lets rows wait: where nobody else may write, in our own data directory."""
     if settings.database:
         recover(store)
         return None
     # What tells that a run is silent must not be taken for silence.
     seconds = min(WAIT_SECONDS, settings.lost_after_seconds / 6)
-    arrivals = WriteAheadBuffer(store, WriteAheadConfig(seconds=seconds))
+    buffer = WriteAheadBuffer(store, WriteAheadConfig(seconds=seconds))
     store.try_to_settle()  # what an earlier process left, before anybody looks
-    return arrivals
+    return buffer
 
 
 def _acting(store: Store, settings: CollectorSettings, clock: Clock) -> Acting:
@@ -179,7 +179,7 @@ def _lifespan(
     store: Store,
     folder: FolderIngest,
     acting: Acting,
-    reception: IngestApp,
+    ingest_app: IngestApp,
     settings: CollectorSettings,
     clock: Clock,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
@@ -198,13 +198,13 @@ def _lifespan(
         upkeep = Upkeep(store, settings.volumes, clock=clock, lost_after_seconds=lost_after)
         compactor = Compactor(store, upkeep=upkeep)
         acting.start()
-        reception.start()
+        ingest_app.start()
         compactor.start()
         try:
             yield
         finally:
             stop.set()
-            await run_in_threadpool(reception.close)
+            await run_in_threadpool(ingest_app.close)
             await run_in_threadpool(compactor.close)
             if settings.folders:
                 await run_in_threadpool(follower.join)
@@ -214,7 +214,7 @@ def _lifespan(
     return lifespan
 
 
-def _ingest_router(store: Store, reception: IngestApp) -> APIRouter:
+def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     router = APIRouter()
 
     @router.post(
@@ -230,8 +230,8 @@ def _ingest_router(store: Store, reception: IngestApp) -> APIRouter:
         One reply for each. Where all are refused, that is the answer; else each has its own words.
         A body has at most 16 MiB. 503 and 507 say when to send it again (``Retry-After``).
         """
-        # Reception serves this path without coming here; what is said above is for the document.
-        return await reception.answer(await request.body())
+        # IngestApp serves this path without coming here; what is said above is for the document.
+        return await ingest_app.answer(await request.body())
 
     @router.get("/healthz", tags=["health"], responses=answers(dict[str, str]))
     def healthz() -> Response:

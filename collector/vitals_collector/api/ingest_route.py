@@ -101,7 +101,7 @@ class IngestApp:
         store: Store,
         *,
         clock: Clock,
-        arrivals: WriteAheadBuffer | None = None,
+        buffer: WriteAheadBuffer | None = None,
         max_bytes: int = _MAX_BYTES,
         wait_seconds: float = _WAIT_SECONDS,
     ) -> None:
@@ -109,22 +109,20 @@ class IngestApp:
         self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
         # What got room here always finds some there.
         limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING)
-        self._arrivals = arrivals
-        self.commits = CommitQueue(
-            store, clock=clock, on_done=_tell, limits=limits, arrivals=arrivals
-        )
+        self._buffer = buffer
+        self.commits = CommitQueue(store, clock=clock, on_done=_tell, limits=limits, buffer=buffer)
 
     def start(self) -> None:
         """Start to store."""
         self.commits.start()
-        if self._arrivals is not None:
-            self._arrivals.start()
+        if self._buffer is not None:
+            self._buffer.start()
 
     def close(self) -> None:
         """Store what waits, and end."""
         self.commits.close()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        if self._buffer is not None:
+            self._buffer.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request that the gate has let through."""

@@ -5,11 +5,12 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from trainvitals.cli.output import Format, printable, write_json, write_rows
@@ -159,7 +160,9 @@ def replay(
     if is_path and not (Path(run).is_dir() and holds_runs(Path(run))):
         assumed = _Assumed(
             mode=mode or ModeName.HEAL,
-            config=replace(_settings(config), loss_kind=(loss_kind or LossKindName.MINIMIZE).value),
+            config=msgspec.structs.replace(
+                _settings(config), loss_kind=(loss_kind or LossKindName.MINIMIZE).value
+            ),
             clips=not no_clip,
             expected=tuple(expect or ()),
         )

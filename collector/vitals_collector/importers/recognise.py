@@ -22,7 +22,7 @@ TRAINER_STATE = "trainer_state.json"
 _DEPTH = 2
 """Folders below the given one that are searched: ``wandb/offline-run-*/`` is the deepest."""
 
-Found = Callable[[ColumnChoice], History]
+ReadLog = Callable[[ColumnChoice], History]
 
 
 def holds_runs(folder: Path) -> bool:
@@ -50,7 +50,7 @@ def read_history(path: Path, column_options: ColumnChoice) -> History:
     return history
 
 
-def _of_file(path: Path) -> Found:
+def _of_file(path: Path) -> ReadLog:
     if path.exists() and not path.is_file():
         raise UsageError(
             f"{path} is neither a file nor a folder; it is read twice, which a pipe cannot be",
@@ -83,7 +83,7 @@ def _is_text(begin: bytes) -> bool:
 # ------------------------------------------------------------------------------------ folders
 
 
-def _in_folder(folder: Path) -> Found:
+def _in_folder(folder: Path) -> ReadLog:
     """Find the log that lies nearest; two of them at one depth are one too many."""
     level = [folder]
     for _ in range(_DEPTH + 1):
@@ -106,7 +106,7 @@ def _in_folder(folder: Path) -> Found:
     )
 
 
-def _logs(folder: Path) -> Iterator[tuple[Path, Found]]:
+def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
     """Yield the logs right in a folder; the event files of one are one log."""
     names = sorted(path for path in folder.iterdir() if path.is_file())
     for path in names:
@@ -119,7 +119,7 @@ def _logs(folder: Path) -> Iterator[tuple[Path, Found]]:
         yield folder, partial(read_tensorboard, folder, events)
 
 
-def _newest_checkpoint(logs: list[tuple[Path, Found]]) -> list[tuple[Path, Found]]:
+def _newest_checkpoint(logs: list[tuple[Path, ReadLog]]) -> list[tuple[Path, ReadLog]]:
     """Return the last of Trainer's checkpoints alone, where all that was found are its own."""
     steps = [_checkpoint_step(path) for path, _ in logs]
     if any(step is None for step in steps):

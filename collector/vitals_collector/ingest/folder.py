@@ -17,7 +17,7 @@ from trainvitals.errors import NewerVersionError, StorageError, UsageError, Vita
 from trainvitals.identity import check_run_id
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.spool import Position, read_batches
-from trainvitals.io.spool_state import STATE_FILE
+from trainvitals.io.spool_files import STATE_FILE
 from vitals_collector.ingest.ingest import Stored, announce, store_batches
 from vitals_collector.ingest.tail_loss import TailLoss
 from vitals_collector.ingest.validate import check_batches

@@ -65,7 +65,7 @@ class CommitQueue:
         clock: says when a body was received.
         on_done: gives the answers on.
         limits: the bounds.
-        arrivals: takes them in where not all are to be placed at once.
+        buffer: takes them in where not all are to be placed at once.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class CommitQueue:
         clock: Clock,
         on_done: OnDone,
         limits: CommitLimits | None = None,
-        arrivals: WriteAheadBuffer | None = None,
+        buffer: WriteAheadBuffer | None = None,
     ) -> None:
         self._store = store
-        self._arrivals = arrivals
+        self._buffer = buffer
         self._clock = clock
         self._on_done = on_done
         self._limits = limits or CommitLimits()
@@ -174,8 +174,8 @@ class CommitQueue:
     def _store_group(self, group: Sequence[PendingBody]) -> Sequence[Outcome]:
         try:
             bodies, now = [waiting.raws for waiting in group], self._clock.time_ns()
-            if self._arrivals is not None:
-                return self._arrivals.ingest_bodies(bodies, now)
+            if self._buffer is not None:
+                return self._buffer.ingest_bodies(bodies, now)
             return ingest_bodies(self._store, bodies, now)
         except VitalsError as error:
             return [error] * len(group)

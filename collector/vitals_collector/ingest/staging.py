@@ -75,7 +75,7 @@ class WriteAheadBuffer:
         self._config = config or WriteAheadConfig()
         self._placing = threading.RLock()
         self._taking = threading.RLock()
-        self._known: dict[StreamKey, tuple[BatchHeader, StreamOffset]] = {}
+        self._offsets: dict[StreamKey, tuple[BatchHeader, StreamOffset]] = {}
         self._waiting: Waiting = {}
         self._ids: list[int] = []
         self._num_bytes = 0
@@ -146,7 +146,7 @@ class WriteAheadBuffer:
         at_once: set[StreamKey] = set()
         for batch_or_error in checked:
             header_and_offset = (
-                self._known.get(key_of(batch_or_error))
+                self._offsets.get(key_of(batch_or_error))
                 if isinstance(batch_or_error, Batch)
                 else None
             )
@@ -175,12 +175,12 @@ class WriteAheadBuffer:
         return stored
 
     def _remember(self, header: BatchHeader, done: Stored) -> None:
-        if len(self._known) >= self._config.max_streams:
-            self._known.clear()
+        if len(self._offsets) >= self._config.max_streams:
+            self._offsets.clear()
         identity = header.identity
         key = identity.run_id, identity.incarnation, header.stream
         last, promised = done.reply.durable_seq, done.expected_seq
-        self._known[key] = header, StreamOffset(key, identity.source, last, expected_seq=promised)
+        self._offsets[key] = header, StreamOffset(key, identity.source, last, expected_seq=promised)
 
     def _keep(
         self, batches_to_keep: Sequence[tuple[bytes, Batch, StreamOffset]], received_unix_ns: int
@@ -204,7 +204,7 @@ class WriteAheadBuffer:
                     self._num_bytes += len(body)
                     self._received_unix_ns = received_unix_ns
             except BaseException:
-                self._known.clear()  # the offsets were moved: they are read again
+                self._offsets.clear()  # the offsets were moved: they are read again
                 raise
             for (_, _, offset), outcome in zip(batches_to_keep, stored, strict=True):
                 if outcome.batch is not None:
@@ -219,7 +219,7 @@ class WriteAheadBuffer:
         """
         with self._taking:
             for batch in new:
-                header_and_offset = self._known.get(key_of(batch))
+                header_and_offset = self._offsets.get(key_of(batch))
                 if header_and_offset is not None:
                     header_and_offset[1].last_seq = max(
                         header_and_offset[1].last_seq, batch.header.last_seq
@@ -229,7 +229,7 @@ class WriteAheadBuffer:
         """Ask for these offsets again: what was promised of their streams lies beside them now."""
         with self._taking:
             for key in keys:
-                self._known.pop(key, None)
+                self._offsets.pop(key, None)
 
     # ------------------------------------------------------------------------------- placing
 
@@ -265,7 +265,7 @@ class WriteAheadBuffer:
             # What an earlier process acknowledged was not counted in this one.
             counters.num_rows = max(0, counters.num_rows - num_rows)
             for batch in refused:
-                self._known.pop(key_of(batch), None)
+                self._offsets.pop(key_of(batch), None)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

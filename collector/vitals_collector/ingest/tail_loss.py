@@ -14,8 +14,15 @@ from sqlalchemy import ColumnElement, Connection, case, select
 
 from trainvitals.errors import UsageError
 from trainvitals.identity import check_incarnation
-from trainvitals.io.spool_files import Position, is_settled, is_unchanged, spool_files
-from trainvitals.io.spool_state import STATE_FILE, State, read_state
+from trainvitals.io.spool_files import (
+    STATE_FILE,
+    Position,
+    State,
+    is_settled,
+    is_unchanged,
+    read_state,
+    spool_files,
+)
 from vitals_collector.ingest.ingest import StreamKey
 from vitals_collector.storage.schema import forgotten, streams
 from vitals_collector.storage.store import Store, insert

@@ -19,7 +19,7 @@ import msgspec
 from sqlalchemy import Connection, delete, select
 
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
-from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.errors import StorageError
 from trainvitals.records import Finding
 from trainvitals.wire import Batch

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainvitals.catalog import LAYER_METRICS, STEP_METRICS
-from trainvitals.detect.merged import MergedStep, Value
+from trainvitals.detect.fleet.base import MergedStep, Value
 from trainvitals.rows import Schema, column_of
 
 Key = tuple[int, int]

@@ -7,7 +7,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from trainvitals.errors import UsageError
-from trainvitals.policy.hindsight import AFTER, BEFORE, outcome
+from trainvitals.policy.evidence import AFTER, BEFORE, outcome
 from trainvitals.views import DecisionView
 from vitals_collector.queries import load_curve, metrics
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from trainvitals.cli.output import printable
 from trainvitals.io.sample_ids import samples_of
-from trainvitals.policy.rules import RULES
+from trainvitals.policy.rungs import RULES
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,

@@ -9,7 +9,7 @@ decisions; the recorded ones are compared with them and never used to make them.
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -234,7 +234,7 @@ class _Replayer:
         config = self._config or recorded
         if config is not None and recorded is not None:
             # Other settings are tried; what the loss is good for stays the run's own word.
-            config = replace(config, loss_kind=recorded.loss_kind)
+            config = msgspec.structs.replace(config, loss_kind=recorded.loss_kind)
         self._judge = Judge(config, mode, facts=facts)
         self._knows_limits = False
 

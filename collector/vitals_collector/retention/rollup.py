@@ -9,15 +9,15 @@ around a decision or a finding that acts, stays whole for ever.
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, zip_longest
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from trainvitals.catalog import ROW_COLUMNS
-from trainvitals.errors import ConfigError
+from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.rows import Column, Schema, column_of
 
 RANKS = "ranks"
@@ -36,41 +36,29 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VolumeSettings:
+class VolumeSettings(Settings, frozen=True, kw_only=True):
     """What is kept of a run, and for how long."""
 
-    keep_hours: float = 24.0
+    section = "volumes"
+
+    keep_hours: NotNegative = 24.0
     """How long every row stays as it came, where the cap allows it."""
-    max_run_bytes: int = 5_000_000_000
+    max_run_bytes: Count = 5_000_000_000
     """A run above it is thinned sooner, oldest rows first; 0 is no cap."""
-    keep_days: float = 0.0
+    keep_days: NotNegative = 0.0
     """Whole runs are removed so long after their end; 0 keeps them for ever."""
-    window_steps: int = 500
+    window_steps: AtLeastOne = 500
     """Rows of ranks are thinned by windows of so many steps."""
     margin_steps: int = 500
     """Steps before and behind a decision or an acting finding that stay whole for ever."""
     num_worst_ranks: int = 8
     """Ranks whose whole rows a thinned window keeps, beside rank 0."""
-    layer_steps: int = 10
+    layer_steps: AtLeastOne = 10
     """Layers keep the first of so many steps, where no finding is near."""
-    host_samples: int = 30
+    host_samples: Annotated[int, Meta(ge=2)] = 30
     """So many samples of a GPU, node or process become two: the least and the greatest values."""
     margin_seconds: float = 600.0
     """Samples so near to a decision or an acting finding stay whole for ever."""
-
-    def __post_init__(self) -> None:
-        if min(self.keep_hours, self.max_run_bytes, self.keep_days) < 0:
-            raise ConfigError(
-                f"volumes: keep_hours is {self.keep_hours}, max_run_bytes {self.max_run_bytes}, "
-                f"keep_days {self.keep_days}; none may be below 0",
-                hint="0 for max_run_bytes or keep_days switches that off",
-            )
-        if min(self.window_steps, self.layer_steps) < 1 or self.host_samples < 2:
-            raise ConfigError(
-                f"volumes: window_steps is {self.window_steps}, layer_steps {self.layer_steps} "
-                f"(at least 1), host_samples {self.host_samples} (at least 2)"
-            )
 
 
 class Batch(NamedTuple):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import streamlit as st
 
+from trainvitals.policy.rungs import newest_healthy
 from trainvitals.policy.state import CheckpointRef
-from trainvitals.policy.targets import newest_healthy
 from trainvitals.views import (
     CheckpointsQuestion,
     CheckpointView,

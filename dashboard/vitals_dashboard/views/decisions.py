@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from trainvitals.policy.hindsight import tally
-from trainvitals.policy.rules import rule_words
+from trainvitals.policy.evidence import tally
+from trainvitals.policy.rungs import rule_words
 from trainvitals.views import (
     AnnotationsQuestion,
     AnnotationView,

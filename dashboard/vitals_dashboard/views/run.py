@@ -6,7 +6,7 @@ from dataclasses import replace
 import streamlit as st
 
 from trainvitals.io.client import CollectorClient
-from trainvitals.policy.hindsight import tally
+from trainvitals.policy.evidence import tally
 from trainvitals.views import (
     AlertsQuestion,
     AnnotationsQuestion,

@@ -15,8 +15,9 @@ from tests.trainvitals.watch.worlds import (
     slower,
     with_run,
 )
-from trainvitals.detect.fleet import FleetDetectors, LearningRateWatcher
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet.optimizer import LearningRateWatcher
 from trainvitals.records import Finding
 
 

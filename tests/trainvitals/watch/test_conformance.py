@@ -12,31 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainvitals.watch.worlds import GONE_WRONG, healthy_run, poisoned
-from trainvitals.detect.fleet import (
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.fleet.layers import (
     ActivationConfig,
     ActivationWatcher,
-    DataBoundConfig,
-    DataBoundWatcher,
-    FleetDetectors,
-    GpuErrorWatcher,
-    GpuLostWatcher,
-    GpuThrottleWatcher,
     LayerConfig,
     LayerGradientWatcher,
+    UpdateRatioWatcher,
+)
+from trainvitals.detect.fleet.memory import MemoryConfig, MemoryCreepWatcher
+from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher, GpuThrottleWatcher
+from trainvitals.detect.fleet.optimizer import (
     LearningRateConfig,
     LearningRateWatcher,
     LossScaleWatcher,
-    MemoryConfig,
-    MemoryCreepWatcher,
+)
+from trainvitals.detect.fleet.ranks import (
+    DataBoundConfig,
+    DataBoundWatcher,
     RankLossConfig,
     RankLossWatcher,
     StragglerConfig,
     StragglerWatcher,
-    ThroughputConfig,
-    ThroughputWatcher,
-    UpdateRatioWatcher,
 )
-from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.fleet.speed import ThroughputConfig, ThroughputWatcher
 from trainvitals.records import Finding
 
 QUICK_LAYERS = LayerConfig(warm_up=4, clear_after=2, accept_after=4)

@@ -3,23 +3,21 @@
 import pytest
 
 from tests.trainvitals.watch.worlds import SECOND, healthy_run, slower
-from trainvitals.detect.fleet import (
-    FleetDetectors,
-    GpuErrorWatcher,
-    GpuLostWatcher,
-    LayerConfig,
-    LearningRateConfig,
-    LossScaleConfig,
-    MemoryConfig,
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.fleet.layers import LayerConfig
+from trainvitals.detect.fleet.memory import MemoryConfig
+from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher
+from trainvitals.detect.fleet.optimizer import LearningRateConfig, LossScaleConfig
+from trainvitals.detect.fleet.ranks import RankLossConfig
+from trainvitals.detect.fleet.speed import (
     Pace,
-    RankLossConfig,
     StallConfig,
     ThroughputConfig,
     checkpoint_overdue,
     stalled,
     usual_interval,
 )
-from trainvitals.detect.merged import MergedStep, NodeSample
 from trainvitals.errors import ConfigError
 from trainvitals.testing.merged import causes, merged_series
 
@@ -142,8 +140,14 @@ def test_an_overdue_checkpoint_is_told_once_until_one_comes() -> None:
         (lambda: LossScaleConfig(overflow_ratio=float("nan")), "overflow_ratio is nan"),
         (lambda: LayerConfig(weak_ratio=50.0), "layers.strong_ratio is 30.0"),
         (lambda: ThroughputConfig(fall=1.5), "throughput.fall is 1.5; it must be 0.01 to 0.99"),
-        (lambda: MemoryConfig(blocks=4), "memory.blocks is 4; it must be 8 to 1000"),
-        (lambda: RankLossConfig(least=0.5), "rank_loss.least is 0.5; it must be 0 to 0.1"),
+        (
+            lambda: MemoryConfig(blocks=4),
+            r"memory.blocks is 4; it must be at least memory.least_blocks \(8\)",
+        ),
+        (
+            lambda: RankLossConfig(least=0.5),
+            r"rank_loss.most is 0.1; it must be at least rank_loss.least \(0.5\)",
+        ),
         (lambda: StallConfig(longest_ratio=0.0), "stall.longest_ratio is 0.0"),
     ],
 )

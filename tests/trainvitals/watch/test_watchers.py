@@ -3,19 +3,12 @@
 import pytest
 
 from tests.trainvitals.watch.worlds import GIB, memory_watcher
-from trainvitals.detect.fleet import (
-    ActivationWatcher,
-    DataBoundWatcher,
-    FleetDetectors,
-    LayerGradientWatcher,
-    LearningRateWatcher,
-    LossScaleWatcher,
-    Pace,
-    RankLossWatcher,
-    StragglerWatcher,
-    ThroughputWatcher,
-)
-from trainvitals.detect.merged import NodeSample
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import NodeSample
+from trainvitals.detect.fleet.layers import ActivationWatcher, LayerGradientWatcher
+from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
+from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher, StragglerWatcher
+from trainvitals.detect.fleet.speed import Pace, ThroughputWatcher
 from trainvitals.testing.merged import causes, merged_series, watched
 
 # -------------------------------------------------------------------------- learning rate

@@ -6,23 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainvitals.detect.fleet import (
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.fleet.layers import (
     ActivationWatcher,
-    DataBoundWatcher,
-    FleetDetectors,
-    GpuErrorWatcher,
-    GpuLostWatcher,
-    GpuThrottleWatcher,
     LayerGradientWatcher,
-    LearningRateWatcher,
-    LossScaleWatcher,
-    MemoryCreepWatcher,
-    RankLossWatcher,
-    StragglerWatcher,
-    ThroughputWatcher,
     UpdateRatioWatcher,
 )
-from trainvitals.detect.merged import MergedStep, NodeSample
+from trainvitals.detect.fleet.memory import MemoryCreepWatcher
+from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher, GpuThrottleWatcher
+from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
+from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher, StragglerWatcher
+from trainvitals.detect.fleet.speed import ThroughputWatcher
 
 SECOND = 1_000_000_000
 GIB = 1 << 30

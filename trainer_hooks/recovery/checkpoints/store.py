@@ -23,7 +23,7 @@ from trainer_hooks.recovery.checkpoints.manifest import Manifest
 from trainer_hooks.recovery.checkpoints.planner import Box
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, cut
 from trainer_hooks.recovery.finite import bytes_of, is_finite
-from trainer_hooks.recovery.snapshots import Meta, Restored, Snapshot
+from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef

@@ -1,29 +1,55 @@
-"""What the watchers share: reading values that may be anything, and saying a thing once."""
+"""What the watchers see, and what they share: one step of the whole job, one sample of a node.
+
+The collector makes these, of the rows that all ranks wrote for a step; a replay of a stored run
+makes the same. Nothing here decides: what may act is judged in the job, on ``StepRecord`` alone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from trainvitals.detect.merged import MergedStep, NodeSample, Value
-from trainvitals.errors import ConfigError
 from trainvitals.records import Finding
+from trainvitals.stateful import Entry, Stateful, StatefulRow, row
+
+Value = float | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedStep:
+    """One step: rank 0's columns, each rank's own, the layers' where they were written.
+
+    Columns have the names of ``trainvitals.catalog``. A missing one is absent or None, never 0.
+    """
+
+    step: int
+    attempt: int
+    time_unix_ns: int
+    run: Mapping[str, Value] = field(default_factory=dict)
+    """Columns that rank 0 writes for all: ``loss``, ``learning_rate``, ``loss_scale``..."""
+    ranks: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    """Columns of every rank's own, by rank: ``step_duration_seconds``, ``rank_loss``..."""
+    layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Columns of the layers, by layer: ``grad_norm``, ``update_norm``, ``activation_max``..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSample:
+    """One sample of a node's GPUs by its agent."""
+
+    node: str
+    time_unix_ns: int
+    step: int
+    """The newest step of the run that was known then."""
+    gpus: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    """Columns of every GPU, by its UUID."""
+
 
 INFINITY = math.inf
 LONGEST_SECONDS = 1e9
 """Thirty years: a duration beyond is a broken clock, and no duration."""
-
-
-def require(section: str, field: str, value: float, *, least: float, most: float) -> None:
-    """Refuse a setting that lies outside of its range; NaN lies outside of every range.
-
-    Raises:
-        ConfigError: with the setting, its value and the range.
-    """
-    if not least <= value <= most:
-        upper = f" to {most:g}" if most < INFINITY else " or more"
-        raise ConfigError(f"{section}.{field} is {value}; it must be {least:g}{upper}")
 
 
 def number(value: Value) -> float | None:
@@ -94,13 +120,14 @@ def tell(
     )
 
 
-class Episode:
+class Episode(StatefulRow):
     """Lets a condition be told once, until it has been absent for a while.
 
     Feed it only where the condition could be judged: unknown is not absent.
     """
 
     __slots__ = ("_absent", "_clear_after", "on")
+    STATE = ("on", "_absent")
 
     def __init__(self, clear_after: int) -> None:
         self._clear_after = clear_after
@@ -119,23 +146,17 @@ class Episode:
                 self.on, self._absent = False, 0
         return False
 
-    def state(self) -> list[int]:
-        """Return the state as JSON types."""
-        return [int(self.on), self._absent]
 
-    def restore(self, state: Sequence[int]) -> None:
-        """Go on as the episode that gave ``state``."""
-        self.on, self._absent = bool(state[0]), int(state[1])
-
-
-class Watcher:
+class Watcher(Stateful):
     """Base of the step watchers: knows when a run went back or was started anew.
 
-    A subclass gives ``_judge``, ``_state`` and ``_restore``, ``_restarted`` where it keeps anything
-    that a new attempt makes void, and ``goes_on`` where it tells of what lasts.
+    A subclass gives ``_judge`` and ``STATE``, ``_restarted`` where it keeps anything that a new
+    attempt makes void, and ``goes_on`` where it tells of what lasts.
     """
 
     name = ""
+    STATE: ClassVar[tuple[str | Entry, ...]] = (row("place", "_attempt", "_step", "_has_seen"),)
+    FLAGS_ARE_NUMBERS = True
 
     def __init__(self) -> None:
         self._attempt = 0
@@ -154,43 +175,19 @@ class Watcher:
         self._attempt, self._step, self._has_seen = merged.attempt, merged.step, True
         return self._judge(merged)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        place = [self._attempt, self._step, int(self._has_seen)]
-        return {"place": place, **self._state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        attempt, step, has_seen = state["place"]
-        self._attempt, self._step, self._has_seen = int(attempt), int(step), bool(has_seen)
-        self._restore(state)
-
     def _restarted(self, merged: MergedStep) -> None:
         """Drop what the first step of another attempt, or of another process, makes void."""
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         raise NotImplementedError
 
-    def _state(self) -> dict[str, Any]:
-        raise NotImplementedError
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class NodeWatcher(Protocol):
+class NodeWatcher(Stateful):
     """Tells what a node's samples show. Reads no clock, draws no random number, never raises."""
 
-    name: str
+    FLAGS_ARE_NUMBERS = True
+    name = ""
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        ...
+        raise NotImplementedError

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, ClassVar
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
     Episode,
+    MergedStep,
     Watcher,
-    require,
     tell,
     upper_median,
 )
-from trainvitals.detect.merged import MergedStep
 from trainvitals.records import Finding
+from trainvitals.stateful import StatefulRow, table
 
 MOST_LAYERS = 4096
 """Layers followed; what comes beyond is not judged."""
@@ -30,10 +32,11 @@ _SIGMA_PER_MEAN_DEVIATION = 1.2533
 _LEAST_SPREAD = 0.05
 
 
-class Course:
+class Course(StatefulRow):
     """A layer's own course: centre and mean deviation of the logarithm of a number."""
 
     __slots__ = ("center", "count", "level", "spread", "streak")
+    STATE = ("count", "center", "spread", "streak", "level")
 
     def __init__(self) -> None:
         self.count = 0
@@ -61,53 +64,35 @@ class Course:
         """Start at a value, with nothing known before."""
         self.count, self.center, self.spread, self.streak = 1, value, 0.0, 0
 
-    def state(self) -> list[float]:
-        """Return the state as JSON types."""
-        return [self.count, self.center, self.spread, self.streak, self.level]
 
-    @classmethod
-    def of(cls, state: list[float]) -> Course:
-        """Return the course that gave ``state``."""
-        course = cls()
-        count, course.center, course.spread, streak, course.level = state
-        course.count, course.streak = int(count), int(streak)
-        return course
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerConfig:
+class LayerConfig(Settings, frozen=True, kw_only=True):
     """When a layer stands out among the others. Rows of layers come every 10th step by default."""
 
-    strong_ratio: float = 30.0
+    section = "layers"
+    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("weak_ratio", "strong_ratio"),
+        ("persistence", "accept_after"),
+    )
+
+    strong_ratio: Annotated[float, Meta(le=1e9)] = 30.0
     """Multiple of its own course, less what all layers did, that tells at once. Clean GPT-2 runs
     show 5 to 15 times for one step in the whole norm."""
-    weak_ratio: float = 6.0
+    weak_ratio: Annotated[float, Meta(ge=1.5, le=1e6)] = 6.0
     """The same that tells after ``persistence`` samples in a row."""
-    persistence: int = 3
+    persistence: AtLeastOne = 3
     """Samples in a row that make weak evidence strong."""
-    sigmas: float = 8.0
+    sigmas: Annotated[float, Meta(ge=1.0, le=1e3)] = 8.0
     """Standard deviations of its own that a layer must be away, too."""
-    least_share: float = 0.1
+    least_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
     """Part of the norm of all layers that the layer must have: what cannot matter is not told."""
-    warm_up: int = 20
+    warm_up: Annotated[int, Meta(ge=4)] = 20
     """Samples of a layer before it is judged."""
-    rate: float = 1 / 16
+    rate: Annotated[float, Meta(ge=1e-4, le=0.5)] = 1 / 16
     """Weight of a new sample in the course."""
     accept_after: int = 30
     """Samples in a row that stand out, after which that is the layer's new course."""
-    clear_after: int = 20
+    clear_after: AtLeastOne = 20
     """Samples in which no layer stands out, after which it would be told again."""
-
-    def __post_init__(self) -> None:
-        require("layers", "weak_ratio", self.weak_ratio, least=1.5, most=1e6)
-        require("layers", "strong_ratio", self.strong_ratio, least=self.weak_ratio, most=1e9)
-        require("layers", "persistence", self.persistence, least=1, most=INFINITY)
-        require("layers", "sigmas", self.sigmas, least=1.0, most=1e3)
-        require("layers", "least_share", self.least_share, least=0.0, most=1.0)
-        require("layers", "warm_up", self.warm_up, least=4, most=INFINITY)
-        require("layers", "rate", self.rate, least=1e-4, most=0.5)
-        require("layers", "accept_after", self.accept_after, least=self.persistence, most=INFINITY)
-        require("layers", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 LEAST_LAYERS = 4
@@ -122,6 +107,7 @@ class LayerOutlierWatcher(Watcher):
     """
 
     label = ""
+    STATE = (table("_courses", lambda _: Course()), "_episode")
 
     def __init__(self, config: LayerConfig | None = None) -> None:
         super().__init__()
@@ -212,14 +198,6 @@ class LayerOutlierWatcher(Watcher):
     def _least(self, total: float) -> float:
         return self._config.least_share * total
 
-    def _state(self) -> dict[str, Any]:
-        courses = [[layer, *course.state()] for layer, course in self._courses.items()]
-        return {"courses": courses, "episode": self._episode.state()}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._courses = {layer: Course.of(kept) for layer, *kept in state["courses"]}
-        self._episode.restore(state["episode"])
-
 
 class LayerGradientWatcher(LayerOutlierWatcher):
     """Finds the layer whose gradients alone explode."""
@@ -262,31 +240,24 @@ def _update_ratios(layers: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[
             yield layer, ratio
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationConfig:
+class ActivationConfig(Settings, frozen=True, kw_only=True):
     """How far a module's output may grow. Rows of layers come every 10th step by default."""
 
-    rms_ratio: float = 10.0
+    section = "activations"
+
+    rms_ratio: Annotated[float, Meta(ge=1.5, le=1e9)] = 10.0
     """Growth of the root mean square that is told: an order of magnitude."""
-    max_ratio: float = 100.0
+    max_ratio: Annotated[float, Meta(ge=1.5, le=1e9)] = 100.0
     """The same for the largest magnitude. Single features of healthy language models grow by
     orders (Sun et al., Massive Activations in Large Language Models, 2024), so it is two."""
-    warm_up: int = 50
+    warm_up: Annotated[int, Meta(ge=4)] = 50
     """Samples after which a module's level is the one that growth is counted from."""
-    persistence: int = 3
+    persistence: AtLeastOne = 3
     """Samples in a row above the ratio: a single batch says nothing."""
-    rate: float = 1 / 16
+    rate: Annotated[float, Meta(ge=1e-4, le=0.5)] = 1 / 16
     """Weight of a new sample in the course."""
-    clear_after: int = 50
+    clear_after: AtLeastOne = 50
     """Samples in which no module is above, after which growth would be told again."""
-
-    def __post_init__(self) -> None:
-        require("activations", "rms_ratio", self.rms_ratio, least=1.5, most=1e9)
-        require("activations", "max_ratio", self.max_ratio, least=1.5, most=1e9)
-        require("activations", "warm_up", self.warm_up, least=4, most=INFINITY)
-        require("activations", "persistence", self.persistence, least=1, most=INFINITY)
-        require("activations", "rate", self.rate, least=1e-4, most=0.5)
-        require("activations", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class ActivationWatcher(Watcher):
@@ -296,6 +267,7 @@ class ActivationWatcher(Watcher):
     """
 
     name = "activation"
+    STATE = (table("_courses", lambda _: Course()), "_episode")
 
     def __init__(self, config: ActivationConfig | None = None) -> None:
         super().__init__()
@@ -356,14 +328,6 @@ class ActivationWatcher(Watcher):
         course.begin(value)
         course.count, course.level = self._config.warm_up, value
         return growth
-
-    def _state(self) -> dict[str, Any]:
-        courses = [[key, *course.state()] for key, course in self._courses.items()]
-        return {"courses": courses, "episode": self._episode.state()}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._courses = {key: Course.of(kept) for key, *kept in state["courses"]}
-        self._episode.restore(state["episode"])
 
 
 def _exp(value: float) -> float:

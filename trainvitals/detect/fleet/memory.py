@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
     Episode,
+    MergedStep,
     Watcher,
     finite,
     number,
-    require,
     tell,
     upper_median,
 )
-from trainvitals.detect.merged import MergedStep
 from trainvitals.records import Finding
+from trainvitals.stateful import StatefulRow
 from trainvitals.units import humanize_bytes
 
 _MOST_BYTES = 1e18
@@ -28,42 +30,36 @@ _PER_LEVEL = 20
 """Blocks of one level that make one of the next: 50, 1,000 and 20,000 steps long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(Settings, frozen=True, kw_only=True):
     """What a leak is."""
 
-    block: int = 50
+    section = "memory"
+    ascending = (("least_blocks", "blocks"),)
+
+    block: Annotated[int, Meta(ge=2, le=100_000)] = 50
     """Steps whose smallest value is one measurement: batches of all lengths come and go above that
     floor, a leak raises it."""
-    blocks: int = 24
+    blocks: Annotated[int, Meta(le=1000)] = 24
     """Measurements kept, at each of three scales."""
-    least_blocks: int = 8
+    least_blocks: Annotated[int, Meta(ge=4, le=1000)] = 8
     """Measurements needed."""
-    rising: float = 0.75
+    rising: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.75
     """Share of the measurements that must lie above the one before: one large buffer that is made
     once is a step, not a slope."""
-    min_growth: float = 0.01
+    min_growth: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.01
     """Part of the device's memory that must have been taken in the time looked at."""
-    horizon: float = 10.0
+    horizon: Annotated[float, Meta(ge=0.1, le=1e6)] = 10.0
     """How far the line is drawn out, in multiples of the time looked at. Our own choice."""
-    warmup_rows: int = 100
+    warmup_rows: Count = 100
     """First steps of an attempt, left out: optimizer states and caches are made."""
-    clear_after: int = 4
+    clear_after: AtLeastOne = 4
     """Measurements without creep after which it would be told again."""
 
-    def __post_init__(self) -> None:
-        require("memory", "block", self.block, least=2, most=100_000)
-        require("memory", "least_blocks", self.least_blocks, least=4, most=1000)
-        require("memory", "blocks", self.blocks, least=self.least_blocks, most=1000)
-        require("memory", "rising", self.rising, least=0.5, most=1.0)
-        require("memory", "min_growth", self.min_growth, least=0.0, most=1.0)
-        require("memory", "horizon", self.horizon, least=0.1, most=1e6)
-        require("memory", "warmup_rows", self.warmup_rows, least=0, most=INFINITY)
-        require("memory", "clear_after", self.clear_after, least=1, most=INFINITY)
 
-
-class _Floors:
+class _Floors(StatefulRow):
     """Smallest values of blocks of steps, of every rank: one scale."""
+
+    STATE = ("present", "num", "kept")
 
     def __init__(self, size: int, most: int) -> None:
         self.size, self.most = size, most
@@ -96,6 +92,7 @@ class MemoryCreepWatcher(Watcher):
     """
 
     name = "memory_creep"
+    STATE = ("_total", "_settling", "_scales", "_creeps", "_episode")
 
     def __init__(self, config: MemoryConfig | None = None) -> None:
         super().__init__()
@@ -185,23 +182,6 @@ class MemoryCreepWatcher(Watcher):
             value=left,
             onset_step=max(0, onset),
         )
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "total": self._total,
-            "settling": self._settling,
-            "scales": [[list(s.present), s.num, [list(k) for k in s.kept]] for s in self._scales],
-            "creeps": [int(creeps) for creeps in self._creeps],
-            "episode": self._episode.state(),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._total, self._settling = float(state["total"]), int(state["settling"])
-        for scale, (present, num, kept) in zip(self._scales, state["scales"], strict=True):
-            scale.present, scale.num = list(present), int(num)
-            scale.kept = [list(row) for row in kept]
-        self._creeps = [bool(creeps) for creeps in state["creeps"]]
-        self._episode.restore(state["episode"])
 
 
 def _theil_sen(values: Sequence[float]) -> float:

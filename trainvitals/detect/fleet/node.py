@@ -8,12 +8,21 @@ agent sends them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from trainvitals.detect.fleet.base import INFINITY, Episode, number, require, tell
-from trainvitals.detect.merged import NodeSample, Value
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Settings
+from trainvitals.detect.fleet.base import (
+    Episode,
+    NodeSample,
+    NodeWatcher,
+    Value,
+    number,
+    tell,
+)
 from trainvitals.records import Finding
+from trainvitals.stateful import StatefulRow, table
 from trainvitals.units import humanize
 
 MOST_GPUS = 65536
@@ -49,29 +58,26 @@ XIDS: dict[int, str] = {
 """Xids that a program can cause, or survive, by the same catalogue."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThrottleConfig:
+class ThrottleConfig(Settings, frozen=True, kw_only=True):
     """When slowed clocks are told."""
 
-    samples: int = 3
+    section = "throttle"
+
+    samples: AtLeastOne = 3
     """Samples in a row with slowed clocks."""
-    cap_ratio: float = 0.7
+    cap_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.7
     """A power cap alone is normal under load. It is told where the clock is below this part of the
     GPU's own highest. Our own choice."""
-    cap_samples: int = 10
+    cap_samples: AtLeastOne = 10
     """Samples in a row of that."""
-    clear_after: int = 30
+    clear_after: AtLeastOne = 30
     """Samples without, after which it would be told again."""
 
-    def __post_init__(self) -> None:
-        require("throttle", "samples", self.samples, least=1, most=INFINITY)
-        require("throttle", "cap_ratio", self.cap_ratio, least=0.0, most=1.0)
-        require("throttle", "cap_samples", self.cap_samples, least=1, most=INFINITY)
-        require("throttle", "clear_after", self.clear_after, least=1, most=INFINITY)
 
-
-class _Clocks:
+class _Clocks(StatefulRow):
     """What is kept of one GPU's clocks."""
+
+    STATE = ("hot", "capped", "highest", "slowed", "cap")
 
     def __init__(self, clear_after: int) -> None:
         self.hot = self.capped = 0
@@ -79,14 +85,18 @@ class _Clocks:
         self.slowed, self.cap = Episode(clear_after), Episode(clear_after)
 
 
-class GpuThrottleWatcher:
+class GpuThrottleWatcher(NodeWatcher):
     """Finds GPUs whose clocks are slowed for heat or by the power supply, and caps that hurt."""
 
     name = "gpu_throttle"
+    STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
 
     def __init__(self, config: ThrottleConfig | None = None) -> None:
         self._config = config or ThrottleConfig()
         self._gpus: dict[tuple[str, str], _Clocks] = {}
+
+    def _new(self) -> _Clocks:
+        return _Clocks(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
@@ -95,7 +105,7 @@ class GpuThrottleWatcher:
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
                 continue
-            clocks = _of(self._gpus, (sample.node, uuid), lambda: _Clocks(self._config.clear_after))
+            clocks = _of(self._gpus, (sample.node, uuid), self._new)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
                 text = f"{_gpu(sample, uuid)} {reason}{_shown(columns)}"
                 cause = "gpu_power_cap" if mask & POWER_CAP and not mask & _SLOWED else _cause(mask)
@@ -118,24 +128,6 @@ class GpuThrottleWatcher:
         if begins_hot:
             return _WORDS[_cause(mask)]
         return "is held far below its clock by its power cap" if begins_cap else ""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        gpus = [
-            [*key, c.hot, c.capped, c.highest, c.slowed.state(), c.cap.state()]
-            for key, c in self._gpus.items()
-        ]
-        return {"gpus": gpus}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        self._gpus = {}
-        for node, uuid, hot, capped, highest, slowed, cap in state["gpus"]:
-            clocks = _Clocks(self._config.clear_after)
-            clocks.hot, clocks.capped, clocks.highest = int(hot), int(capped), float(highest)
-            clocks.slowed.restore(slowed)
-            clocks.cap.restore(cap)
-            self._gpus[node, uuid] = clocks
 
 
 THROTTLES: dict[int, str] = {
@@ -173,26 +165,24 @@ def _shown(columns: Mapping[str, Value]) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuErrorConfig:
+class GpuErrorConfig(Settings, frozen=True, kw_only=True):
     """Which errors are told. Uncorrected memory errors and Xids always are."""
 
-    corrected: int = 100
+    section = "gpu_errors"
+
+    corrected: AtLeastOne = 100
     """Corrected memory errors in ``corrected_seconds`` that are too many. Our own choice: single
     ones are normal, and NVIDIA remaps rows by itself."""
-    corrected_seconds: float = 3600.0
+    corrected_seconds: Annotated[float, Meta(ge=1.0, le=1e9)] = 3600.0
     """The time for these."""
-    clear_after: int = 100
+    clear_after: AtLeastOne = 100
     """Samples without a new error after which one would be told again."""
 
-    def __post_init__(self) -> None:
-        require("gpu_errors", "corrected", self.corrected, least=1, most=INFINITY)
-        require("gpu_errors", "corrected_seconds", self.corrected_seconds, least=1.0, most=1e9)
-        require("gpu_errors", "clear_after", self.clear_after, least=1, most=INFINITY)
 
-
-class _Errors:
+class _Errors(StatefulRow):
     """What is kept of one GPU's errors; -1 where a counter was not seen yet."""
+
+    STATE = ("uncorrected", "corrected", "since_ns", "xid", "ecc", "many")
 
     def __init__(self, clear_after: int) -> None:
         self.uncorrected = self.corrected = self.xid = -1
@@ -200,20 +190,24 @@ class _Errors:
         self.ecc, self.many = Episode(clear_after), Episode(clear_after)
 
 
-class GpuErrorWatcher:
+class GpuErrorWatcher(NodeWatcher):
     """Finds memory errors and Xids as they happen; those from before the first sample are old."""
 
     name = "gpu_error"
+    STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
 
     def __init__(self, config: GpuErrorConfig | None = None) -> None:
         self._config = config or GpuErrorConfig()
         self._gpus: dict[tuple[str, str], _Errors] = {}
 
+    def _new(self) -> _Errors:
+        return _Errors(self._config.clear_after)
+
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Take one sample in; those of one node come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
-            kept = _of(self._gpus, (sample.node, uuid), lambda: _Errors(self._config.clear_after))
+            kept = _of(self._gpus, (sample.node, uuid), self._new)
             if kept is None:
                 continue
             if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
@@ -285,47 +279,26 @@ class GpuErrorWatcher:
             ),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        gpus = [
-            [*key, e.uncorrected, e.corrected, e.since_ns, e.xid, e.ecc.state(), e.many.state()]
-            for key, e in self._gpus.items()
-        ]
-        return {"gpus": gpus}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        self._gpus = {}
-        for node, uuid, uncorrected, corrected, since, xid, ecc, many in state["gpus"]:
-            kept = _Errors(self._config.clear_after)
-            kept.uncorrected, kept.corrected = int(uncorrected), int(corrected)
-            kept.since_ns, kept.xid = int(since), int(xid)
-            kept.ecc.restore(ecc)
-            kept.many.restore(many)
-            self._gpus[node, uuid] = kept
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLostConfig:
+class GpuLostConfig(Settings, frozen=True, kw_only=True):
     """When a GPU counts as gone."""
 
-    samples: int = 3
+    section = "gpu_lost"
+
+    samples: AtLeastOne = 3
     """Samples in a row without it, while other GPUs of its node answer."""
-    all_samples: int = 10
+    all_samples: AtLeastOne = 10
     """The same where none of the node answers: that may be the sampler's own trouble."""
 
-    def __post_init__(self) -> None:
-        require("gpu_lost", "samples", self.samples, least=1, most=INFINITY)
-        require("gpu_lost", "all_samples", self.all_samples, least=1, most=INFINITY)
 
-
-class GpuLostWatcher:
+class GpuLostWatcher(NodeWatcher):
     """Finds GPUs that were there and answer no more: fallen off the bus, most likely.
 
     An agent sends no columns of a GPU that answers nothing. A GPU that comes back may be lost anew.
     """
 
     name = "gpu_lost"
+    STATE = ("_missing",)
 
     def __init__(self, config: GpuLostConfig | None = None) -> None:
         self._config = config or GpuLostConfig()
@@ -357,17 +330,6 @@ class GpuLostWatcher:
             return (tell(self.name, sample.step, text, value=float(len(lost))),)
         words = "does not answer any more: it may have fallen off the bus"
         return tuple(tell(self.name, sample.step, f"{_gpu(sample, uuid)} {words}") for uuid in lost)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {"missing": {node: dict(gpus) for node, gpus in self._missing.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as the watcher that gave ``state``."""
-        self._missing = {
-            node: {uuid: int(count) for uuid, count in gpus.items()}
-            for node, gpus in state["missing"].items()
-        }
 
 
 def _of(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainvitals.detect.fleet.base import NodeWatcher
+from trainvitals.config import Settings
+from trainvitals.detect.fleet.base import MergedStep, NodeSample, NodeWatcher, Watcher
 from trainvitals.detect.fleet.layers import (
     ActivationConfig,
     ActivationWatcher,
@@ -22,75 +23,85 @@ from trainvitals.detect.fleet.node import (
     GpuThrottleWatcher,
     ThrottleConfig,
 )
-from trainvitals.detect.fleet.overdue import (
+from trainvitals.detect.fleet.optimizer import (
+    LearningRateConfig,
+    LearningRateWatcher,
+    LossScaleConfig,
+    LossScaleWatcher,
+)
+from trainvitals.detect.fleet.ranks import (
+    DataBoundConfig,
+    DataBoundWatcher,
+    RankLossConfig,
+    RankLossWatcher,
+    StragglerConfig,
+    StragglerWatcher,
+)
+from trainvitals.detect.fleet.speed import (
     CheckpointConfig,
     StallConfig,
+    ThroughputConfig,
+    ThroughputWatcher,
     checkpoint_overdue,
     stalled,
     usual_interval,
 )
-from trainvitals.detect.fleet.rate import LearningRateConfig, LearningRateWatcher
-from trainvitals.detect.fleet.scale import LossScaleConfig, LossScaleWatcher
-from trainvitals.detect.fleet.speed import ThroughputConfig, ThroughputWatcher
-from trainvitals.detect.fleet.spread import RankLossConfig, RankLossWatcher
-from trainvitals.detect.fleet.waits import (
-    DataBoundConfig,
-    DataBoundWatcher,
-    StragglerConfig,
-    StragglerWatcher,
-)
-from trainvitals.detect.merged import MergedStep, NodeSample, StepWatcher
 from trainvitals.records import Finding
+from trainvitals.stateful import Stateful, row
 
 _KEPT_CHECKPOINTS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
+class FleetConfig(Settings, frozen=True, kw_only=True):
     """Settings of all watchers."""
 
-    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    section = "fleet"
+
+    learning_rate: LearningRateConfig = LearningRateConfig()
     """Jumps, a rate stuck at zero, one that a resume forgot."""
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    loss_scale: LossScaleConfig = LossScaleConfig()
     """The gradient scaler."""
-    layers: LayerConfig = field(default_factory=LayerConfig)
+    layers: LayerConfig = LayerConfig()
     """Layers whose gradients or updates leave their course."""
-    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    activations: ActivationConfig = ActivationConfig()
     """Growing activations."""
-    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+    throughput: ThroughputConfig = ThroughputConfig()
     """A sustained fall."""
-    data_bound: DataBoundConfig = field(default_factory=DataBoundConfig)
+    data_bound: DataBoundConfig = DataBoundConfig()
     """Waiting for data."""
-    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    straggler: StragglerConfig = StragglerConfig()
     """Waiting for one rank."""
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    memory: MemoryConfig = MemoryConfig()
     """Creeping device memory."""
-    rank_loss: RankLossConfig = field(default_factory=RankLossConfig)
+    rank_loss: RankLossConfig = RankLossConfig()
     """One rank's loss off from the others'."""
-    throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
+    throttle: ThrottleConfig = ThrottleConfig()
     """Slowed clocks of a GPU."""
-    gpu_errors: GpuErrorConfig = field(default_factory=GpuErrorConfig)
+    gpu_errors: GpuErrorConfig = GpuErrorConfig()
     """Memory errors and Xids."""
-    gpu_lost: GpuLostConfig = field(default_factory=GpuLostConfig)
+    gpu_lost: GpuLostConfig = GpuLostConfig()
     """GPUs that vanish."""
-    stall: StallConfig = field(default_factory=StallConfig)
+    stall: StallConfig = StallConfig()
     """A step that does not come."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """A checkpoint that does not come."""
 
 
-class FleetDetectors:
+class FleetDetectors(Stateful):
     """Feeds every watcher of one run, in a fixed order. Reads no clock and never raises on data.
 
     Call ``update`` with each merged step, ``update_node`` with each node's sample, ``saved`` with
     each checkpoint, and ``idle`` now and then with the time.
     """
 
+    STATE = ("_watchers", "_last", row("told", "_is_stalled", "_is_overdue"), "_checkpoints")
+    FLAGS_ARE_NUMBERS = True
+
     def __init__(self, config: FleetConfig | None = None) -> None:
         self._config = config = config or FleetConfig()
         self._throughput = ThroughputWatcher(config.throughput)
         self._memory = MemoryCreepWatcher(config.memory)
-        self._of_steps: tuple[StepWatcher, ...] = (
+        self._of_steps: tuple[Watcher, ...] = (
             LearningRateWatcher(config.learning_rate),
             LossScaleWatcher(config.loss_scale),
             LayerGradientWatcher(config.layers),
@@ -107,8 +118,9 @@ class FleetDetectors:
             GpuErrorWatcher(config.gpu_errors),
             GpuLostWatcher(config.gpu_lost),
         )
-        self._all: tuple[StepWatcher | NodeWatcher, ...] = (*self._of_steps, *self._of_nodes)
-        self._last: tuple[int, int] | None = None
+        self._watchers = {watcher.name: watcher for watcher in (*self._of_steps, *self._of_nodes)}
+        self._last: Sequence[int] | None = None
+        """Step and time of the newest step."""
         self._is_stalled = self._is_overdue = False
         self._checkpoints: list[int] = []
         self._interval: int | None = None
@@ -180,22 +192,7 @@ class FleetDetectors:
         self._is_overdue = finding is not None
         return () if finding is None else (finding,)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
-        return {
-            "watchers": {w.name: w.state_dict() for w in self._all},
-            "last": None if self._last is None else list(self._last),
-            "told": [int(self._is_stalled), int(self._is_overdue)],
-            "checkpoints": list(self._checkpoints),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the set that gave ``state``; a watcher it did not have starts anew."""
-        for watcher in self._all:
-            if watcher.name in state["watchers"]:
-                watcher.load_state_dict(state["watchers"][watcher.name])
-        last = state["last"]
-        self._last = None if last is None else (int(last[0]), int(last[1]))
-        self._is_stalled, self._is_overdue = (bool(flag) for flag in state["told"])
-        self._checkpoints = [int(step) for step in state["checkpoints"]]
+        super().load_state_dict(state)
         self._interval = usual_interval(self._checkpoints)

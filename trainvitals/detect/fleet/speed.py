@@ -1,65 +1,145 @@
-"""Throughput that falls for good: against the best the run itself has shown."""
+"""How long steps take: what is usual, a throughput that falls, what does not come in time."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Literal
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
-    INFINITY,
     Episode,
+    MergedStep,
     Watcher,
     number,
-    require,
     step_seconds,
     tell,
     upper_median,
 )
-from trainvitals.detect.fleet.pace import Pace, PaceConfig
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.outliers import SIGMA_PER_MAD, RobustWindow
 from trainvitals.records import Finding
+from trainvitals.stateful import Stateful, row
 from trainvitals.units import humanize, humanize_seconds
-from trainvitals.windows import SIGMA_PER_MAD
+
+Kind = Literal["ordinary", "periodic", "slow"]
+
+_KEPT_SLOW = 64
+_IN_ROW = 4
+"""Slow steps at equal distances that make a period: three distances are no accident."""
+
+
+class PaceConfig(Settings, frozen=True, kw_only=True):
+    """What makes a step slow."""
+
+    section = "pace"
+
+    window: Annotated[int, Meta(ge=4, le=4096)] = 32
+    """Ordinary steps whose median is the usual duration."""
+    slow_ratio: Annotated[float, Meta(ge=1.05, le=100.0)] = 1.5
+    """Multiple of the usual duration from which a step is slow."""
+    accept_after: Annotated[int, Meta(ge=2)] = 16
+    """Slow steps in a row after which that is the usual duration."""
+
+
+class Pace(Stateful):
+    """Sorts steps by their duration. Slow ones never enter what is usual.
+
+    Evaluations and checkpoints make nearly all slow steps of a healthy run, at equal distances in
+    steps: a slow step is periodic where three more lie behind it at the same distance, one off at
+    the most.
+    """
+
+    STATE = ("_usual", "_slow", "_streak", "_longest", "period")
+
+    def __init__(self, config: PaceConfig | None = None) -> None:
+        self._config = config or PaceConfig()
+        self._usual = RobustWindow(self._config.window)
+        self._slow: list[int] = []
+        self._streak: list[float] = []
+        self._longest = (0.0, 0.0)
+        self.period = 0
+        """Distance of the newest periodic slow steps; 0 until one is known."""
+
+    @property
+    def typical_seconds(self) -> float | None:
+        """The usual duration of a step; None until some are known."""
+        return self._usual.median() if len(self._usual) >= 4 else None
+
+    @property
+    def longest_seconds(self) -> float:
+        """The second longest step: what happened once (a hang that ended) is no measure."""
+        return self._longest[1]
+
+    def push(self, step: int, seconds: float) -> Kind:
+        """Take one step's duration in, finite and above zero, and return of what kind it is."""
+        if seconds > self._longest[1]:
+            self._longest = (max(seconds, self._longest[0]), min(seconds, self._longest[0]))
+        usual = self.typical_seconds
+        if usual is None or seconds <= self._config.slow_ratio * usual:
+            self._usual.push(seconds)
+            self._streak.clear()
+            return "ordinary"
+        self._streak.append(seconds)
+        if len(self._streak) >= self._config.accept_after:
+            self._usual.restore(self._streak)
+            self._streak.clear()
+        return "periodic" if self._is_periodic(step) else "slow"
+
+    def _is_periodic(self, step: int) -> bool:
+        slow = set(self._slow)
+        cycle = 0
+        for earlier in reversed(self._slow):
+            period = step - earlier
+            if period >= 2 and all(
+                any(step - n * period + off in slow for off in ((0, -1, 1) if period > 8 else (0,)))
+                for n in range(2, _IN_ROW)
+            ):
+                cycle = period
+                break
+        self._slow = [*self._slow, step][-_KEPT_SLOW:]
+        self.period = cycle or self.period
+        return cycle > 0
+
+    def went_back(self, step: int) -> None:
+        """Forget the slow steps that are made again."""
+        self._slow = [slow for slow in self._slow if slow < step]
+        self._streak.clear()
+
+
+# ------------------------------------------------------------------------------------- throughput
+
 
 _LEAST_BLOCKS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputConfig:
+class ThroughputConfig(Settings, frozen=True, kw_only=True):
     """When a run counts as slower than it was."""
 
-    fall: float = 0.1
+    section = "throughput"
+    ascending = (("persistence", "accept_after"),)
+
+    fall: Annotated[float, Meta(ge=0.01, le=0.99)] = 0.1
     """Part of the best throughput that may be missing."""
-    block: int = 20
+    block: Annotated[int, Meta(ge=3, le=10_000)] = 20
     """Ordinary steps whose median is one measurement."""
-    blocks: int = 15
+    blocks: Annotated[int, Meta(ge=_LEAST_BLOCKS, le=1000)] = 15
     """Measurements whose median is the run's course; the best course is the reference."""
-    persistence: int = 2
+    persistence: AtLeastOne = 2
     """Measurements in a row below the limit that are told: at least 30 of 40 steps are slow."""
-    sigmas: float = 5.0
+    sigmas: Annotated[float, Meta(ge=0.0, le=100.0)] = 5.0
     """Robust standard deviations of these measurements that the fall must exceed as well, so that
     a noisy run is not told for its noise."""
-    warmup_rows: int = 20
+    warmup_rows: Count = 20
     """First steps of an attempt, left out: compilation, autotuning, cold caches."""
     accept_after: int = 50
     """Measurements in a row below the limit (1000 steps) after which that is the reference."""
-    clear_after: int = 5
+    clear_after: AtLeastOne = 5
     """Measurements above the limit after which a fall would be told again."""
-    pace: PaceConfig = field(default_factory=PaceConfig)
+    pace: PaceConfig = PaceConfig()
     """What makes a single step slow; slow steps at intervals are left out."""
-
-    def __post_init__(self) -> None:
-        require("throughput", "fall", self.fall, least=0.01, most=0.99)
-        require("throughput", "block", self.block, least=3, most=10_000)
-        require("throughput", "blocks", self.blocks, least=_LEAST_BLOCKS, most=1000)
-        require("throughput", "persistence", self.persistence, least=1, most=INFINITY)
-        require("throughput", "sigmas", self.sigmas, least=0.0, most=100.0)
-        require("throughput", "warmup_rows", self.warmup_rows, least=0, most=INFINITY)
-        require(
-            "throughput", "accept_after", self.accept_after, least=self.persistence, most=INFINITY
-        )
-        require("throughput", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class ThroughputWatcher(Watcher):
@@ -70,6 +150,16 @@ class ThroughputWatcher(Watcher):
     """
 
     name = "throughput"
+    STATE = (
+        "pace",
+        row("measures", "_world_size", "_per_token", "_settling"),
+        "_block",
+        "_blocks",
+        "_best",
+        "_noise",
+        row("low", "_low_blocks", "_onset", "_block_start"),
+        "_episode",
+    )
 
     def __init__(self, config: ThroughputConfig | None = None) -> None:
         super().__init__()
@@ -169,27 +259,100 @@ class ThroughputWatcher(Watcher):
             )
         return tell(self.name, step, reason, value=now, limit=limit, onset_step=self._onset)
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "pace": self.pace.state(),
-            "measures": [self._world_size, int(self._per_token), self._settling],
-            "block": list(self._block),
-            "blocks": list(self._blocks),
-            "best": self._best,
-            "noise": self._noise,
-            "low": [self._low_blocks, self._onset, self._block_start],
-            "episode": self._episode.state(),
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.pace.restore(state["pace"])
-        self._world_size, per_token, self._settling = (int(n) for n in state["measures"])
-        self._per_token = bool(per_token)
-        self._block, self._blocks = list(state["block"]), list(state["blocks"])
-        self._best, self._noise = state["best"], float(state["noise"])
-        self._low_blocks, self._onset, self._block_start = (int(n) for n in state["low"])
-        self._episode.restore(state["episode"])
-
 
 def _exp(value: float) -> float:
     return math.exp(max(-700.0, min(700.0, value)))
+
+
+# ----------------------------------------------------------------------------- what does not come
+
+
+class StallConfig(Settings, frozen=True, kw_only=True):
+    """How long a step may take."""
+
+    section = "stall"
+
+    least_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 300.0
+    """Silence that is never a stall: the first evaluation comes without notice."""
+    typical_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 20.0
+    """Multiple of the usual step. Our own choice."""
+    longest_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 3.0
+    """Multiple of the longest step that was seen twice, evaluations and checkpoints included.
+    nvidia-resiliency-ext takes 5 times the longest and restarts the job; this one only tells."""
+
+
+class CheckpointConfig(Settings, frozen=True, kw_only=True):
+    """How old the newest checkpoint may be."""
+
+    section = "checkpoint"
+
+    ratio: Annotated[float, Meta(ge=1.0)] = 2.0
+    """Multiple of the usual interval: one save may fail, or be late, without a word."""
+
+
+_STALL = StallConfig()
+_CHECKPOINT = CheckpointConfig()
+
+
+def stalled(
+    now_ns: int,
+    *,
+    last_step: int,
+    last_time_ns: int,
+    typical_seconds: float | None,
+    longest_seconds: float = 0.0,
+    config: StallConfig = _STALL,
+) -> Finding | None:
+    """Say whether the step after ``last_step`` takes too long; None while that is not known.
+
+    Both times must be of one clock. A clock that went back is no stall.
+    """
+    if typical_seconds is None:
+        return None
+    silent = (now_ns - last_time_ns) / 1e9
+    limit = max(
+        config.least_seconds,
+        config.typical_ratio * typical_seconds,
+        config.longest_ratio * longest_seconds,
+    )
+    if silent <= limit:
+        return None
+    return tell(
+        "stalled",
+        last_step,
+        f"no step for {humanize_seconds(silent)} after step {last_step}; a step usually takes "
+        f"{humanize_seconds(typical_seconds)}, and {humanize_seconds(limit)} is the limit",
+        value=silent,
+        limit=limit,
+    )
+
+
+def usual_interval(checkpoint_steps: Sequence[int]) -> int | None:
+    """Return the median distance of checkpoints, in steps; None for less than two."""
+    steps = sorted(set(checkpoint_steps))
+    gaps = [after - before for before, after in pairwise(steps)]
+    return int(upper_median(gaps)) if gaps else None
+
+
+def checkpoint_overdue(
+    step: int,
+    *,
+    newest_checkpoint_step: int,
+    interval: int | None,
+    config: CheckpointConfig = _CHECKPOINT,
+) -> Finding | None:
+    """Say whether a checkpoint is missing at a step; None where the interval is not known."""
+    if interval is None or interval < 1:
+        return None
+    age, limit = step - newest_checkpoint_step, config.ratio * interval
+    if age <= limit:
+        return None
+    return tell(
+        "checkpoint_overdue",
+        step,
+        f"the newest checkpoint is of step {newest_checkpoint_step}, {age} steps ago; one comes "
+        f"every {interval} steps",
+        value=float(age),
+        limit=limit,
+        onset_step=newest_checkpoint_step + interval,
+    )

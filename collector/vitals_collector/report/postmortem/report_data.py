@@ -96,7 +96,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
     asked = _Asked()
     detail = reader.ask(RunQuestion(run_id=run_id))
     everything = reader.ask(IncidentsQuestion(run_id=run_id))
-    detailed_incidents = _told(everything, incident_id)
+    detailed_incidents = _told_whole(everything, incident_id)
     return ReportData(
         detail=detail,
         made_unix_ns=now_unix_ns,
@@ -113,7 +113,7 @@ def gather(reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = 
     )
 
 
-def _told(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
+def _told_whole(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
     """Return the incidents to be told whole, by time."""
     if incident_id:
         matches = [incident for incident in incidents if incident.incident_id == incident_id]

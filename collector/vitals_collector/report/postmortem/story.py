@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from trainvitals.cli.output import moment
-from trainvitals.policy.hindsight import tally
-from trainvitals.policy.rules import rule_words
+from trainvitals.policy.evidence import tally
+from trainvitals.policy.rungs import rule_words
 from trainvitals.views import DecisionView, IncidentView, MoverView
 from vitals_collector.ingest.projections import samples
 from vitals_collector.report.curves import CurveMark, marks
@@ -163,7 +163,7 @@ def _incident(
                 for m in incident_facts.movers[:_MOVERS]
             ],
         )
-    yield from _found(incident)
+    yield from _evidence(incident)
     yield from _of_time(incident, ordinals)
 
 
@@ -175,7 +175,7 @@ def _score(mover: MoverView) -> float | None:
     return None if mover.peak is None else round(mover.score, 1)
 
 
-def _found(incident: IncidentView) -> Iterator[Block]:
+def _evidence(incident: IncidentView) -> Iterator[Block]:
     if incident.decisions:
         yield Heading(3, "Decisions and their evidence")
         yield Table(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])

@@ -1,51 +1,53 @@
-"""Who waits for what: steps that wait for data, and ranks that wait for one slow rank."""
+"""One rank against the others: who waits for what, and whose loss lies off from the others'."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import add
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
-    INFINITY,
     LONGEST_SECONDS,
     Episode,
+    MergedStep,
     Watcher,
     finite,
-    require,
     step_seconds,
     tell,
     upper_median,
 )
-from trainvitals.detect.merged import MergedStep
+from trainvitals.detect.outliers import SIGMA_PER_MAD
 from trainvitals.records import Finding
+from trainvitals.stateful import table
 from trainvitals.units import humanize_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataBoundConfig:
+class DataBoundConfig(Settings, frozen=True, kw_only=True):
     """When a run counts as waiting for its data."""
 
-    share: float = 0.2
+    section = "data_bound"
+
+    share: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.2
     """Share of the steps' time spent waiting for batches, on the rank that waits longest: all
     others wait for it in the exchange. A healthy loader stays below a few per cent; 20 % is what
     another worker or two repay at once. Our own choice."""
-    block: int = 50
+    block: Annotated[int, Meta(ge=5, le=10_000)] = 50
     """Steps that are judged together."""
-    left_out: int = 2
+    left_out: Count = 2
     """Longest waits of these that are left out: the start of an epoch, one slow read."""
-    one_rank_ratio: float = 3.0
+    one_rank_ratio: Annotated[float, Meta(ge=1.1)] = 3.0
     """A rank whose waits are this multiple of the median rank's is named."""
-    clear_after: int = 4
+    clear_after: AtLeastOne = 4
     """Blocks below the share after which it would be told again."""
 
     def __post_init__(self) -> None:
-        require("data_bound", "share", self.share, least=0.01, most=1.0)
-        require("data_bound", "block", self.block, least=5, most=10_000)
-        require("data_bound", "left_out", self.left_out, least=0, most=self.block // 2)
-        require("data_bound", "one_rank_ratio", self.one_rank_ratio, least=1.1, most=INFINITY)
-        require("data_bound", "clear_after", self.clear_after, least=1, most=INFINITY)
+        """Refuse what cannot work; half of the steps at least must count."""
+        super().__post_init__()
+        if self.left_out > self.block // 2:
+            raise self.refusal("left_out", f"at most half of data_bound.block ({self.block})")
 
 
 class DataBoundWatcher(Watcher):
@@ -55,6 +57,7 @@ class DataBoundWatcher(Watcher):
     """
 
     name = "data_bound"
+    STATE = ("_waits", "_durations", "_of_rank", "_start", "_episode")
 
     def __init__(self, config: DataBoundConfig | None = None) -> None:
         super().__init__()
@@ -141,35 +144,18 @@ class DataBoundWatcher(Watcher):
         is_alone = longest / self._config.one_rank_ratio > usual
         return self._of_rank.index(longest) if is_alone else -1
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "waits": list(self._waits),
-            "durations": list(self._durations),
-            "of_rank": list(self._of_rank),
-            "start": self._start,
-            "episode": self._episode.state(),
-        }
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._waits, self._durations = list(state["waits"]), list(state["durations"])
-        self._of_rank, self._start = list(state["of_rank"]), int(state["start"])
-        self._episode.restore(state["episode"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StragglerConfig:
+class StragglerConfig(Settings, frozen=True, kw_only=True):
     """When one rank counts as keeping the others waiting."""
 
-    late: float = 0.1
+    section = "straggler"
+
+    late: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.1
     """Part of the step that the other ranks wait for it, at their median. Our own choice; a rank
     that writes logs and checkpoints is some per cent late."""
-    steps: int = 20
+    steps: Annotated[int, Meta(ge=2, le=100_000)] = 20
     """Late steps, less twice the steps in time, after which a rank is told: two in three at
     least, so that turns taken by chance are none."""
-
-    def __post_init__(self) -> None:
-        require("straggler", "late", self.late, least=0.01, most=1.0)
-        require("straggler", "steps", self.steps, least=2, most=100_000)
 
 
 class StragglerWatcher(Watcher):
@@ -183,12 +169,13 @@ class StragglerWatcher(Watcher):
     """
 
     name = "straggler"
+    STATE = (table("_late"), "_told")
 
     def __init__(self, config: StragglerConfig | None = None) -> None:
         super().__init__()
         self._config = config or StragglerConfig()
-        self._late: dict[int, int] = {}
-        self._since: dict[int, int] = {}
+        self._late: dict[int, tuple[int, int]] = {}
+        """By rank: steps late, and since when."""
         self._told: set[int] = set()
 
     @property
@@ -198,7 +185,6 @@ class StragglerWatcher(Watcher):
 
     def _restarted(self, merged: MergedStep) -> None:
         self._late.clear()
-        self._since.clear()
         self._told.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
@@ -216,17 +202,16 @@ class StragglerWatcher(Watcher):
     ) -> tuple[Finding, ...]:
         limit, counts, latecomers = self._config.late * duration, self._late, []
         for rank, late in zip(ranks, lateness, strict=True):
-            count = counts.get(rank, 0)
+            count, since = counts.get(rank, (0, merged.step))
             if late > limit:
-                if not count:
-                    self._since[rank] = merged.step
-                counts[rank] = min(count + 1, 2 * self._config.steps)
-                if counts[rank] >= self._config.steps and rank not in self._told:
+                count = min(count + 1, 2 * self._config.steps)
+                counts[rank] = (count, since)
+                if count >= self._config.steps and rank not in self._told:
                     latecomers.append((late, rank))
             elif count > 2:
-                counts[rank] = count - 2
+                counts[rank] = (count - 2, since)
             elif count:
-                del counts[rank], self._since[rank]
+                del counts[rank]
                 self._told.discard(rank)
         self._told.update(rank for _, rank in latecomers)
         return (self._tell(merged, latecomers, ranks, duration),) if latecomers else ()
@@ -239,7 +224,7 @@ class StragglerWatcher(Watcher):
         duration: float,
     ) -> Finding:
         late, rank = max(latecomers)
-        late = min(late, LONGEST_SECONDS)
+        late, since = min(late, LONGEST_SECONDS), self._late[rank][1]
         more = sorted(other for _, other in latecomers if other != rank)
         others = f", as for {_names(more)}" if more else ""
         of_data = _is_late_by_data(merged, rank, late)
@@ -249,22 +234,13 @@ class StragglerWatcher(Watcher):
             self.name,
             merged.step,
             f"{len(ranks) - 1} other ranks wait {humanize_seconds(late)}, {share:.0%} of a step, "
-            f"for rank {rank}{others}, since step {self._since[rank]}{why}",
+            f"for rank {rank}{others}, since step {since}{why}",
             rank=rank,
             value=share,
             limit=self._config.late,
-            onset_step=self._since[rank],
+            onset_step=since,
             cause="straggler_data" if of_data else "straggler",
         )
-
-    def _state(self) -> dict[str, Any]:
-        late = [[rank, count, self._since[rank]] for rank, count in self._late.items()]
-        return {"late": late, "told": sorted(self._told)}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._late = {int(rank): int(count) for rank, count, _ in state["late"]}
-        self._since = {int(rank): int(since) for rank, _, since in state["late"]}
-        self._told = {int(rank) for rank in state["told"]}
 
 
 def _nobody_is_late(merged: MergedStep, limit: float) -> bool:
@@ -312,3 +288,125 @@ def _names(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+
+
+# -------------------------------------------------------------------------------- one rank's loss
+
+
+_LEAST_RANKS = 3
+"""Of two that differ nobody knows which is off."""
+
+
+class RankLossConfig(Settings, frozen=True, kw_only=True):
+    """When a rank's loss counts as off. All values are our own choice."""
+
+    section = "rank_loss"
+    ascending = (("least", "most"),)
+
+    sigmas: Annotated[float, Meta(ge=1.0, le=100.0)] = 3.0
+    """Robust standard deviations among the ranks of one step that are off."""
+    least: NotNegative = 0.02
+    """Part of the median loss below which nothing is off, however alike the ranks are."""
+    most: Annotated[float, Meta(le=10.0)] = 0.1
+    """Part of the median loss above which a rank is off, however unlike they are: it is the side
+    it always lies on that counts, not how far."""
+    steps: Annotated[int, Meta(ge=10, le=100_000)] = 85
+    """Steps off on one side, less five times the other steps, after which a rank is told: five in
+    six at least. Rank-local losses are heavy-tailed (clean runs show 1.98 times for one step), but
+    the tails are not always the same rank's."""
+
+
+class RankLossWatcher(Watcher):
+    """Finds the rank whose loss persistently lies on one side of the others'.
+
+    Only signs are counted, so no single value weighs more than any other. Needs three ranks.
+    """
+
+    name = "rank_loss"
+    STATE = (table("_counts"), "_told")
+
+    def __init__(self, config: RankLossConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or RankLossConfig()
+        self._counts: dict[int, tuple[int, int]] = {}
+        """By rank: steps off, below zero for the lower side, and since when."""
+        self._told: set[int] = set()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return bool(self._told)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        self._counts.clear()
+        self._told.clear()
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        losses, ranks = finite(merged.ranks.get("rank_loss"))
+        if len(losses) < _LEAST_RANKS:
+            return ()
+        ordered = sorted(losses)
+        middle = ordered[len(ordered) >> 1]
+        size = abs(middle)
+        least = self._config.least * size
+        if not self._counts and ordered[-1] - middle <= least and middle - ordered[0] <= least:
+            return ()
+        mad = upper_median([abs(loss - middle) for loss in ordered])
+        sigma = self._config.sigmas * SIGMA_PER_MAD * mad
+        limit = max(least, min(sigma, self._config.most * size))
+        if not self._counts and ordered[-1] <= middle + limit and ordered[0] >= middle - limit:
+            return ()
+        return self._counted(merged, losses, ranks, middle, limit)
+
+    def _counted(
+        self,
+        merged: MergedStep,
+        losses: Sequence[float],
+        ranks: Sequence[int],
+        middle: float,
+        limit: float,
+    ) -> tuple[Finding, ...]:
+        high, low = middle + limit, middle - limit
+        off = {
+            rank: loss
+            for rank, loss in zip(ranks, losses, strict=True)
+            if loss > high or loss < low
+        }
+        present = set(ranks)
+        for rank in [rank for rank in self._counts if rank not in off and rank in present]:
+            self._ease(rank)
+        findings = []
+        for rank, loss in off.items():
+            side = 1 if loss > high else -1
+            count, since = self._counts.get(rank, (0, merged.step))
+            if count * side < 0:
+                self._ease(rank)
+                continue
+            count = min(abs(count) + 1, 2 * self._config.steps) * side
+            self._counts[rank] = (count, since)
+            if abs(count) >= self._config.steps and rank not in self._told:
+                self._told.add(rank)
+                findings.append(self._tell(merged.step, rank, loss, middle, since))
+        return tuple(findings)
+
+    def _ease(self, rank: int) -> None:
+        count, since = self._counts[rank]
+        if abs(count) <= 5:
+            del self._counts[rank]
+            self._told.discard(rank)
+        else:
+            self._counts[rank] = (count - 5 if count > 0 else count + 5, since)
+
+    def _tell(self, step: int, rank: int, loss: float, middle: float, since: int) -> Finding:
+        side = "above" if loss > middle else "below"
+        return tell(
+            self.name,
+            step,
+            f"the loss of rank {rank} lies {side} the other ranks' nearly always since step "
+            f"{since}, now {loss:.4g} with a median of {middle:.4g}: its data differ, or the rank "
+            "is broken",
+            rank=rank,
+            value=loss,
+            limit=middle,
+            onset_step=since,
+        )

@@ -1,57 +1,58 @@
-"""Anomalies of the learning rate, judged by its own course: no schedule has to be declared.
+"""What steers the update: the learning rate, and the gradient scaler of float16.
 
-What is judged is what the schedule asked for. Where the escalation policy cut or held the rate, its
-factor (``lr_factor``) is taken out first: its own cuts come back by themselves.
+The rate is judged by its own course: no schedule has to be declared. What is judged is what the
+schedule asked for. Where the escalation policy cut or held the rate, its factor (``lr_factor``) is
+taken out first: its own cuts come back by themselves.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from trainvitals.detect.fleet.base import INFINITY, Episode, Watcher, number, require, tell
-from trainvitals.detect.merged import MergedStep
-from trainvitals.records import Finding
+from msgspec import Meta
+
+from trainvitals.config import AtLeastOne, NotNegative, Settings
+from trainvitals.detect.fleet.base import (
+    Episode,
+    MergedStep,
+    Watcher,
+    number,
+    tell,
+)
+from trainvitals.records import OVERFLOW, Finding
+from trainvitals.stateful import hexadecimal, row
 
 _NEWEST = 512
 _MOST = 2048
 """Rates kept: the newest as they were, older ones ever more sparsely."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRateConfig:
+class LearningRateConfig(Settings, frozen=True, kw_only=True):
     """What no schedule does. All values are our own choice; their reasons are beside them."""
 
-    max_rise: float = 2.0
+    section = "learning_rate"
+
+    max_rise: Annotated[float, Meta(ge=1.1, le=1e6)] = 2.0
     """Largest rise in one step after the warm-up. The steps of a linear warm-up rise by 2 at
     most (from the first to the second), those of cosine, linear and cyclic schedules by far
     less."""
-    least_rise: float = 0.1
+    least_rise: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
     """A rise by less than this part of the highest rate is a second warm-up, not a jump."""
-    warm_up_rows: int = 10
+    warm_up_rows: Annotated[int, Meta(ge=2)] = 10
     """Steps without a new highest rate after which the warm-up is taken to be over; a fall ends it
     at once."""
-    trough: float = 0.2
+    trough: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2
     """A rise from below this part of the highest rate back to exactly that rate is a warm restart
     (Loshchilov and Hutter, SGDR, 2016), not a jump."""
-    zero_rows: int = 30
+    zero_rows: Annotated[int, Meta(ge=2)] = 30
     """Steps at rate 0 that are too many. Fewer occur in order: a scaler that begins at 2**32
     overflows some 20 times before the first update, and schedulers wait for that."""
-    tolerance: float = 0.1
+    tolerance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
     """What the rate of a new attempt may differ by from that of the last one at the same step."""
-    clear_after: int = 100
+    clear_after: AtLeastOne = 100
     """Steps without the anomaly after which it would be told again."""
-
-    def __post_init__(self) -> None:
-        require("learning_rate", "max_rise", self.max_rise, least=1.1, most=1e6)
-        require("learning_rate", "least_rise", self.least_rise, least=0.0, most=1.0)
-        require("learning_rate", "warm_up_rows", self.warm_up_rows, least=2, most=INFINITY)
-        require("learning_rate", "trough", self.trough, least=0.0, most=1.0)
-        require("learning_rate", "zero_rows", self.zero_rows, least=2, most=INFINITY)
-        require("learning_rate", "tolerance", self.tolerance, least=0.0, most=1.0)
-        require("learning_rate", "clear_after", self.clear_after, least=1, most=INFINITY)
 
 
 class LearningRateWatcher(Watcher):
@@ -62,6 +63,13 @@ class LearningRateWatcher(Watcher):
     """
 
     name = "learning_rate"
+    STATE = (
+        "_steps", "_rates", "_last", "_last_step", "_peak", "_rows_since_peak",
+        row("flags", "_is_warm", "_is_resumed"),
+        "_jump",
+        row("zeros", "_zeros", "_zero_since"),
+        row("episodes", "_jumps", "_zero", "_nonfinite"),
+    )  # fmt: skip
 
     def __init__(self, config: LearningRateConfig | None = None) -> None:
         super().__init__()
@@ -240,34 +248,6 @@ class LearningRateWatcher(Watcher):
         if len(steps) > _MOST:
             del steps[1:-_NEWEST:2], rates[1:-_NEWEST:2]
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "steps": list(self._steps),
-            "rates": list(self._rates),
-            "last": self._last,
-            "last_step": self._last_step,
-            "peak": self._peak,
-            "rows_since_peak": self._rows_since_peak,
-            "flags": [int(self._is_warm), int(self._is_resumed)],
-            "jump": list(self._jump),
-            "zeros": [self._zeros, self._zero_since],
-            "episodes": [e.state() for e in (self._jumps, self._zero, self._nonfinite)],
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self._steps, self._rates = list(state["steps"]), list(state["rates"])
-        self._last, self._last_step = state["last"], int(state["last_step"])
-        self._peak = float(state["peak"])
-        self._rows_since_peak = int(state["rows_since_peak"])
-        self._is_warm, self._is_resumed = (bool(flag) for flag in state["flags"])
-        low, high = state["jump"]
-        self._jump = (float(low), float(high))
-        self._zeros, self._zero_since = (int(n) for n in state["zeros"])
-        for episode, kept in zip(
-            (self._jumps, self._zero, self._nonfinite), state["episodes"], strict=True
-        ):
-            episode.restore(kept)
-
 
 def _requested(applied: float | None, factor: float | None) -> float | None:
     """Return the schedule's rate; as it was applied where no factor of the policy is known."""
@@ -279,3 +259,152 @@ def _requested(applied: float | None, factor: float | None) -> float | None:
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 0.1 * max(a, b)
+
+
+# --------------------------------------------------------------------------------- the loss scale
+
+
+_WINDOW = 100
+_ALL = (1 << _WINDOW) - 1
+
+
+class LossScaleConfig(Settings, frozen=True, kw_only=True):
+    """What a gradient scaler does in order: one overflow in about 2000 steps."""
+
+    section = "loss_scale"
+
+    min_scale: NotNegative = 1.0
+    """Below this the gradients are made smaller, and float16's range is used up from the wrong
+    side. ``torch.amp.GradScaler`` begins at 65536 and is 16 halvings away."""
+    overflows_in_row: Annotated[int, Meta(ge=2, le=_WINDOW)] = 5
+    """Overflows one after the other that are too many. The scaler tries a doubled scale every 2000
+    steps (its ``growth_interval``), and one halving answers that."""
+    overflow_ratio: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.2
+    """Share of the last 100 steps that may overflow."""
+    warmup_rows: AtLeastOne = 50
+    """Steps in a row without overflow that show that the scaler has found its scale. Overflows
+    before are its search: 2**32 takes some 20 halvings."""
+    clear_after: AtLeastOne = 100
+    """Steps without the anomaly after which it would be told again."""
+
+
+class LossScaleWatcher(Watcher):
+    """Finds a collapsing loss scale and a rate of overflows that costs training.
+
+    An overflow is a bit of ``verdict``, or a growing ``overflow_steps``, or a halved scale where
+    neither is there. Without a loss scale it abstains.
+    """
+
+    name = "loss_scale"
+    STATE = (
+        "_scale",
+        "_count",
+        hexadecimal("_bits"),
+        row("rows", "_rows", "_in_row", "_calm", "_is_settled"),
+        "_before",
+        row("episodes", "_low", "_collapse", "_rate"),
+    )
+
+    def __init__(self, config: LossScaleConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or LossScaleConfig()
+        self._scale: float | None = None
+        self._count: float | None = None
+        self._bits = 0
+        self._rows = 0
+        self._in_row = 0
+        self._calm = 0
+        self._is_settled = False
+        self._before = 0.0
+        clear = self._config.clear_after
+        self._low, self._collapse, self._rate = Episode(clear), Episode(clear), Episode(clear)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was told as it began still holds."""
+        return self._low.on or self._collapse.on or self._rate.on
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Forget the search's state: a new process begins with the scaler's first scale."""
+        self._scale = self._count = None
+        self._bits = self._rows = self._in_row = self._calm = 0
+        self._is_settled = False
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        scale = number(merged.run.get("loss_scale"))
+        if scale is None:
+            return ()
+        overflowed = self._overflowed(merged, scale)
+        if overflowed and not self._in_row:
+            self._before = scale if self._scale is None else max(scale, self._scale)
+        self._scale = scale
+        self._in_row = min(self._in_row + 1, _WINDOW) if overflowed else 0
+        self._calm = 0 if overflowed else self._calm + 1
+        if not self._is_settled and self._calm >= self._config.warmup_rows:
+            self._is_settled, self._rows, self._bits = True, 0, 0
+        self._bits = (self._bits << 1 | overflowed) & _ALL
+        self._rows = min(self._rows + 1, _WINDOW)
+        return self._found(merged.step, scale)
+
+    def _overflowed(self, merged: MergedStep, scale: float) -> bool:
+        verdict = merged.run.get("verdict")
+        if isinstance(verdict, int):
+            return bool(verdict & OVERFLOW)
+        count = number(merged.run.get("overflow_steps"))
+        if count is not None:
+            before, self._count = self._count, count
+            return before is not None and count > before
+        return self._scale is not None and scale < 0.6 * self._scale
+
+    def _found(self, step: int, scale: float) -> tuple[Finding, ...]:
+        config, findings = self._config, []
+        if self._low.begins(scale < config.min_scale):
+            findings.append(
+                tell(
+                    self.name,
+                    step,
+                    f"the loss scale is {scale:.4g}, below {config.min_scale:g}: gradients are "
+                    "too large for float16 even unscaled",
+                    cause="loss_scale_collapse",
+                    value=scale,
+                    limit=config.min_scale,
+                )
+            )
+        collapses = self._is_settled and self._in_row >= config.overflows_in_row
+        if self._collapse.begins(collapses) and not findings:
+            findings.append(
+                tell(
+                    self.name,
+                    step,
+                    f"{self._in_row} overflows in a row: the loss scale fell from "
+                    f"{self._before:.4g} to {scale:.4g}; one at a time, every 2000 steps or so, "
+                    "is normal",
+                    cause="loss_scale_collapse",
+                    value=float(self._in_row),
+                    limit=float(config.overflows_in_row),
+                    onset_step=step - self._in_row + 1,
+                )
+            )
+        findings.extend(self._too_often(step))
+        return tuple(findings)
+
+    def _too_often(self, step: int) -> tuple[Finding, ...]:
+        """Judge the share of the last 100 steps; before there are so many, that of those few."""
+        num = self._bits.bit_count()
+        ratio, limit = num / _WINDOW, self._config.overflow_ratio
+        if self._rows < _WINDOW and not (self._is_settled and ratio > limit):
+            return ()
+        if not self._rate.begins(ratio > limit):
+            return ()
+        return (
+            tell(
+                self.name,
+                step,
+                f"{num} of the last {_WINDOW} steps overflowed and were not applied; "
+                f"{limit:.0%} is the limit, 1 in 2000 is normal",
+                cause="overflow_rate",
+                value=ratio,
+                limit=limit,
+                onset_step=max(0, step - self._bits.bit_length() + 1),
+            ),
+        )

@@ -1,0 +1,215 @@
+"""State as JSON types: a class names its attributes, and they are saved and restored by their kind.
+
+    class Level(Stateful):
+        STATE = ("_losses", "_best", row("counts", "_onset", "_num_told"))
+
+saves ``{"losses": [...], "best": 2.0, "counts": [17, 1]}``: a key is the attribute's name without
+its underscore. Checkpoints and stores hold what is saved, so keys and order are a format.
+
+What is restored takes the kind of what is there: numbers, lists, sets, deques with their bound,
+windows, and parts that have a state of their own. So an object is made first, with its settings,
+and then goes on as the one that was saved; what it holds of lists is its own copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
+
+_PLAIN = frozenset((int, float, str, type(None)))
+
+
+class Stateful:
+    """Base of what has a state: its attributes in ``STATE``, after those of the classes above.
+
+    A key that a saved state lacks is an error, unless ``MAY_LACK``: then what is there stays.
+    """
+
+    STATE: ClassVar[tuple[str | Entry, ...]] = ()
+    MAY_LACK: ClassVar[bool] = False
+    FLAGS_ARE_NUMBERS: ClassVar[bool] = False
+    """Whether True and False are saved as 1 and 0."""
+    _entries: ClassVar[tuple[Entry, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = cls.__dict__.get("STATE", ())
+        added = tuple(
+            Entry(name.lstrip("_"), (name,)) if isinstance(name, str) else name for name in own
+        )
+        cls._entries = (*cls._entries, *added)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        as_numbers = self.FLAGS_ARE_NUMBERS
+        return {entry.key: entry.save(self, as_numbers) for entry in self._entries}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the one that gave ``state``."""
+        for entry in self._entries:
+            if entry.key in state or not self.MAY_LACK:
+                entry.load(self, state[entry.key])
+
+
+class StatefulRow:
+    """Base of small parts, of which there may be thousands: saved as a list, without keys."""
+
+    __slots__ = ()
+    STATE: ClassVar[tuple[str, ...]] = ()
+    _values: ClassVar[Callable[[Any], tuple[Any, ...]]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.STATE:
+            cls._values = attrgetter(*cls.STATE)
+
+    def state(self) -> list[Any]:
+        """Return the state as JSON types."""
+        cls = self.__class__
+        # Numbers go past the call: thousands of layers are saved after each batch of rows.
+        return [v if v.__class__ in _PLAIN else _saved(v, True) for v in cls._values(self)]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Go on as the one that gave ``state``."""
+        for name, value in zip(self.STATE, state, strict=True):
+            setattr(self, name, _restored(getattr(self, name), value))
+
+
+class Entry(NamedTuple):
+    """One key of a state, and the attributes below it."""
+
+    key: str
+    attributes: tuple[str, ...]
+    is_row: bool = False
+    make: Callable[[Any], StatefulRow] | None = None
+    """Makes the values of a table; None: they are tuples."""
+    num_keys: int = 0
+    """Of a table: how many of a row's first values are the key; 0: it is no table."""
+    base: int = 10
+    """Of an integer that is saved as text: JSON's numbers are exact to 53 bits only."""
+
+    def save(self, owner: Stateful, flags_are_numbers: bool) -> Any:
+        """Return what stands below the key."""
+        if self.is_row:
+            return [_saved(getattr(owner, name), flags_are_numbers) for name in self.attributes]
+        value = getattr(owner, self.attributes[0])
+        if self.num_keys:
+            return [_table_row(key, part, self.num_keys) for key, part in value.items()]
+        return f"{value:x}" if self.base == 16 else _saved(value, flags_are_numbers)
+
+    def load(self, owner: Stateful, saved: Any) -> None:
+        """Give the attributes what stands below the key."""
+        if self.num_keys:
+            setattr(owner, self.attributes[0], dict(self._of_row(owner, row) for row in saved))
+        elif self.base == 16:
+            setattr(owner, self.attributes[0], int(saved, 16))
+        else:
+            values = saved if self.is_row else (saved,)
+            for name, value in zip(self.attributes, values, strict=True):
+                setattr(owner, name, _restored(getattr(owner, name), value))
+
+    def _of_row(self, owner: Stateful, row: Sequence[Any]) -> tuple[Any, Any]:
+        num = self.num_keys
+        key = row[0] if num == 1 else tuple(row[:num])
+        if self.make is None:
+            return key, tuple(map(_copied, row[num:]))
+        value = self.make(owner)
+        value.restore(row[num:])
+        return key, value
+
+
+def row(key: str, *attributes: str) -> Entry:
+    """Return an entry of several attributes, as one list."""
+    return Entry(key, attributes, is_row=True)
+
+
+def table(
+    attribute: str, make: Callable[[Any], StatefulRow] | None = None, *, num_keys: int = 1
+) -> Entry:
+    """Return an entry of a mapping, as rows of key and values.
+
+    Args:
+        attribute: the mapping's.
+        make: makes an empty value, given the owner; None: the values are tuples.
+        num_keys: length of the keys, where they are tuples.
+    """
+    return Entry(attribute.lstrip("_"), (attribute,), make=make, num_keys=num_keys)
+
+
+def hexadecimal(attribute: str) -> Entry:
+    """Return an entry of an integer of any size, as text."""
+    return Entry(attribute.lstrip("_"), (attribute,), base=16)
+
+
+def _table_row(key: Any, value: Any, num_keys: int) -> list[Any]:
+    keys = (key,) if num_keys == 1 else key
+    return [*keys, *(value.state() if isinstance(value, StatefulRow) else value)]
+
+
+def _saved(value: Any, flags_are_numbers: bool) -> Any:
+    if value.__class__ in _PLAIN:
+        return value
+    if isinstance(value, StatefulRow):
+        return value.state()
+    if isinstance(value, Stateful):
+        return value.state_dict()
+    if isinstance(value, bool):
+        return int(value) if flags_are_numbers else value
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {key: _saved(part, flags_are_numbers) for key, part in value.items()}
+    if not isinstance(value, list | tuple | deque):
+        return value
+    if not value or value[0].__class__ in _PLAIN:
+        return list(value)  # one kind all along: hundreds of numbers need not be asked one by one
+    return [_saved(part, flags_are_numbers) for part in value]
+
+
+def _restored(present: Any, saved: Any) -> Any:
+    """Return what was saved as the kind of what is there; a part is given it and stays."""
+    if isinstance(present, StatefulRow):
+        present.restore(saved)
+        return present
+    if isinstance(present, Stateful):
+        present.load_state_dict(saved)
+        return present
+    if isinstance(present, dict):
+        return _restored_dict(present, saved)
+    if isinstance(present, list) and present and isinstance(present[0], _PARTS):
+        return [_restored(part, kept) for part, kept in zip(present, saved, strict=True)]
+    if isinstance(present, deque):
+        return deque(map(_copied, saved), present.maxlen)
+    if isinstance(present, list | tuple | set):
+        return type(present)(map(_copied, saved))
+    if isinstance(present, bool | int | float) and saved is not None:
+        return type(present)(saved)
+    return _copied(saved)
+
+
+def _restored_dict(present: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping; of one of parts, those that the state lacks stay as they are."""
+    if not any(isinstance(part, Stateful) for part in present.values()):
+        return {key: _copied(value) for key, value in saved.items()}
+    for key, part in present.items():
+        if key in saved:
+            part.load_state_dict(saved[key])
+    return present
+
+
+_PARTS = (bool, deque, Stateful, StatefulRow)
+"""What a list of a fixed length may hold; other lists are taken as they were saved."""
+
+
+def _copied(saved: Any) -> Any:
+    if isinstance(saved, str):
+        raise ValueError(
+            f"{saved!r} is no number"
+        )  # a damaged state fails here, not while training
+    if isinstance(saved, list | tuple):
+        return [_copied(part) for part in saved]
+    if isinstance(saved, dict):
+        return {key: _copied(part) for key, part in saved.items()}
+    return saved
