@@ -84,23 +84,24 @@ def route(
 
 
 def as_request(question: Question[Any]) -> Asked:
-    """Return the HTTP request that asks it; of a GET, what is empty and may be is left out."""
+    """Return the HTTP request that asks it; a parameter that is empty by default is left out."""
     route = ROUTES[type(question)]
     texts = {
         field.encode_name: quote(str(getattr(question, field.name)), safe="")
         for field in route.in_path
     }
     values = {field.encode_name: getattr(question, field.name) for field in route.others}
+    is_body = route.method == "POST"
     empty = {
         field.encode_name
         for field in route.others
-        if not field.required and values[field.encode_name] in (None, "")
+        if field.default in (None, "") and values[field.encode_name] in (None, "")
     }
-    is_body = route.method == "POST"
+    params = {name: value for name, value in values.items() if name not in empty}
     return Asked(
         method=route.method,
         path=route.path.format(**texts),
-        params={} if is_body else {k: v for k, v in values.items() if k not in empty},
+        params={} if is_body else params,
         body=msgspec.json.encode(values) if is_body else None,
         answer=route.answer,
     )

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import streamlit as st
 
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.errors import TransportError, UnauthorizedError, VitalsError
 from trainvitals.io.client import CollectorClient
+from trainvitals.question import ROUTES, Question
 from trainvitals.views import (
     Along,
     DifferenceQuestion,
@@ -21,6 +23,7 @@ from trainvitals.views import (
 from vitals_dashboard import states
 from vitals_dashboard.settings import load_settings
 
+A = TypeVar("A")
 TIMEOUT_SECONDS = 3.0
 POINTS = 1000
 """Points asked for a curve: about what a laptop's width can show."""
@@ -76,16 +79,12 @@ def loss_curve(_client: CollectorClient, url: str, run_id: str, last_step: int) 
     return [value for value in reply.value if value is not None]
 
 
-@st.cache_data(max_entries=60, ttl=60, show_spinner=False, hash_funcs={SeriesRequest: repr})
-def _series(
-    _client: CollectorClient,
-    url: str,
-    run_id: str,
-    asked: tuple[SeriesRequest, ...],
-    seen_unix_ns: int,
-) -> tuple[SeriesReply, ...]:
-    """Return series; asked again only when the run was heard of again, or after a minute."""
-    return _client.ask(ManySeriesQuestion(run_id=run_id, series=tuple(asked)))
+@st.cache_data(max_entries=120, ttl=60, show_spinner=False, hash_funcs=dict.fromkeys(ROUTES, repr))
+def _answer(
+    _client: CollectorClient, url: str, question: Question[A], seen_unix_ns: tuple[int, ...]
+) -> A:
+    """Return an answer; asked again only when its runs were heard of again, or after a minute."""
+    return _client.ask(question)
 
 
 def last_value(reply: SeriesReply | None) -> float | None:
@@ -99,22 +98,6 @@ def last_value(reply: SeriesReply | None) -> float | None:
     return last[1]
 
 
-@st.cache_data(max_entries=60, ttl=60, show_spinner=False)
-def _difference(
-    _client: CollectorClient,
-    url: str,
-    base: str,
-    other: str,
-    metric: str,
-    along: Along,
-    seen_unix_ns: tuple[int, int],
-) -> DifferenceReply:
-    """Return a difference; asked again only when one of the runs was heard of again."""
-    return _client.ask(
-        DifferenceQuestion(run_id=base, other=other, metric=metric, along=along, points=POINTS)
-    )
-
-
 def differences(
     source: Source, details: Sequence[RunDetail], metric: str, along: Along
 ) -> list[DifferenceReply]:
@@ -122,12 +105,16 @@ def differences(
     client = source.client
     first, *others = [detail.summary for detail in details]
     return [
-        _difference(
-            client, client.url, first.run_id, other.run_id, metric, along,
+        _answer(
+            client,
+            client.url,
+            DifferenceQuestion(
+                run_id=first.run_id, other=other.run_id, metric=metric, along=along, points=POINTS
+            ),
             (first.last_seen_unix_ns, other.last_seen_unix_ns),
         )
         for other in others
-    ]  # fmt: skip
+    ]
 
 
 def series_of(
@@ -143,7 +130,8 @@ def series_of(
     line, client = detail.summary, source.client
     by_request: dict[SeriesRequest, SeriesReply] = {}
     if asked:
-        replies = _series(client, client.url, line.run_id, asked, line.last_seen_unix_ns)
+        question = ManySeriesQuestion(run_id=line.run_id, series=asked)
+        replies = _answer(client, client.url, question, (line.last_seen_unix_ns,))
         by_request = dict(zip(asked, replies, strict=True))
     drawn = {
         request: reply for request, reply in by_request.items() if reply.step or reply.nonfinite

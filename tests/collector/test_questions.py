@@ -64,11 +64,13 @@ def posted_toy() -> Iterator[type[Question[tuple[Toy, ...]]]]:
 
         run_id: str
         sizes: tuple[int, ...]
-        colour: str = "red"
+        colour: str = msgspec.field(default="red", name="color")
+        others: list[int] = msgspec.field(default_factory=list)
 
     @answer_to(ToysQuestion)
     def _toys(query: Query, asked: ToysQuestion) -> tuple[Toy, ...]:
-        words = [(f"{size} {asked.colour}",) for size in asked.sizes]
+        sizes = (*asked.sizes, *asked.others)
+        words = [(f"{size} {asked.colour}",) for size in sizes]
         return tuple(Toy(run_id=asked.run_id, words=each, loss=1.0) for each in words)
 
     yield ToysQuestion
@@ -94,7 +96,8 @@ def test_a_new_question_is_answered_over_http_and_from_a_folder(toy, posted_toy,
     questions = [
         toy(run_id=RUN, size=3),
         toy(run_id=RUN, size=9, colour="blue & green/ü", from_step=-5),
-        posted_toy(run_id=RUN, sizes=(1, 2), colour="blue"),
+        toy(run_id=RUN, size=1, colour="", from_step=0),
+        posted_toy(run_id=RUN, sizes=(1, 2), colour="blue", others=[3]),
         posted_toy(run_id=RUN, sizes=()),
     ]
     with served.client("read") as client, open_folder(folder) as opened:
@@ -103,8 +106,9 @@ def test_a_new_question_is_answered_over_http_and_from_a_folder(toy, posted_toy,
     assert repr(local) == repr(http)  # NaN is not itself
     assert ("3 red", "from None") == http[0].words
     assert ("9 blue & green/ü", "from -5") == http[1].words
-    assert [("1 blue",), ("2 blue",)] == [each.words for each in http[2]]
-    assert () == http[3]
+    assert ("1 ", "from 0") == http[2].words
+    assert [("1 blue",), ("2 blue",), ("3 blue",)] == [each.words for each in http[3]]
+    assert () == http[4]
 
 
 def test_a_new_question_is_refused_alike_for_a_run_that_is_not_there(toy, served, folder):

@@ -32,23 +32,23 @@ def question_router(query: Query) -> APIRouter:
 
 def _add(router: APIRouter, route: Route, query: Query) -> None:
     body: Any = _body_type(route) if route.method == "POST" else None
-
-    def endpoint(**values: Any) -> Response:
-        sent = values.pop(_BODY, None)
-        if isinstance(sent, route.kind):
-            return reply(query.ask(sent))
-        fields = {field.name: values[field.encode_name] for field in fields_by_parameter}
-        if sent is not None:
-            fields |= {field.name: getattr(sent, field.name) for field in route.others}
-        return reply(query.ask(route.kind(**fields)))
-
-    fields_by_parameter = [*route.in_path, *(() if body else route.others)]
     parameters = [_parameter(field, Path) for field in route.in_path]
     if body is None:
         parameters += [_parameter(field, QueryParameter) for field in route.others]
     else:
-        sent = Annotated[body, Depends(body_of(body))]
-        parameters.append(Parameter(_BODY, Parameter.KEYWORD_ONLY, annotation=sent))
+        decoded = Annotated[body, Depends(body_of(body))]
+        parameters.append(Parameter(_BODY, Parameter.KEYWORD_ONLY, annotation=decoded))
+    of_address = route.in_path if body is not None else (*route.in_path, *route.others)
+
+    def endpoint(**values: Any) -> Response:
+        sent = values.get(_BODY) if body is not None else None
+        if isinstance(sent, route.kind):
+            return reply(query.ask(sent))
+        fields = {field.name: values[field.encode_name] for field in of_address}
+        if sent is not None:
+            fields |= {field.name: getattr(sent, field.name) for field in route.others}
+        return reply(query.ask(route.kind(**fields)))
+
     # FastAPI reads what a route takes from its function's signature.
     endpoint.__signature__ = Signature(parameters, return_annotation=Response)  # type: ignore[attr-defined]
     router.add_api_route(
@@ -69,7 +69,15 @@ def _body_type(route: Route) -> type[Any]:
     if not route.in_path:
         return route.kind
     fields = [
-        (field.name, field.type) if field.required else (field.name, field.type, field.default)
+        (
+            field.name,
+            field.type,
+            msgspec.field(  # type: ignore[call-overload]
+                name=field.encode_name,
+                default=field.default,
+                default_factory=field.default_factory,
+            ),
+        )
         for field in route.others
     ]
     return msgspec.defstruct(
