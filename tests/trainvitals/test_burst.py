@@ -81,7 +81,7 @@ def test_its_words_have_the_numbers():
 
 @pytest.mark.parametrize(
     ("setting", "word"),
-    [({"warm_up": 2}, "warm_up"), ({"deviation": 0.0}, "deviation"), ({"most": 20.0}, "most")],
+    [({"warm_up": 2}, "warm_up"), ({"enough": 5.0}, "enough"), ({"recurs": 0}, "recurs")],
 )
 def test_settings_that_cannot_work_are_refused(setting, word):
     with pytest.raises(ConfigError, match=word):

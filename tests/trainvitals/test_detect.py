@@ -462,11 +462,10 @@ def test_where_the_loss_is_not_minimized_its_level_says_nothing(kind: Any) -> No
         {"sigmas": 0.0},
         {"margin": 0.5},
         {"min_ratio": 1.1},
-        {"together": 1.0},
-        {"most": 9.0},
+        {"calm": -1.0},
+        {"enough": 4.0},
         {"accept_after": 1},
         {"recurs": 1},
-        {"deviation": 0.0},
     ],
     ids=str,
 )

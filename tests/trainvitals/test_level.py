@@ -128,7 +128,7 @@ def test_what_is_not_finite_is_left_out() -> None:
     [
         ({"window": 4}, "level.window"),
         ({"rise": 0.5}, "level.rise"),
-        ({"far": 0.01}, "level.far"),
+        ({"divergence": 0.5}, "level.divergence"),
         ({"sigmas": 0.0}, "level.sigmas"),
         ({"flat_steps": 2}, "level.flat_steps"),
     ],
@@ -187,7 +187,7 @@ def test_a_loss_around_zero_has_no_drift() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "word"),
-    [({"rise": 0.0}, "drift.rise"), ({"remembered": 0.5}, "remembered"), ({"warm_up": 2}, "warm")],
+    [({"rise": 0.0}, "drift.rise"), ({"sigmas": 0.0}, "drift.sigmas"), ({"warm_up": 2}, "warm")],
 )
 def test_settings_of_a_drift_that_cannot_work_are_refused(
     setting: dict[str, Any], word: str

@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -39,36 +39,35 @@ _NOISE_EVERY = 4
 """Looks from one estimate of the noise to the next."""
 
 
+_NOISE_STEPS = 256
+"""Steps whose differences give the noise of the loss."""
+_FAR = 0.25
+"""Rise from which a loss that stays is told as a divergence alone, and not as a plateau too; unless
+it got there at once."""
+_RISES_WITHIN = 3000
+"""Steps within which three rises that were told and went back are this run's way: told no more up
+to 1.3 times the highest."""
+_FLAT = 0.01
+"""What the level may move by in ``flat_steps`` and still be flat; half of it downwards."""
+
+
 class LevelConfig(Settings, frozen=True, kw_only=True):
     """What counts as a loss that walked away, and as one that stays there."""
 
     section = "level"
-    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("window", "noise"),
-        ("rise", "divergence", "far"),
-    )
+    ascending = (("rise", "divergence"),)
 
-    window: Annotated[int, Meta(ge=8)] = 64
+    window: Annotated[int, Meta(ge=8, le=_NOISE_STEPS)] = 64
     """Steps whose median is the level."""
-    noise: int = 256
-    """Steps whose differences give the noise of the loss."""
     sigmas: AboveZero = 6.0
-    """Deviations of that noise by which the level must be above the lowest; the median of 64 steps
-    itself deviates by a sixth of one. Clean real runs reach 3."""
+    """Deviations of the loss's noise by which the level must be above the lowest; the median of 64
+    steps itself deviates by a sixth of one. Clean real runs reach 3."""
     rise: AboveZero = 0.02
     """And the part of the lowest level; from there on the loss has not recovered."""
-    divergence: float = 0.05
+    divergence: Annotated[float, Meta(le=_FAR)] = 0.05
     """Rise at which it is told at once; told again where it has risen by twice as much further."""
-    far: float = 0.25
-    """Rise from which a loss that stays is told as a divergence alone, and not as a plateau too;
-    unless it got there at once."""
-    recurs_within: int = 3000
-    """Steps within which three rises that were told and went back are this run's way: told no more
-    up to 1.3 times the highest."""
     flat_steps: Annotated[int, Meta(ge=_LOOKS)] = 150
     """Steps without progress, since the level rose, after which it is a plateau."""
-    flat: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.01
-    """What the level may move by in these and still be flat; half of it downwards."""
 
 
 LEVEL_DEFAULTS = LevelConfig()
@@ -88,7 +87,7 @@ class LevelDetector(Detector):
 
     def __init__(self, config: LevelConfig | None = None) -> None:
         self._config = config or LEVEL_DEFAULTS
-        self._losses: deque[float] = deque(maxlen=self._config.noise + 1)
+        self._losses: deque[float] = deque(maxlen=_NOISE_STEPS + 1)
         self._steps: deque[int] = deque(maxlen=self._config.window)
         self._noise = 0.0
         self._seen = 0
@@ -156,9 +155,7 @@ class LevelDetector(Detector):
 
     def _recurs(self, rise: float) -> bool:
         """Say whether such rises come and go by themselves: the run was told of them often."""
-        tops = [
-            top for seen, top in self._recovered if self._seen - seen <= self._config.recurs_within
-        ]
+        tops = [top for seen, top in self._recovered if self._seen - seen <= _RISES_WITHIN]
         return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
 
     def _begin(self, level: float, best: float) -> None:
@@ -179,7 +176,7 @@ class LevelDetector(Detector):
             self._silent = True
             return None
         self._num_told += 1
-        self._is_far = self._is_far or level > best + config.far * abs(best)
+        self._is_far = self._is_far or level > best + _FAR * abs(best)
         self._low = level
         self._since, self._looks = 0, [level]
         return self._finding(
@@ -201,7 +198,7 @@ class LevelDetector(Detector):
             return ()
         self._since = 0
         looks = self._looks = [*self._looks, level][-_LOOKS:]
-        flat = config.flat * abs(level)
+        flat = _FLAT * abs(level)
         if len(looks) < _LOOKS or max(looks) - min(looks) > flat or looks[0] - level > flat / 2:
             return ()
         finding = self._finding(
@@ -278,6 +275,13 @@ _NOT_AGAIN = 8
 """Blocks after any other finding about the loss in which a rise is not told once more."""
 
 
+_FALL = 0.15
+"""A fall (in logarithm) from one block to the next after which the level is learned anew: a new
+epoch of a set that is learned by heart creeps up afterwards, by 12 % in a clean real run."""
+_REMEMBERED = 2.0
+"""A rise must be this multiple of the largest one that went back by itself."""
+
+
 class DriftConfig(Settings, frozen=True, kw_only=True):
     """What counts as a loss that drifts up, beyond what it does by itself."""
 
@@ -287,11 +291,6 @@ class DriftConfig(Settings, frozen=True, kw_only=True):
     """Smallest rise of the level above its lowest that is told (in logarithm)."""
     sigmas: AboveZero = 6.0
     """And in deviations of such a level, by how much blocks of 32 steps differ."""
-    fall: AboveZero = 0.15
-    """A fall (in logarithm) from one block to the next after which the level is learned anew: a new
-    epoch of a set that is learned by heart creeps up afterwards, by 12 % in a clean real run."""
-    remembered: Annotated[float, Meta(ge=1.0)] = 2.0
-    """And this multiple of the largest rise that went back by itself."""
     warm_up: Annotated[int, Meta(ge=2 * _SPANS[0])] = 16
     """Blocks needed before anything is told: 512 steps."""
 
@@ -357,7 +356,7 @@ class DriftDetector(Detector):
     def _take(self, record: StepRecord, block: float) -> tuple[Finding, ...]:
         if self._blocks:
             change = block - self._blocks[-1]
-            if change < -max(self._config.fall, 8.0 * self._noise()):
+            if change < -max(_FALL, 8.0 * self._noise()):
                 self._begin_anew()
             else:
                 self._differences.append(abs(change))
@@ -383,7 +382,7 @@ class DriftDetector(Detector):
             least = max(self._config.rise, self._config.sigmas * deviation)
             back = back and rise < 0.5 * least
             self._peaks[i] = max(self._peaks[i], rise)
-            enough = max(least, self._config.remembered * self._wandered[i])
+            enough = max(least, _REMEMBERED * self._wandered[i])
             if findings or self._num < self._config.warm_up or rise <= enough:
                 continue
             if rise > 2.0 * self._told:

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from trainvitals.config import AboveOne, AboveZero, AtLeastOne, NotNegative, Settings
+from trainvitals.config import AboveZero, AtLeastOne, NotNegative, Settings
 from trainvitals.detect.outliers import Detector, RobustWindow, is_clean
 from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import row
@@ -66,19 +66,30 @@ _REGULAR, _REGULAR_WITHIN = 3, 0.1
 evaluation is told three times."""
 _NOISE_BEGINS, _NOISE_WITHIN = 10, 100
 """Outliers that begin anew so often within so many steps are the run's noise, and are learnt."""
+_ALLOWANCE = 1.0
+"""Deviations that a step may be above the course without being evidence."""
+_MOST = 4.0
+"""Deviations beyond the allowance that one step counts for at most, however far it is."""
+_DEVIATION = 0.02
+"""Smallest deviation assumed where steps are added up."""
+_TOGETHER = 1.35
+"""Multiple of the course that steps which are told together lie at, on average."""
+_REMEMBERED = 1.25
+"""The sum must exceed by this factor the largest one that came to nothing: a loss that wanders
+by itself collects evidence too."""
+_RECURS_WITHIN = 2000
+"""Steps within which outliers that come back are counted."""
 _OF_HIGHER = 0.5
 """Part of the distance of higher steps, told lately, that steps which are told together must have:
 a run that jumps to four times its loss now and then is not told of 1.7 times."""
 
 
-class SpikeConfig(Settings, frozen=True, kw_only=True):
-    """How far above its recent course a metric may be, for one step and for several."""
+class CourseConfig(Settings, frozen=True, kw_only=True):
+    """How far above its recent course a metric may be for one step."""
 
-    section = "loss"
-    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("warm_up", "window"),
-        ("together", "min_ratio"),
-    )
+    ascending: ClassVar[tuple[tuple[str, ...], ...]] = (("warm_up", "window"),)
+    calm: ClassVar[float] = 0.0
+    enough: ClassVar[float] = 0.0
 
     window: int = 200
     """Clean steps whose distances from the course are remembered: the spread, and the tail."""
@@ -87,63 +98,54 @@ class SpikeConfig(Settings, frozen=True, kw_only=True):
     trend_window: AtLeastOne = 25
     """Newest clean steps whose median is the metric's course: what a step is compared with. Its own
     error is a quarter of a step's noise."""
-    sigmas: AboveZero = 4.5
-    """Robust standard deviations around the course that clean steps keep within. A step at 3x is
-    7 of them where the noise is 15 %."""
+    sigmas: AboveZero
+    """Robust standard deviations around the course that clean steps keep within."""
     margin: Annotated[float, Meta(ge=1.0)] = 1.2
     """The limit exceeds by this factor the distance that 2 % of these steps went beyond: what was
     normal before is no outlier (bimodal losses, heavy tails)."""
-    min_ratio: float = 2.0
-    """The limit of one step is at least this multiple of the course: single batches of clean runs
-    reach 1.9 times their neighbours' loss; but less than that in a calm run, see ``calm``."""
-    calm: NotNegative = 30.0
-    """In a calm run the limit of one step is at least this many deviations instead: 1.35x where the
-    noise is 1 %. 0: ``min_ratio`` always."""
-    allowance: NotNegative = 1.0
-    """Deviations that a step may be above the course without being evidence."""
-    most: AboveZero = 4.0
-    """Deviations beyond the allowance that one step counts for at most, however far it is."""
-    enough: NotNegative = 5.5
-    """Sum of what is beyond the allowance at which several steps are told; above ``most``: it takes
-    two steps. 0: several steps are never told together."""
-    deviation: AboveZero = 0.02
-    """Smallest deviation assumed where steps are added up."""
-    together: AboveOne = 1.35
-    """Multiple of the course that steps which are told together lie at, on average."""
-    remembered: Annotated[float, Meta(ge=1.0)] = 1.25
-    """The sum must exceed by this factor the largest one that came to nothing: a loss that wanders
-    by itself collects evidence too."""
+    min_ratio: Annotated[float, Meta(ge=_TOGETHER)]
+    """The limit of one step is at least this multiple of the course."""
     accept_after: Annotated[int, Meta(ge=3)] = 40
     """High steps in a row, alike among themselves, after which they are the new level."""
     recurs: Annotated[int, Meta(ge=2)] = 5
-    """Times that outliers of one step come back within ``recurs_within`` steps until they
-    are hard batches and told no more, up to 1.5 times the highest."""
-    recurs_within: AtLeastOne = 2000
-    """See ``recurs``."""
+    """Times that outliers of one step come back within 2,000 steps until they are hard batches and
+    told no more, up to 1.5 times the highest."""
+
+
+class SpikeConfig(CourseConfig, frozen=True, kw_only=True):
+    """How far above its recent course the loss may be, for one step and for several."""
+
+    section = "loss"
+
+    sigmas: AboveZero = 4.5
+    """Robust standard deviations around the course that clean steps keep within. A step at 3x is
+    7 of them where the noise is 15 %."""
+    min_ratio: Annotated[float, Meta(ge=_TOGETHER)] = 2.0
+    """The limit of one step is at least this multiple of the course: single batches of clean runs
+    reach 1.9 times their neighbours' loss; but less than that in a calm run, see ``calm``."""
+    calm: NotNegative = 30.0  # type: ignore[misc]
+    """In a calm run the limit of one step is at least this many deviations instead: 1.35x where the
+    noise is 1 %. 0: ``min_ratio`` always."""
+    enough: NotNegative = 5.5  # type: ignore[misc]
+    """Sum of what is beyond one deviation, at most 4 of a step, at which several steps are told:
+    above 4, as one step alone is not enough. 0: several steps are never told together."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; one step alone must not be enough."""
         super().__post_init__()
-        if self.enough and not self.most < self.enough:
-            raise self.refusal(
-                "most",
-                f"below {self.section}.enough ({self.enough}): one step alone is not enough",
-            )
+        if self.enough and not self.enough > _MOST:
+            raise self.refusal("enough", f"0, or above {_MOST:g}: one step alone is not enough")
 
 
-class GradNormConfig(SpikeConfig, frozen=True, kw_only=True):
-    """The same for the gradient norm."""
+class GradNormConfig(CourseConfig, frozen=True, kw_only=True):
+    """The same for the gradient norm; what is high for several steps is section ``burst``."""
 
     section = "grad_norm"
 
     sigmas: AboveZero = 8.0
     """Robust standard deviations around the course that clean steps keep within."""
-    min_ratio: float = 40.0
+    min_ratio: Annotated[float, Meta(ge=_TOGETHER)] = 40.0
     """The limit is at least this multiple of the course."""
-    calm: NotNegative = 0.0
-    """Not for the norm: ``min_ratio`` always."""
-    enough: NotNegative = 0.0
-    """Not here: a norm that is high for several steps is another detector's (section ``burst``)."""
 
 
 LOSS_DEFAULTS = SpikeConfig()
@@ -174,7 +176,7 @@ class SpikeDetector(Detector):
     )  # fmt: skip
 
     def __init__(
-        self, metric: Metric, config: SpikeConfig | None = None, *, together: bool = True
+        self, metric: Metric, config: CourseConfig | None = None, *, together: bool = True
     ) -> None:
         self.name = f"{metric}_spike"
         self.metric = metric
@@ -232,7 +234,7 @@ class SpikeDetector(Detector):
         self._newest.append(value)
         logarithm = math.log(value)
         distance = logarithm - math.log(course)
-        beyond = (distance - self._middle) / self._sigma - self._config.allowance
+        beyond = (distance - self._middle) / self._sigma - _ALLOWANCE
         if distance > self._far:
             return self._outlier(record, value, logarithm, distance, beyond)
         if not self._enough and self._held:
@@ -311,7 +313,7 @@ class SpikeDetector(Detector):
         self._far = max(spread, tail, config.margin * rare, seen * _BEYOND_SEEN, least)
         scarce = 1.0 + 20.0 / num
         self._sigma = scarce * max(
-            config.deviation,
+            _DEVIATION,
             sigma,
             (deviations.upper(_RARE) - middle) / _RARE_SIGMAS,
             (seen - middle) / _FAR_SIGMAS,
@@ -343,7 +345,7 @@ class SpikeDetector(Detector):
 
     def _collect(self, record: StepRecord, distance: float, beyond: float) -> None:
         config = self._config
-        share = min(beyond, config.most)
+        share = min(beyond, _MOST)
         if self._onset < 0 or (not self._told and share > max(2.0 * self._sum, 1.0)):
             # What outweighs twice all that was collected is where it begins.
             self._onset = record.step
@@ -408,12 +410,11 @@ class SpikeDetector(Detector):
         clean: bool,
     ) -> tuple[Finding, ...]:
         """Add a step that is no outlier up; hold it back while there is evidence."""
-        config = self._config
         self._collect(record, distance, beyond)
         if self._sum == 0.0:
             self._release(value, logarithm, distance, clean)
             return ()
-        if self._sum <= config.most - 0.5 and not self._told:
+        if self._sum <= _MOST - 0.5 and not self._told:
             if clean:
                 self._push(value, logarithm, distance)
             return ()
@@ -428,12 +429,12 @@ class SpikeDetector(Detector):
     def _is_enough(self, beyond: float) -> bool:
         if self._told or not self._enough or beyond <= 0.0 or self._num < 2:
             return False
-        if self._sum < max(self._enough, self._config.remembered * self._wandered):
+        if self._sum < max(self._enough, _REMEMBERED * self._wandered):
             return False
         height = self._height / self._num
         if self._num == 2 and height < _OF_TWO:
             return False
-        return height >= max(math.log(self._config.together), _OF_HIGHER * self._highest)
+        return height >= max(math.log(_TOGETHER), _OF_HIGHER * self._highest)
 
     def _together(self, record: StepRecord, value: float) -> Finding:
         course = self._course.median()
@@ -446,7 +447,7 @@ class SpikeDetector(Detector):
             reason=f"the loss is high since step {self._onset}: {self._num} steps lie "
             f"{ratio:.3g} times above its course {course:.4g} on average, the last at {value:.4g}",
             value=value,
-            limit=course * math.exp(self._middle + self._config.allowance * self._sigma),
+            limit=course * math.exp(self._middle + _ALLOWANCE * self._sigma),
             onset_step=self._onset,
             cause=f"{self.metric}_burst",
         )
@@ -478,7 +479,7 @@ class SpikeDetector(Detector):
         if not self._accepted:
             return False
         since, highest = self._accepted
-        if self._clock - since > self._config.recurs_within:
+        if self._clock - since > _RECURS_WITHIN:
             self._accepted = []
             return False
         return logarithm <= highest
@@ -494,7 +495,7 @@ class SpikeDetector(Detector):
         singles = [
             group
             for group in list(groups)[:-1]
-            if group[2] == 1 and clock - group[0] <= config.recurs_within
+            if group[2] == 1 and clock - group[0] <= _RECURS_WITHIN
         ]
         often = (
             len(singles) >= config.recurs - 1 and clock - singles[1 - config.recurs][0] <= _OFTEN
@@ -504,7 +505,7 @@ class SpikeDetector(Detector):
         if self._recurring_told < 0:
             self._recurring_told = clock
             return False
-        if clock - self._recurring_told > config.recurs_within and len(singles) < config.recurs:
+        if clock - self._recurring_told > _RECURS_WITHIN and len(singles) < config.recurs:
             self._recurring_told = -1
             return False
         return distance <= max(group[3] for group in singles) + math.log(1.5)
@@ -540,7 +541,7 @@ class SpikeDetector(Detector):
         top = max(newer.upper(0.05), older.upper(0.05))
         bottom = min(newer.upper(0.9), older.upper(0.9))
         steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
-        high = self._middle + self._config.allowance * self._sigma
+        high = self._middle + _ALLOWANCE * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
             self._adopt(held[-num:])  # it has come back: the course is where it is now
             self._accepted = []
@@ -552,7 +553,7 @@ class SpikeDetector(Detector):
                 del held[0]
             return ()
         was_told, course, onset = self._told, self._course.median(), self._onset
-        was_told = was_told and not self._silent and low >= course * self._config.together
+        was_told = was_told and not self._silent and low >= course * _TOGETHER
         level = newer.median()
         self._adopt(held[-num:])
         if not was_told:
@@ -612,6 +613,16 @@ _FALLS = 0.02
 _HIGHER = math.log(1.5)
 
 
+_NORM_DEVIATION = 0.3
+"""Smallest standard deviation assumed of the logarithm of the norm: 35 %."""
+_NORM_ALLOWANCE = 3.0
+"""Deviations a step may be above the median without being evidence."""
+_NORM_MOST = 8.0
+"""Deviations that one step counts for at most, however far it is."""
+_BURSTS_WITHIN = 3000
+"""Steps within which bursts that come back are counted."""
+
+
 class BurstConfig(Settings, frozen=True, kw_only=True):
     """When steps in a row are evidence enough together."""
 
@@ -622,33 +633,14 @@ class BurstConfig(Settings, frozen=True, kw_only=True):
     """Steps kept as the reference."""
     warm_up: Annotated[int, Meta(ge=8)] = 20
     """Steps needed before anything is said."""
-    deviation: AboveZero = 0.3
-    """Smallest standard deviation assumed of the logarithm of the norm: 35 %."""
-    allowance: AboveZero = 3.0
-    """Deviations a step may be above the median without being evidence."""
-    most: float = 8.0
-    """Deviations that one step counts for at most, however far it is."""
-    enough: float = 6.0
-    """Sum of what is beyond the allowance at which it is told; above ``most - allowance``, so that
-    it takes two steps."""
+    enough: Annotated[float, Meta(gt=_NORM_MOST - _NORM_ALLOWANCE)] = 6.0
+    """Sum of what is beyond 3 deviations, at most 5 of a step, at which it is told: above 5, as one
+    step alone is not enough."""
     accept_after: AtLeastOne = 40
-    """Steps in a row beyond the allowance after which they enter the reference."""
-
+    """Steps in a row beyond 3 deviations after which they enter the reference."""
     recurs: AtLeastOne = 5
-    """Bursts within ``recurs_within`` steps after which they are told no more, up to 1.5 times the
-    highest: hard batches that come one after the other."""
-    recurs_within: AtLeastOne = 3000
-    """See ``recurs``."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work; one step alone must not be enough."""
-        super().__post_init__()
-        if not self.allowance < self.most < self.allowance + self.enough:
-            raise self.refusal(
-                "most",
-                f"above burst.allowance ({self.allowance}) and by less than burst.enough "
-                f"({self.enough}): one step alone is not enough",
-            )
+    """Bursts within 3,000 steps after which they are told no more, up to 1.5 times the highest:
+    hard batches that come one after the other."""
 
 
 BURST_DEFAULTS = BurstConfig()
@@ -703,7 +695,7 @@ class BurstDetector(Detector):
             if clean:
                 self._push(norm)
             return ()
-        beyond = self._distance(norm) - self._config.allowance
+        beyond = self._distance(norm) - _NORM_ALLOWANCE
         if beyond <= 0.0:
             self._end()  # two spikes with a usual step between them are two spikes
             if clean:
@@ -725,7 +717,7 @@ class BurstDetector(Detector):
         """Return how far the norm is above the median, in deviations of its logarithm."""
         middle = self._deviations.median()
         deviation = max(
-            self._config.deviation,
+            _NORM_DEVIATION,
             self._deviations.upper(_SIGMA_ABOVE) - middle,
             self._deviations.upper(_RARE) / _BURST_RARE_SIGMAS,
         )
@@ -737,7 +729,7 @@ class BurstDetector(Detector):
         config = self._config
         if self._onset < 0:
             self._onset = record.step
-        share = min(beyond, config.most - config.allowance)
+        share = min(beyond, _NORM_MOST - _NORM_ALLOWANCE)
         self._sum = min(self._sum + share, 2.0 * config.enough)
         if clean:
             self._held.append(norm)
@@ -768,9 +760,7 @@ class BurstDetector(Detector):
     def _recurs(self, distance: float) -> bool:
         """Note a burst; say whether bursts like it come back again and again."""
         config, clock = self._config, self._clock
-        earlier = [
-            height for begin, height in self._bursts if clock - begin <= config.recurs_within
-        ]
+        earlier = [height for begin, height in self._bursts if clock - begin <= _BURSTS_WITHIN]
         self._bursts.append([clock, distance])
         return len(earlier) >= config.recurs and distance <= max(earlier) + _HIGHER
 
