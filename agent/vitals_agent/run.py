@@ -260,7 +260,7 @@ class ServedRun:
     def sweep(self) -> None:
         """Delete journals that are finished and in the spool; shared memory is short."""
         for tail in self.tails.values():
-            if not tail.removed and tail.finished:
+            if not tail.removed and tail.take_end():
                 with self._facts.faults.contained("release"):
                     tail.remove()
                     self._open.discard(tail.directory.name)
@@ -279,7 +279,7 @@ class ServedRun:
     @property
     def active(self) -> bool:
         """Whether a rank of this run still writes, or has left something to copy."""
-        return any(not tail.finished for tail in self.tails.values())
+        return any(not tail.take_end() for tail in self.tails.values())
 
     @property
     def num_living(self) -> int:

@@ -230,10 +230,9 @@ class JournalTail:
         """Whether nothing will be written any more: the writer's word, or an agent's."""
         return (self.directory / CLOSED).exists()
 
-    @property
-    def finished(self) -> bool:
-        """Whether the writer said goodbye, or was pronounced dead, and all is in the spool."""
-        return self.removed or (self._reader.finished and self._appended == self._synced)
+    def take_end(self) -> bool:
+        """Return whether the writer said goodbye, or was pronounced dead, and all is spooled."""
+        return self.removed or (self._reader.take_end() and self._appended == self._synced)
 
     def pronounce_dead(self) -> None:
         """Close the journal in its dead writer's place: a restarted agent knows it was said."""

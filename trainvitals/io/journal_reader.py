@@ -76,9 +76,11 @@ class JournalReader:
             batches += self._read_stream(segments, max_rows)
         return batches
 
-    @property
-    def finished(self) -> bool:
-        """Whether the writer said goodbye (or was pronounced dead) and all was read."""
+    def take_end(self) -> bool:
+        """Return whether the writer said goodbye (or was pronounced dead) and all was read.
+
+        Rows that it wrote of which nothing is left are counted in ``dropped``, once.
+        """
         if not self._is_closed():
             return False
         marker = self._marker()

@@ -60,11 +60,11 @@ def test_a_reader_finishes_only_after_the_writers_goodbye(folder: Path, identity
     journal = JournalWriter(folder, identity)
     journal.open_stream(STEPS).append([1, 1.0])
     reader = JournalReader(folder)
-    assert not reader.finished
+    assert not reader.take_end()
     journal.close()
-    assert not reader.finished
+    assert not reader.take_end()
     assert [0] == seqs_of(reader.read())
-    assert reader.finished
+    assert reader.take_end()
 
 
 def test_events_of_any_length_come_back_whole(folder: Path, identity: Identity) -> None:
@@ -94,7 +94,7 @@ def test_a_batch_of_events_ends_at_an_events_end(folder: Path, identity: Identit
         batches += found
     assert [3, 3, 3, 3] == [b.header.num_rows for b in batches]
     assert 4 == sum(1 for b in batches for _ in decode_events(EVENT_SCHEMA, b.rows))
-    assert reader.finished
+    assert reader.take_end()
 
 
 def test_new_columns_begin_a_segment_and_numbers_go_on(folder: Path, identity: Identity) -> None:
@@ -171,7 +171,7 @@ def test_a_reader_keeps_up_while_the_writer_goes_on(folder: Path, identity: Iden
     seen += seqs_of(reader.read(max_rows=10_000))
     assert sorted(set(seen)) == seen
     assert 3_000 == len(seen) + reader.dropped
-    assert reader.finished
+    assert reader.take_end()
 
 
 def test_released_segments_are_gone_and_the_rest_is_not(shm: Path, identity: Identity) -> None:
@@ -190,7 +190,7 @@ def test_released_segments_are_gone_and_the_rest_is_not(shm: Path, identity: Ide
     journal.close()
     reader.release("steps", 399)
     assert {} == list_segments(shm / "j")
-    assert reader.finished
+    assert reader.take_end()
     reader.remove()
     assert not (shm / "j").exists()
 
@@ -255,9 +255,9 @@ def test_what_a_killed_process_wrote_is_there(shm: Path) -> None:
     assert 1 == events
     assert 500 <= seqs[-1]
     assert list(range(seqs[0], seqs[-1] + 1)) == seqs
-    assert not reader.finished
+    assert not reader.take_end()
     mark_closed(shm / "j")
-    assert reader.finished
+    assert reader.take_end()
 
 
 def test_a_forked_childs_writer_is_closed_and_harmless(folder: Path, identity: Identity) -> None:
@@ -329,7 +329,7 @@ def test_journals_of_all_runs_are_found_with_their_run_directory(
 def test_a_journal_that_is_gone_or_empty_is_read_as_nothing(shm: Path) -> None:
     assert [] == JournalReader(shm / "missing").read()
     assert JournalReader(shm / "missing").identity is None
-    assert not JournalReader(shm / "missing").finished
+    assert not JournalReader(shm / "missing").take_end()
     JournalReader(shm / "missing").release("steps", 5)
     JournalReader(shm / "missing").remove()
 

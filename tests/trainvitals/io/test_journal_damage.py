@@ -64,7 +64,7 @@ def test_a_full_memory_is_counted_and_never_kills(small_tmpfs: Path, identity: I
     seqs, reader = read_all(small_tmpfs / "j")
     assert 1_199 == seqs[-1]
     assert 1_200 == len(seqs) + reader.dropped
-    assert reader.finished
+    assert reader.take_end()
 
 
 def test_a_journal_takes_only_its_share_of_a_small_memory(
@@ -78,7 +78,7 @@ def test_a_journal_takes_only_its_share_of_a_small_memory(
     journal.close()
     reader = JournalReader(small_tmpfs / "j")
     assert [] == reader.read()
-    assert reader.finished
+    assert reader.take_end()
     assert 10 == reader.dropped
 
 
@@ -91,7 +91,7 @@ def test_the_last_lost_rows_are_known_by_the_writers_word(shm: Path, identity: I
     journal.close()
     reader = JournalReader(shm / "j")
     assert 1 == len(seqs_of(reader.read(), "events"))
-    assert reader.finished
+    assert reader.take_end()
     assert 71 == reader.dropped
 
 
@@ -163,7 +163,7 @@ def test_a_segment_torn_at_any_byte_gives_the_rows_before_the_tear(
         seqs, reader = read_all(shm / "j")
         expected = max(0, min(5, (size - first_row) // STEPS.row_size))
         assert list(range(expected)) == seqs
-        assert reader.finished
+        assert reader.take_end()
         assert 5 == len(seqs) + reader.dropped
     assert identity == header.identity
 
@@ -183,7 +183,7 @@ def test_a_flipped_bit_loses_its_row_and_no_other(
     flip_bit(path, offset, data.draw(st.integers(0, 7)))
     seqs, reader = read_all(folder / "j")
     assert [i for i in range(20) if i != row] == seqs
-    assert reader.finished
+    assert reader.take_end()
     assert 1 == reader.dropped
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_header_sets_the_segment_aside_and_others_go_on(
     assert {path} == reader.set_aside
     assert 300 == len(seqs) + reader.dropped
     assert 299 == seqs[-1]
-    assert reader.finished
+    assert reader.take_end()
 
 
 @pytest.mark.parametrize("content", [b"", b"TVJ1", bytes(4096), b"TVJ1" + bytes(4092)])
@@ -225,7 +225,7 @@ def test_a_newer_segment_is_said_once_and_set_aside(shm: Path, identity: Identit
     assert "pip install" in caught.value.hint
     assert 299 == seqs_of(reader.read())[-1]
     assert {path} == reader.set_aside
-    assert reader.finished
+    assert reader.take_end()
 
 
 def test_a_segment_that_vanishes_is_counted(shm: Path, identity: Identity) -> None:
@@ -305,7 +305,7 @@ def test_a_torn_event_is_waited_for_and_given_up_when_its_writer_is_dead(
     (shm / "j" / CLOSED).chmod(0o600)
     dead = JournalReader(shm / "j")
     assert [0] == seqs_of(dead.read(), "events")
-    assert dead.finished
+    assert dead.take_end()
 
 
 def test_foreign_files_in_the_folder_are_passed_over(shm: Path, identity: Identity) -> None:
@@ -314,6 +314,6 @@ def test_foreign_files_in_the_folder_are_passed_over(shm: Path, identity: Identi
         (shm / "j" / name).touch(mode=0o600)
     seqs, reader = read_all(shm / "j")
     assert [0, 1, 2] == seqs
-    assert reader.finished
+    assert reader.take_end()
     reader.remove()
     assert not (shm / "j").exists()

@@ -165,7 +165,7 @@ class JournalMachine(RuleBasedStateMachine):
             self.read(1024)
             if before == {stream: len(seqs) for stream, seqs in self.read_seqs.items()}:
                 break
-        assert self.reader.finished
+        assert self.reader.take_end()
         num_read = num_gone = 0
         for stream in STREAMS:
             seqs = {seq for seq in self.read_seqs[stream] if seq > self.resumed_at[stream]}
