@@ -173,7 +173,10 @@ def _extremes(points: Points, finite: Ints, num_points: int) -> Ints:
     chosen = [0, len(finite) - 1]
     for begin, end in pairwise(bounds.tolist()):
         if begin < end:
-            chosen += (begin + int(value[begin:end].argmin()), begin + int(value[begin:end].argmax()))
+            chosen += (
+                begin + int(value[begin:end].argmin()),
+                begin + int(value[begin:end].argmax()),
+            )
     return finite[chosen]
 
 
