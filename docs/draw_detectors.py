@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS, Entry
+from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_STEPS
+from docs.drawn.entry import Entry
 from docs.drawn.svg import Panel, draw
 from docs.drawn.trained import (
     AFTER,

@@ -5,8 +5,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from docs.drawn.entry import Entry, rest_of
 from docs.drawn.runs import State, in_loop
 from docs.drawn.svg import Line, Panel
+from trainvitals.detect import level, outliers, spike
 from trainvitals.detect.outliers import RobustWindow
 from trainvitals.detect.spike import BURST_DEFAULTS, BurstDetector
 from trainvitals.records import StepRecord
@@ -197,3 +199,119 @@ def loss_progress() -> list[Panel]:
                 "loss_progress", **shown),
         in_loop("silent: all learned within 20 steps", losses(converged), **shown),
     ]  # fmt: skip
+
+
+ENTRIES = (
+    Entry(
+        name="nonfinite",
+        title="Non-finite numbers",
+        owner=outliers.NonFiniteDetector,
+        needs="Nothing but the step itself: it speaks from the first one on. `rank_failed` is told "
+        "where a rank could not measure, which is unknown and not bad.",
+        good="Every kind of training, RL, GANs, curricula and large rates as well: it compares "
+        "with nothing that these could shift.",
+        bad="Damage that is still finite, in any of them.",
+        examples=nonfinite,
+        notes=("MAX_OVERFLOWS",),
+        source=outliers,
+    ),
+    Entry(
+        name="loss_spike",
+        title="A loss that is high",
+        owner=spike.SpikeDetector,
+        finds="Finds steps whose loss is above what the steps before allow for, one by one or "
+        "several together.",
+        needs="`loss` of `warm_up` applied steps. Several steps are added up only where every loss "
+        "is positive, and where the loss is minimized.",
+        good="Outliers from 3x on at 15 % noise, 1.5x for 5 steps or more, and in a calm run less: "
+        "there is no fixed floor.",
+        bad="A level that changes often and for good reason: two tasks in blocks, a curriculum "
+        "that was not announced with `expect`. Each change is told, until it comes regularly."
+        " Single hard batches are told five times and epoch borders three times. In "
+        "reinforcement learning and for GANs say `loss_kind`: then only single outliers are "
+        "told, and around zero these must be ten times the whole range; rewards with heavy "
+        "tails are told all the same. Large optimizer spikes (AdamW at 3e-2) are told each "
+        "time, and whether one is damage the loss alone cannot say.",
+        examples=loss_spike,
+        module=spike,
+        more=rest_of(spike.SpikeDetector._refresh),
+        config=spike.SpikeConfig,
+    ),
+    Entry(
+        name="grad_norm_spike",
+        title="Gradient-norm spike",
+        owner=None,
+        finds="Finds steps whose gradient norm is above the limit of the steps before, by the rule "
+        "of a loss and with a wider limit.",
+        needs="`grad_norm` of `warm_up` applied steps.",
+        good="Explosions, in any kind of training: 40 times the usual norm and more. In RL and for "
+        "GANs, whose loss says little, and under a large rate, whose spikes lie below it.",
+        bad="Anything smaller: clean runs show 15 times for one step, 35 times at worst. The first "
+        "steps of a curriculum's next part, where `expect` did not announce it.",
+        examples=grad_norm_spike,
+        config=spike.GradNormConfig,
+        notes=("GRAD_NORM_DEFAULTS",),
+        source=spike,
+    ),
+    Entry(
+        name="grad_norm_burst",
+        title="Gradient-norm burst",
+        owner=spike.BurstDetector,
+        needs="`grad_norm` of `warm_up` steps, above zero; `loss`, where there is one, excuses a "
+        "norm that grows while the run learns.",
+        good="What announces a spike, two steps and more before the loss moves; lost optimizer "
+        "state, in RL, for GANs, in curricula and under a large rate alike.",
+        bad="Hard batches that come one after the other: told five times, then no more. A "
+        "curriculum's next part that was not announced, and the largest optimizer spikes: each "
+        "told once.",
+        examples=grad_norm_burst,
+        config=spike.BurstConfig,
+    ),
+    Entry(
+        name="loss_level",
+        title="Level of the loss: divergence, failed recovery",
+        owner=level.LevelDetector,
+        needs="`loss` of `window` steps, and noise: of a loss that never changes nothing is said. "
+        "Only where the loss is minimized.",
+        good="A walk away of six deviations of the noise and 5 %, and in calm runs a step up of "
+        "3 % that stays.",
+        bad="Curricula and new data that were not announced with `expect`: the rise is real, and "
+        "is told. A loss that goes up while the run improves, in RL, or wanders, as a GAN's: say "
+        "`loss_kind`, and it is silent, about faults too. Large optimizer spikes: a row of them is "
+        "a level, and is told.",
+        examples=loss_level,
+        module=level,
+        config=level.LevelConfig,
+    ),
+    Entry(
+        name="loss_drift",
+        title="Drift of the loss within its noise",
+        owner=level.DriftDetector,
+        needs="`loss` of 512 steps, above zero. Only where the loss is minimized.",
+        good="10 % for good at 15 % noise; 2 % in 100 steps, within some 400 while the noise is "
+        "5 %, later where it is more.",
+        bad="The first 500 steps, and as many after a sudden fall. Warm restarts and other slow "
+        "waves are told once or twice, until it is known how far they go. So are RL and GANs,"
+        " whose loss wanders, until `loss_kind` is said, and a curriculum that was not "
+        "announced. It has nothing to say of optimizer spikes.",
+        examples=loss_drift,
+        config=level.DriftConfig,
+    ),
+    Entry(
+        name="loss_progress",
+        title="Lost progress, a loss that never learns, a collapse",
+        owner=level.ProgressDetector,
+        needs="`loss`; `learning_rate`, where there is one, says when the warm-up is over. Only "
+        "where the loss is minimized.",
+        good="A run that is back where it began (90 % of its gain, for 100 steps), that never left "
+        "it in 500 steps, that is stuck after a restart, or whose loss drops below a third at "
+        "once.",
+        bad="Fine-tuning that begins where it ends: a loss that has nothing left to learn is told"
+        " once. A task that is suddenly easy, as a part of a curriculum may be, looks like a "
+        "collapse, and so may what follows a large optimizer spike. RL and GANs, where there "
+        "is no such progress: say `loss_kind`.",
+        examples=loss_progress,
+        config=level.ProgressConfig,
+    ),
+)
+"""The detectors that are drawn here."""

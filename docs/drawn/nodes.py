@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from docs.drawn.entry import Entry
 from docs.drawn.runs import SECOND, sampled
 from docs.drawn.svg import Panel
+from trainvitals.detect.fleet import node
 from trainvitals.detect.fleet.base import NodeSample, Value
 from trainvitals.detect.fleet.node import HARDWARE_HEAT, POWER_CAP, GpuErrorConfig, ThrottleConfig
 
@@ -87,3 +89,36 @@ def _power(number: int, *, lost: bool) -> dict[str, dict[str, Value]]:
     swing = 12 * (number % 7)
     gpus: dict[str, dict[str, Value]] = {"4": {"power_watts": 560 + swing}}
     return gpus if lost else {**gpus, "3": {"power_watts": 600 + swing}}
+
+
+ENTRIES = (
+    Entry(
+        name="gpu_throttle",
+        title="Slowed clocks of a GPU",
+        owner=node.GpuThrottleWatcher,
+        needs="`throttle_reasons` of the GPU; for a power cap `sm_clock_hertz` too.",
+        examples=gpu_throttle,
+        module=node,
+        config=node.ThrottleConfig,
+    ),
+    Entry(
+        name="gpu_error",
+        title="Memory errors and Xids of a GPU",
+        owner=node.GpuErrorWatcher,
+        needs="`ecc_uncorrected_errors`, `ecc_corrected_errors`, `last_xid`: each by itself, "
+        "compared with the sample before.",
+        examples=gpu_error,
+        notes=("FATAL_XIDS",),
+        source=node,
+        config=node.GpuErrorConfig,
+    ),
+    Entry(
+        name="gpu_lost",
+        title="Lost GPU",
+        owner=node.GpuLostWatcher,
+        needs="A sample in which the GPU answered.",
+        examples=gpu_lost,
+        config=node.GpuLostConfig,
+    ),
+)
+"""The detectors that are drawn here."""

@@ -1,12 +1,15 @@
 """Examples of the watchers of merged steps: the optimizer's numbers, the layers', the ranks'."""
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
 
+from docs.drawn.entry import Entry
 from docs.drawn.loop import noisy
 from docs.drawn.runs import SECOND, State, watched
 from docs.drawn.svg import Panel
+from trainvitals.detect.fleet import layers, optimizer, ranks
 from trainvitals.detect.fleet.base import MergedStep, Value
 from trainvitals.detect.fleet.layers import ActivationConfig, LayerConfig
 from trainvitals.records import OVERFLOW
@@ -228,3 +231,59 @@ def each_rank(column: str, ranks: int) -> dict[str, Callable[[MergedStep], float
     """Return what reads a column of every rank's: rank 0's first, the others' under one name."""
     names = {rank: f"{_HIDDEN}{rank}" for rank in range(ranks)} | {0: "rank 0", 1: "the others"}
     return {name: of_rank(column, rank) for rank, name in names.items()}
+
+
+ENTRIES = (
+    Entry(
+        name="learning_rate",
+        title="Learning rate",
+        owner=optimizer.LearningRateWatcher,
+        needs="`learning_rate` of rank 0. Jumps: a warm-up that is over. A forgotten schedule: an "
+        "attempt before this one.",
+        examples=learning_rate,
+        config=optimizer.LearningRateConfig,
+    ),
+    Entry(
+        name="loss_scale",
+        title="Loss scale and overflows",
+        owner=optimizer.LossScaleWatcher,
+        needs="`loss_scale`, and a scaler that has settled.",
+        examples=loss_scale,
+        config=optimizer.LossScaleConfig,
+    ),
+    Entry(
+        name="layer_gradient",
+        title="Gradients of a layer",
+        owner=layers.LayerGradientWatcher,
+        needs="`grad_norm` of at least four layers, `warm_up` rows of each.",
+        examples=layer_gradient,
+        module=layers,
+        more=str(inspect.getdoc(layers.LayerOutlierWatcher)),
+        config=layers.LayerConfig,
+    ),
+    Entry(
+        name="update_ratio",
+        title="Updates beside weights",
+        owner=layers.UpdateRatioWatcher,
+        needs="`update_norm` and `weight_norm` of at least four layers; judged by the same rule "
+        "and settings as their gradients, less `least_share`.",
+        examples=update_ratio,
+    ),
+    Entry(
+        name="activation",
+        title="Activations",
+        owner=layers.ActivationWatcher,
+        needs="`activation_rms` or `activation_max` of a layer, `warm_up` rows of it.",
+        examples=activation,
+        config=layers.ActivationConfig,
+    ),
+    Entry(
+        name="rank_loss",
+        title="Loss of one rank",
+        owner=ranks.RankLossWatcher,
+        needs="`rank_loss` of three ranks or more.",
+        examples=rank_loss,
+        config=ranks.RankLossConfig,
+    ),
+)
+"""The detectors that are drawn here."""

@@ -5,11 +5,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from docs.drawn.entry import Entry, rest_of
 from docs.drawn.loop import noisy
 from docs.drawn.runs import State, check, silence, watched
 from docs.drawn.steps import each_rank, of_rank, of_run, step
 from docs.drawn.svg import Line, Mark, Panel, Point
-from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.fleet import FleetDetectors, memory, ranks, speed
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.detect.fleet.ranks import DataBoundConfig, StragglerConfig
 from trainvitals.detect.fleet.speed import CheckpointConfig, ThroughputConfig
@@ -169,3 +170,62 @@ def _saves(title: str, saves: set[int], detector: str = "") -> Panel:
     return Panel(
         title=title, lines=lines, marks=marks, findings=mine, x_label="step", y_label="steps"
     )
+
+
+ENTRIES = (
+    Entry(
+        name="throughput",
+        title="Throughput",
+        owner=speed.ThroughputWatcher,
+        needs="`tokens_per_second`, or `step_duration_seconds` of the ranks; five measurements of "
+        "`block` steps. A change of the number of ranks begins anew.",
+        examples=throughput,
+        more="Slow steps that come at intervals are left out. " + rest_of(speed.Pace),
+        config=speed.ThroughputConfig,
+    ),
+    Entry(
+        name="data_bound",
+        title="Waiting for data",
+        owner=ranks.DataBoundWatcher,
+        needs="`data_wait_seconds` and `step_duration_seconds` of the ranks.",
+        examples=data_bound,
+        config=ranks.DataBoundConfig,
+    ),
+    Entry(
+        name="straggler",
+        title="Straggling rank",
+        owner=ranks.StragglerWatcher,
+        needs="`step_duration_seconds`, and of two ranks or more one of `communication_seconds`, "
+        "`forward_backward_seconds`, `data_wait_seconds`.",
+        examples=straggler,
+        config=ranks.StragglerConfig,
+    ),
+    Entry(
+        name="memory_creep",
+        title="Memory creep",
+        owner=memory.MemoryCreepWatcher,
+        needs="`memory_allocated_bytes` of every rank, and the device's size from an agent's "
+        "`memory_total_bytes`.",
+        examples=memory_creep,
+        config=memory.MemoryConfig,
+    ),
+    Entry(
+        name="stalled",
+        title="Stalled step",
+        owner=speed.stalled,
+        finds="Finds a step that does not come.",
+        needs="A usual duration: four ordinary steps. The time is handed in by who asks.",
+        examples=stalled,
+        config=speed.StallConfig,
+    ),
+    Entry(
+        name="checkpoint_overdue",
+        title="Overdue checkpoint",
+        owner=speed.checkpoint_overdue,
+        finds="Finds a checkpoint that does not come.",
+        needs="Two checkpoints, whose distance is the interval.",
+        examples=checkpoint_overdue,
+        config=speed.CheckpointConfig,
+    ),
+)
+"""The detectors that are drawn here."""

@@ -63,7 +63,7 @@ class DataPosition:
     """The loops over data of one monitor, one within another where it comes to that.
 
     Args:
-        host: the monitor's.
+        controller: the monitor's.
         waited: told of each wait for data, in nanoseconds.
         lag: steps between an update and its verdict.
         restored: what this start went on from.
