@@ -53,7 +53,7 @@ def no_runs() -> None:
     _notice(
         "No runs yet",
         None,
-        "Put `with trainer_hooks.watch(model, optimizer) as monitor` around a training loop, or try"
+        "Put `with trainvitals.watch(model, optimizer) as monitor` around a training loop, or try"
         " `vitals demo`. A run appears here with its first step.",
         ":material/timeline:",
     )
