@@ -13,7 +13,7 @@ CODE := trainvitals trainer_hooks agent collector dashboard deploy benchmarks te
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest test-fast test-slow test-oldest test-integrations lint bench bench-judgement docs screenshot clean
+.PHONY: help setup demo test pytest test-fast test-slow test-oldest test-integrations lint bench bench-judgement docs site screenshot clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,11 @@ bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the libr
 docs: $(STAMP) ## write the generated pages of docs/ and the files of deploy/ anew
 	$(BIN)/python docs/build_docs.py
 	$(BIN)/vitals deploy all --output deploy --force
+
+site: $(STAMP) ## write the documents as a site to build/site
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group site
+	$(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
 
 screenshot: $(STAMP) ## take the documents' pictures of the dashboard (needs chromium)
 	$(BIN)/python docs/screenshot.py $(ARGS)

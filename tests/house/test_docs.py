@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,14 @@ def test_every_generated_picture_is_current():
     there = {str(p.relative_to(ROOT / "docs")): p.read_text() for f in folders for p in f.iterdir()}
     stale = [name for name in drawn.keys() | there.keys() if drawn.get(name) != there.get(name)]
     assert [] == stale, "run `make docs`; remove what it does not write"
+
+
+def test_the_site_has_every_page():
+    outside = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    listed = re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    numbered = {page for page in pages if re.match(r"decisions/\d", page)}  # one page lists them
+    assert sorted(pages - numbered | outside) == sorted(listed)
 
 
 def test_every_metric_is_described():
@@ -101,7 +110,7 @@ class TestMakefile:
         shown = [line.split()[1] for line in self.make().splitlines()]
         targets = "setup demo test test-fast test-slow test-oldest test-integrations lint bench"
         targets += " bench-judgement"
-        targets += " docs screenshot clean"
+        targets += " docs site screenshot clean"
         assert targets.split() == shown
 
     @pytest.mark.parametrize("target", ["demo", "test", "test-fast", "lint", "bench", "docs"])
