@@ -1,7 +1,59 @@
 """Vitals keeps PyTorch training runs healthy: measures, skips what harms, rolls back, explains.
 
+    import trainvitals
+
+    with trainvitals.watch(model, optimizer, scheduler) as monitor:
+        ...
+        monitor.step(loss, max_norm=1.0)
+
 This package is the core: what is measured, what healthy means, what to do, and how it travels. It
-imports neither torch nor SQL. The training library is ``trainer_hooks``.
+imports neither torch nor SQL. ``watch`` and the other names of the training library are those of
+``trainer_hooks``, which is loaded when one of them is first used.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_hooks import (
+        EMA,
+        Attached,
+        CheckpointSettings,
+        EarlyStopping,
+        Monitor,
+        RestoredBest,
+        SignalSettings,
+        StepOutcome,
+        attach,
+        watch,
+    )
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "EMA",
+    "Attached",
+    "CheckpointSettings",
+    "EarlyStopping",
+    "Monitor",
+    "RestoredBest",
+    "SignalSettings",
+    "StepOutcome",
+    "attach",
+    "watch",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # for a type checker, a name that is not listed above is an error
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'trainvitals' has no attribute {name!r}")
+        # By name and only now: people import one package, while agent, collector and command line,
+        # which import this one too, must not load the training library or torch.
+        from importlib import import_module
+
+        return getattr(import_module("trainer_hooks"), name)

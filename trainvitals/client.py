@@ -380,5 +380,5 @@ def _folder_reader() -> Any:
         missing = "vitals_collector"
     raise MissingDependencyError(
         f"run directories are read by the collector's code, which lacks the package {missing}",
-        hint="pip install 'trainvitals[collector]'",
+        hint="pip install trainvitals",
     )

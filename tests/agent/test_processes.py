@@ -265,7 +265,7 @@ def test_a_missing_package_is_said_with_what_to_install():
         capture_output=True,
         text=True,
     )
-    assert "pip install 'trainvitals[agent]'" in done.stderr
+    assert "pip install trainvitals\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert 2 == done.returncode
 

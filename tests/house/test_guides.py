@@ -1,54 +1,132 @@
-"""What the guides show is what there is: files that are generated, commands with their options."""
+"""What the guides show is what there is: each snippet is run, each command has its options."""
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
-from tests.house.test_docs import COMMANDS
-
-ROOT = Path(__file__).parents[2]
-GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-BLOCK = re.compile(
-    r"(?:<!-- (?P<mark>[^\n]+) -->\n)?```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
+from tests.house.pages import (
+    GUIDES,
+    README,
+    ROOT,
+    VITALS,
+    block,
+    blocks,
+    execute,
+    run_program,
 )
+from tests.house.test_docs import COMMANDS
+from trainvitals.cli.demo import expected
 
-
-def blocks(page: Path) -> list[re.Match[str]]:
-    return list(BLOCK.finditer(page.read_text()))
-
-
+FOLDER = ROOT / "docs" / "guides"
+INSPECT = FOLDER / "inspect.md"
 WITH_FILES = [page for page in GUIDES if "<!-- generated: " in page.read_text()]
+WITH_COMMANDS = [page for page in GUIDES if any(b.language == "console" for b in blocks(page))]
+PROGRAMS = [
+    pytest.param(page, number, id=f"{page.stem}-{number}")
+    for page in GUIDES
+    for number, b in enumerate(blocks(page))
+    if b.mark.startswith("test: run")
+]
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """Run the README's program of one process, then an agent, as local rank 0 would start one."""
+    folder = tmp_path_factory.mktemp("readme")
+    run_program(block(README, "test: run; prints"), folder)
+    execute([*VITALS, "agent", "--dir", "vitals_runs", "--once"], folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_no_block_is_without_a_test(page):
+    # `run; gives` is run by tests/trainvitals/test_client.py; what a console shows is tested below.
+    # Of a cluster's shell there is only the script that is generated.
+    tested = ("test: ", "transcript: ", "generated: ", "run; gives")
+    every = blocks(page)
+    for number, b in enumerate(every):
+        is_output = number and every[number - 1].mark.endswith(("prints", "gives"))
+        is_shell = b.language in ("console", "bash")
+        assert b.mark.startswith(tested) or is_shell or is_output, b
+
+
+@pytest.mark.parametrize(("page", "number"), PROGRAMS)
+def test_a_program_runs_and_prints_what_is_shown(page, number, tmp_path):
+    every = blocks(page)
+    printed = run_program(every[number], tmp_path)
+    if every[number].mark.endswith("; prints"):
+        assert every[number + 1].body == printed
+
+
+def test_the_program_with_checkpoints_ends_with_its_best_state(tmp_path):
+    run_program(block(FOLDER / "checkpoints.md", "test: checkpoints"), tmp_path)
+    assert list(tmp_path.glob("vitals_runs/*/checkpoints/step-*/best"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *block(README, "test: console").commands,
+        *block(INSPECT, "test: console").commands,
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_looks_back_answers(first_run, command):
+    assert "vitals" == command[0]
+    assert execute([*VITALS, *command[1:]], first_run).strip()
+
+
+@pytest.mark.parametrize("page", [README, INSPECT], ids=lambda page: page.stem)
+def test_the_answer_to_why_is_the_one_shown(first_run, page):
+    answer = block(page, "test: answer; ")
+    command = shlex.split(answer.mark.partition("; ")[2])
+    printed = execute([*VITALS, *command[1:]], first_run)
+    assert " ".join(answer.body.split()) in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("words", block(FOLDER / "operate.md", "test: help").commands, ids=" ".join)
+def test_a_command_is_offered_with_these_options(words):
+    path = max((p for p in COMMANDS if words[: len(p.split())] == p.split()), key=len)
+    command, _ = COMMANDS[path]
+    command.make_context(path, words[len(path.split()) :]).close()
+
+
+def test_the_demo_is_the_one_of_today():
+    # Long outputs are not run again, but they must be of what is run today.
+    shown = block(FOLDER / "demo.md", "transcript: vitals demo --headless --compare").body
+    for want in expected():
+        rows = [line for line in shown.splitlines() if f" {want.step} " in line]
+        assert any(want.action in row for row in rows), want
 
 
 @pytest.mark.parametrize("page", WITH_FILES, ids=lambda page: page.stem)
 def test_a_file_that_is_shown_is_the_one_that_is_generated(page):
-    marked = [b for b in blocks(page) if (b["mark"] or "").startswith("generated: ")]
-    shown = {b["mark"].removeprefix("generated: "): b["body"] for b in marked}
+    marked = [b for b in blocks(page) if b.mark.startswith("generated: ")]
+    shown = {b.mark.removeprefix("generated: "): b.body for b in marked}
     for path, body in shown.items():
         assert (ROOT / path).read_text() == body, f"{page.name} shows an older {path}"
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
 def test_a_command_that_is_shown_is_there_with_its_options(page):
-    lines = [
-        line[2:]
-        for b in blocks(page)
-        if b["language"] == "console"
-        for line in b["body"].splitlines()
-    ]
-    found = [shlex.split(line) for line in lines if line.startswith("vitals ")]
-    assert found
-    for words in found:
+    shown = [words for b in blocks(page) if b.language == "console" for words in b.commands]
+    commands = [words for words in shown if words[0] == "vitals"]
+    assert commands
+    for typed in commands:
+        words = typed[: typed.index("--")] if "--" in typed else typed
         depth = max(n for n in range(len(words) + 1) if " ".join(words[:n]) in {"", *COMMANDS})
         command, _ = COMMANDS[" ".join(words[:depth])]
-        known = {option for p in command.params for option in p.opts}
-        unknown = [word for word in words[depth:] if word.startswith("--") and word not in known]
+        options = {option for p in command.params for option in p.opts}
+        unknown = [word for word in words[depth:] if word.startswith("--") and word not in options]
         assert (True, []) == (depth > 1, unknown), words
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_the_guides_show_commands():
+    assert len(WITH_COMMANDS) >= 10
+
+
+@pytest.mark.parametrize("page", [README, *GUIDES], ids=lambda page: page.stem)
 def test_a_setting_that_is_named_is_read_somewhere(page):
     code = "".join(
         path.read_text()
@@ -58,3 +136,9 @@ def test_a_setting_that_is_named_is_read_somewhere(page):
     assert [] == [
         name for name in set(re.findall(r"VITALS_\w+", page.read_text())) if name not in code
     ]
+
+
+def test_the_concepts_are_explained():
+    text = (FOLDER / "concepts.md").read_text()
+    titles = re.findall(r"^## (.*)$", text, re.M)
+    assert ["Step", "Attempt", "Incident", "Escalation policy", "Probe", "Health"] == titles

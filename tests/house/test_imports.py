@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import trainer_hooks
+import trainvitals
+
 ROOT = Path(__file__).parents[2]
 
 NEVER_IN_A_RANK = {
@@ -59,3 +64,17 @@ def test_the_hooks_add_only_themselves_to_torch_and_msgspec():
 
 def test_the_core_imports_without_torch():
     assert "torch" not in modules_after("trainvitals.cli.main", "trainvitals.wire")
+
+
+def test_the_one_name_loads_nothing_until_it_is_used():
+    before = modules_after("typing")
+    assert {"trainvitals"} == modules_after("trainvitals") - before
+
+
+def test_the_one_name_has_what_the_training_library_has():
+    assert sorted(trainer_hooks.__all__) == sorted(trainvitals.__all__)
+    assert set(trainvitals.__all__) <= set(dir(trainvitals))
+    for name in trainvitals.__all__:
+        assert getattr(trainvitals, name) is getattr(trainer_hooks, name)
+    with pytest.raises(AttributeError, match="module 'trainvitals' has no attribute 'wach'"):
+        trainvitals.wach  # type: ignore[attr-defined]  # noqa: B018

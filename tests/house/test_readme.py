@@ -1,154 +1,92 @@
-"""Every snippet of the README is run, and everything it names is there."""
+"""Every snippet of the README is run, and everything it names is there; it stays short."""
 
 import json
-import os
 import re
-import shlex
-import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.house.pages import GUARANTEES, GUIDES, README, ROOT, after, block, blocks, execute
+from tests.house.pages import run_program as run
 from tests.house.test_docs import COMMANDS
-from trainvitals.cli.demo import expected
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-FENCE = re.compile(
-    r"(?:<!-- (?P<mark>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S
-)
-VITALS = [sys.executable, "-m", "trainvitals"]
+MOST_WORDS = 1200
+TEXT = README.read_text()
+PROGRAM = "test: run; prints"
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: what the comment above it says, its language, its text."""
-
-    mark: str
-    language: str
-    body: str
-
-    @property
-    def commands(self) -> list[list[str]]:
-        return [shlex.split(line[2:]) for line in self.body.splitlines() if line.startswith("$ ")]
+def test_it_is_read_in_a_few_minutes():
+    assert len(TEXT.split()) <= MOST_WORDS
 
 
-BLOCKS = [Block(m["mark"] or "", m["language"], m["body"]) for m in FENCE.finditer(README)]
-
-
-PROGRAMS = ("test: run; prints", "test: attach; prints")
-"""Whole programs; what they print is in the block after."""
-
-
-def block(mark: str) -> Block:
-    (found,) = [b for b in BLOCKS if b.mark.startswith(mark)]
-    return found
-
-
-def after(mark: str) -> Block:
-    return BLOCKS[BLOCKS.index(block(mark)) + 1]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    (folder / "shm").mkdir(exist_ok=True)
-    own = {"VITALS_SHM": str(folder / "shm"), "VITALS_AGENT": "off", "OMP_NUM_THREADS": "1"}
-    return os.environ | own | {"PYTHONWARNINGS": "error::ResourceWarning", "COLUMNS": "100"}
-
-
-def execute(command: list[str], folder: Path) -> str:
-    done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def first_run(tmp_path_factory):
-    """Run the README's program of one process, then an agent, as local rank 0 would start one."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "first.py").write_text(block("test: run; prints").body)
-    said = execute([sys.executable, "first.py"], folder)
-    execute([*VITALS, "agent", "--dir", "vitals_runs", "--once"], folder)
-    return folder, said
+def test_it_says_early_that_it_was_never_run_on_a_gpu():
+    before, _, tested = TEXT.partition("## What it is tested on")
+    assert "**Never run on a GPU so far.**" in " ".join(before.split()[:80])
+    assert tested.lstrip().startswith("- **GPUs: not yet.**")
 
 
 def test_no_block_is_without_a_test():
-    known = {"test: diff", "test: console", "test: help", "test: checkpoints", *PROGRAMS}
-    unmarked = [b for b in BLOCKS if b.mark not in known and not b.mark.startswith("test: answer")]
-    unmarked = [b for b in unmarked if not b.mark.startswith("transcript: ")]
-    for program in PROGRAMS:
-        unmarked.remove(after(program))
+    # The commands that look back, and their answer, are run by test_guides.py.
+    tested = {"test: diff", "test: console", PROGRAM}
+    unmarked = [
+        b for b in blocks(README) if b.mark not in tested and not b.mark.startswith("test: answer")
+    ]
+    unmarked.remove(after(README, PROGRAM))
     # What is left is about the house itself: make and pip.
-    assert [["make", "demo"], ["make", "test"], ["pip", "install", "trainvitals[agent]"]] == [
+    assert [["pip", "install", "trainvitals"], ["make", "demo"], ["make", "test"]] == [
         command for b in unmarked for command in b.commands
     ]
     assert all(b.commands for b in unmarked)
 
 
-def test_the_program_of_one_process_prints_what_is_said(first_run):
-    _, said = first_run
-    assert after("test: run; prints").body == said
+def test_the_program_of_one_process_prints_what_is_shown(tmp_path):
+    assert after(README, PROGRAM).body == run(block(README, PROGRAM), tmp_path)
 
 
-def test_the_program_that_keeps_its_own_step_prints_what_is_said(tmp_path):
-    (tmp_path / "second.py").write_text(block("test: attach").body)
-    said = execute([sys.executable, "second.py"], tmp_path)
-    assert after("test: attach").body == said
-
-
-def test_the_program_with_checkpoints_ends_with_its_best_state(tmp_path):
-    (tmp_path / "third.py").write_text(block("test: checkpoints").body)
-    execute([sys.executable, "third.py"], tmp_path)
-    assert list(tmp_path.glob("vitals_runs/*/checkpoints/step-*/best"))
-
-
-@pytest.mark.parametrize("command", block("test: console").commands, ids=" ".join)
-def test_a_command_that_looks_back_answers(first_run, command):
-    folder, _ = first_run
-    assert "vitals" == command[0]
-    assert execute([*VITALS, *command[1:]], folder).strip()
-
-
-def test_the_answer_to_why_is_the_one_shown(first_run):
-    folder, _ = first_run
-    answer = next(b for b in BLOCKS if b.mark.startswith("test: answer; "))
-    command = shlex.split(answer.mark.partition("; ")[2])
-    said = execute([*VITALS, *command[1:]], folder)
-    assert " ".join(answer.body.split()) in " ".join(said.split())
-
-
-@pytest.mark.parametrize("words", block("test: help").commands, ids=" ".join)
-def test_a_command_is_offered_with_these_options(words):
-    path = max((p for p in COMMANDS if words[: len(p.split())] == p.split()), key=len)
-    command, _ = COMMANDS[path]
-    command.make_context(path, words[len(path.split()) :]).close()
-
-
-def test_the_targets_and_extras_are_there():
+def test_the_targets_are_there():
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
-    assert [] == [w for w in re.findall(r"`make (\w[\w-]*)", README) if w not in targets]
+    pages = [README, GUARANTEES, *GUIDES]
+    named = [word for page in pages for word in re.findall(r"`make (\w[\w-]*)", page.read_text())]
+    assert [] == [word for word in named if word not in targets]
+
+
+def test_every_extra_is_explained():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    table = README.partition("| extra | brings |")[2].partition("\n\n")[0]
+    page = (ROOT / "docs" / "guides" / "install.md").read_text()
+    table = page.partition("| extra | brings |")[2].partition("\n\n")[0]
     extras = set(re.findall(r"^\| `(\w+)` \|", table, re.M))
     assert set(project["optional-dependencies"]) == extras
+
+
+def test_the_cost_is_the_one_that_was_measured():
+    watched, bare = re.findall(r"took (\d+ ms) watched, (\d+ ms) without", TEXT)[0]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| a whole step of 10.1M")]
+    assert f", watched | {watched} | the bare loop with a clip | {bare} |" in row
+
+
+def test_the_losses_of_the_demo_are_those_of_its_transcript():
+    transcript = block(ROOT / "docs" / "guides" / "demo.md", "transcript: ").body
+    (guarded,) = re.findall(r"guarded, three faults .* \+([\d.]+ %)", transcript)
+    assert f"ended {guarded} above the clean run's validation loss" in " ".join(TEXT.split())
+    assert 2 == len(re.findall(r"unguarded: .* not finite", transcript))
 
 
 class TestDiff:
     """The loop before and after the diff."""
 
-    LINES = block("test: diff").body.splitlines()
+    LINES = block(README, "test: diff").body.splitlines()
 
     def side(self, sign: str) -> str:
         return "\n".join(line[1:] for line in self.LINES if line[:1] in (sign, " ", "")) + "\n"
 
-    def test_it_is_an_import_and_three_lines(self):
+    def test_it_is_an_import_and_three_lines_and_one_more_for_the_probe(self):
         added = [line[1:].strip() for line in self.LINES if line.startswith("+")]
-        assert "import trainer_hooks" == added[0]
-        assert 3 == len(added[1:])
+        assert "import trainvitals" == added[0]
+        assert added[1].startswith("probe = ")
+        assert 3 == len(added[2:])
 
     @pytest.mark.dist
     def test_both_loops_train_to_the_same_loss_on_two_ranks(self, tmp_path):
@@ -183,18 +121,8 @@ class TestDiff:
         return path
 
 
-class TestTranscripts:
-    """Long outputs are not run again, but they must be of what is run today."""
-
-    def test_the_demo_is_the_one_of_today(self):
-        said = block("transcript: vitals demo --headless --compare").body
-        for want in expected():
-            rows = [line for line in said.splitlines() if f" {want.step} " in line]
-            assert any(want.action in row for row in rows), want
-
-
 def test_every_promise_names_a_test_that_is_there():
-    table = README.partition("| promise |")[2].partition("\n\n")[0]
+    table = GUARANTEES.read_text().partition("| promise |")[2].partition("\n\n")[0]
     named = re.findall(r"`(tests/[\w/]+\.py)`", table)
     rows = [row for row in table.splitlines()[2:] if row.startswith("|")]
     assert all("`test_" in row for row in rows)
@@ -208,9 +136,25 @@ def test_every_promise_names_a_test_that_is_there():
     assert named
 
 
-def test_every_link_leads_somewhere():
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
-    assert [] == [link for link in links if "://" not in link and not (ROOT / link).exists()]
+@pytest.mark.parametrize("page", [README, GUARANTEES, *GUIDES], ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    wrong = []
+    for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        if "://" not in link and not (target.exists() and (not place or place in places(target))):
+            wrong.append(f"{link}#{place}")
+    assert [] == wrong
+
+
+def places(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_guide_is_reached_from_the_readme():
+    linked = set(re.findall(r"\(docs/guides/([\w-]+\.md)\)", TEXT))
+    assert {page.name for page in GUIDES} == linked
 
 
 NAMED_IN = [

@@ -2,14 +2,18 @@
 
 import email
 import email.message
+import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -81,10 +85,13 @@ def test_types_are_shipped(wheel):
         assert {"trainvitals/py.typed", "trainer_hooks/py.typed"} <= set(archive.namelist())
 
 
-def test_the_base_asks_for_five_small_packages_and_never_for_torch(metadata):
+def test_the_base_asks_for_ten_small_packages_and_never_for_torch(metadata):
     base = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     names = {re.split(r"[^A-Za-z0-9-]", line)[0] for line in base}
-    assert {"msgspec", "numpy", "rich", "typer", "httpx"} == names
+    small = {"msgspec", "numpy", "rich", "typer", "httpx"}
+    agent = {"psutil", "nvidia-ml-py", "prometheus-client"}
+    reading = {"sqlalchemy", "alembic"}
+    assert small | agent | reading == names
 
 
 def test_no_requirement_has_an_upper_limit(metadata):
@@ -99,7 +106,6 @@ def test_the_metadata_is_complete(metadata):
     assert ">=3.11" == metadata["Requires-Python"]
     extras = {
         "torch",
-        "agent",
         "collector",
         "postgresql",
         "parquet",
@@ -127,3 +133,103 @@ def test_installing_it_changes_no_package_that_is_installed(wheel, extra, tmp_pa
     assert 0 == done.returncode, done.stderr
     changed = {item["metadata"]["name"] for item in json.loads(report.read_text())["install"]}
     assert changed <= {"trainvitals"}
+
+
+TRAINING = """
+import torch
+import trainvitals
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+with trainvitals.watch(model, optimizer, run="first") as monitor:
+    for step in range(40):
+        loss = model(torch.randn(32, 8)).square().mean() * (float("nan") if step == 20 else 1.0)
+        loss.backward()
+        monitor.step(loss, max_norm=1.0)
+"""
+
+
+def brought_by(*lines: str) -> set[str]:
+    """Return the distributions that an installation of these requirements brings here."""
+    brought: set[str] = set()
+    waiting = [(line, "") for line in lines]
+    while waiting:
+        line, extra = waiting.pop()
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = requirement.name.lower().replace("_", "-")
+        if name in brought:
+            continue
+        brought.add(name)
+        below = importlib.metadata.requires(name) or []
+        waiting += [(each, extra) for each in below for extra in ("", *requirement.extras)]
+    return brought
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, metadata, tmp_path_factory) -> Path:
+    """Return a fresh environment's python: the wheel, what its base asks for, and torch.
+
+    The packages are links to those of this environment, so that nothing is downloaded.
+    """
+    home = tmp_path_factory.mktemp("fresh")
+    venv.create(home / "venv", with_pip=False, symlinks=True)
+    (site,) = (home / "venv").glob("lib/python*/site-packages")
+    base = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    for name in brought_by(*base, "torch"):
+        files = importlib.metadata.files(name) or []
+        for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
+            target = Path(str(files[0].locate())).parents[len(files[0].parts) - 1] / top
+            if target.exists() and not (site / top).exists():
+                (site / top).symlink_to(target)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return home / "venv" / "bin" / "python"
+
+
+class TestBaseInstall:
+    """What `pip install trainvitals` beside a torch gives."""
+
+    def run(self, python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        (folder / "shm").mkdir(exist_ok=True)
+        environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VITALS_AGENT")}
+        return subprocess.run(
+            [python, *arguments],
+            cwd=folder,
+            env=environ | {"VITALS_SHM": str(folder / "shm"), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+
+    def test_it_trains_with_an_agent_and_reads_the_run_offline(self, installed, tmp_path):
+        (tmp_path / "first.py").write_text(TRAINING)
+        done = self.run(installed, tmp_path, "first.py")
+        assert (0, "") == (done.returncode, done.stdout), done.stderr
+        vitals = ("-m", "trainvitals")
+        for command in (
+            ["runs"],
+            ["show"],
+            ["query", "steps"],
+            ["postmortem"],
+            ["replay", "--dir"],
+        ):
+            done = self.run(installed, tmp_path, *vitals, *command, "vitals_runs")
+            assert 0 == done.returncode, (command, done.stderr)
+            assert done.stdout.strip()
+        done = self.run(installed, tmp_path, *vitals, "why", "vitals_runs", "20")
+        assert "the update was skipped" in " ".join(done.stdout.split()), done.stderr
+
+    @pytest.mark.parametrize(
+        ("command", "extra"), [("dashboard", "dashboard"), ("collector", "collector")]
+    )
+    def test_a_server_says_which_extra_it_needs(self, installed, tmp_path, command, extra):
+        (tmp_path / "vitals_runs").mkdir()
+        folder = ["--folder"] if command == "collector" else []
+        done = self.run(installed, tmp_path, "-m", "trainvitals", command, *folder, "vitals_runs")
+        assert 0 != done.returncode
+        assert f"pip install 'trainvitals[{extra}]'" in done.stderr
+        assert "Traceback" not in done.stderr

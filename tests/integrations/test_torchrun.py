@@ -16,7 +16,7 @@ def test_the_watched_loop_of_the_guide_trains(tmp_path):
     plain = side(loop(TORCHRUN), "-")
     before, _, rest = plain.partition("for step in range(100):\n")
     after = rest[rest.index("if dist.get_rank()") :]
-    trained = on_two_ranks(tmp_path / "watched", f"import trainer_hooks\n{before}{shown}{after}")
+    trained = on_two_ranks(tmp_path / "watched", f"import trainvitals\n{before}{shown}{after}")
     bare = on_two_ranks(tmp_path / "bare", plain)
     assert pytest.approx(bare.loss, rel=1e-3) == trained.loss
     assert 1 == len(trained.runs)

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainvitals import __version__
+from trainvitals.cli.programs import PACKAGES, install
 from trainvitals.errors import VitalsError
 
 Status = Literal["ok", "note", "fail"]
@@ -22,19 +23,6 @@ Status = Literal["ok", "note", "fail"]
 MIN_SHARED_BYTES = 64 << 20
 """Less free shared memory than this is worth a word: Docker's default is 64 MB in all, and
 DataLoader workers need most of it."""
-
-PROGRAM_PACKAGES: dict[str, tuple[str, ...]] = {
-    "agent": ("prometheus_client", "pynvml", "psutil"),
-    "collector": (
-        *("sqlalchemy", "alembic", "fastapi", "uvicorn", "httptools", "uvloop"),
-        *("prometheus_client", "tsdownsample"),
-    ),
-    "parquet": ("pyarrow",),
-    "postgresql": ("psycopg",),
-    "dashboard": ("streamlit",),
-    "grafana": ("grafana_api",),
-}
-"""Modules behind each extra, held against pyproject.toml by a test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +73,14 @@ def check_torch(installed: Callable[[str], str | None]) -> Check:
 
 
 def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
-    """Yield for each optional program whether its packages are there."""
-    for program, modules in PROGRAM_PACKAGES.items():
+    """Yield for the base install and each extra whether its packages are there."""
+    for extra, modules in PACKAGES.items():
         missing = [module for module in modules if not importable(module)]
         yield Check(
-            name=program,
+            name=extra,
             status="note" if missing else "ok",
             text=f"without {', '.join(missing)}" if missing else "installed",
-            hint=f"pip install 'trainvitals[{program}]'" if missing else "",
+            hint=install(extra) if missing else "",
         )
 
 

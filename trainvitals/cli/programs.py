@@ -36,7 +36,20 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 OWN = ("demo", "up", "doctor", "resume")
 """Modules of `trainvitals.cli` with a `register` of their own."""
 
-EXTRAS = {"deploy": "grafana", "demo": "all", "up": "all", "checkpoints": "torch"}
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "base": (
+        *("msgspec", "numpy", "rich", "typer", "httpx"),
+        *("psutil", "pynvml", "prometheus_client", "sqlalchemy", "alembic"),
+    ),
+    "collector": ("fastapi", "uvicorn", "httptools", "uvloop"),
+    "parquet": ("pyarrow",),
+    "postgresql": ("psycopg",),
+    "dashboard": ("streamlit",),
+    "grafana": ("grafana_api",),
+}
+"""Modules behind the base install and each extra, held against pyproject.toml by a test."""
+
+EXTRAS = {"deploy": "grafana", "demo": "all", "up": "dashboard", "checkpoints": "torch"}
 """The extra a program needs, where it is not called as the program."""
 
 HOUSE = frozenset(
@@ -59,13 +72,16 @@ def missing_package(program: str, error: ModuleNotFoundError) -> VitalsError:
             f"`vitals {program}` is not part of this installation: {error}",
             hint="reinstall with pip install --force-reinstall --no-deps trainvitals",
         )
-    extra = EXTRAS.get(program, program)
-    if module == "torch":
-        extra = "torch"
+    extra = "torch" if module == "torch" else EXTRAS.get(program, program)
     return MissingDependencyError(
         f"`vitals {program}` needs the package {module}, which is not installed",
-        hint=f"pip install 'trainvitals[{extra}]'",
+        hint=install("base" if module in PACKAGES["base"] else extra),
     )
+
+
+def install(extra: str) -> str:
+    """Return the line that installs an extra, or the base."""
+    return "pip install trainvitals" if extra == "base" else f"pip install 'trainvitals[{extra}]'"
 
 
 def register_all(

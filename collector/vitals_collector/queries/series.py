@@ -7,7 +7,8 @@ and its maximum, and non-finite values stay as marks.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,6 @@ from trainvitals.views import Branch, NonFiniteMark
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-
-_LEAST_OUT = 4
-"""Points of two buckets: tsdownsample panics at fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +161,23 @@ def downsample(points: Points, num_points: int) -> Points:
 
 def _extremes(points: Points, finite: Ints, num_points: int) -> Ints:
     """Return where the finite points are that draw the curve; some of them more than once."""
-    num_out = max(_LEAST_OUT, num_points - 2) // 2 * 2
+    num_out = max(4, num_points - 2) // 2 * 2
     if len(finite) <= num_out + 2:
         return finite
-    from tsdownsample import MinMaxDownsampler  # 180 ms to import; small answers do without
-
     # Buckets are equally wide, not equally full: some of the points may be few that stand for many.
     is_by_step = points.step[-1] > points.step[0]
     along = (points.step if is_by_step else points.time_unix_ns)[finite]
-    sampler: Any = MinMaxDownsampler
-    chosen = sampler().downsample(along, points.value[finite], n_out=num_out)
-    return np.concatenate([finite[:1], finite[chosen], finite[-1:]])
+    bounds = np.searchsorted(along, np.linspace(along[0], along[-1], num_out // 2 + 1))
+    bounds[0], bounds[-1] = 0, len(along)  # nanoseconds are rounded in float64
+    value = points.value[finite]
+    chosen = [0, len(finite) - 1]
+    for begin, end in pairwise(bounds.tolist()):
+        if begin < end:
+            chosen += (
+                begin + int(value[begin:end].argmin()),
+                begin + int(value[begin:end].argmax()),
+            )
+    return finite[chosen]
 
 
 def _evenly(which: Ints, num: int) -> Ints:

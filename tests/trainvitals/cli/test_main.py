@@ -3,7 +3,9 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, requires
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import typer
@@ -11,6 +13,8 @@ import typer
 from trainvitals import __version__
 from trainvitals.cli import doctor, main, programs
 from trainvitals.errors import ConfigError, StorageError
+
+ROOT = Path(__file__).parents[3]
 
 
 def app_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -79,7 +83,14 @@ def test_a_package_that_is_missing_when_the_command_runs_says_what_to_install(mo
     assert 2 == main.main(["agent"])
     error = capsys.readouterr().err
     assert "`vitals agent` needs the package psutil" in error
-    assert "pip install 'trainvitals[agent]'" in error
+    assert "pip install trainvitals\n" in error
+
+
+def test_a_server_package_that_is_missing_names_its_extra(monkeypatch, capsys):
+    app_with(monkeypatch, ModuleNotFoundError("No module named 'fastapi'", name="fastapi"))
+    monkeypatch.setitem(programs.EXTRAS, "agent", "collector")
+    assert 2 == main.main(["agent"])
+    assert "pip install 'trainvitals[collector]'" in capsys.readouterr().err
 
 
 def test_a_program_whose_packages_are_missing_keeps_its_commands(monkeypatch, capsys):
@@ -92,7 +103,7 @@ def test_a_program_whose_packages_are_missing_keeps_its_commands(monkeypatch, ca
     monkeypatch.setattr(EntryPoint, "load", load)
     monkeypatch.setattr(programs, "entry_points", lambda **_: [point])
     assert 2 == main.main(["runs", "--format", "json", "anything"])
-    assert "pip install 'trainvitals[collector]'" in capsys.readouterr().err
+    assert "pip install trainvitals\n" in capsys.readouterr().err
 
 
 def test_a_program_that_cannot_be_loaded_does_not_take_the_others_away(monkeypatch, capsys):
@@ -151,18 +162,20 @@ class TestDoctor:
         assert status == doctor.check_torch(lambda _: version).status
 
     def test_a_program_names_the_packages_it_lacks(self):
-        agent = next(iter(doctor.check_programs(lambda module: module != "pynvml")))
-        assert ("note", "without pynvml") == (agent.status, agent.text)
+        base = next(iter(doctor.check_programs(lambda module: module != "pynvml")))
+        assert ("note", "without pynvml") == (base.status, base.text)
+        assert "pip install trainvitals" == base.hint
 
-    def test_the_packages_it_looks_for_are_those_of_the_extras(self):
-        modules = {"nvidia-ml-py": "pynvml", "psycopg": "psycopg"}
-        declared: dict[str, set[str]] = {}
-        for line in requires("trainvitals") or []:
-            match = re.match(r"([A-Za-z0-9-]+)[^;]*; extra == '(\w+)'", line)
-            if match and match[2] not in NOT_PROGRAMS:
-                name = match[1].lower()
-                declared.setdefault(match[2], set()).add(modules.get(name, name.replace("-", "_")))
-        assert {k: set(v) for k, v in doctor.PROGRAM_PACKAGES.items()} == declared
+    def test_the_packages_it_looks_for_are_those_of_the_base_and_the_extras(self):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        declared = {"base": project["dependencies"], **project["optional-dependencies"]}
+        modules = {"nvidia-ml-py": "pynvml"}
+        asked: dict[str, set[str]] = {}
+        for extra in declared.keys() - set(NOT_PROGRAMS):
+            names = {re.split(r"[^A-Za-z0-9-]", line)[0].lower() for line in declared[extra]}
+            names.discard("trainvitals")  # an extra that brings another one
+            asked[extra] = {modules.get(name, name.replace("-", "_")) for name in names}
+        assert {extra: set(names) for extra, names in programs.PACKAGES.items()} == asked
 
     def test_a_run_directory_that_cannot_be_made_fails(self, tmp_path):
         (tmp_path / "file").write_text("")

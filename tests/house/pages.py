@@ -1,0 +1,73 @@
+"""Reads the pages for people: their fenced blocks, and how a block is run."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+GUARANTEES = ROOT / "docs" / "GUARANTEES.md"
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+VITALS = [sys.executable, "-m", "trainvitals"]
+FENCE = re.compile(
+    r"(?:<!-- (?P<mark>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: what the comment above it says, its language, its text."""
+
+    mark: str
+    language: str
+    body: str
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The lines that a person types."""
+        return [shlex.split(line[2:]) for line in self.body.splitlines() if line.startswith("$ ")]
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the page's blocks in their order."""
+    return [
+        Block(m["mark"] or "", m["language"], m["body"]) for m in FENCE.finditer(page.read_text())
+    ]
+
+
+def block(page: Path, mark: str) -> Block:
+    """Return the one block of the page whose mark begins so."""
+    (marked,) = [b for b in blocks(page) if b.mark.startswith(mark)]
+    return marked
+
+
+def after(page: Path, mark: str) -> Block:
+    """Return the block that follows the marked one: what it prints."""
+    every = blocks(page)
+    return every[every.index(block(page, mark)) + 1]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment in which a snippet runs, alone in its folder and without an agent."""
+    (folder / "shm").mkdir(exist_ok=True)
+    own = {"VITALS_SHM": str(folder / "shm"), "VITALS_AGENT": "off", "OMP_NUM_THREADS": "1"}
+    return os.environ | own | {"PYTHONWARNINGS": "error::ResourceWarning", "COLUMNS": "100"}
+
+
+def execute(command: list[str], folder: Path) -> str:
+    """Run it in the folder; return what it printed. It must end well."""
+    done = subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def run_program(program: Block, folder: Path) -> str:
+    """Run a block as a program of its own; return what it printed."""
+    (folder / "train.py").write_text(program.body)
+    return execute([sys.executable, "train.py"], folder)
