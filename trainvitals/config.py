@@ -9,6 +9,7 @@ allowed, bounds included. An error names the key, the value, where it came from,
 
 import difflib
 import functools
+import numbers
 import re
 import tomllib
 import typing
@@ -48,7 +49,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: with the key, its value and what is expected.
         """
         for key, kind in kinds(type(self)).items():
-            value = getattr(self, key)
+            given = getattr(self, key)
+            value = _plain(given)
+            if value is not given:
+                msgspec.structs.force_setattr(self, key, value)
             if not _fits(value, kind):
                 raise self.refusal(key, _expected(value, inspect.type_info(kind)))
         for smaller, larger in (pair for keys in self.ascending for pair in pairwise(keys)):
@@ -73,9 +77,18 @@ def kinds(cls: type[Settings]) -> dict[str, typing.Any]:
     return {name: hints[name] for name in cls.__struct_fields__}
 
 
+def _plain(value: object) -> object:
+    """Return numpy's numbers as Python's: msgspec refuses them, however well they fit."""
+    if isinstance(value, bool) or type(value) in (int, float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+        return float(value)
+    return value
+
+
 def _fits(value: object, kind: object) -> bool:
-    if isinstance(value, float):
-        value = float(value)  # numpy's are refused else, however well they fit
     try:
         msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
@@ -216,9 +229,9 @@ def _build(section: str, cls: type[Settings], given: Mapping[str, _Given]) -> Se
 def _convert(name: str, kind: object, item: _Given) -> object:
     """Return the value in the annotated type, or say what was expected."""
     info = inspect.type_info(kind)
-    value = _of_text(str(item.value), info) if item.is_text else item.value
+    value = _of_text(str(item.value), info) if item.is_text else _plain(item.value)
     try:
-        return msgspec.convert(value, kind, strict=not item.is_text, dec_hook=_as_path)
+        return msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
         raise ConfigError(
             f"{name} = {item.value!r} ({item.source}): it must be {_described(info)}",
@@ -227,13 +240,22 @@ def _convert(name: str, kind: object, item: _Given) -> object:
 
 
 def _of_text(text: str, info: inspect.Type) -> object:
-    """Return what an environment's text stands for, where msgspec would not see it."""
-    if isinstance(info, inspect.UnionType) and info.includes_none and not text:
-        return None
+    """Return what an environment's text stands for; the text itself where it stands for nothing."""
+    if isinstance(info, inspect.UnionType):
+        if info.includes_none and not text:
+            return None
+        options = [_of_text(text, option) for option in info.types]
+        return next((value for value in options if value != text), text)
     if isinstance(info, inspect.BoolType):
         return _WORDS_OF_FLAGS.get(text.strip().lower(), text)
     if isinstance(info, inspect.VarTupleType):
-        return [word.strip() for word in text.split(",") if word.strip()]
+        words = [word.strip() for word in text.split(",")]
+        return [_of_text(word, info.item_type) for word in words if word]
+    if isinstance(info, inspect.IntType | inspect.FloatType):
+        try:
+            return int(text) if isinstance(info, inspect.IntType) else float(text)
+        except ValueError:
+            return text
     return text
 
 
@@ -241,11 +263,10 @@ def _of_text(text: str, info: inspect.Type) -> object:
 
 
 def _expected(value: object, info: inspect.Type) -> str:
-    """Return what is expected in a value's place: of a number that is one, its bounds alone."""
-    numbers = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
-    if numbers is not None and isinstance(value, numbers) and not isinstance(value, bool):
-        return ", ".join(_bounds(info))
-    return _described(info)
+    """Return what is expected in a value's place: of a number, its bounds alone, if it has any."""
+    number = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
+    is_one = number is not None and isinstance(value, number) and not isinstance(value, bool)
+    return ", ".join(_bounds(info) if is_one else ()) or _described(info)
 
 
 _WORDS: dict[type[inspect.Type], str] = {

@@ -3,7 +3,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +25,7 @@ from vitals_collector.alerts.notifiers import (
     DELIVERED,
     AlertmanagerNotifier,
     LogNotifier,
+    Notifier,
     NotifierSettings,
     Result,
     WebhookNotifier,
@@ -389,17 +390,27 @@ EVERY_WAY = {"webhooks": ("http://127.0.0.1:1/",), "alertmanager": "http://127.0
 """A value of each setting of notifiers."""
 
 
-def names_of(settings: NotifierSettings) -> list[str]:
+def told_to(notifiers: Iterable[Notifier]) -> list[tuple[str, dict[str, object]]]:
+    """Return each notifier's name, and the plain values that it was made with."""
+    plain = (str, int, float, bool, tuple)
+    return [
+        (notifier.name, {k: v for k, v in vars(notifier).items() if isinstance(v, plain)})
+        for notifier in notifiers
+    ]
+
+
+def made_of(settings: NotifierSettings) -> list[tuple[str, dict[str, object]]]:
     built = build_notifiers(settings, clock=ManualClock())
     Dispatcher(built, clock=ManualClock()).close()
-    return [notifier.name for notifier in built]
+    return told_to(built)
 
 
 def test_each_setting_of_notifiers_makes_one():
     assert {field.name for field in fields(NotifierSettings)} == set(EVERY_WAY)
     for name, value in EVERY_WAY.items():
         settings = replace(NotifierSettings(), **{name: value})
-        assert names_of(NotifierSettings()) != names_of(settings), name
+        words = value if isinstance(value, tuple) else (value,)
+        assert all(str(word) in str(made_of(settings)) for word in words), name
 
 
 def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
@@ -418,7 +429,7 @@ def test_what_the_command_line_says_of_notifiers_is_what_the_collector_tells(
         settings = replace(NotifierSettings(), **{name: value})
         with Served(replace(started[0], notifiers=settings)) as served:
             running = served.app.state.acting.dispatcher.notifiers
-            assert names_of(settings) == [notifier.name for notifier in running]
+            assert made_of(settings) == told_to(running)
 
 
 AMTOOL = shutil.which("prometheus-alertmanager")

@@ -46,6 +46,12 @@ def test_a_run_without_numbers_has_no_movers_and_an_unknown_one_is_an_error(stor
         query(store).ask(MoversQuestion(run_id="01JD0000000000000000000009", step=0))
 
 
+@pytest.mark.parametrize("step", [2**63 - 1, -(2**63)])
+def test_a_step_at_the_end_of_all_numbers_has_no_movers(store: Store, step: int):
+    ingest(store, Writer().steps(range(20), loss=2.0))
+    assert () == query(store).ask(MoversQuestion(run_id=RUN, step=step))
+
+
 def test_among_equals_the_first_to_leave_its_course_is_first():
     steps = np.arange(600)
     values = np.where(steps % 2, 1.0, 1.1)

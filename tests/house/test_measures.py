@@ -26,6 +26,11 @@ def test_locals_say_what_they_hold():
     assert measures.sizes()["vague locals in 1,000 lines"] <= 1.0
 
 
+def test_kinds_of_findings_are_listed_in_the_registry_and_as_rules_of_the_ladder_alone():
+    of_the_ladder = "trainvitals/policy/rungs.py"
+    assert {"trainvitals/detect/registry.py", of_the_ladder} == measures.tables_of_kinds()
+
+
 def test_a_forwarder_is_known_by_its_body():
     tree = measures.ast.parse(
         "def a(x, *y): return b.c(x, *y)\n"

@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec import Meta
 
@@ -165,7 +166,7 @@ def test_variables_with_a_meaning_of_their_own_are_no_settings() -> None:
 
 
 def test_a_value_that_the_section_refuses_says_where_it_came_from() -> None:
-    with pytest.raises(ConfigError, match="max_bytes is 0; it must be positive") as caught:
+    with pytest.raises(ConfigError, match=r"max_bytes is 0; it must be positive") as caught:
         load(environ={"VITALS_COLLECTOR_MAX_BYTES": "0"})
     assert "variable VITALS_COLLECTOR_MAX_BYTES" in caught.value.text
     assert "more" == caught.value.hint
@@ -245,3 +246,50 @@ def test_a_bound_is_told_with_the_source_of_the_value() -> None:
 
 def test_errors_name_a_section_as_the_file_does() -> None:
     assert list(SECTIONS) == [cls.section for cls in SECTIONS.values()]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"max_bytes": np.int64(5)}, 5),
+        ({"max_bytes": np.int32(5)}, 5),
+        ({"ratio": np.float32(0.5)}, 0.5),
+        ({"ratio": np.float64(0.5)}, 0.5),
+        ({"ratio": np.int64(2)}, 2),
+        ({"limit": np.int64(2)}, 2),
+    ],
+)
+def test_numbers_of_numpy_become_plain_ones(given: dict[str, Any], expected: float) -> None:
+    (key,) = given
+    arguments = {f"collector.{key}": given[key]}
+
+    for settings in (Collector(**given), load(arguments=arguments)):
+        assert getattr(settings, key) == expected
+        assert type(getattr(settings, key)).__module__ == "builtins"
+        msgspec.json.encode({key: getattr(settings, key)})
+
+
+def test_no_flag_of_numpy_is_a_number() -> None:
+    with pytest.raises(ConfigError, match=r"max_bytes is .*; it must be a whole number"):
+        Collector(max_bytes=np.True_)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(" 8 ", 8), ("+8", 8), ("1_000", 1000), ("8\n", 8), ("007", 7)]
+)
+def test_a_variable_is_read_as_python_reads_a_number(text: str, expected: int) -> None:
+    for key in ("MAX_BYTES", "LIMIT", "RATIO"):
+        found = load(environ={f"VITALS_COLLECTOR_{key}": text})
+        assert getattr(found, key.lower()) == expected
+    assert load(environ={"VITALS_COLLECTOR_PORTS": f"1,{text}"}).ports == (1, expected)
+
+
+@pytest.mark.parametrize("text", ["8.0", "1e2", "", "0x10", "1 0"])
+def test_a_variable_that_is_no_whole_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"MAX_BYTES.*: it must be a whole number"):
+        load(environ={"VITALS_COLLECTOR_MAX_BYTES": text})
+
+
+def test_what_is_expected_is_said_of_a_number_without_bounds() -> None:
+    with pytest.raises(ConfigError, match=r"; it must be a number \["):
+        Collector(ratio=10**400)

@@ -516,3 +516,24 @@ def test_what_comes_again_around_zero_is_told_a_few_times_only() -> None:
     detector = SpikeDetector("loss")
     values = [rounded(step) * (100 if step % 40 == 39 else 1) for step in range(1000)]
     assert 1 <= len(feed(detector, losses(values))) <= 6
+
+
+def test_an_announced_change_and_an_accepted_level_reach_every_detector(monkeypatch) -> None:
+    detectors = DetectorSet()
+    heard: list[tuple[str, object]] = []
+    for part in detectors._parts:
+        name = part.name
+        monkeypatch.setattr(
+            part, "rebaseline", lambda steps, name=name: heard.append((name, steps))
+        )
+        monkeypatch.setattr(part, "accept", lambda *level, name=name: heard.append((name, level)))
+    detectors.rebaseline(7)
+    detectors.accept([2.0], [1.0])
+    names = [name for name in detectors.state_dict() if name != "suspended"]
+    assert [(name, 7) for name in names] + [(name, ([2.0], [1.0])) for name in names] == heard
+
+
+@pytest.mark.parametrize("name", ["rebaseline", "accept"])
+def test_a_detector_says_what_it_forgets_and_what_it_accepts(name: str) -> None:
+    for part in DetectorSet()._parts:
+        assert name in vars(type(part)), f"{type(part).__name__} leaves {name} to its base"

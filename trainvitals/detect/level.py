@@ -228,7 +228,7 @@ class LevelDetector(Detector):
             cause="not_recovered" if kind == "plateau" else f"loss_{kind}",
         )
 
-    def accept(self, losses: Sequence[float]) -> None:
+    def accept(self, losses: Sequence[float], grad_norms: Sequence[float] = ()) -> None:
         """Begin anew from the losses of a level that the policy accepted; the noise stays."""
         self._losses.clear()
         self._losses.extend(loss for loss in losses if math.isfinite(loss))
@@ -237,7 +237,7 @@ class LevelDetector(Detector):
         self._steps.extend([last] * len(self._losses))
         self._forget_level()
 
-    def rebaseline(self) -> None:
+    def rebaseline(self, steps: int = 0) -> None:
         """Forget the level and the lowest: a planned or accepted change."""
         self._losses.clear()
         self._steps.clear()
@@ -438,7 +438,7 @@ class DriftDetector(Detector):
             cause="loss_drift",
         )
 
-    def accept(self) -> None:
+    def accept(self, losses: Sequence[float] = (), grad_norms: Sequence[float] = ()) -> None:
         """Measure the level anew: the policy accepted a change. The noise stays."""
         self._block.clear()
         self._begin_anew()
@@ -448,7 +448,7 @@ class DriftDetector(Detector):
         self._begins.clear()
         self._forget()
 
-    def rebaseline(self) -> None:
+    def rebaseline(self, steps: int = 0) -> None:
         """Forget everything: a planned change."""
         self.accept()
         self._differences.clear()
@@ -526,7 +526,7 @@ class ProgressDetector(Detector):
         self._losses: deque[float] = deque(maxlen=_KEPT)
         self._before: float | None = None
         """Lowest level before the last restart or announced change."""
-        self._suspended = 0
+        self._suspended = 0  # always; states have it
         self._forget()
 
     def _forget(self) -> None:
@@ -547,9 +547,6 @@ class ProgressDetector(Detector):
         """Take one step in and return what is to be said about it."""
         loss = record.loss
         if loss is None or record.skipped or not math.isfinite(loss):
-            return ()
-        if self._suspended:
-            self._suspended -= 1
             return ()
         self._losses.append(loss)
         self._seen += 1
@@ -714,7 +711,7 @@ class ProgressDetector(Detector):
             cause=cause,
         )
 
-    def accept(self, losses: Sequence[float]) -> None:
+    def accept(self, losses: Sequence[float], grad_norms: Sequence[float] = ()) -> None:
         """Measure progress anew: the policy accepted these losses as the new level."""
         before, learning = self._before, self._learning
         self._losses.clear()
@@ -727,12 +724,11 @@ class ProgressDetector(Detector):
                 self._seen += 1
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Measure progress anew after the next ``steps`` steps: a planned change or a restart."""
+        """Measure progress anew: a planned change or a restart; the set is silent meanwhile."""
         lowest = min(
             (level for level in (self._best, self._lowest, self._before) if level is not None),
             default=None,
         )
         self._before = lowest
         self._losses.clear()
-        self._suspended = max(self._suspended, steps)
         self._forget()

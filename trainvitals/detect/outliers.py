@@ -19,7 +19,7 @@ import math
 import sys
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -121,6 +121,14 @@ class Detector(Stateful):
         """Take one step in and return what is to be said about it. Steps come in order."""
         raise NotImplementedError
 
+    def rebaseline(self, steps: int = 0) -> None:
+        """Forget what is usual: a planned change comes within ``steps`` steps."""
+        raise NotImplementedError
+
+    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
+        """Take these values of a level that the policy accepted for what is usual."""
+        raise NotImplementedError
+
 
 def is_clean(record: StepRecord) -> bool:
     """Say whether a step may enter a reference: applied, finite, and below the limits in force."""
@@ -175,6 +183,12 @@ class NonFiniteDetector(Detector):
         if record.failed_ranks:
             findings.append(self._failed(record))
         return tuple(findings)
+
+    def rebaseline(self, steps: int = 0) -> None:
+        """Do nothing: a change that was planned is not finite numbers that are none."""
+
+    def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
+        """Do nothing: it compares with nothing."""
 
     def _step(self, record: StepRecord, *, bad_loss: bool) -> Finding:
         ranks = record.nonfinite_ranks
@@ -448,7 +462,7 @@ class OutlierRule(Detector):
             return 0.0, 0.0, self._loss.first_value()
         return window.median(), SIGMA_PER_MAD * window.mad(), self._loss.first_value()
 
-    def rebaseline(self, steps: int) -> None:
+    def rebaseline(self, steps: int = 0) -> None:
         """Forget the reference, and have no limit for the next ``steps`` steps."""
         self._loss.begin_anew(())
         self._grad_norm.begin_anew(())

@@ -29,6 +29,7 @@ from trainvitals.detect.level import (
 )
 from trainvitals.detect.outliers import (
     NOTHING,
+    Detector,
     Level,
     Limits,
     LossKind,
@@ -111,6 +112,15 @@ class DetectorSet(Stateful):
         self._loss_level = LevelDetector(config.level)
         self._loss_drift = DriftDetector(config.drift)
         self._loss_progress = ProgressDetector(config.progress)
+        self._parts: tuple[Detector, ...] = (
+            self._nonfinite,
+            self._loss_spike,
+            self._grad_norm_spike,
+            self._grad_norm_burst,
+            self._loss_level,
+            self._loss_drift,
+            self._loss_progress,
+        )
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
@@ -137,12 +147,8 @@ class DetectorSet(Stateful):
 
     def rebaseline(self, steps: int) -> None:
         """Forget every reference, and say nothing about finite values for ``steps`` steps."""
-        self._loss_spike.rebaseline(steps)
-        self._grad_norm_spike.rebaseline(steps)
-        self._grad_norm_burst.rebaseline()
-        self._loss_level.rebaseline()
-        self._loss_drift.rebaseline()
-        self._loss_progress.rebaseline()
+        for part in self._parts:
+            part.rebaseline(steps)
         self._suspended = max(self._suspended, steps)
 
     def accept(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
@@ -150,12 +156,8 @@ class DetectorSet(Stateful):
 
         Nothing about the rise to it is told again.
         """
-        self._loss_spike.accept(list(losses))
-        self._grad_norm_spike.accept(list(grad_norms))
-        self._grad_norm_burst.accept(list(grad_norms))
-        self._loss_level.accept(losses)
-        self._loss_drift.accept()
-        self._loss_progress.accept(losses)
+        for part in self._parts:
+            part.accept(losses, grad_norms)
 
 
 # ---------------------------------------------------------------------- with the ladder

@@ -74,6 +74,7 @@ def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
 
     Trouble are findings and decisions about it, and the steps that led to a rollback.
     """
+    step = _within(step)
     for table in (decisions, findings):
         query = select(func.max(table.c.attempt)).where(
             table.c.run_id == run_id, table.c.step == step
@@ -91,8 +92,14 @@ def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
     return connection.execute(query).scalar()
 
 
+def _within(step: int) -> int:
+    """Return a step that a window can be laid around in 64 bits; no run gets so far."""
+    return max(-(2**62), min(step, 2**62))
+
+
 def moved(connection: Connection, run_id: str, step: int, attempt: int | None) -> tuple[Moved, ...]:
     """Return what moved up to a step of an attempt, or of the lineage."""
+    step = _within(step)
     branch = ancestry(attempt_rows(connection, run_id), attempt)
     there = _measured(connection, run_id)
     first = step - WINDOW_STEPS - BEFORE_STEPS + 1
