@@ -56,4 +56,12 @@ if not TYPE_CHECKING:  # for a type checker, a name that is not listed above is 
         # which import this one too, must not load the training library or torch.
         from importlib import import_module
 
-        return getattr(import_module("trainer_hooks"), name)
+        try:
+            return getattr(import_module("trainer_hooks"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            hint = "install the build your machine needs, or pip install 'trainvitals[torch]'"
+            raise ModuleNotFoundError(
+                f"trainvitals.{name} needs torch, which is not installed: {hint}", name="torch"
+            ) from error

@@ -78,3 +78,11 @@ def test_the_one_name_has_what_the_training_library_has():
         assert getattr(trainvitals, name) is getattr(trainer_hooks, name)
     with pytest.raises(AttributeError, match="module 'trainvitals' has no attribute 'wach'"):
         trainvitals.wach  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_without_torch_the_one_name_says_what_to_install():
+    code = "import sys; sys.modules['torch'] = None; from trainvitals import watch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: trainvitals.watch needs torch, which is not")
+    assert last.endswith("pip install 'trainvitals[torch]'")
