@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -109,6 +110,12 @@ class TestMakefile:
         plan = self.make("--dry-run", target, f"VENV={tmp_path / 'venv'}")
         assert f"-m venv {tmp_path / 'venv'}" in plan
         assert "--constraint constraints.txt" in plan
+
+    def test_the_set_up_says_in_a_line_each_what_it_does_and_how_far_it_is(self, tmp_path):
+        plan = self.make("--dry-run", "setup", f"VENV={tmp_path / 'venv'}")
+        stages = re.findall(r'^echo "\[(\d)/(\d)\] \w+', plan, re.M)
+        assert [(str(number), "4") for number in range(1, 5)] == stages
+        assert plan.count("pip install --quiet") == 3
 
     def test_a_python_that_is_too_old_is_said_to_be_one(self, tmp_path):
         old = tmp_path / "python3.9"
