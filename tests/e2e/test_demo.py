@@ -122,11 +122,11 @@ def test_an_open_page_is_a_visitor_until_it_is_closed():
             assert has_visitors(port)
 
 
-def at_a_terminal(*arguments: str) -> tuple[int, str]:
+def at_a_terminal(*command: str) -> tuple[int, str]:
     """Run the command where stdout and stderr are a terminal; Ctrl-C once it serves."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "trainvitals", *arguments])
+        os.execvp(command[0], command)
     shown, pressed = "", False
     with os.fdopen(terminal, "rb", buffering=0) as screen, suppress(OSError):  # EIO is its end
         while text := screen.read(65536):
@@ -137,10 +137,35 @@ def at_a_terminal(*arguments: str) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
 
 
+SERVES = """
+from rich.console import Console
+from tests.e2e.test_demo import Stack
+from trainvitals.cli import demo
+with demo.alone_in_foreground():
+    demo._serve(Stack(), Console(), idle_seconds=None)
+"""
+
+
+def test_ctrl_c_is_no_error_of_make_either(tmp_path):
+    (tmp_path / "serves.py").write_text(SERVES)
+    makefile = tmp_path / "Makefile"
+    makefile.write_text(
+        f"demo:\n\t@{sys.executable} {tmp_path / 'serves.py'}\n\t@echo all is well\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    code, shown = at_a_terminal("env", f"PYTHONPATH={path}", "make", "-f", str(makefile))
+    assert 0 == code, shown
+    assert "The dashboard stops." in shown
+    assert "all is well" in shown
+    assert "Interrupt" not in shown
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_on_a_terminal_it_serves_until_ctrl_c_and_its_next_commands_work(tmp_path):
-    code, shown = at_a_terminal("demo", "--dir", str(tmp_path))
+    code, shown = at_a_terminal(
+        *(sys.executable, "-m", "trainvitals", "demo", "--dir", str(tmp_path))
+    )
     assert 0 == code, shown
     assert "open: http://127.0.0.1:" in shown
     lines = re.findall(r"^  (.+?)   # ", shown.replace("\r", ""), re.M)

@@ -3,12 +3,15 @@
 What it injects, what it expects to read in the ledger, and whether it did, come first.
 """
 
+import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -39,6 +42,7 @@ IDLE_SECONDS = 600.0
 """How long the dashboard stays up without a browser; an open page keeps its connection."""
 _SOCKETS = Path("/proc/net/tcp")
 _ESTABLISHED = "01"
+_OF_JOBS = (signal.SIGTTOU, signal.SIGTSTP)
 
 
 class Expected(NamedTuple):
@@ -169,7 +173,8 @@ def register(app: typer.Typer) -> None:
             if on_terminal:
                 print_next(console, stack.runs)
             if keep or on_terminal:
-                _serve(stack, console, idle_seconds=None if keep else IDLE_SECONDS)
+                with alone_in_foreground() if on_terminal else nullcontext():
+                    _serve(stack, console, idle_seconds=None if keep else IDLE_SECONDS)
         raise typer.Exit(0 if good else 1)
 
 
@@ -213,6 +218,29 @@ def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> Non
                 return
     except KeyboardInterrupt:
         console.print("\nThe dashboard stops.")
+
+
+@contextmanager
+def alone_in_foreground() -> Iterator[None]:
+    """Have a Ctrl-C on this terminal reach this process alone.
+
+    Under `make demo` it would reach make as well, which would call the demo's good end an error.
+    """
+    terminal, group = sys.stdout.fileno(), os.getpgrp()
+    if group == os.getpid() or os.tcgetpgrp(terminal) != group:  # a shell has seen to it already
+        yield
+        return
+    # Stopped by Ctrl-Z it would leave the shell waiting for make, and make for it.
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_JOBS}
+    os.setpgid(0, 0)
+    os.tcsetpgrp(terminal, os.getpid())
+    try:
+        yield
+    finally:
+        os.tcsetpgrp(terminal, group)
+        os.setpgid(0, group)
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
 
 
 def has_visitors(port: int) -> bool:
@@ -357,7 +385,7 @@ def print_summary(
 ) -> None:
     """Print each fault, what was decided by which rule, what it cost, and the losses."""
     table = Table(title="What the ledger says", title_justify="left")
-    columns = ("fault", "step", "rank", "decided", "by rule", "cost", "reason")
+    columns: tuple[str, ...] = ("fault", "step", "rank", "decided", "by rule", "cost", "reason")
     # In a narrow terminal the reasons would be ribbons; `vitals why` tells them.
     columns = columns if console.width >= MIN_REASON_WIDTH else columns[:-1]
     for column in columns:
