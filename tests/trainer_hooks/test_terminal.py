@@ -163,18 +163,19 @@ class Clock:
         return self.monotonic_ns()
 
 
-def skip(step):
-    return Decision(
-        ledger_seq=1,
-        action="skip_step",
-        step=step,
-        decided_at_step=step,
-        attempt=1,
-        reason="loss is nan",
-        rule="nonfinite",
-        cause="nonfinite_loss",
-        cost_steps=1,
-    )
+def skip(step, **fields):
+    given = {
+        "ledger_seq": 1,
+        "action": "skip_step",
+        "step": step,
+        "decided_at_step": step,
+        "attempt": 1,
+        "reason": "loss is nan",
+        "rule": "nonfinite",
+        "cause": "nonfinite_loss",
+        "cost_steps": 1,
+    }
+    return Decision(**(given | fields))
 
 
 def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog, tmp_path):
@@ -200,6 +201,49 @@ def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog,
         f"vitals: run tiny ({RUN}) finished after 2,001 steps: 501 updates skipped, no rollbacks",
         f"vitals: details: vitals show {tmp_path / RUN}",
     ] == caplog.messages[2:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"action": "accept_level", "reason": "4 in a row"}, "new level accepted: 4 in a row"),
+        (
+            {"action": "halt", "acted": False},
+            "training would be stopped (guard mode): loss is nan",
+        ),
+        (
+            {
+                "action": "rollback",
+                "acted": False,
+                "reason": "nan; not done, as the loop had ended",
+            },
+            "would roll back (guard mode): nan; not done, as the loop had ended",
+        ),
+        (
+            {
+                "action": "rollback",
+                "reason": "nan; back to memory-3, before step 3, without 50 batches from step 7",
+                "checkpoint_id": "memory-3",
+                "rollback_to_step": 3,
+            },
+            "rolled back to step 3: nan, without 50 batches from step 7",
+        ),
+    ],
+)
+def test_each_action_has_its_words(caplog, tmp_path, fields, line):
+    lines = Terminal.open(RunInfo(run_dir=str(tmp_path / RUN)), RUN, Clock(), {})
+    lines.judged(skip(7, **fields))
+    assert [f"vitals: step 7: {line}"] == caplog.messages
+
+
+def test_a_run_that_goes_on_says_from_where(caplog, tmp_path):
+    caplog.set_level(logging.INFO, logger="trainvitals")
+    info = RunInfo(mode="heal", run_dir=str(tmp_path / RUN))
+    Terminal.open(info, RUN, Clock(), {}).started("resumed at step 300 from step-00000300-1")
+    assert [
+        f"vitals: run {RUN} resumed at step 300 from step-00000300-1 in heal mode; to follow it: "
+        f"vitals tail {tmp_path / RUN} --follow"
+    ] == caplog.messages
 
 
 def test_a_folder_with_a_space_can_be_pasted(caplog, tmp_path):
