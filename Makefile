@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.7.1
 INTEGRATIONS := .venv-integrations
@@ -20,7 +21,7 @@ help:
 
 setup: $(STAMP) ## make the environment in .venv (the other targets do it too)
 
-demo: $(STAMP) ## train a small model with injected faults, watch it heal (ARGS="--headless --compare --keep")
+demo: $(STAMP) ## train a small model with injected faults, watch it heal; Ctrl-C ends it (ARGS="--headless --compare --keep")
 	$(BIN)/vitals demo $(ARGS)
 
 test: $(STAMP) ## lint, and every test except the slow ones, on all cores
@@ -77,11 +78,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: Vitals needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; \
 	  echo "hint: name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "[1/4] making the environment $(VENV) with $$($(PYTHON) --version 2>&1)"
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "error: $(PYTHON) cannot make a virtual environment" >&2; \
 	  echo "hint: on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	@echo "[2/4] updating pip"
+	@$(PIP) --upgrade 'pip>=25.1'
+	@echo "[3/4] installing PyTorch: the largest download, minutes on a slow line"
+	@$(PIP) --constraint constraints.txt torch
+	@echo "[4/4] installing Vitals, its dashboard and its tests' tools: about a minute"
+	@$(PIP) --constraint constraints.txt --editable '.[all]' --group dev
+	@echo "installed: $$(du -sh $(VENV) | cut -f1) in $(VENV)"
 	@touch $(STAMP)
 
 $(OLDEST)/.installed: pyproject.toml constraints.txt

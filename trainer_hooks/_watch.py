@@ -24,6 +24,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
+from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import Utilization
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.monitor import Monitor
@@ -63,6 +64,9 @@ def watch(
     loss_kind: LossKind = "minimize",
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
+
+    Rank 0 says in the log (logger ``trainvitals``; the terminal where logging is not configured)
+    how the run starts, what was done about bad steps, and how it ends; ``VITALS_QUIET=1`` is quiet.
 
     Args:
         model: the module, wrapped (DDP) or not.
@@ -178,6 +182,10 @@ def set_up(given: Arguments) -> Made | None:
             judge=controller.judge.config,
         )
         restored = _begin(controller, place, info)
+        if ranks.rank == 0:
+            controller.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
+        if controller.terminal is not None:
+            controller.terminal.started(_resumed(restored))
         for text in device.warnings:
             _warn(controller, text)
         if place.is_first:
@@ -310,6 +318,10 @@ def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restor
     return restored
 
 
+def _resumed(restored: Restored | None) -> str:
+    return "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
+
+
 def _emit_start_events(
     controller: StepController, place: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
@@ -354,6 +366,8 @@ def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[s
         text = f"no agent: {', '.join(missing)} not installed; the journal alone is kept"
         note = Note(code="no_agent", text=text)  # of this node, whichever rank is first on it
         controller.emitter.event(note, step=0, attempt=place.attempt)
+        if controller.terminal is not None:
+            controller.terminal.without_agent(missing)
         return
     with controller.faults.fail_open("agent.start"):
         controller.agent = NodeAgent(

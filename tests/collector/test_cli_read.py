@@ -140,6 +140,15 @@ def test_why_tells_numbers_limits_findings_and_the_decision(
         assert words in said, words
 
 
+def test_why_is_a_text_or_data_and_no_table(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert 0 == vitals("why", runs, 40)
+    text = capsys.readouterr().out
+    assert 0 == vitals("why", runs, 40, "--format", "text")
+    assert text == capsys.readouterr().out
+    assert 2 == vitals("why", runs, 40, "--format", "table")
+    assert "is not one of 'text', 'json', 'csv'" in " ".join(capsys.readouterr().err.split())
+
+
 def test_why_knows_a_step_that_a_rollback_took_back(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert 0 == vitals("why", runs, 75)
     said = " ".join(capsys.readouterr().out.split())

@@ -146,6 +146,60 @@ def test_what_dies_again_and_again_stays_away_and_it_is_said(lab):
     assert [] == list(stack.revive())
 
 
+def test_what_lacks_a_package_is_not_started_again_and_it_is_said_in_a_line(lab):
+    stack = Stack(lab.folder / "home", lab.environ())
+    stack.home.mkdir()
+    (log := stack.home / "agent.log").write_text(
+        "error: `vitals agent` needs the package psutil, which is not installed [V120]\n\n"
+        "hint: pip install psutil\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    process.wait()
+    stack._children.append(Child("agent", process, log))
+    assert [
+        "no agent: `vitals agent` needs the package psutil, which is not installed; pip install "
+        "psutil"
+    ] == list(stack.revive())
+    assert [] == list(stack.revive())
+
+
+WITHOUT = """
+import os, sys
+from importlib.machinery import PathFinder
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        missing = name.partition(".")[0] == os.environ.get("NOT_INSTALLED")
+        return None if missing else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+"""A sitecustomize by which one package is as if it were not installed."""
+
+
+@pytest.mark.parametrize(
+    ("package", "line", "agent"),
+    [
+        ("streamlit", "vitals: no dashboard: the dashboard needs streamlit; pip install", "off"),
+        ("uvicorn", "vitals: no collector and no dashboard: `vitals collector` needs", None),
+    ],
+)
+def test_run_trains_without_what_is_not_installed_and_says_so_in_a_line(lab, package, line, agent):
+    (lab.folder / "sitecustomize.py").write_text(WITHOUT)
+    paths = os.pathsep.join((str(lab.folder), os.environ.get("PYTHONPATH", "")))
+    program = "import os; print(os.environ['VITALS_DIR'], os.environ.get('VITALS_AGENT'))"
+    done = lab.vitals(
+        *("run", *home(lab), "--", sys.executable, "-c", program),
+        PYTHONPATH=paths,
+        NOT_INSTALLED=package,
+    )
+    assert (0, f"{lab.folder / 'home' / 'runs'} {agent}\n") == (done.returncode, done.stdout)
+    assert 1 == sum(text.startswith(line) for text in done.stderr.splitlines()), done.stderr
+    assert "Traceback" not in done.stderr
+    assert {} == lab.alive()
+
+
 @pytest.mark.slow
 def test_run_gives_128_and_the_number_of_the_signal_that_killed_the_command(lab):
     done = lab.vitals("run", *home(lab), "--", "sh", "-c", "kill -KILL $$")

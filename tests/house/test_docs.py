@@ -119,6 +119,12 @@ class TestMakefile:
         assert f"-m venv {tmp_path / 'venv'}" in plan
         assert "--constraint constraints.txt" in plan
 
+    def test_the_set_up_says_in_a_line_each_what_it_does_and_how_far_it_is(self, tmp_path):
+        plan = self.make("--dry-run", "setup", f"VENV={tmp_path / 'venv'}")
+        stages = re.findall(r'^echo "\[(\d)/(\d)\] \w+', plan, re.M)
+        assert [(str(number), "4") for number in range(1, 5)] == stages
+        assert plan.count("pip install --quiet") == 3
+
     def test_a_python_that_is_too_old_is_said_to_be_one(self, tmp_path):
         old = tmp_path / "python3.9"
         old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.2" || exit 1\n')

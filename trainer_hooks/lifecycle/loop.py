@@ -232,6 +232,10 @@ class Loop:
                 now = controller.clock.monotonic_ns()
                 controller.agent.close(now, step=self._step, attempt=self.attempt)
             self.shutdown.say(state, reason)
+            if controller.terminal is not None:
+                how = "was stopped" if controller.halted is not None else state
+                with controller.faults.fail_open("terminal"):
+                    controller.terminal.ended(how, controller.last_step + 1)
             self._release()
             closed(self)
 

@@ -15,6 +15,7 @@ from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.data.loader import DataState
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.agent_starter import NodeAgent
+from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.probe.probe import LossEvaluations, Probe
@@ -85,6 +86,8 @@ class StepController:
     """Whether gradients are measured before any clip; else a finite norm is the loop's to give."""
     loss_evaluations: LossEvaluations = field(default_factory=LossEvaluations)
     agent: NodeAgent | None = None
+    terminal: Terminal | None = None
+    """What is said to the person at the terminal: on rank 0 alone, unless it is to be quiet."""
     probe_parameters: bool = False
     """Whether the next pack should say if parameters are finite: after a bad step only."""
     digest: int = 0
@@ -331,6 +334,8 @@ class StepController:
             self._enter(decision)
             if deed == "rollback":
                 restored = self._go_back(decision)
+        if self.terminal is not None and (decision is not None or self.terminal.in_row):
+            self._tell_person(decision, restored)
         if ack is not None:
             self.acknowledge(ack, step=now_step)
         if deed == "halt" and decision is not None:
@@ -358,6 +363,14 @@ class StepController:
                 ack = replace(ack, status="refused", detail="the loop had ended")
         self.carry_out(Judgement(judgement.findings, decision, ack), now_step=-1)
 
+    def _tell_person(self, decision: Decision | None, restored: Restored | None) -> None:
+        """Say at the terminal what was done; before a halt, whose error may be caught."""
+        if decision is not None and restored is not None:
+            decision = replace(decision, rollback_to_step=restored.step)
+        if self.terminal is not None:
+            with self.faults.fail_open("terminal"):
+                self.terminal.judged(decision)
+
     def _enter(self, decision: Decision) -> None:
         """Write the ledger's entry."""
         event = DecisionMade(decision=decision)
@@ -371,7 +384,9 @@ class StepController:
         except CheckpointError as error:
             # On this rank alone, perhaps: it cannot go on, and the marker keeps all from doing so.
             reason = f"{decision.reason}; the restore failed: {error.text}"
-            self._halt(replace(decision, action="halt", rule="rollback_failed", reason=reason))
+            decision = replace(decision, action="halt", rule="rollback_failed", reason=reason)
+            self._tell_person(decision, None)
+            self._halt(decision)
         if restored.step != decision.rollback_to_step:
             text = f"{decision.checkpoint_id} could not be read: back to {restored.id} instead"
             self._note("older_checkpoint", text, decision.step, "warning")

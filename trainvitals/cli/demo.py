@@ -3,13 +3,19 @@
 What it injects, what it expects to read in the ledger, and whether it did, come first.
 """
 
+import os
+import shlex
+import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -17,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trainvitals.cli.supervise import Stack, environ_of_this_process, start_command
+from trainvitals.cli.supervise import LOOK_SECONDS, Stack, environ_of_this_process, start_command
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient, read_tokens
 from trainvitals.records import Decision
@@ -30,6 +36,13 @@ POISON_FIRST, POISON_LAST = 400, 410
 NAN_PARAMETERS_STEP = 540
 LOSS_TOLERANCE = 0.02
 """How far above the clean run's validation loss the guarded run may end."""
+MIN_REASON_WIDTH = 110
+"""Columns of a terminal from which the table has its reasons."""
+IDLE_SECONDS = 600.0
+"""How long the dashboard stays up without a browser; an open page keeps its connection."""
+_SOCKETS = Path("/proc/net/tcp")
+_ESTABLISHED = "01"
+_OF_JOBS = (signal.SIGTTOU, signal.SIGTSTP)
 
 
 class Expected(NamedTuple):
@@ -139,29 +152,108 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--compare", help="Also train each fault alone, unguarded.")
         ] = False,
         keep: Annotated[
-            bool, typer.Option("--keep", help="Leave the dashboard up until Ctrl-C.")
+            bool, typer.Option("--keep", help="Serve the dashboard until Ctrl-C, however long.")
         ] = False,
         headless: Annotated[
-            bool, typer.Option("--headless", help="No progress bars; for CI.")
+            bool, typer.Option("--headless", help="No progress bars, and end at once; for CI.")
         ] = False,
         ranks: Annotated[int, typer.Option("--ranks", min=2, help="Ranks to train on.")] = 2,
     ) -> None:
         """Train a small GPT twice, clean and with three faults, and show what was decided.
 
         Exits 0 only if every decision matches its fault in kind, rank and step, none is too many,
-        and the loss ends within 2 % of the clean run's.
+        and the loss ends within 2 % of the clean run's. On a terminal the dashboard stays up until
+        Ctrl-C, or until no browser has been connected for ten minutes.
         """
         home = directory or Path(tempfile.mkdtemp(prefix="vitals-demo-"))
         console = Console(stderr=True, highlight=False)
+        on_terminal = not headless and sys.stdout.isatty() and sys.stderr.isatty()
         with Stack(home, environ_of_this_process()) as stack:
             good = _Demo(stack, console, headless=headless, ranks=ranks).run(compare=compare)
-            if keep:
-                console.print(
-                    f"dashboard: {stack.dashboard_url}   (Ctrl-C stops it)", soft_wrap=True
-                )
-                while stack.dead() is None:
-                    time.sleep(0.5)
+            if on_terminal:
+                print_next(console, stack.runs)
+            if keep or on_terminal:
+                with alone_in_foreground() if on_terminal else nullcontext():
+                    _serve(stack, console, idle_seconds=None if keep else IDLE_SECONDS)
         raise typer.Exit(0 if good else 1)
+
+
+def print_next(console: Console, runs: Path) -> None:
+    """Print what to do with what the demo leaves, as lines to paste."""
+    folder, vitals = shlex.quote(str(runs)), _own_command()
+    console.print("\nnext, here or in another terminal:")
+    for command, meaning in (
+        (f"{vitals} why guarded {NAN_PARAMETERS_STEP + 2} --dir {folder}", "why it rolled back"),
+        (f"{vitals} postmortem guarded --dir {folder}", "the report of the run"),
+        (f"{vitals} dashboard {folder}", "the dashboard, any time later"),
+    ):
+        console.print(f"  {command}   # {meaning}", soft_wrap=True)
+
+
+def _own_command() -> str:
+    """Return what this command line is called by from here: `make demo` puts it on no PATH."""
+    if shutil.which("vitals"):
+        return "vitals"
+    script = Path(sys.argv[0])
+    own = [str(script)] if script.name == "vitals" else [sys.executable, "-m", "trainvitals"]
+    return shlex.join(own)
+
+
+def _serve(stack: Stack, console: Console, *, idle_seconds: float | None) -> None:
+    """Keep the dashboard up until Ctrl-C or, if given, for so long without a browser."""
+    limit = (
+        "" if idle_seconds is None else f", or {idle_seconds / 60:.0f} minutes without a browser"
+    )
+    console.print(f"\nopen: {stack.dashboard_url}", soft_wrap=True)
+    console.print(f"The dashboard is served until Ctrl-C{limit}.", soft_wrap=True)
+    last_visit = time.monotonic()
+    port = urlsplit(stack.dashboard_url).port or 0
+    try:
+        while stack.dead() is None:
+            time.sleep(LOOK_SECONDS)
+            if has_visitors(port):
+                last_visit = time.monotonic()
+            elif idle_seconds is not None and time.monotonic() - last_visit >= idle_seconds:
+                console.print("No browser for a while: the dashboard stops.")
+                return
+    except KeyboardInterrupt:
+        console.print("\nThe dashboard stops.")
+
+
+@contextmanager
+def alone_in_foreground() -> Iterator[None]:
+    """Have a Ctrl-C on this terminal reach this process alone.
+
+    Under `make demo` it would reach make as well, which would call the demo's good end an error.
+    """
+    terminal, group = sys.stdout.fileno(), os.getpgrp()
+    if group == os.getpid() or os.tcgetpgrp(terminal) != group:  # a shell has seen to it already
+        yield
+        return
+    # Stopped by Ctrl-Z it would leave the shell waiting for make, and make for it.
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_JOBS}
+    os.setpgid(0, 0)
+    os.tcsetpgrp(terminal, os.getpid())
+    try:
+        yield
+    finally:
+        os.tcsetpgrp(terminal, group)
+        os.setpgid(0, group)
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
+
+
+def has_visitors(port: int) -> bool:
+    """Return whether anyone is connected to this port; False where the system does not tell."""
+    try:
+        sockets = _SOCKETS.read_text().splitlines()[1:]
+    except OSError:
+        return False
+    here = f":{port:04X}"
+    return any(
+        address.endswith(here) and state == _ESTABLISHED
+        for _, address, _, state, *_ in map(str.split, sockets)
+    )
 
 
 class _Demo:
@@ -293,20 +385,23 @@ def print_summary(
 ) -> None:
     """Print each fault, what was decided by which rule, what it cost, and the losses."""
     table = Table(title="What the ledger says", title_justify="left")
-    for column in ("fault", "step", "rank", "decided", "by rule", "cost", "reason"):
+    columns: tuple[str, ...] = ("fault", "step", "rank", "decided", "by rule", "cost", "reason")
+    # In a narrow terminal the reasons would be ribbons; `vitals why` tells them.
+    columns = columns if console.width >= MIN_REASON_WIDTH else columns[:-1]
+    for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column != "reason")
     for want, decision in matches:
         rank = "all" if want.rank < 0 else str(want.rank)
         if decision is None:
             missing = f"[red]missing: {want.action}"
-            table.add_row(want.fault, str(want.step), rank, missing, want.rule, "", "")
+            table.add_row(want.fault, str(want.step), rank, missing, want.rule)
             continue
         cost = f"{decision.cost_steps} step" + ("s" if decision.cost_steps != 1 else "")
         row = (want.fault, str(want.step), rank, decision.action, decision.rule, cost)
-        table.add_row(*row, decision.reason)
+        table.add_row(*(*row, decision.reason)[: len(columns)])
     for alarm in extra:
         row = ("[red]none", str(alarm.step), str(alarm.rank), alarm.action, alarm.rule, "")
-        table.add_row(*row, alarm.reason)
+        table.add_row(*(*row, alarm.reason)[: len(columns)])
     console.print(table)
     losses = Table(title="Validation loss, nats per byte", title_justify="left")
     for column in ("training", "loss", "against clean"):

@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 import httpx
 import msgspec
 
-from trainvitals.errors import StorageError, TransportError, UsageError
+from trainvitals.errors import MissingDependencyError, StorageError, TransportError, UsageError
 
 T = TypeVar("T")
 _Handler = Callable[[int, FrameType | None], object] | int | None
@@ -48,6 +48,19 @@ class Child:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
+    def why(self) -> str:
+        """Return in one line why it does not run: its error and the way out, else its last line."""
+        log = self.log.read_text(errors="replace")
+        error = re.search(r"^error: (.+?)(?: \[V\d+\])?$(?:\n\nhint: (.+))?", log, re.M)
+        if error is None:
+            return f"{self.last_words(1) or 'it said nothing'}; its log is {self.log}"
+        return "; ".join(part for part in error.groups() if part)
+
+    @property
+    def lacks_a_package(self) -> bool:
+        """Whether it ended as something is not installed: it is of no use to start it again."""
+        return f"[{MissingDependencyError.code}]" in self.log.read_text(errors="replace")
+
 
 class _Address(msgspec.Struct):
     url: str
@@ -73,14 +86,16 @@ class Stack:
         return self.data / "tokens.json"
 
     def training_environ(self) -> dict[str, str]:
-        """Return the environment for a training whose agent is this stack's."""
-        return {
-            **self.environ,
-            "VITALS_DIR": str(self.runs),
-            "VITALS_AGENT": "off",
-            "VITALS_COLLECTOR_URL": self.collector_url,
-            "VITALS_TOKEN_FILE": str(self.token_file),
-        }
+        """Return the environment for a training whose agent is this stack's.
+
+        Without a collector there is no agent here: the training starts its own.
+        """
+        environ = {**self.environ, "VITALS_DIR": str(self.runs)}
+        if self.collector_url:
+            environ["VITALS_AGENT"] = "off"
+            environ["VITALS_COLLECTOR_URL"] = self.collector_url
+            environ["VITALS_TOKEN_FILE"] = str(self.token_file)
+        return environ
 
     # ---------------------------------------------------------------------------- starting
 
@@ -152,6 +167,12 @@ class Stack:
             hint=f"its log is {child.log}",
         )
 
+    def give_up(self) -> str:
+        """Stop the program that was started last, and return in one line why it did not answer."""
+        child = self._children.pop()
+        stop_process(child.process)
+        return child.why()
+
     def dead(self) -> Child | None:
         """Return a program that ended by itself, or None."""
         return next((c for c in self._children if c.process.poll() is not None), None)
@@ -163,6 +184,10 @@ class Stack:
         """
         for child in [program for program in self._children if program.process.poll() is not None]:
             message = f"the {child.name} ended with exit code {child.process.returncode}"
+            if child.lacks_a_package:
+                self._children.remove(child)
+                yield f"no {child.name}: {child.why()}"
+                continue
             if child.num_revivals >= MAX_REVIVALS:
                 self._children.remove(child)
                 yield f"{message} again; it stays away. Its log is {child.log}"

@@ -42,7 +42,8 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Run a training command with collector, agent and dashboard around it.
 
-        Keeps the command's output and exit code (128 + N after signal N).
+        Keeps the command's output and exit code (128 + N after signal N). What cannot be started,
+        such as a dashboard that is not installed, is said in a line, and the command runs without.
         """
         if shutil.which(command[0]) is None:
             raise UsageError(
@@ -50,7 +51,7 @@ def register(app: typer.Typer) -> None:
                 hint="vitals run -- torchrun --nproc-per-node 8 train.py",
             )
         with Stack(directory, environ_of_this_process()) as stack:
-            _start(stack, port)
+            _start_what_can(stack, port)
             code = run_command(command, stack.training_environ(), lambda: _look_after(stack))
         raise typer.Exit(code)
 
@@ -58,6 +59,24 @@ def register(app: typer.Typer) -> None:
 def _look_after(stack: Stack) -> None:
     for message in stack.revive():
         typer.echo(f"vitals: {message}", err=True)
+
+
+def _start_what_can(stack: Stack, port: int) -> None:
+    try:
+        typer.echo(f"collector: {stack.start_collector()}", err=True)
+    except TransportError:
+        _without("collector and no dashboard", stack.give_up())
+        return
+    stack.start_agent()
+    try:
+        typer.echo(f"dashboard: {stack.start_dashboard(port=port)}", err=True)
+    except TransportError:
+        _without("dashboard", stack.give_up())
+    _look_after(stack)
+
+
+def _without(what: str, why: str) -> None:
+    typer.echo(f"vitals: no {what}: {why}", err=True)
 
 
 def _start(stack: Stack, port: int) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,14 @@ from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_ru
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
 from vitals_collector.queries.open import open_reader
 from vitals_collector.queries.tail import Tail
+
+
+class TextFormat(StrEnum):
+    """How an answer in words is written."""
+
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +77,9 @@ def why(
     folder: Dir = None,
     collector: Collector = "",
     token_file: TokenFile = None,
-    form: Annotated[Format, typer.Option("--format", help="table is a paragraph.")] = Format.TABLE,
+    form: Annotated[
+        TextFormat, typer.Option("--format", help="text is a paragraph to read.")
+    ] = TextFormat.TEXT,
 ) -> None:
     """Say what happened at a step: numbers, limits, findings, the decision and its reason."""
     from vitals_collector.queries.why import FOLLOWING, explain, with_kept_samples
@@ -78,7 +89,7 @@ def why(
         ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
         detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
         after = None
-        if "steps.loss" in detail.metrics and form is Format.TABLE:
+        if "steps.loss" in detail.metrics and form is TextFormat.TEXT:
             after = opened.reader.ask(
                 SeriesQuestion(
                     run_id=summary.run_id,
@@ -95,16 +106,16 @@ def why(
             f"{summary.last_step}",
             hint="`vitals tail RUN` shows the newest steps",
         )
-    if form is Format.JSON:
+    if form is TextFormat.JSON:
         write_json(view)
-    elif form is Format.CSV:
+    elif form is TextFormat.CSV:
         names = sorted({name for row in view.rows for name in row.values})
         header = ("source", "attempt", *names, "nonfinite")
         rows = [
             (row.source, row.attempt, *(row.values.get(name) for name in names), *_joined(row))
             for row in view.rows
         ]
-        write_rows(header, rows, form)
+        write_rows(header, rows, Format.CSV)
     else:
         typer.echo(explain(summary, view, ledger, after))
 

@@ -1,0 +1,200 @@
+"""What a run says in the training's terminal: how it starts, each action, and how it ends.
+
+Rank 0 alone, through the logger ``trainvitals``, which is silenced or redirected like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from trainvitals.clock import Clock
+from trainvitals.records import ActionName, Decision, RunInfo
+
+_LOG = logging.getLogger("trainvitals")
+SECONDS_BETWEEN_LINES = 1.0
+"""Of one kind: a fast loop with many bad steps must not fill the terminal."""
+
+_DONE: dict[ActionName, str] = {
+    "skip_step": "update skipped",
+    "rollback": "rolled back",
+    "halt": "training stopped",
+    "accept_level": "new level accepted",
+}
+_NOT_DONE: dict[ActionName, str] = {
+    "skip_step": "update would be skipped",
+    "rollback": "would roll back",
+    "halt": "training would be stopped",
+    "accept_level": "new level would be accepted",
+}
+
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler
+
+
+class _StderrHandler(_StreamHandler):
+    """Writes to stderr as it is now, above a tqdm bar, while nobody has configured logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, unless the root logger has a handler by now, which writes it."""
+        if logging.getLogger().handlers:
+            return
+        self.stream = sys.stderr  # a notebook or a test may have replaced it since
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        if bars is None or not getattr(bars, "_instances", None):
+            super().emit(record)
+            return
+        try:
+            bars.write(self.format(record), file=sys.stderr)
+        except Exception:  # noqa: BLE001 - as in every handler of logging
+            self.handleError(record)
+
+
+def show_log() -> None:
+    """Make the logger's INFO lines visible where logging is unconfigured; else change nothing."""
+    if _LOG.handlers or logging.getLogger().handlers:
+        return
+    _LOG.addHandler(_StderrHandler())
+    if _LOG.level == logging.NOTSET:
+        _LOG.setLevel(logging.INFO)
+
+
+class Terminal:
+    """The lines of one run. A healthy step costs one look at ``in_row``.
+
+    Args:
+        info: of the run.
+        run_id: the run's.
+        clock: tells how long ago a line was.
+    """
+
+    def __init__(self, info: RunInfo, run_id: str, clock: Clock) -> None:
+        self._name = f"{info.name} ({run_id})" if info.name else run_id
+        self._mode = info.mode
+        self._path = shlex.quote(_short(Path(info.run_dir)))
+        self._clock = clock
+        self._counts: Counter[tuple[ActionName, bool]] = Counter()
+        self._lost_steps = 0
+        self._last_line_ns: dict[str, int] = {}
+        self.in_row = False
+        """Whether the step before was skipped."""
+        self._untold, self._last_skip = 0, -1
+
+    @classmethod
+    def open(
+        cls, info: RunInfo, run_id: str, clock: Clock, environ: Mapping[str, str]
+    ) -> Terminal | None:
+        """Return the run's lines; None where ``VITALS_QUIET=1`` asks for none."""
+        if environ.get("VITALS_QUIET", "") not in ("", "0"):
+            return None
+        show_log()
+        return cls(info, run_id, clock)
+
+    def started(self, resumed: str) -> None:
+        """Say what run this is, and how to follow it.
+
+        Args:
+            resumed: how it goes on from before; empty for one that starts.
+        """
+        _LOG.info(
+            "vitals: run %s %s in %s mode; to follow it: vitals tail %s --follow",
+            self._name,
+            resumed or "started",
+            self._mode,
+            self._path,
+        )
+
+    def without_agent(self, missing: Sequence[str]) -> None:
+        """Say that nothing of this run can be read later, and the way out."""
+        names = ", ".join(missing)
+        _LOG.warning(
+            "vitals: %s not installed, so this run is guarded but its metrics are not stored; next "
+            "time: pip install %s",
+            f"{names} {'is' if len(missing) == 1 else 'are'}",
+            " ".join(missing),
+        )
+
+    def judged(self, decision: Decision | None) -> None:
+        """Say what was decided about a step; call it for each decision, and while ``in_row``."""
+        action = None if decision is None else decision.action
+        if self.in_row and action != "skip_step":
+            self._end_row()
+        if decision is None or action is None or action == "continue":
+            return
+        self._counts[action, decision.acted] += 1
+        if action == "rollback":
+            self._lost_steps += decision.cost_steps
+        if action == "skip_step":
+            self._last_skip = decision.step
+            was_in_row, self.in_row = self.in_row, True
+            if was_in_row or not self._may_say(action):
+                self._untold += 1
+                return
+        elif not self._may_say(action):
+            return
+        _LOG.warning("vitals: step %d: %s", decision.step, self._in_words(decision))
+
+    def ended(self, state: str, num_steps: int) -> None:
+        """Say how the run ended and what it cost."""
+        steps = _num(num_steps, "step")
+        _LOG.info("vitals: run %s %s after %s: %s", self._name, state, steps, self._summary())
+        _LOG.info("vitals: details: vitals show %s", self._path)
+
+    def _may_say(self, kind: str) -> bool:
+        now, last = self._clock.monotonic_ns(), self._last_line_ns.get(kind)
+        if last is not None and now - last < SECONDS_BETWEEN_LINES * 1e9:
+            return False
+        self._last_line_ns[kind] = now
+        return True
+
+    def _end_row(self) -> None:
+        self.in_row = False
+        if self._untold and self._may_say("more"):
+            verb = "would be skipped" if self._mode == "observe" else "skipped"
+            text = "vitals: and %s %s, the last one at step %d"
+            _LOG.warning(text, _num(self._untold, "more update"), verb, self._last_skip)
+            self._untold = 0
+
+    def _in_words(self, decision: Decision) -> str:
+        words, reason = (_DONE if decision.acted else _NOT_DONE)[decision.action], decision.reason
+        if not decision.acted:
+            return f"{words} ({self._mode} mode): {reason}"
+        if decision.action == "rollback":
+            step = decision.rollback_to_step
+            words = f"{words} to step {step}"
+            # Where to is said already, and the checkpoint's name is for `vitals show`.
+            reason = reason.replace(f"; back to {decision.checkpoint_id}, before step {step}", "")
+        text = f"{words}: {reason}"
+        if decision.action == "halt":
+            text = f"{text}; next: vitals why {self._path} {decision.step}"
+        return text
+
+    def _summary(self) -> str:
+        counts = self._counts
+        if self._mode == "observe":
+            skips, rollbacks = counts["skip_step", False], counts["rollback", False]
+            guarded = f"{_num(skips, 'update')} would have been skipped"
+            if rollbacks:
+                guarded = f"{guarded}, {_num(rollbacks, 'rollback')} made"
+            return guarded
+        skips, rollbacks = counts["skip_step", True], counts["rollback", True]
+        lost = f" ({_num(self._lost_steps, 'step')} lost)" if rollbacks else ""
+        return f"{_num(skips, 'update')} skipped, {_num(rollbacks, 'rollback')}{lost}"
+
+
+def _num(count: int, what: str) -> str:
+    return (f"{count:,}" if count else "no") + f" {what}" + ("" if count == 1 else "s")
+
+
+def _short(path: Path) -> str:
+    """Return the path as one would type it here."""
+    path, here = path.absolute(), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
