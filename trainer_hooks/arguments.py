@@ -106,22 +106,22 @@ def _check_kinds(given: Arguments) -> None:
     hint = f"{order}optimizer, scaler=scaler)"
     if isinstance(model, Optimizer) and any(isinstance(o, nn.Module) for o in optimizers):
         raise UsageError(
-            f"the model is given as {_kind(model)}, and the optimizer as {_kind(optimizers[0])}: "
+            f"the model is {_kind(model)}, and the optimizer is {_kind(optimizers[0])}: "
             "they are swapped",
             hint=hint,
         )
     if isinstance(model, list | tuple | dict):
         raise UsageError(
-            f"the model is a {_kind(model)} of {len(model)}; it must be one module",
+            f"the model is {_kind(model)} of {len(model)}; it must be one module",
             hint="models that take turns (GAN, actor and critic): one watch(model, optimizer) for "
             "each. Models that one backward trains: watch(nn.ModuleList([a, b]), [opt_a, opt_b])",
         )
     if not isinstance(model, nn.Module) and given.engine is None:
-        raise UsageError(f"the model is a {_kind(model)}; it must be an nn.Module", hint=hint)
+        raise UsageError(f"the model is {_kind(model)}; it must be an nn.Module", hint=hint)
     for optimizer in optimizers:
         if isinstance(optimizer, nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler):
             raise UsageError(
-                f"optimizers holds a {_kind(optimizer)}; each must be a torch.optim.Optimizer",
+                f"optimizers holds {_kind(optimizer)}; each must be a torch.optim.Optimizer",
                 hint=hint,
             )
     if not optimizers:
@@ -129,7 +129,7 @@ def _check_kinds(given: Arguments) -> None:
     for scheduler in given.schedulers:
         if isinstance(scheduler, nn.Module | Optimizer | torch.amp.GradScaler):
             raise UsageError(
-                f"schedulers holds a {_kind(scheduler)}, which is no learning-rate scheduler",
+                f"schedulers holds {_kind(scheduler)}, which is no learning-rate scheduler",
                 hint=f"{hint}; several optimizers as a list: watch(model, [opt_a, opt_b])",
             )
     _check_scaler(given.scaler, hint)
@@ -137,13 +137,12 @@ def _check_kinds(given: Arguments) -> None:
 
 def _check_scaler(scaler: object, hint: str) -> None:
     if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise UsageError(
-            f"scaler is a {_kind(scaler)}; it must be a torch.amp.GradScaler", hint=hint
-        )
+        raise UsageError(f"scaler is {_kind(scaler)}; it must be a torch.amp.GradScaler", hint=hint)
 
 
 def _kind(value: object) -> str:
-    return type(value).__name__
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _check_early_stopping(given: object) -> None:
@@ -187,7 +186,10 @@ def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
             hint="guard and heal are chosen in the code: watch(..., mode='heal')",
         )
     if mode not in _MODES:
-        raise UsageError(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}")
+        raise UsageError(
+            f"mode is {mode!r}; it must be one of {', '.join(_MODES)}",
+            hint="observe only records, guard skips bad updates, heal also rolls back",
+        )
     chosen = mode if override is None else min(mode, override, key=_MODES.index)
     if chosen == "heal" and not checkpoints:
         raise UsageError(

@@ -301,8 +301,8 @@ def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
 def _check_loader(loader: object, epochs: int) -> None:
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise UsageError(
-            f"batches() was given a {type(loader).__name__}, which yields nothing",
-            hint="monitor.batches(loader, epochs=3), with any iterable of batches",
+            f"batches() was given {loader!r:.100}, which is no iterable of batches",
+            hint="monitor.batches(loader, epochs=3); any iterable of batches will do",
         )
     if isinstance(loader, Iterator) and epochs > 1:
         raise UsageError(

@@ -106,7 +106,7 @@ def lay_out(
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     state = state or {}
-    warnings = _warnings(model, optimizers, state, engine)
+    steps_by_itself = engine is not None
     engine = _take_hold(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
     norms = engine.norms(ranks)
     sampler = _sampler(signals, model, norms, ranks, faults)
@@ -133,7 +133,7 @@ def lay_out(
         averages=averages_in(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
-        warnings=warnings,
+        warnings=_warnings(model, () if steps_by_itself else optimizers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
         memory=MemoryEstimate(model, optimizers, norms.device),
@@ -173,11 +173,10 @@ def _warnings(
     model: nn.Module,
     optimizers: Iterable[Optimizer],
     state: Mapping[str, Any],
-    engine: Engine | None,
 ) -> list[tuple[str, str]]:
     """Return what of the training looks wrong: what a skip cannot put back, another's optimizer."""
-    foreign = [] if engine is not None else foreign_optimizers(model, optimizers)
     unseen = [("unseen_state", text) for text in unregistered(model, state)]
+    foreign = foreign_optimizers(model, optimizers)
     return unseen + [("foreign_parameters", text) for text in foreign]
 
 

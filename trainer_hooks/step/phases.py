@@ -452,8 +452,9 @@ def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
         UsageError: the loss is a closure, or the loop runs within ``Join``.
     """
     if not isinstance(loss, Tensor) and callable(loss):
+        name = getattr(loss, "__qualname__", type(loss).__name__)
         raise UsageError(
-            f"monitor.step() was given {loss!r} as the loss; it takes no closure",
+            f"monitor.step() was given the function {name} as the loss; it takes no closure",
             hint="run forward and backward first: loss.backward(); monitor.step(loss)",
         )
     if any(joinable._join_config.enable for joinable in joinables):
