@@ -5,7 +5,6 @@ Everything that reads the environment, makes files, or talks to other ranks at t
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from trainer_hooks.arguments import Arguments, Mode, as_list
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
@@ -42,8 +42,6 @@ from trainvitals.policy import Judge
 from trainvitals.policy.stopping import EarlyStopping
 from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInfo, RunStarted
 
-_LOG = logging.getLogger("trainvitals")
-
 
 def watch(
     model: nn.Module,
@@ -62,6 +60,7 @@ def watch(
     signals: SignalSettings | None = None,
     early_stopping: EarlyStopping | None = None,
     loss_kind: LossKind = "minimize",
+    scheduler_every: SchedulerEvery = "step",
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
 
@@ -73,7 +72,7 @@ def watch(
         optimizers: one or several; every watched parameter is in exactly one. What a class from
             elsewhere keeps outside of its ``state`` and ``param_groups`` is left by a skip, as its
             ``step()`` is not called; a rollback restores it where it is named in ``state`` as well.
-        schedulers: advanced once per attempted step.
+        schedulers: stepped by ``monitor.step``, skipped or not, and by nobody else.
         run: a name for people.
         mode: ``observe`` decides and records, ``guard`` also skips, ``heal`` also rolls back (and
             needs ``checkpoints``); ``off`` does nothing but train. ``VITALS_MODE=off|observe``
@@ -97,6 +96,9 @@ def watch(
         loss_kind: ``minimize`` for a loss whose fall is the aim. Of ``rl`` (a policy's loss) and
             ``adversarial`` (a GAN's) the level says little: the loss keeps no update back, and what
             its level does is only told; gradient norms are judged as ever.
+        scheduler_every: ``step`` steps the schedulers once per attempted step; ``epoch`` when
+            ``monitor.batches`` has finished an epoch, or at ``monitor.end_epoch()`` in a loop over
+            data of its own.
 
     Raises:
         UsageError: an argument cannot work; the text says which and what to do.
@@ -118,18 +120,21 @@ def watch(
         signals=signals,
         early_stopping=early_stopping,
         loss_kind=loss_kind,
+        scheduler_every=scheduler_every,
     )
     made = set_up(given)
     if made is None:
         from trainer_hooks.noop import NullMonitor
 
-        return cast(Monitor, NullMonitor(given.optimizers, given.schedulers, scaler, state))
+        off = NullMonitor(given.optimizers, given.schedulers, scaler, state, scheduler_every)
+        return cast(Monitor, off)
     return Monitor(
         made.device,
         made.controller,
         tokens_per_step=made.tokens_per_step,
         restored=made.restored,
         sums_in_buckets=unwrap(model)[1],
+        scheduler_every=scheduler_every,
     )
 
 
@@ -186,8 +191,8 @@ def set_up(given: Arguments) -> Made | None:
             controller.terminal = Terminal.open(info, place.run_dir.run_id, clock, environ)
         if controller.terminal is not None:
             controller.terminal.started(_resumed(restored))
-        for text in device.warnings:
-            _warn(controller, text)
+        for code, text in device.warnings:
+            controller.warn(code, text, step=controller.first_step)
         if place.is_first:
             _start_agent(controller, place, environ)
         undo.pop_all()
@@ -343,19 +348,6 @@ def _emit_start_events(
             events.append(Note(code="host_path", text=text))
     for event in events:
         controller.emitter.event(event, step=step, attempt=place.attempt)
-
-
-def _warn(controller: StepController, text: str) -> None:
-    """Say what watch() sees and cannot help: once, in the log and among the run's events."""
-    if controller.is_rank0:
-        _LOG.warning("vitals: %s", text)
-        controller.emitter.note(
-            "unseen_state",
-            text,
-            "warning",
-            step=controller.first_step,
-            attempt=controller.attempt,
-        )
 
 
 def _start_agent(controller: StepController, place: RunPaths, environ: Mapping[str, str]) -> None:

@@ -11,7 +11,10 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
+from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
@@ -46,6 +49,7 @@ class Arguments:
     engine: Engine | None = None
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
+    scheduler_every: SchedulerEvery = "step"
     owns_clip: bool = True
     """Whether the gradients are clipped by us, if at all; else they may come clipped."""
 
@@ -60,19 +64,21 @@ class Arguments:
     def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
         """Return the mode, once all ranks were told the same; one that differs would part."""
 
-        def told() -> tuple[Mode, bool, object, object, LossKind]:
+        def checked() -> tuple[Mode, bool, object, object, LossKind]:
             _check_torch()
             _check_agent_choice(environ)
+            _check_kinds(self)
             given = self.checkpoints
             settings = given if isinstance(given, CheckpointSettings) else None
             how = bool(given) if settings is None else replace(settings, directory=Path("/"))
             _check_early_stopping(self.early_stopping)
             _check_loss_kind(self.loss_kind)
+            _check_scheduler_every(self.scheduler_every)
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _mode(self.mode, environ, given)
             return mode, scaled, how, self.early_stopping, self.loss_kind
 
-        modes, scaled, kept, ends, kinds = zip(*on_every_rank(ranks, told), strict=True)
+        modes, scaled, kept, ends, kinds = zip(*on_every_rank(ranks, checked), strict=True)
         check_same("mode", modes, "VITALS_MODE and watch(mode=...) must be the same on all ranks")
         check_same("gradient scaler", scaled, "give the scaler on all ranks or on none")
         check_same("checkpoints", kept, "give the same CheckpointSettings on all ranks")
@@ -91,6 +97,54 @@ class Arguments:
         return CheckpointSettings(directory=run_dir.checkpoints_dir)
 
 
+def _check_kinds(given: Arguments) -> None:
+    """Refuse what stands in the place of something else."""
+    # What a person gives may be of any type, whatever is asked for.
+    model: Any = given.model
+    optimizers: tuple[Any, ...] = given.optimizers
+    order = "watch(model, optimizer, scheduler, scaler=scaler) is the order, and attach(model, "
+    hint = f"{order}optimizer, scaler=scaler)"
+    if isinstance(model, Optimizer) and any(isinstance(o, nn.Module) for o in optimizers):
+        raise UsageError(
+            f"the model is {_kind(model)}, and the optimizer is {_kind(optimizers[0])}: "
+            "they are swapped",
+            hint=hint,
+        )
+    if isinstance(model, list | tuple | dict):
+        raise UsageError(
+            f"the model is {_kind(model)} of {len(model)}; it must be one module",
+            hint="models that take turns (GAN, actor and critic): one watch(model, optimizer) for "
+            "each. Models that one backward trains: watch(nn.ModuleList([a, b]), [opt_a, opt_b])",
+        )
+    if not isinstance(model, nn.Module) and given.engine is None:
+        raise UsageError(f"the model is {_kind(model)}; it must be an nn.Module", hint=hint)
+    for optimizer in optimizers:
+        if isinstance(optimizer, nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler):
+            raise UsageError(
+                f"optimizers holds {_kind(optimizer)}; each must be a torch.optim.Optimizer",
+                hint=hint,
+            )
+    if not optimizers:
+        raise UsageError("there is no optimizer; at least one is to be guarded", hint=hint)
+    for scheduler in given.schedulers:
+        if isinstance(scheduler, nn.Module | Optimizer | torch.amp.GradScaler):
+            raise UsageError(
+                f"schedulers holds {_kind(scheduler)}, which is no learning-rate scheduler",
+                hint=f"{hint}; several optimizers as a list: watch(model, [opt_a, opt_b])",
+            )
+    _check_scaler(given.scaler, hint)
+
+
+def _check_scaler(scaler: object, hint: str) -> None:
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise UsageError(f"scaler is {_kind(scaler)}; it must be a torch.amp.GradScaler", hint=hint)
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def _check_early_stopping(given: object) -> None:
     if given is not None and not isinstance(given, EarlyStopping):
         raise UsageError(
@@ -104,6 +158,14 @@ def _check_loss_kind(given: object) -> None:
         raise UsageError(
             f"loss_kind is {given!r}; it must be one of {', '.join(get_args(LossKind))}",
             hint="'minimize' for a loss whose fall is the aim; 'rl' and 'adversarial' for others",
+        )
+
+
+def _check_scheduler_every(given: object) -> None:
+    if given not in get_args(SchedulerEvery):
+        raise UsageError(
+            f"scheduler_every is {given!r}; it must be 'step' or 'epoch'",
+            hint="'step' for schedulers that count updates, 'epoch' for those that count epochs",
         )
 
 
@@ -124,7 +186,10 @@ def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
             hint="guard and heal are chosen in the code: watch(..., mode='heal')",
         )
     if mode not in _MODES:
-        raise UsageError(f"mode is {mode!r}; it must be one of {', '.join(_MODES)}")
+        raise UsageError(
+            f"mode is {mode!r}; it must be one of {', '.join(_MODES)}",
+            hint="observe only records, guard skips bad updates, heal also rolls back",
+        )
     chosen = mode if override is None else min(mode, override, key=_MODES.index)
     if chosen == "heal" and not checkpoints:
         raise UsageError(
@@ -169,5 +234,9 @@ def as_list(value: Any) -> list[Any]:
     """Return what was given as one or as several, as a list."""
     if value is None:
         return []
-    many = isinstance(value, Iterable) and not isinstance(value, Optimizer)
+    # A Sequential and a loader iterate too: given by mistake, they must not be gone through.
+    single = (Optimizer, nn.Module, torch.Tensor, DataLoader, str)
+    many = isinstance(value, Iterable) and not isinstance(value, single)
+    if isinstance(value, Mapping):
+        return list(value.values())
     return list(value) if many else [value]

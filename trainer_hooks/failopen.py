@@ -9,6 +9,8 @@ import logging
 from collections import Counter
 from types import TracebackType
 
+from trainvitals.errors import UsageError
+
 _LOG = logging.getLogger("trainvitals")
 
 
@@ -26,7 +28,12 @@ class FaultCounter:
         """Count an error that was kept from the loop, and log it if it is the 1st, 2nd, 4th..."""
         self.counts[where] += 1
         count = self.counts[where]
-        if count & (count - 1) == 0:
+        if count & (count - 1):
+            return
+        if isinstance(error, UsageError):  # a person's to mend: the text says how
+            text = f"{error.text}; {error.hint}" if error.hint else error.text
+            _LOG.warning("vitals: %s (%s, %d so far)", text, where, count)
+        else:
             _LOG.warning(
                 "vitals: %s failed (%d times so far), training goes on: %s: %s",
                 where,

@@ -11,7 +11,9 @@ from torch import Tensor
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
+from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
 from trainer_hooks.guard.optimizers import OwnSteps, update_scaler
+from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
 from trainer_hooks.lifecycle.loop import Loop, not_compiled
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
 from trainer_hooks.measures.host import HostMeasurements
@@ -40,13 +42,22 @@ class Monitor(Loop):
         tokens_per_step: int | None,
         restored: Restored | None = None,
         sums_in_buckets: bool = False,
+        scheduler_every: SchedulerEvery = "step",
     ) -> None:
         first_step = 0 if restored is None else restored.step
         super().__init__(device, controller, tokens_per_step=tokens_per_step, first_step=first_step)
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
-        self._feed = DataPosition(controller, waited, lag=lag, restored=restored)
+        self._schedules: Schedules | None = None
+        if device.schedulers:
+            self._schedules = Schedules(device.schedulers, scheduler_every, self._warn)
+        by_epoch = self._schedules if scheduler_every == "epoch" else None
+        self._feed = DataPosition(
+            controller, waited, lag=lag, restored=restored, schedules=by_epoch
+        )
         self._own_steps = OwnSteps(device.optimizers, controller.faults)
         self._best: RestoredBest | None = None
+        self._is_told_of_epochs = False
+        self._backwards: Backwards | None = Backwards(device.optimizers)
         self._primes = sums_in_buckets and restored is not None
 
     @property
@@ -124,6 +135,27 @@ class Monitor(Loop):
         """
         self._add_loss(loss, weight)
 
+    def end_epoch(self) -> None:
+        """Step the schedulers of ``watch(scheduler_every="epoch")``, once an epoch is over.
+
+        For loops over data of their own: where ``batches`` yields the batches trained on, it does
+        so itself, and this does nothing.
+
+        Raises:
+            UsageError: the schedulers are stepped at every update.
+        """
+        schedules = self._schedules
+        if schedules is None:
+            return
+        if schedules.every == "step":
+            raise every_update()
+        if not schedules.sees_epochs:
+            schedules.end_epoch()
+        elif not self._is_told_of_epochs:
+            self._is_told_of_epochs = True
+            text = "monitor.end_epoch() does nothing here: monitor.batches() ends the epochs itself"
+            self._warn("end_epoch", text)
+
     @not_compiled
     def step(
         self,
@@ -167,6 +199,10 @@ class Monitor(Loop):
             return StepOutcome(step=self._step, next_step=self._step)
         controller, parts, attempted = self._controller, self._parts, self._step
         first = attempted == self._first_step
+        if self._backwards is not None:
+            self._count_backwards(self._backwards, loss)
+        if self._schedules is not None:
+            self._look_at_schedulers(self._schedules)
         max_norm = parts.usable(max_norm, first=first)
         parts.clock.enter()
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
@@ -174,6 +210,8 @@ class Monitor(Loop):
         position, samples = self._feed.take(attempted, controller.attempt)
         if first:
             controller.tell_without_probe(_PROBE_LINE)
+            if self._schedules is not None and position is not None:
+                self._schedules.of_epochs(attempted, *self._feed.epochs, position.num_batches)
         if controller.probe.has_loss:
             controller.probe.rehearse(attempted, parts.own_loss)
         self._update(verdict, prepared, max_norm)
@@ -214,7 +252,53 @@ class Monitor(Loop):
         recovery.restart()
         self._parts.drop_losses()
         self._start_again()
+        if self._schedules is not None:
+            self._schedules.restored(self._feed.next_epoch)
         return True
+
+    def _count_backwards(self, backwards: Backwards, loss: object) -> None:
+        """Say, in the first two steps, where one loss of several backwards was given."""
+        count, backwards.count = backwards.count, 0
+        is_one = count > 1 and not self._parts.has_micro and is_of_one_backward(loss)
+        if is_one:
+            text = (
+                f"step {self._step} is the sum of {count} backwards, and monitor.step(loss) was "
+                "given the loss of one: only that one is recorded and judged; call "
+                "monitor.micro(loss) after each backward, and monitor.step() without a loss"
+            )
+            self._warn("micro_batches", text)
+        if is_one or self._step > self._first_step:
+            backwards.close()
+            self._backwards = None
+
+    def _look_for_scaler(self, grad_norm: float) -> None:
+        """Say, after the first step, that its gradients are scaled by a scaler we do not know."""
+        with self._controller.faults.fail_open("scaler"):
+            scale = scale_of_unknown_scaler(grad_norm)
+            if scale is None or self._device.scaler is not None or not self._controller.is_rank0:
+                return
+            text = (
+                f"the first gradient norm is {grad_norm:.3g}, and a GradScaler (scale {scale:g}) "
+                "scales losses here that watch() was not given: gradients that are still scaled "
+                "are clipped, judged and stepped as they are; watch(..., scaler=scaler) unscales "
+                "them, and keep scaler.scale(loss).backward() in the loop"
+            )
+            self._warn("unknown_scaler", text)
+
+    def _look_at_schedulers(self, schedules: Schedules) -> None:
+        """Refuse a loop that steps its schedulers too: in a job of several ranks by rank 0's word.
+
+        Raises:
+            UsageError: it does, and this is the second step of a single process.
+        """
+        error = schedules.look(self._step)
+        if error is not None and self._controller.ranks.world_size == 1:
+            raise error
+        if error is not None:
+            self._controller.stepped_twice = error
+
+    def _warn(self, code: str, text: str) -> None:
+        self._controller.warn(code, text, step=self._step)
 
     def _save_and_stop(self) -> None:
         """Save on all ranks together, as one of them was sent SIGTERM, and end the process.
@@ -277,13 +361,15 @@ class Monitor(Loop):
         parts.settle(orders)
         update_scaler(device.scaler, device.optimizers, verdict.overflow)
         with parts.clock.not_ours():
-            for scheduler in device.schedulers:
-                scheduler.step()
+            if self._schedules is not None:
+                self._schedules.stepped()
         for optimizer in device.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def _release(self) -> None:
         self._own_steps.close()
+        if self._backwards is not None:
+            self._backwards.close()
         self._feed.close()
         super()._release()
 
@@ -295,6 +381,9 @@ class Monitor(Loop):
         while ready is not None or (ready := self._parts.waited_for()) is not None:
             judgement = self._controller.handle(*ready, now_step=attempted)
             self._feed.judged(ready[1].step, judgement)
+            if (norm := self._controller.first_norm) is not None:
+                self._controller.first_norm = None
+                self._look_for_scaler(norm)
             decision = judgement.decision or decision
             window = self._feed.window_of(judgement.decision)
             restored = self._controller.carry_out(judgement, now_step=attempted, window=window)
@@ -302,7 +391,11 @@ class Monitor(Loop):
                 self._step = restored.step
                 self._after_rollback()
                 data = restored.meta.get("data")
-                self._feed.rolled_back(judgement.decision, data, window, step=self._step)
+                goes_back = self._feed.rolled_back(
+                    judgement.decision, data, window, step=self._step
+                )
+                if self._schedules is not None:
+                    self._schedules.restored(self._feed.next_epoch if goes_back else None)
                 break
             ready = None
         return decision, restored

@@ -15,6 +15,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import emas_in
 from trainer_hooks.guard.optimizers import unscale
 from trainer_hooks.guard.route import Route
+from trainer_hooks.guard.schedules import SchedulerEvery, every_update
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 
@@ -33,8 +34,11 @@ class NullMonitor:
         schedulers: tuple[Any, ...],
         scaler: torch.amp.GradScaler | None,
         state: Mapping[str, Any] | None = None,
+        scheduler_every: SchedulerEvery = "step",
     ) -> None:
         self._optimizers = optimizers
+        self._scheduler_every = scheduler_every
+        self._ends_epochs = False
         self._emas = emas_in(state or {})
         self._schedulers = schedulers
         self._scaler = scaler
@@ -44,11 +48,26 @@ class NullMonitor:
 
     def batches(self, loader: Iterable[Any], *, epochs: int = 1, **_: object) -> Iterator[Any]:
         """Yield the loader's batches, epoch after epoch."""
+        first = self.step_index
         for epoch in range(epochs):
             set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
             yield from loader
+            if self._scheduler_every == "epoch" and self.step_index > first:
+                self._ends_epochs = True
+                self._schedule()
+
+    def end_epoch(self) -> None:
+        """Step the schedulers of epochs, unless ``batches`` does."""
+        if self._scheduler_every == "step" and self._schedulers:
+            raise every_update()
+        if not self._ends_epochs:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
 
     def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
         """Do nothing."""
@@ -101,8 +120,8 @@ class NullMonitor:
             scaler.update()
         for ema in self._emas:
             ema.update()
-        for scheduler in self._schedulers:
-            scheduler.step()
+        if self._scheduler_every == "step":
+            self._schedule()
         self.step_index += 1
         return StepOutcome(step=self.step_index - 1, next_step=self.step_index)
 

@@ -163,6 +163,8 @@ class Batches:
         self._next = Position(0, 0)
         self._back: DataState | None = None
         self._beginning = state
+        self.resumes = state is not None
+        """Whether it goes on from an earlier start's place."""
         self._keeps_beginning = goes_back
         self.windows: list[Window] = []
         saved_windows = [] if state is None else [Window(*kept) for kept in state["windows"]]
@@ -183,6 +185,11 @@ class Batches:
     def next_position(self) -> Position:
         """The batch that comes next, but for windows."""
         return self._next
+
+    @property
+    def epochs(self) -> tuple[int | None, int]:
+        """The batches of an epoch where they are known, and the number of epochs."""
+        return self._length, self._epochs
 
     def move_to(self, target: Position) -> Position:
         """Go on at ``target``, which is ahead; an index past the epoch goes on in the next."""

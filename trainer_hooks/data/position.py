@@ -18,6 +18,7 @@ import torch
 from trainer_hooks.data.files import BadBatch, DataWriter
 from trainer_hooks.data.loader import Batch, Batches, DataState, Fed, Position, among
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Restored
 from trainer_hooks.step.controller import StepController
@@ -67,6 +68,7 @@ class DataPosition:
         waited: told of each wait for data, in nanoseconds.
         lag: steps between an update and its verdict.
         restored: what this start went on from.
+        schedules: stepped where an epoch ends; None where no scheduler is.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class DataPosition:
         *,
         lag: int,
         restored: Restored | None,
+        schedules: Schedules | None = None,
     ) -> None:
+        self._schedules = schedules
         self._controller = controller
         self._waited = waited
         self._num_ranks = controller.ranks.world_size
@@ -107,6 +111,16 @@ class DataPosition:
         """The batch that was handed out last."""
         return None if self._stream is None else self._stream.position
 
+    @property
+    def next_epoch(self) -> int | None:
+        """The epoch of the batch that comes next; None where no loop over data has begun."""
+        return None if self._stream is None else self._stream.next_position.epoch
+
+    @property
+    def epochs(self) -> tuple[int | None, int]:
+        """The batches of an epoch where they are known, and the number of epochs."""
+        return (None, 1) if self._stream is None else self._stream.epochs
+
     def state(self) -> DataState | None:
         """Return where the data goes on; None where no loop over it has begun."""
         return self._resume if self._stream is None else self._stream.state_dict()
@@ -130,6 +144,7 @@ class DataPosition:
             UsageError: an argument is none that can be.
         """
         _check(after_rollback, sample_ids, probe)
+        _check_loader(loader, epochs)
         outer, handed_out = None, HandedOut()
         if self._stream is not None and not self._stream.ended:
             outer = self._stream, self._handed_out
@@ -166,7 +181,8 @@ class DataPosition:
 
     def _iterated(self, stream: Batches, outer: tuple[Batches, HandedOut] | None) -> Iterator[Any]:
         try:
-            yield from stream
+            schedules = self._schedules if outer is None else None
+            yield from stream if schedules is None else schedules.over(stream)
         finally:
             if outer is not None and self._stream is stream:
                 self._stream, self._handed_out = outer  # it was a validation, say
@@ -228,11 +244,14 @@ class DataPosition:
 
     def rolled_back(
         self, decision: Decision, state: DataState | None, window: Window | None, *, step: int
-    ) -> None:
-        """Hand out again what followed the checkpoint, or move on; past the window either way."""
+    ) -> bool:
+        """Hand out again what followed the checkpoint, or move on; past the window either way.
+
+        Returns whether the data goes back.
+        """
         stream = self._stream
         if stream is None or stream.position is None:
-            return
+            return False
         if window is not None:
             for part in stream.pass_over(window):
                 event = DataWindowSkipped(
@@ -249,6 +268,7 @@ class DataPosition:
             stream.move_to(Position(window.epoch, past))
         self._handed_out.take()
         self._say(reason, stream, step)
+        return not reason
 
     def _say(self, reason: str, stream: Batches, step: int) -> None:
         """Write into the ledger whether the data goes on exactly, and where."""
@@ -275,6 +295,20 @@ def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
             f"sample_ids is a {type(sample_ids).__name__}; it must be True or a function",
             hint="sample_ids=lambda batch: batch['id'] gives the ids of a batch's samples; True "
             "takes the indices in the dataset",
+        )
+
+
+def _check_loader(loader: object, epochs: int) -> None:
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise UsageError(
+            f"batches() was given {loader!r:.100}, which is no iterable of batches",
+            hint="monitor.batches(loader, epochs=3); any iterable of batches will do",
+        )
+    if isinstance(loader, Iterator) and epochs > 1:
+        raise UsageError(
+            f"batches() was given an iterator ({type(loader).__name__}) for {epochs} epochs; after "
+            "the first one nothing is left in it",
+            hint="give the loader itself, not iter(loader) or a generator that was called",
         )
 
 

@@ -372,8 +372,9 @@ class OwnSteps:
         error = UsageError(
             f"{type(optimizer).__name__}.step() was called beside monitor.step(), so it is not "
             "guarded",
-            hint="monitor.step() replaces optimizer.step(): take it out of the loop, or keep it "
-            "and use trainer_hooks.attach() in place of watch()",
+            hint="monitor.step() replaces optimizer.step(), and with watch(..., scaler=scaler) "
+            "also scaler.step() and scaler.update(): take them out of the loop, or keep them and "
+            "use trainer_hooks.attach() in place of watch()",
         )
         if not self._any:
             raise error

@@ -36,6 +36,7 @@ def refuse_unguardable(
     for optimizer in optimizers:
         _refuse_optimizer(optimizer)
     _refuse_schedulers(schedulers)
+    _refuse_stepped_twice(schedulers)
     _refuse_in_backward(model, optimizers)
     if not isinstance(state, Mapping):
         raise UsageError(
@@ -90,6 +91,20 @@ def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
             hint="leave it out of watch(), step it yourself after each evaluation, and name it in "
             "watch(state={'plateau': scheduler}) so that a rollback brings it back",
         )
+
+
+def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
+    seen: set[int] = set()
+    for scheduler in schedulers:
+        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            if id(part) in seen:
+                raise UsageError(
+                    f"schedulers holds a {type(part).__name__} twice, itself or as a part of "
+                    "another: it would be stepped twice",
+                    hint="give the outermost scheduler alone: a SequentialLR or ChainedScheduler "
+                    "steps its parts",
+                )
+            seen.add(id(part))
 
 
 # ------------------------------------------------------------------ optimizers within backward

@@ -6,6 +6,8 @@ what is equal on all. Nothing here enters a collective.
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
@@ -36,7 +38,7 @@ from trainer_hooks.step.reduce_vector import (
 )
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
-from trainvitals.errors import CheckpointError, TrainingHalted
+from trainvitals.errors import CheckpointError, TrainingHalted, UsageError
 from trainvitals.identity import new_attempt_id
 from trainvitals.io.mailbox import CommandInbox
 from trainvitals.io.rundir import HaltMarker, RunDir
@@ -55,6 +57,7 @@ from trainvitals.records import (
     StepRecord,
 )
 
+_LOG = logging.getLogger("trainvitals")
 _NO_CLIP = 100.0
 """Multiple of the norm's limit from which a clip is none."""
 _ACTIONS = {code: cast(CommandAction, name) for name, code in COMMAND_CODES.items()}
@@ -104,6 +107,10 @@ class StepController:
     """The newest step that was judged."""
     _next_attempt: int = 0
     """Id for the branch that a rollback would open."""
+    first_norm: float | None = None
+    """The first step's gradient norm, until somebody has looked at it."""
+    stepped_twice: UsageError | None = None
+    """What is wrong with who steps the schedulers, until all ranks know of it by rank 0."""
     _was_announced: bool = False
     _disagreed: bool = False
 
@@ -158,6 +165,7 @@ class StepController:
             save_due=recovery is not None and recovery.save_due,
             evaluation=evaluation,
             evaluation_ratio=ratio,
+            stepped_twice=self.stepped_twice is not None,
         )
 
     def _waiting_command(self, step: int) -> Command | None:
@@ -227,6 +235,13 @@ class StepController:
             and not record.failed_ranks
         ):
             raise no_gradients()  # known on all ranks alike
+        if reduced.root["stepped_twice"]:
+            raise self.stepped_twice or UsageError(
+                "rank 0's loop steps a scheduler that was given to watch()",
+                hint="take scheduler.step() out of the loop",
+            )
+        if measured.step == self.first_step:
+            self.first_norm = math.nan if record.grad_norm is None else record.grad_norm
         self.first_step = -1
         # What travelled with the step comes before its judgement: the ladder chooses among the
         # checkpoints, and asks the probe, as all ranks know them by this step.
@@ -473,6 +488,12 @@ class StepController:
     def stopping_state(self) -> dict[str, Any] | None:
         """Return the state of early stopping; None without it."""
         return None if self.evaluations is None else self.evaluations.state_dict()
+
+    def warn(self, code: str, text: str, *, step: int) -> None:
+        """Say once, in rank 0's log and among the run's events, what is likely a mistake."""
+        if self.is_rank0:
+            _LOG.warning("vitals: %s", text)
+            self._note(code, text, step, "warning")
 
     def _note(
         self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import Averages, averages_in, refuse_averages
 from trainer_hooks.guard.hook_memory import registered, unregistered
+from trainer_hooks.guard.misuse import GIVEN_SCALERS, foreign_optimizers
 from trainer_hooks.guard.optimizers import (
     AfterLoad,
     BufferShadow,
@@ -72,8 +73,8 @@ class Device:
     joinables: tuple[Any, ...]
     extra: dict[str, Stateful]
     """What ``watch(state=...)`` registered, in the form that a rollback restores."""
-    warnings: list[str]
-    """What of the training a skip cannot put back."""
+    warnings: list[tuple[str, str]]
+    """What is likely wrong with what was given, each as a note's code and its text."""
     readback: AsyncCopy[HostMeasurements]
     sampler: Sampler | None
     """None where no signal was opted in."""
@@ -105,6 +106,7 @@ def lay_out(
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     state = state or {}
+    steps_by_itself = engine is not None
     engine = _take_hold(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
     norms = engine.norms(ranks)
     sampler = _sampler(signals, model, norms, ranks, faults)
@@ -115,6 +117,8 @@ def lay_out(
     # One optimizer that needs the verdict on the host makes every step wait for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     size = layout.size + NUM_FIGURES + own_numbers
+    if scaler is not None:
+        GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
     return Device(
@@ -129,7 +133,7 @@ def lay_out(
         averages=averages_in(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
-        warnings=unregistered(model, state),
+        warnings=_warnings(model, () if steps_by_itself else optimizers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
         memory=MemoryEstimate(model, optimizers, norms.device),
@@ -163,6 +167,17 @@ def _take_hold(
     kinds = on_every_rank(ranks, local)
     check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
     return engines[0]
+
+
+def _warnings(
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    state: Mapping[str, Any],
+) -> list[tuple[str, str]]:
+    """Return what of the training looks wrong: what a skip cannot put back, another's optimizer."""
+    unseen = [("unseen_state", text) for text in unregistered(model, state)]
+    foreign = foreign_optimizers(model, optimizers)
+    return unseen + [("foreign_parameters", text) for text in foreign]
 
 
 def _sampler(

@@ -18,6 +18,7 @@ from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.step.reduce_vector import Derived, Reduced, rank_losses
 from trainvitals.catalog import LAYERS_SCHEMA, SCALARS_SCHEMA, steps_schema
 from trainvitals.clock import Clock
+from trainvitals.errors import UsageError
 from trainvitals.io.journal import JournalWriter, StreamWriter
 from trainvitals.policy import Judgement
 from trainvitals.records import EVENT_SCHEMA, Event, FindingRaised, NamesDefined, Note, StepRecord
@@ -101,6 +102,21 @@ class _StepRow:
 _Given = ParamSpec("_Given")
 
 
+_MAX_REFUSED = 100
+"""Names of scalars that were no numbers, of which the run's events tell."""
+
+
+def not_a_number(name: str, value: object) -> UsageError:
+    """Return what is said of a scalar that is none."""
+    kind = type(value).__name__
+    shape = getattr(value, "shape", None)
+    shown = f"a {kind} of shape {tuple(shape)}" if shape is not None else f"a {kind}"
+    return UsageError(
+        f"{name} is {shown}; a scalar must be one number, so it was not recorded",
+        hint="give one number, such as value.mean(); leave None out",
+    )
+
+
 def _writes(
     method: Callable[Concatenate[Emitter, _Given], None],
 ) -> Callable[Concatenate[Emitter, _Given], None]:
@@ -149,6 +165,7 @@ class Emitter:
         self._steps = None if journal is None else journal.open_stream(schema)
         self._row = _StepRow(schema, num_groups=num_groups, is_rank0=is_rank0)
         self._scalar_ids: dict[str, int] = {}
+        self._refused_scalars: set[str] = set()
         self._layers_until = -1
         self._layers_named = False
         self._depth = 0
@@ -217,11 +234,28 @@ class Emitter:
             return
         head = [step, attempt, self._clock.time_ns(), self._clock.monotonic_ns()]
         for name, value in values.items():
+            number = self._number(name, value, step=step, attempt=attempt)
+            if number is None:
+                continue
             if name not in self._scalar_ids:
                 new = self._scalar_ids[name] = len(self._scalar_ids)
                 names = NamesDefined(stream="scalars", names={new: name})
                 self.event(names, step=step, attempt=attempt)
-            stream.append([*head, self._scalar_ids[name], float(value)])
+            stream.append([*head, self._scalar_ids[name], number])
+
+    def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
+        """Return a scalar as a number; one that is none is counted, and named once in the run."""
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except Exception as error:  # noqa: BLE001 - a stranger's __float__ may raise anything
+            refusal = not_a_number(name, value)
+            self._faults.count("scalars", refusal)
+            if name not in self._refused_scalars and len(self._refused_scalars) < _MAX_REFUSED:
+                self._refused_scalars.add(name)
+                text = f"{refusal.text} ({type(error).__name__}); {refusal.hint}"
+                note = Note(code="not_a_number", text=text, severity="warning")
+                self.event(note, step=step, attempt=attempt)
+            return None
 
     def step(
         self, measured: HostMeasurements, record: StepRecord, extra: Mapping[str, Value]

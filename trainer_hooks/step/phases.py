@@ -81,7 +81,8 @@ class StepPhases:
         self._micro: tuple[Tensor, Tensor | float, bool] | None = None
         self._last_micro: Callable[[], object] = lambda: None
         self._settings = GroupSettings(device.optimizers)
-        self._rates: list[float | None] = [None]
+        self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
+        self._rates: list[float | None] = [None] * self._num_groups
         self._changes: list[Change] = []
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
@@ -102,6 +103,11 @@ class StepPhases:
         self._micro = (before + part, so_far + share, weighted and weight is not None)
         # Known again, but not kept: the graph behind it would be kept as well.
         self._last_micro = weakref.ref(loss) if isinstance(loss, Tensor) else lambda: loss
+
+    @property
+    def has_micro(self) -> bool:
+        """Whether the step was given a micro-batch's loss."""
+        return self._micro is not None
 
     def drop_losses(self) -> None:
         """Forget the step's losses: it does not count."""
@@ -208,6 +214,9 @@ class StepPhases:
         with self._controller.faults.fail_open("signals"):
             self._rates = learning_rates(optimizers)
             self._changes = self._settings.take_changes() if self._controller.is_rank0 else []
+        if len(self._rates) != self._num_groups:
+            error = _another_group(len(self._rates), self._num_groups)
+            self._controller.faults.count("param_groups", error)
 
     def counted(self, flops: float) -> None:
         """Add FLOPs that were counted in the present step."""
@@ -415,6 +424,14 @@ class StepPhases:
         )
 
 
+def _another_group(now: int, watched: int) -> UsageError:
+    return UsageError(
+        f"the optimizers have {now} parameter groups, and had {watched} at watch(): gradients of "
+        "a group that came since are neither measured nor clipped",
+        hint="add all groups before watch(), or close this monitor and watch again",
+    )
+
+
 def refuse_max_norm(max_norm: object) -> None:
     """Refuse a norm that gradients cannot be clipped to: by NaN or 0 the clip itself ruins them.
 
@@ -435,8 +452,9 @@ def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
         UsageError: the loss is a closure, or the loop runs within ``Join``.
     """
     if not isinstance(loss, Tensor) and callable(loss):
+        name = getattr(loss, "__qualname__", type(loss).__name__)
         raise UsageError(
-            f"monitor.step() was given {loss!r} as the loss; it takes no closure",
+            f"monitor.step() was given the function {name} as the loss; it takes no closure",
             hint="run forward and backward first: loss.backward(); monitor.step(loss)",
         )
     if any(joinable._join_config.enable for joinable in joinables):

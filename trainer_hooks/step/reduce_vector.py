@@ -71,6 +71,7 @@ ROOT_FIELDS = (
     "evaluated",  # 1 where the next number is a new value of the metric that early stopping is on
     "evaluation",
     "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
+    "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
 )
 RankField = Literal[
     "weighted_loss",
@@ -175,6 +176,7 @@ class Rank0Values:
     save_due: bool = False
     evaluation: float | None = None
     evaluation_ratio: float = 0.0
+    stepped_twice: bool = False
 
     def words(self) -> list[float]:
         """Return the numbers in the order of ROOT_FIELDS."""
@@ -195,6 +197,7 @@ class Rank0Values:
             float(self.evaluation is not None),
             0.0 if self.evaluation is None else self.evaluation,
             self.evaluation_ratio,
+            float(self.stepped_twice),
         ]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trainer_hooks.guard.schedules import Schedules
 from trainer_hooks.measures.host import GroupSettings
 
 
@@ -64,9 +65,8 @@ def test_a_schedule_is_told_at_powers_of_two_and_kept_in_full(make_loop):
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_row_has_the_rate_that_its_update_was_made_with(make_loop, fused):
     loop = make_loop(fused=fused)
-    loop.monitor._device.schedulers = (
-        torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda t: 1.0 / (1 + t)),
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda t: 1.0 / (1 + t))
+    loop.monitor._schedules = Schedules((scheduler,), "step", loop.monitor._warn)
     for _ in range(3):
         loop.monitor.step(loop.backward())
     assert loop.journal().steps("learning_rate") == pytest.approx(

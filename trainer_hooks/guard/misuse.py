@@ -1,0 +1,96 @@
+"""What a loop does wrong in a way that only its first steps show; looked for there alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_SUSPICIOUS_NORM = 100.0
+"""A first gradient norm beyond it is worth a look through the process for who scales the loss."""
+GIVEN_SCALERS: WeakSet[torch.amp.GradScaler] = WeakSet()
+"""Those that a monitor of this process was given."""
+
+
+class Backwards:
+    """Counts the backwards that one parameter's gradient is the sum of.
+
+    By a hook on that parameter, which stays for the first steps only.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.count = 0
+        self._grad: Callable[[], object] = lambda: None
+        self._hook = None
+        params = (p for o in optimizers for group in o.param_groups for p in group["params"])
+        for param in params:
+            # A part of a sharded parameter gets its gradient elsewhere.
+            if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
+                self._hook = param.register_post_accumulate_grad_hook(self._seen)
+                return
+
+    def _seen(self, param: Tensor) -> None:
+        is_added = param.grad is not None and self._grad() is param.grad
+        self.count = self.count + 1 if is_added else 1
+        self._grad = (lambda: None) if param.grad is None else weakref.ref(param.grad)
+
+    def close(self) -> None:
+        """Take the hook off."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def is_of_one_backward(loss: object) -> bool:
+    """Return whether a loss looks like that of one backward alone.
+
+    A number, a tensor without its graph, and a sum or a mean of several may stand for all of a
+    step's.
+    """
+    node: Any = loss.grad_fn if isinstance(loss, Tensor) else None
+    while node is not None and node.name().startswith(("Mean", "Sum", "Div", "Mul")):
+        node = node.next_functions[0][0]
+    return node is not None and not node.name().startswith(("Add", "Stack", "Cat"))
+
+
+def scale_of_unknown_scaler(grad_norm: float) -> float | None:
+    """Return the initial scale of a gradient scaler that scales losses and that nobody was given.
+
+    Looks through all objects of the process, and so only where the norm is a reason to.
+    """
+    if grad_norm <= _SUSPICIOUS_NORM:
+        return None
+    for candidate in gc.get_objects():
+        # By its type: to ask a stranger's object itself may run its code.
+        is_scaler = issubclass(type(candidate), torch.amp.GradScaler)
+        if is_scaler and candidate not in GIVEN_SCALERS and _is_never_updated(candidate):
+            return float(candidate._init_scale)
+    return None
+
+
+def _is_never_updated(scaler: torch.amp.GradScaler) -> bool:
+    """Return whether it has scaled a loss, and nobody has come to its ``update()``."""
+    if not scaler._enabled or scaler._scale is None or scaler._growth_tracker is None:
+        return False
+    return not scaler._growth_tracker.item() and scaler._scale.item() == scaler._init_scale
+
+
+def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[str]:
+    """Return what to say about each optimizer of torch's none of whose parameters is the model's.
+
+    Wrappers of elsewhere may hold copies of them.
+    """
+    own = {id(param) for param in model.parameters()}
+    return [
+        f"none of the parameters of {type(optimizer).__name__} is one of the model's: is this the "
+        "model that it trains? Make the optimizer of model.parameters(), after the model was "
+        "moved, wrapped and sharded"
+        for optimizer in optimizers
+        if type(optimizer).__module__.startswith("torch.optim")
+        and not any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    ]
