@@ -49,7 +49,7 @@ class Monitor(Loop):
         waited, lag = self._parts.clock.waited_for_data, device.readback.lag
         self._schedules: Schedules | None = None
         if device.schedulers:
-            self._schedules = Schedules(device.schedulers, scheduler_every, self._warn)
+            self._schedules = Schedules(device.schedulers, scheduler_every, controller.warn)
         by_epoch = self._schedules if scheduler_every == "epoch" else None
         self._feed = DataPosition(
             controller, waited, lag=lag, restored=restored, schedules=by_epoch

@@ -317,3 +317,11 @@ def test_the_end_of_a_schedule_is_known_where_torch_says_it():
     assert end_of(lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [5])) == 25
     assert end_of(lr_scheduler.ExponentialLR(optimizer, 0.5)) == 10
     assert end_of(warmup) is None
+
+
+def test_a_monitor_with_a_schedule_ends_when_it_is_dropped():
+    loop = Loop()
+    monitor = loop.watch(scheduler_every="epoch")
+    steps(monitor, loop, 3)
+    del monitor
+    assert "add_param_group" not in vars(loop.optimizer)

@@ -7,8 +7,8 @@ steps it shows by its count, which is then not the one we left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 from torch.optim import lr_scheduler
 
@@ -16,8 +16,14 @@ from trainer_hooks.data.loader import Batches
 from trainvitals.errors import UsageError
 
 SchedulerEvery = Literal["step", "epoch"]
-Warn = Callable[[str, str], None]
-"""Called with a note's code and its text."""
+
+
+class Warn(Protocol):
+    """Says what is likely a mistake."""
+
+    def __call__(self, code: str, text: str, *, step: int) -> None:
+        """Say it, as a note of this code."""
+
 
 _NEARLY_ZERO = 1e-3
 """What is left of a learning rate that has decayed away."""
@@ -63,7 +69,7 @@ class Schedules:
         once, and training goes on.
         """
         if self._ended is not None and step >= self._ended[0]:
-            self._warn("epoch_scheduler", self._ended[1])
+            self._warn("epoch_scheduler", self._ended[1], step=step)
             self._ended = None
         now, is_second = self._counts(), self._num_looks == 1
         self._num_looks += 1
@@ -74,7 +80,7 @@ class Schedules:
         if error is None or is_second:
             return error
         self._is_told = True
-        self._warn("scheduler_stepped", f"{error.text}; {error.hint}")
+        self._warn("scheduler_stepped", f"{error.text}; {error.hint}", step=step)
         return None
 
     def _moved(self, now: list[int | None], step: int) -> UsageError | None:
@@ -183,7 +189,8 @@ class Schedules:
             )
             if num_epochs > 1 and _is_planned_for(scheduler, num_epochs):
                 text = f"{name} looks planned for {num_epochs} epochs, and is stepped at every "
-                self._warn("epoch_scheduler", f"{text}update ({per_epoch} an epoch); {way_out}")
+                text += f"update ({per_epoch} an epoch); {way_out}"
+                self._warn("epoch_scheduler", text, step=step)
                 return
             left = end - (count_of(scheduler) or 0)
             if 0 < left < per_epoch - 1:

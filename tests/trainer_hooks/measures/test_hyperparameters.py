@@ -66,7 +66,7 @@ def test_a_schedule_is_told_at_powers_of_two_and_kept_in_full(make_loop):
 def test_a_row_has_the_rate_that_its_update_was_made_with(make_loop, fused):
     loop = make_loop(fused=fused)
     scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda t: 1.0 / (1 + t))
-    loop.monitor._schedules = Schedules((scheduler,), "step", loop.monitor._warn)
+    loop.monitor._schedules = Schedules((scheduler,), "step", loop.monitor._controller.warn)
     for _ in range(3):
         loop.monitor.step(loop.backward())
     assert loop.journal().steps("learning_rate") == pytest.approx(
