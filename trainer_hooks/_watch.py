@@ -259,8 +259,14 @@ def _controller(
     config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
-    flops_per_token = None if given.signals is None else given.signals.flops_per_token
-    utilization = Utilization(norms.num_parameters, ranks.world_size, norms.device, flops_per_token)
+    signals = given.signals or SignalSettings()
+    utilization = Utilization(
+        norms.num_parameters,
+        ranks.world_size,
+        norms.device,
+        signals.flops_per_token,
+        signals.peak_flops,
+    )
     probe = Probe(
         given.model,
         given.optimizers,

@@ -2,11 +2,14 @@
 
 Peaks are dense (no structured sparsity), in FLOP/s, as the vendor's data sheet gives them. Where a
 sheet prints only the value "with sparsity", the dense one is half of it. The names are those the
-driver gives (``NVIDIA H100 80GB HBM3`` is the SXM board). Sources, all NVIDIA:
+driver gives (``NVIDIA H100 80GB HBM3`` is the SXM board). Sources:
 
-- B200: HGX B200 data sheet, an eighth of the board (36 PFLOPS bf16 with sparsity, 600 TFLOPS fp32)
+- B300, B200: HGX data sheets, an eighth of the board (36 PFLOPS bf16 with sparsity, 600 TFLOPS fp32)
+- GB200: GB200 NVL72 data sheet, a 72nd of the rack (360 PFLOPS bf16 with sparsity, 5,760 TFLOPS fp32)
+- MI300X, MI325X: AMD's data sheets (matrix bf16, vector fp32)
+- H20: no public data sheet; the figures that training libraries agree on
 - H200, H100 SXM, H100 PCIe, H100 NVL: H100 and H200 Tensor Core GPU data sheets
-- A100: A100 Tensor Core GPU data sheet; A800, H800 and H20 are left out: reports differ
+- A100: A100 Tensor Core GPU data sheet; A800 and H800 are left out: reports differ
 - L40S, L40, L4, A10, A40: their data sheets; RTX 4090 and 3090: Ada and Ampere GA102 white papers
   (tensor peak with FP32 accumulation, which training uses)
 - V100, T4: Volta and Turing white papers; neither has bf16
@@ -32,7 +35,10 @@ class _Peak(NamedTuple):
 
 # First match wins, so the narrower name stands first.
 _PEAKS: tuple[tuple[str, _Peak], ...] = (
-    (r"\bB200\b", _Peak(2250.0, 2250.0, 75.0)),
+    (r"\b(B300|B200)\b", _Peak(2250.0, 2250.0, 75.0)),
+    (r"\bGB200\b", _Peak(2500.0, 2500.0, 80.0)),
+    (r"\bMI3(00|25)X\b", _Peak(1307.4, 1307.4, 163.4)),
+    (r"\bH20$", _Peak(148.0, 148.0, 44.0)),
     (r"\bH200$", _Peak(989.4, 989.4, 66.9)),
     (r"\bH200 NVL\b", _Peak(835.5, 835.5, 60.0)),
     (r"\bH100 PCIe\b", _Peak(756.5, 756.5, 51.2)),

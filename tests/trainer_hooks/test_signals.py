@@ -85,6 +85,12 @@ def test_flops_counted_without_tokens_are_those_of_every_step(gpu):
     assert utilization.ratio(None, 0.5) == pytest.approx(1e13 / 0.5 / (2 * 312e12))
 
 
+def test_a_peak_that_was_told_counts_on_an_unknown_device_and_before_the_table(gpu):
+    for device in (torch.device("cpu"), gpu):
+        utilization = Utilization(10**8, 2, device, peak=1e15)
+        assert utilization.ratio(8192, 0.5) == pytest.approx(6e8 * 8192 / 0.5 / 2e15)
+
+
 def test_utilization_is_unknown_on_an_unknown_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X1")
     for device in (torch.device("cpu"), torch.device("cuda", 0)):

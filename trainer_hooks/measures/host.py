@@ -171,7 +171,7 @@ class Utilization:
     """Model FLOPs utilization, from the FLOPs of a token; 6 a parameter unless told or counted.
 
     6 a parameter leaves attention's own FLOPs out, so the figure errs low. A device whose peak is
-    not in ``trainvitals.flops`` gives None, never a wrong number.
+    not in ``trainvitals.flops``, and was not told, gives None, never a wrong number.
     """
 
     def __init__(
@@ -180,9 +180,10 @@ class Utilization:
         world_size: int,
         device: torch.device,
         flops_per_token: float | None = None,
+        peak: float | None = None,
     ) -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak = peak_flops(name)
+        self._peak = peak or peak_flops(name)
         self._world_size = world_size
         self._per_token = flops_per_token or transformer_flops_per_token(num_parameters)
         self._per_step: float | None = None

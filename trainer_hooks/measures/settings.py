@@ -27,6 +27,8 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
             only: it takes the hook's place. One pass over the gradients in each sampled step.
         flops_per_token: model FLOPs of one trained token, for utilization: from
             ``trainvitals.flops.transformer_flops_per_token``, or your own. None is 6 per parameter.
+        peak_flops: dense FLOP/s of one device at most, for utilization: for a device or a type that
+            ``trainvitals.flops`` does not know. None is its bf16 peak from there.
     """
 
     section = "SignalSettings"
@@ -37,6 +39,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     activations: tuple[str, ...] = ()
     noise_scale: bool = False
     flops_per_token: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
+    peak_flops: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.

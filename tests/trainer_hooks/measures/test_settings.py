@@ -57,6 +57,15 @@ def test_counting_flops_changes_nothing_and_says_what_was_counted(make_loop):
     assert journal.steps("mfu_ratio") == {}
 
 
+def test_the_peak_is_a_setting_of_the_loop(make_loop):
+    loop = make_loop(signals=SignalSettings(peak_flops=1e15), tokens_per_step=12)
+    for _ in range(3):
+        loop.monitor.step(loop.backward())
+    assert loop.monitor._device.sampler is None, "nothing is measured for it"
+    assert all(0.0 < ratio < 1e-3 for ratio in loop.journal().steps("mfu_ratio").values())
+    assert loop.journal().steps("mfu_ratio")
+
+
 def test_off_has_the_same_calls(make_loop):
     loop = make_loop(mode="off", signals=SignalSettings(update_norm=True))
     with loop.monitor.count_flops():
