@@ -4,8 +4,10 @@ Peaks are dense (no structured sparsity), in FLOP/s, as the vendor's data sheet 
 sheet prints only the value "with sparsity", the dense one is half of it. The names are those the
 driver gives (``NVIDIA H100 80GB HBM3`` is the SXM board). Sources:
 
-- B300, B200: HGX data sheets, an eighth of the board (36 PFLOPS bf16 with sparsity, 600 TFLOPS fp32)
-- GB200: GB200 NVL72 data sheet, a 72nd of the rack (360 PFLOPS bf16 with sparsity, 5,760 TFLOPS fp32)
+- B300, B200: HGX data sheets, an eighth of the board (36 PFLOPS bf16 with sparsity, 600 TFLOPS
+  fp32)
+- GB200: GB200 NVL72 data sheet, a 72nd of the rack (360 PFLOPS bf16 with sparsity, 5,760 TFLOPS
+  fp32)
 - MI300X, MI325X: AMD's data sheets (matrix bf16, vector fp32)
 - H20: no public data sheet; the figures that training libraries agree on
 - H200, H100 SXM, H100 PCIe, H100 NVL: H100 and H200 Tensor Core GPU data sheets
