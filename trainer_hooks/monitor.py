@@ -182,18 +182,7 @@ class Monitor(Loop):
             UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is no
                 number above 0; the loss is a closure, or the loop runs within ``Join``.
         """
-        if self._controller.halted is not None:
-            raise self._controller.halted
-        if self._closed:
-            raise UsageError(
-                "this monitor is closed, so the step would not be guarded",
-                hint="keep the loop inside `with watch(...) as monitor:`, or close it at the end",
-            )
-        if self._best is not None:
-            raise UsageError(
-                f"restore_best() has put back the state of step {self._best.step}: no step follows",
-                hint="call it once training is over",
-            )
+        self._refuse_after_the_end()
         refuse_at_step(loss, self._device.joinables)
         if self._primes and self._prime():
             return StepOutcome(step=self._step, next_step=self._step)
@@ -237,6 +226,20 @@ class Monitor(Loop):
         return StepOutcome(
             step=attempted, next_step=self._step, decision=decision, rolled_back_to=back
         )
+
+    def _refuse_after_the_end(self) -> None:
+        if self._controller.halted is not None:
+            raise self._controller.halted
+        if self._closed:
+            raise UsageError(
+                "this monitor is closed, so the step would not be guarded",
+                hint="keep the loop inside `with watch(...) as monitor:`, or close it at the end",
+            )
+        if self._best is not None:
+            raise UsageError(
+                f"restore_best() has put back the state of step {self._best.step}: no step follows",
+                hint="call it once training is over",
+            )
 
     def _prime(self) -> bool:
         """Let the first backward after a relaunch count for nothing, and take its batch again.
