@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_hooks.arguments import Arguments, Mode, as_list
+from trainer_hooks.arguments import Arguments, Mode, as_list, together, turn_names
 from trainer_hooks.callbacks.early_stopping import Evaluations
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.schedules import SchedulerEvery
@@ -44,8 +44,8 @@ from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInf
 
 
 def watch(
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
     schedulers: Any | Sequence[Any] | None = None,
     *,
     run: str | None = None,
@@ -59,7 +59,7 @@ def watch(
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
     early_stopping: EarlyStopping | None = None,
-    loss_kind: LossKind = "minimize",
+    loss_kind: LossKind | None = None,
     scheduler_every: SchedulerEvery = "step",
 ) -> Monitor:
     """Put a training loop under guard. Call on all ranks, after wrapping and before the first step.
@@ -68,10 +68,13 @@ def watch(
     how the run starts, what was done about bad steps, and how it ends; ``VITALS_QUIET=1`` is quiet.
 
     Args:
-        model: the module, wrapped (DDP) or not.
+        model: the module, wrapped (DDP) or not; several as a list, or by name.
         optimizers: one or several; every watched parameter is in exactly one. What a class from
             elsewhere keeps outside of its ``state`` and ``param_groups`` is left by a skip, as its
             ``step()`` is not called; a rollback restores it where it is named in ``state`` as well.
+            Those that take turns are stepped by ``monitor.step(loss, optimizer=...)``, and named as
+            here or as their model: the first one's loss and norm are the run's, and each has its
+            own as scalars, such as ``loss/generator``.
         schedulers: stepped by ``monitor.step``, skipped or not, and by nobody else.
         run: a name for people.
         mode: ``observe`` decides and records, ``guard`` also skips, ``heal`` also rolls back (and
@@ -95,7 +98,8 @@ def watch(
             evaluated is kept as well, for ``monitor.restore_best()``.
         loss_kind: ``minimize`` for a loss whose fall is the aim. Of ``rl`` (a policy's loss) and
             ``adversarial`` (a GAN's) the level says little: the loss keeps no update back, and what
-            its level does is only told; gradient norms are judged as ever.
+            its level does is only told; gradient norms are judged as ever. None is ``minimize``
+            for one model, and ``adversarial`` for several.
         scheduler_every: ``step`` steps the schedulers once per attempted step; ``epoch`` when
             ``monitor.batches`` has finished an epoch, or at ``monitor.end_epoch()`` in a loop over
             data of its own.
@@ -104,8 +108,11 @@ def watch(
         UsageError: an argument cannot work; the text says which and what to do.
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
+    several = isinstance(model, Sequence | Mapping)
+    names, whole = turn_names(model, optimizers), together(model)
     given = Arguments(
-        model=model,
+        model=whole,
+        names=names,
         optimizers=tuple(as_list(optimizers)),
         schedulers=tuple(as_list(schedulers)),
         run=run,
@@ -119,7 +126,7 @@ def watch(
         state=state,
         signals=signals,
         early_stopping=early_stopping,
-        loss_kind=loss_kind,
+        loss_kind=loss_kind or ("adversarial" if several else "minimize"),
         scheduler_every=scheduler_every,
     )
     made = set_up(given)
@@ -133,7 +140,7 @@ def watch(
         made.controller,
         tokens_per_step=made.tokens_per_step,
         restored=made.restored,
-        sums_in_buckets=unwrap(model)[1],
+        sums_in_buckets=unwrap(whole)[1],
         scheduler_every=scheduler_every,
     )
 
@@ -169,6 +176,7 @@ def set_up(given: Arguments) -> Made | None:
         given.state,
         given.signals,
         given.engine,
+        given.names,
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # what cannot be set up leaves the optimizers as they were
@@ -294,6 +302,7 @@ def _controller(
         attempt=place.attempt,
         evaluations=_evaluations(given.early_stopping, ranks, emitter, recovery),
         owns_clip=given.owns_clip,
+        turn_names=tuple(turn.name for turn in device.turns),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.step.device import Engine
+from trainer_hooks.step.gradients import Models, unwrap
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -50,6 +52,8 @@ class Arguments:
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind = "minimize"
     scheduler_every: SchedulerEvery = "step"
+    names: tuple[str, ...] = ()
+    """Of the optimizers, where they may take turns."""
     owns_clip: bool = True
     """Whether the gradients are clipped by us, if at all; else they may come clipped."""
 
@@ -113,8 +117,8 @@ def _check_kinds(given: Arguments) -> None:
     if isinstance(model, list | tuple | dict):
         raise UsageError(
             f"the model is {_kind(model)} of {len(model)}; it must be one module",
-            hint="models that take turns (GAN, actor and critic): one watch(model, optimizer) for "
-            "each. Models that one backward trains: watch(nn.ModuleList([a, b]), [opt_a, opt_b])",
+            hint="watch([a, b], [opt_a, opt_b]) takes several; attach() guards one: give it "
+            "nn.ModuleList([a, b])",
         )
     if not isinstance(model, nn.Module) and given.engine is None:
         raise UsageError(f"the model is {_kind(model)}; it must be an nn.Module", hint=hint)
@@ -228,6 +232,62 @@ def _mapping(config: object) -> Mapping[str, object]:
         f"config is a {type(config).__name__}; it must be a mapping",
         hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
     )
+
+
+def together(model: Any) -> Any:
+    """Return the module to watch: several models as one that has them by name.
+
+    Raises:
+        UsageError: one of several is no module, or a name cannot be one.
+    """
+    if isinstance(model, nn.Module) or not isinstance(model, Sequence | Mapping):
+        return model
+    by_name = _by_name(model)
+    if not by_name:
+        raise UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
+    for name, one in by_name.items():
+        if not isinstance(one, nn.Module):
+            raise UsageError(
+                f"models[{name!r}] is {_kind(one)}; each must be an nn.Module",
+                hint="watch([a, b], [opt_a, opt_b], [scheduler_a, scheduler_b]) is the order",
+            )
+        if not _NAME.fullmatch(name) or hasattr(nn.ModuleDict, name):
+            raise UsageError(
+                f"a model is named {name!r}; a name is of letters, digits and _, and no method's",
+                hint="watch({'generator': g, 'discriminator': d}, [opt_g, opt_d])",
+            )
+    return Models(by_name)
+
+
+def _by_name(models: Any) -> dict[str, Any]:
+    """Return several models by name: as given, else by their class where those differ."""
+    if isinstance(models, Mapping):
+        return {str(name): model for name, model in models.items()}
+    classes = [type(unwrap(m)[0] if isinstance(m, nn.Module) else m).__name__ for m in models]
+    by_class = len(set(classes)) == len(classes)
+    names = [c.lower() if by_class else f"model{i}" for i, c in enumerate(classes)]
+    return dict(zip(names, models, strict=True))
+
+
+def turn_names(model: Any, optimizers: Any) -> tuple[str, ...]:
+    """Return what each optimizer is called where they take turns: as given, else as its model."""
+    if isinstance(optimizers, Mapping):
+        return tuple(str(name) for name in optimizers)
+    owners: dict[int, str] = {}
+    if isinstance(model, Sequence | Mapping) and not isinstance(model, nn.Module):
+        for name, one in _by_name(model).items():
+            if isinstance(one, nn.Module):
+                owners |= {id(param): name for param in one.parameters()}
+    names = []
+    for i, optimizer in enumerate(as_list(optimizers)):
+        groups = getattr(optimizer, "param_groups", ())
+        of = {owners.get(id(p), "") for group in groups for p in group["params"]} - {""}
+        names.append(of.pop() if len(of) == 1 else f"optimizer{i}")
+    unique = len(set(names)) == len(names)
+    return tuple(names) if unique else tuple(f"optimizer{i}" for i in range(len(names)))
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def as_list(value: Any) -> list[Any]:

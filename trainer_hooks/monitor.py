@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
@@ -20,9 +22,10 @@ from trainer_hooks.measures.host import HostMeasurements
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Meta, Restored
+from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.step.controller import StepController
-from trainer_hooks.step.device import Device
-from trainer_hooks.step.phases import Prepared, refuse_at_step
+from trainer_hooks.step.device import Device, Turn
+from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
 from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.errors import UsageError
 from trainvitals.records import Decision
@@ -59,6 +62,13 @@ class Monitor(Loop):
         self._is_told_of_epochs = False
         self._backwards: Backwards | None = Backwards(device.optimizers)
         self._primes = sums_in_buckets and restored is not None
+        self._begun: set[int] = set()
+        """Turns whose first step was made."""
+        self._void: dict[str, Any] | None = None
+        """The generators' state to go on with at the next batch, where the rest of this batch's
+        updates is not made: the state was put back in the middle of it."""
+        self._snapshot_waits = False
+        """Whether a step was made on its own, after which other optimizers take this batch."""
 
     @property
     def batch_position(self) -> Position | None:
@@ -124,6 +134,7 @@ class Monitor(Loop):
         for batch in stream:
             step = self._step
             yield batch
+            self._end_batch()
             if self.should_stop and self._step != step:
                 return
 
@@ -163,11 +174,16 @@ class Monitor(Loop):
         *,
         weight: Tensor | float | None = None,
         max_norm: float | None = None,
+        optimizer: Optimizer | None = None,
     ) -> StepOutcome:
         """Clip, update, schedule and zero the gradients, unless the update would do harm.
 
         Call after ``backward()``; it replaces ``clip_grad_norm_``, ``optimizer.step()``,
         ``scheduler.step()`` and ``zero_grad()``.
+
+        Optimizers that take turns (a GAN's two, an actor's and its critic's) are stepped by a call
+        each, right after the backward of their own loss: ``monitor.step(loss_d, optimizer=opt_d)``.
+        Each is judged, clipped and skipped by its own loss and norm, and each call is a step.
 
         Args:
             loss: this rank's loss, a 0-dimensional tensor (not read on the host) or a number. After
@@ -175,20 +191,32 @@ class Monitor(Loop):
                 was given last.
             weight: its weight in the mean over ranks, usually the rank's number of tokens.
             max_norm: the gradient norm to clip to; None does not clip.
+            optimizer: the one to step, of those given to ``watch``; None steps all. The gradients
+                of all are cleared either way: what one loss left in the others' parameters is not
+                theirs.
 
         Raises:
             TrainingHalted: the ladder stopped the run; the only error raised once training runs.
             SystemExit: with checkpoints, a rank was sent SIGTERM, and all have saved.
             UsageError: at the very first step no parameter has a gradient, or ``max_norm`` is no
-                number above 0; the loss is a closure, or the loop runs within ``Join``.
+                number above 0; the loss is a closure, the loop runs within ``Join``, or the
+                optimizer was not given to ``watch``.
         """
         self._refuse_after_the_end()
         refuse_at_step(loss, self._device.joinables)
+        turn = self._device.turn_of(optimizer)
+        if turn.number:
+            refuse_probe(self._controller.probe.has_loss)
+        if self._void is not None:
+            return self._pass_over()
         if self._primes and self._prime():
+            self._leave_out_rest(turn)
             return StepOutcome(step=self._step, next_step=self._step)
         controller, parts, attempted = self._controller, self._parts, self._step
-        first = attempted == self._first_step
-        if self._backwards is not None:
+        parts.turn = turn
+        first = turn.number not in self._begun
+        self._begun.add(turn.number)
+        if self._backwards is not None and turn.is_headline:
             self._count_backwards(self._backwards, loss)
         if self._schedules is not None:
             self._look_at_schedulers(self._schedules)
@@ -197,8 +225,9 @@ class Monitor(Loop):
         prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
         verdict = parts.exchange()
         position, samples = self._feed.take(attempted, controller.attempt)
-        if first:
-            controller.tell_without_probe(_PROBE_LINE)
+        if attempted == self._first_step:
+            if not turn.number:
+                controller.tell_without_probe(_PROBE_LINE)
             if self._schedules is not None and position is not None:
                 with controller.faults.fail_open("schedules"):  # a stranger's class may lack much
                     self._schedules.of_epochs(attempted, *self._feed.epochs, position.num_batches)
@@ -217,15 +246,48 @@ class Monitor(Loop):
         decision, restored = self._host_side(ready, attempted)
         if self._device.sampler is not None:
             self._device.sampler.begin(self._step)
+        if restored is not None:
+            self._leave_out_rest(turn)
+        # Others may take their turn on this batch: a state to go back to lies between two batches.
+        self._snapshot_waits = bool(turn.number) and self._feed.is_within_batch
+        if not self._snapshot_waits:
+            self._keep_state()
+        back = None if restored is None else restored.step
+        return StepOutcome(
+            step=attempted, next_step=self._step, decision=decision, rolled_back_to=back
+        )
+
+    def _keep_state(self) -> None:
+        """Save and end where a rank was sent SIGTERM; take a snapshot where one is due."""
+        controller = self._controller
         if controller.stopping:
             self._save_and_stop()
         if controller.recovery is not None:
             # After the judgement: what it proves healthy must not be evicted just before it.
             controller.recovery.after_step(self._step, controller.attempt, self._meta)
-        back = None if restored is None else restored.step
-        return StepOutcome(
-            step=attempted, next_step=self._step, decision=decision, rolled_back_to=back
-        )
+
+    def _leave_out_rest(self, turn: Turn) -> None:
+        """Make no further update of this batch: the data goes on elsewhere, with this state."""
+        if turn.number and self._feed.is_within_batch:
+            self._void = capture_rng()
+
+    def _pass_over(self) -> StepOutcome:
+        """Leave no trace of an update that is not made."""
+        self._parts.drop_losses()
+        self._device.shadow.put_back(torch.ones((), device=self._device.norms.device))
+        for optimizer in self._device.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(step=self._step, next_step=self._step)
+
+    def _end_batch(self) -> None:
+        """Do what waited for the last update on a batch: the loop asks for the next one."""
+        if self._void is not None:
+            self._pass_over()
+            restore_rng(self._void)
+            self._void = None
+        elif self._snapshot_waits and not self._closed:
+            self._snapshot_waits = False
+            self._keep_state()
 
     def _refuse_after_the_end(self) -> None:
         if self._controller.halted is not None:
@@ -360,15 +422,15 @@ class Monitor(Loop):
 
     def _update(self, verdict: Verdict, prepared: Prepared, max_norm: float | None) -> None:
         """Clip and step every optimizer under the verdict; then scaler, schedulers, gradients."""
-        device, parts = self._device, self._parts
+        device, parts, turn = self._device, self._parts, self._parts.turn
         orders = parts.orders(verdict, prepared, self._step, max_norm)
         with self._own_steps:
-            parts.apply(device.engine.guards, orders)
+            parts.apply(turn.guards, orders)
         parts.settle(orders)
-        update_scaler(device.scaler, device.optimizers, verdict.overflow)
+        update_scaler(device.scaler, turn.optimizers, verdict.overflow)
         with parts.clock.not_ours():
             if self._schedules is not None:
-                self._schedules.stepped()
+                self._schedules.stepped(turn.optimizers if turn.number else ())
         for optimizer in device.optimizers:
             optimizer.zero_grad(set_to_none=True)
 

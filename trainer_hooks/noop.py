@@ -15,7 +15,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import emas_in
 from trainer_hooks.guard.optimizers import unscale
 from trainer_hooks.guard.route import Route
-from trainer_hooks.guard.schedules import SchedulerEvery, every_update
+from trainer_hooks.guard.schedules import SchedulerEvery, every_update, optimizer_of
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 
@@ -65,9 +65,10 @@ class NullMonitor:
         if not self._ends_epochs:
             self._schedule()
 
-    def _schedule(self) -> None:
+    def _schedule(self, optimizers: Sequence[Optimizer] = ()) -> None:
         for scheduler in self._schedulers:
-            scheduler.step()
+            if not optimizers or any(optimizer_of(scheduler) is o for o in optimizers):
+                scheduler.step()
 
     def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
         """Do nothing."""
@@ -103,25 +104,30 @@ class NullMonitor:
         *,
         weight: Tensor | float | None = None,
         max_norm: float | None = None,
+        optimizer: Optimizer | None = None,
     ) -> StepOutcome:
         """Clip, update, schedule and zero the gradients, whatever they are."""
         scaler = self._scaler
+        stepped = self._optimizers if optimizer is None else (optimizer,)
         if scaler is not None and scaler.is_enabled():
-            unscale(scaler, self._optimizers)
+            unscale(scaler, stepped)
         if max_norm is not None:
-            _clip(self._optimizers, max_norm)
-        for optimizer in self._optimizers:
+            _clip(stepped, max_norm)
+        for one in stepped:
             if scaler is not None:
-                scaler.step(optimizer)
+                scaler.step(one)
             else:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+                one.step()
+        for one in self._optimizers:
+            one.zero_grad(set_to_none=True)
         if scaler is not None:
             scaler.update()
+        held = {id(p) for o in stepped for group in o.param_groups for p in group["params"]}
         for ema in self._emas:
-            ema.update()
+            if ema.averages_any(held):
+                ema.update()
         if self._scheduler_every == "step":
-            self._schedule()
+            self._schedule(() if optimizer is None else stepped)
         self.step_index += 1
         return StepOutcome(step=self.step_index - 1, next_step=self.step_index)
 

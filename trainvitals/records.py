@@ -52,6 +52,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     clips: bool = False
     """Whether the loop clips, to no more than a usual gradient norm: the first outlier in a row is
     left to that."""
+    turn: int = 0
+    """Whose update it was: 0 of all optimizers together, k of the k-th alone."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,10 @@ class EMA(nn.Module):
         self.refuse_swapped()
         self.begin(torch.zeros((), device=next(iter(self._weights.values())).device))
         self.follow(list(self._weights))
+
+    def averages_any(self, params: Collection[int]) -> bool:
+        """Return whether any of these parameters, given by their ``id``, is averaged."""
+        return any(id(weight) in params for weight in self._weights.values())
 
     @torch.no_grad()
     def begin(self, bad: Tensor) -> None:

@@ -112,6 +112,12 @@ class DataPosition:
         return None if self._stream is None else self._stream.position
 
     @property
+    def is_within_batch(self) -> bool:
+        """Whether the loop has a batch of ``batches`` in its hands."""
+        stream = self._stream
+        return stream is not None and stream.position is not None and not stream.ended
+
+    @property
     def next_epoch(self) -> int | None:
         """The epoch of the batch that comes next; None where no loop over data has begun."""
         return None if self._stream is None else self._stream.next_position.epoch
@@ -226,7 +232,9 @@ class DataPosition:
             return None
         onset_step = self._controller.judge.facts.skipped_windows[-1].onset_step
         first, num_a_step = self._firsts.get(onset_step, (stream.position, 1))
-        num_batches = decision.skip_batches * num_a_step
+        # Where optimizers take turns, several steps are of one batch.
+        steps_a_batch = sum(position == first for position, _ in self._firsts.values()) or 1
+        num_batches = -(-decision.skip_batches // steps_a_batch) * num_a_step
         return Window(*first, num_batches, stream.loop, self._num_ranks)
 
     def can_go_again(self) -> bool:

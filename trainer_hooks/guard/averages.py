@@ -55,12 +55,18 @@ class Averages:
         for ema in self._emas:
             ema.refuse_swapped()
 
-    def judged(self, bad: Tensor) -> None:
-        """Take a step's verdict, 0.0 or 1.0 on the device; call before its update."""
+    def judged(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
+        """Take a step's verdict, 0.0 or 1.0 on the device; call before its update.
+
+        Args:
+            bad: the verdict.
+            optimizers: those that the step moves.
+        """
         for update in self._updates:
             update.judged(bad)
-        for ema in self._emas:
-            ema.begin(bad)
+        for i, ema in enumerate(self._emas):
+            if any(self._names[id(optimizer)][i] for optimizer in optimizers):
+                ema.begin(bad)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Average in what an optimizer holds; call right after its step, applied or held back."""

@@ -22,6 +22,7 @@ from trainer_hooks.guard.optimizer_state import is_dense, true_elements
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.gradients import (
     GradNorms,
+    Models,
     flat_pieces,
     local_tensor,
     named_parameters,
@@ -99,7 +100,10 @@ class AfterLoad:
 
     def __init__(self, model: nn.Module, shadow: Kept) -> None:
         self._shadow = shadow
-        self._handle = unwrap(model)[0].register_load_state_dict_post_hook(self)
+        modules = (
+            model.unwrapped()[0].values() if isinstance(model, Models) else (unwrap(model)[0],)
+        )
+        self._handles = [m.register_load_state_dict_post_hook(self) for m in modules]
 
     def __call__(self, module: nn.Module, incompatible_keys: object) -> None:
         """Keep all; called when the whole model was loaded."""
@@ -111,7 +115,8 @@ class AfterLoad:
 
     def release(self) -> None:
         """Take the hook off."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
 
 class BufferShadow:
@@ -192,7 +197,9 @@ class BufferShadow:
         for i, buffer in self._written(live).items():
             kept = self._kept.get(i)
             if kept is not None and (live is self._kept_of or alike(kept, buffer)):
-                buffer.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
+                # Through .data, which raises no version: the backward of another optimizer's loss,
+                # still to come, may hold the buffer, and would refuse one that was written.
+                buffer.data.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
 
 
 def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:

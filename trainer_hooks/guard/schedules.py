@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
 from trainer_hooks.data.loader import Batches
 from trainvitals.errors import UsageError
@@ -100,18 +100,24 @@ class Schedules:
 
     # --------------------------------------------------------------------------- stepped by us
 
-    def stepped(self) -> None:
-        """Take note of an update, made or skipped: it steps the schedulers of ``every="step"``."""
+    def stepped(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Take note of an update, made or skipped: it steps the schedulers of ``every="step"``.
+
+        Args:
+            optimizers: those that the update was of, where it was not of all.
+        """
         self._is_training = True
         if self.every == "step":
-            self._step()
+            self._step(optimizers)
 
     def end_epoch(self) -> None:
         """Step the schedulers once."""
         self._step()
 
-    def _step(self) -> None:
+    def _step(self, optimizers: Sequence[Optimizer] = ()) -> None:
         for i, scheduler in enumerate(self._schedulers):
+            if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
+                continue
             before, left = count_of(scheduler), self._left[i]
             scheduler.step()
             after = count_of(scheduler)
@@ -216,6 +222,12 @@ def every_update() -> UsageError:
         "monitor.end_epoch() was called, and the schedulers are stepped at every update",
         hint="watch(..., scheduler_every='epoch') steps them at monitor.end_epoch() alone",
     )
+
+
+def optimizer_of(scheduler: Any) -> Any:
+    """Return whose rate a scheduler sets, by its own word or that of its first part."""
+    parts = getattr(scheduler, "_schedulers", None)
+    return getattr(scheduler, "optimizer", None) or (optimizer_of(parts[0]) if parts else None)
 
 
 def count_of(scheduler: Any) -> int | None:

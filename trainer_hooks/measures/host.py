@@ -66,6 +66,8 @@ class HostMeasurements:
     """Whether they could be measured only after it: the norms before it are not known."""
     clip_unknown: bool = False
     """Whether nobody said what it clips to."""
+    turn: int = 0
+    """Whose update it was: 0 of all optimizers together, k of the k-th alone."""
 
     @property
     def samples_per_second(self) -> float | None:

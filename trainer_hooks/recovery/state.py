@@ -123,14 +123,20 @@ class TrainingState:
         plain = frozenset(n for n, p in self._params.items() if not hasattr(p, "to_local"))
         if world_size == 1:
             return plain
-        ddp = next(
-            (m for m in self._wrapped.modules() if isinstance(m, DistributedDataParallel)), None
-        )
-        if ddp is not None:
-            synced = {clean_name(n) for n, _ in ddp.module.named_parameters()}
-            synced -= {clean_name(n) for n in ddp.parameters_to_ignore}
-            spans = self._is_ddp and ddp.process_group.size() == world_size
-            return plain & synced if spans else frozenset()
+        wrappers = [
+            (clean_name(name), module)
+            for name, module in self._wrapped.named_modules()
+            if isinstance(module, DistributedDataParallel)
+        ]
+        if wrappers:
+            synced = {
+                clean_name(f"{prefix}.{name}")
+                for prefix, ddp in wrappers
+                if ddp.process_group.size() == world_size
+                for name, _ in ddp.module.named_parameters()
+                if name not in ddp.parameters_to_ignore
+            }
+            return plain & synced if self._is_ddp else frozenset()
         parallel = len(plain) < len(self._params)
         fsdp = any(
             base.__name__ in ("FSDPModule", "FullyShardedDataParallel")

@@ -111,6 +111,10 @@ class StepController:
     """The first step's gradient norm, until somebody has looked at it."""
     stepped_twice: UsageError | None = None
     """What is wrong with who steps the schedulers, until all ranks know of it by rank 0."""
+    turn_names: tuple[str, ...] = ("",)
+    """Of the optimizers that may be stepped by themselves, behind that of all together."""
+    _begun: set[int] = field(default_factory=set)
+    """Turns that have brought a step."""
     _was_announced: bool = False
     _disagreed: bool = False
 
@@ -121,12 +125,13 @@ class StepController:
 
     # ------------------------------------------------------------------------ before a step
 
-    def rank0_values(self, step: int, max_norm: float | None) -> Rank0Values | None:
+    def rank0_values(self, step: int, max_norm: float | None, turn: int = 0) -> Rank0Values | None:
         """Return rank 0's limits and its verified command; None on the other ranks.
 
         Args:
             step: the step that begins its exchange.
             max_norm: what the loop clips to; None where it does not, or nobody knows.
+            turn: whose step it is.
         """
         if not self.is_rank0:
             return None
@@ -138,11 +143,11 @@ class StepController:
                 target = command.argument
             elif command.checkpoint_id and self.recovery is not None:
                 target = float(self.recovery.step_of(command.checkpoint_id))
-        limits = self.judge.limits() if not self.expecting else Limits()
+        limits = self.judge.limits(turn) if not self.expecting else Limits()
         # A clip at a thousand times the usual norm takes nothing from an outlier.
         usual = limits.grad_norm
         clips = max_norm is not None and (usual is None or max_norm <= _NO_CLIP * usual)
-        withholding = self.judge.withholding(clips=clips)
+        withholding = self.judge.withholding(clips=clips, turn=turn)
         recovery = self.recovery
         ratio, self.loss_evaluations.ratio = self.loss_evaluations.ratio, 0.0
         evaluation = None
@@ -221,20 +226,20 @@ class StepController:
             step=measured.step,
             attempt=measured.attempt,
             skipped=derived.blocked(self.mode),
-            learning_rate=measured.learning_rates[0],
+            learning_rate=measured.learning_rates[0] if measured.turn <= 1 else None,
             lr_factor=measured.lr_factor,
             before_clip=self._before_clip(reduced, derived, measured),
+            turn=measured.turn,
         )
+        name = self.turn_names[measured.turn]
         if measured.attempt != self.attempt:
             # It was in flight while the run went back: the judge has forgotten what came before it.
-            self.log.write(measured, record, reduced, derived, samples, Judgement())
+            self.log.write(measured, record, reduced, derived, samples, Judgement(), name)
             return Judgement()
-        if (
-            measured.step == self.first_step
-            and not reduced.has_gradients
-            and not record.failed_ranks
-        ):
-            raise no_gradients()  # known on all ranks alike
+        if measured.step == self.first_step or (name and measured.turn not in self._begun):
+            self._begun.add(measured.turn)
+            if not reduced.has_gradients and not record.failed_ranks:
+                raise no_gradients(name)  # known on all ranks alike
         if reduced.root["stepped_twice"]:
             raise self.stepped_twice or UsageError(
                 "rank 0's loop steps a scheduler that was given to watch()",
@@ -262,9 +267,11 @@ class StepController:
             probe=self.probe.read if self.probe.is_on else None,
             evaluation=reduced.root["evaluation_ratio"] or None,
         )
+        if name:
+            judgement = of_turn(judgement, name)
         self.last_step = measured.step
         self._after_judgement(record, reduced, judgement)
-        self.log.write(measured, record, reduced, derived, samples, judgement)
+        self.log.write(measured, record, reduced, derived, samples, judgement, name)
         if self.recovery is not None:
             self.recovery.promote(measured.step, self.judge.last_unhealthy_step)
         return judgement
@@ -499,6 +506,15 @@ class StepController:
         self, code: str, text: str, step: int, severity: Literal["info", "warning", "error"]
     ) -> None:
         self.emitter.note(code, text, severity, step=step, attempt=self.attempt)
+
+
+def of_turn(judgement: Judgement, name: str) -> Judgement:
+    """Return what was said about one optimizer's step with its name in front."""
+    findings = tuple(replace(f, reason=f"{name}: {f.reason}") for f in judgement.findings)
+    decision = judgement.decision
+    if decision is not None:
+        decision = replace(decision, reason=f"{name}: {decision.reason}")
+    return judgement._replace(findings=findings, decision=decision)
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:

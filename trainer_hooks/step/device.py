@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from trainer_hooks.guard.optimizers import (
     LoopOptimizers,
     OptimizerGuard,
     Shadows,
+    overflow_flag,
 )
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
 from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
@@ -27,9 +28,26 @@ from trainer_hooks.measures.sampled import Sampler
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.state import Stateful
-from trainer_hooks.step.gradients import GradNorms
+from trainer_hooks.step.gradients import ALL, GradNorms
 from trainer_hooks.step.reduce_vector import NUM_FIGURES, AsyncCopy, PackLayout, ReduceVector
 from trainvitals.errors import UsageError
+
+
+class Turn(NamedTuple):
+    """Which optimizers a step moves: all of them (turn 0), or one alone."""
+
+    number: int
+    name: str
+    """Of the one; empty for all."""
+    optimizers: tuple[Optimizer, ...]
+    guards: tuple[OptimizerGuard, ...]
+    part: slice
+    """Its parameters among those that are measured."""
+
+    @property
+    def is_headline(self) -> bool:
+        """Whether the run's loss and norm are those of this turn: of all, or of the first."""
+        return self.number <= 1
 
 
 class Engine(Protocol):
@@ -79,6 +97,32 @@ class Device:
     sampler: Sampler | None
     """None where no signal was opted in."""
     memory: MemoryEstimate
+    turns: tuple[Turn, ...]
+    """That of all optimizers, and where there are several that of each."""
+
+    def turn_of(self, optimizer: object) -> Turn:
+        """Return the turn of one optimizer; None is all of them.
+
+        Raises:
+            UsageError: it is none of those that were given to ``watch``.
+        """
+        if optimizer is None:
+            return self.turns[0]
+        for turn in self.turns[1:] or self.turns:
+            if turn.optimizers[0] is optimizer:
+                return turn
+        names = ", ".join(type(o).__name__ for o in self.optimizers)
+        raise UsageError(
+            f"monitor.step(optimizer=...) was given a {type(optimizer).__name__} that is none of "
+            f"the {len(self.optimizers)} optimizers ({names}) given to watch()",
+            hint="give watch() all optimizers of the loop: watch([a, b], [opt_a, opt_b])",
+        )
+
+    def overflow(self, turn: Turn) -> Tensor | None:
+        """Return this rank's flag of the gradient scaler, 0.0 or 1.0, or None without one."""
+        if not turn.number:
+            return self.engine.overflow()
+        return overflow_flag(self.scaler, turn.optimizers, self.norms.device)
 
     def release(self) -> None:
         """Leave the optimizers as they were found."""
@@ -103,6 +147,7 @@ def lay_out(
     state: Mapping[str, Any] | None = None,
     signals: SignalSettings | None = None,
     engine: Engine | None = None,
+    names: Sequence[str] = (),
 ) -> Device:
     """Lay out what works on the device. Collective: the ranks compare what each holds."""
     state = state or {}
@@ -137,7 +182,24 @@ def lay_out(
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
         memory=MemoryEstimate(model, optimizers, norms.device),
+        turns=_turns(optimizers, engine.guards, names),
     )
+
+
+def _turns(
+    optimizers: tuple[Optimizer, ...], guards: tuple[OptimizerGuard, ...], names: Sequence[str]
+) -> tuple[Turn, ...]:
+    """Return who may be moved in one step; the parameters are in the optimizers' order."""
+    turns = [Turn(0, "", optimizers, guards, ALL)]
+    if len(optimizers) < 2 or len(guards) != len(optimizers):
+        return tuple(turns)
+    start = 0
+    for i, (optimizer, guard) in enumerate(zip(optimizers, guards, strict=True)):
+        stop = start + sum(len(group["params"]) for group in optimizer.param_groups)
+        name = names[i] if i < len(names) else f"optimizer{i}"
+        turns.append(Turn(i + 1, name, (optimizer,), (guard,), slice(start, stop)))
+        start = stop
+    return tuple(turns)
 
 
 def _take_hold(

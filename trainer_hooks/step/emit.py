@@ -12,6 +12,8 @@ from operator import attrgetter, itemgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec
 
+from msgspec.structs import replace
+
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
@@ -363,8 +365,13 @@ class StepLog:
         derived: Derived,
         samples: Samples | None,
         judgement: Judgement,
+        name: str = "",
     ) -> None:
-        """Write the row, the layers' rows, what changed, and what was found."""
+        """Write the row, the layers' rows, what changed, and what was found.
+
+        ``name`` is that of an optimizer that was stepped by itself. Its numbers are scalars then,
+        such as ``loss/generator``; those of the first one are the run's too.
+        """
         tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
         if tokens is not None:
             self.tokens.seen += tokens
@@ -379,6 +386,20 @@ class StepLog:
                     extra["tokens_seen"] = self.tokens.seen
                     extra["tokens_trained"] = self.tokens.trained
         emitter, step, attempt = self._emitter, measured.step, measured.attempt
+        if name:
+            if self._is_rank0:
+                emitter.scalars(_by_name(record, name), step=step, attempt=attempt)
+            if measured.turn > 1:
+                record = replace(
+                    record,
+                    loss=None,
+                    loss_max=None,
+                    loss_max_rank=-1,
+                    grad_norm=None,
+                    loss_limit=None,
+                    grad_norm_limit=None,
+                )
+                extra |= dict.fromkeys(_OF_THE_RUN)
         emitter.step(measured, record, extra)
         emitter.layers(measured, reduced, samples, has_finding=bool(judgement.findings))
         for change in measured.changes:
@@ -393,6 +414,22 @@ class StepLog:
             emitter.of_run(FindingRaised(finding=finding), step=step, attempt=attempt)
         for reading in judgement.readings:
             emitter.of_run(reading, step=step, attempt=attempt)
+
+
+_OF_THE_RUN = ("rank_loss",)
+"""Columns beside the record's that are missing where the step is not the first optimizer's."""
+
+
+def _by_name(record: StepRecord, name: str) -> dict[str, float]:
+    """Return an optimizer's own numbers as scalars."""
+    numbers = {
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "loss_limit": record.loss_limit,
+        "grad_norm_limit": record.grad_norm_limit,
+        "skipped": float(record.skipped),
+    }
+    return {f"{key}/{name}": number for key, number in numbers.items() if number is not None}
 
 
 def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:

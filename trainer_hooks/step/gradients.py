@@ -45,8 +45,24 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
+class Models(nn.ModuleDict):
+    """Several models of one run by name, wrapped or not: a GAN's two, an actor and its critic."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__(models)
+        inner = [unwrap(model) for model in models.values()]
+        bare = nn.ModuleDict(dict(zip(models, (module for module, _ in inner), strict=True)))
+        self._bare = (bare, any(is_ddp for _, is_ddp in inner))  # in a tuple: no part of this one
+
+    def unwrapped(self) -> tuple[nn.ModuleDict, bool]:
+        """Return the models without what lies around them, and whether DDP does around any."""
+        return self._bare
+
+
 def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
     """Return the module that DDP and torch.compile lie around, and whether DDP does."""
+    if isinstance(model, Models):
+        return model.unwrapped()
     is_ddp = False
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -278,8 +294,18 @@ def _block_squares(grads: Sequence[Tensor]) -> Tensor:
 # -------------------------------------------------------------- the gradients of a step
 
 
-def no_gradients() -> UsageError:
-    """Return what is said where the first step brings no gradient on any rank."""
+def no_gradients(name: str = "") -> UsageError:
+    """Return what is said where the first step brings no gradient on any rank.
+
+    Args:
+        name: of the optimizer that is stepped by itself.
+    """
+    if name:
+        return UsageError(
+            f"no parameter of the optimizer {name!r} has a gradient at its first step",
+            hint="call monitor.step(loss, optimizer=...) right after that loss's backward(): each "
+            "call clears the gradients of all optimizers",
+        )
     return UsageError(
         "no parameter of the optimizers has a gradient at the first step",
         hint="step after loss.backward() and before zero_grad(), with the optimizers that hold the "
@@ -294,6 +320,9 @@ def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
         alike[grad.device, grad.dtype].append(grad)
     for (device, dtype), group in alike.items():
         torch._foreach_mul_(group, coefficient.to(device, dtype))
+
+
+ALL = slice(None)
 
 
 class GradNorms:
@@ -312,6 +341,8 @@ class GradNorms:
         self.share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
         self.replicated = all(theirs == mine for theirs in everyone)
         self.num_parameters = num_elements(everyone)
+        self.part = ALL
+        """The parameters whose gradients are the present step's."""
         self._where: tuple[list[int], Tensor] | None = None
         self._squares = Squares()
 
@@ -326,7 +357,7 @@ class GradNorms:
         What is returned is the gradient itself: scaled in place, it is clipped.
         """
         where, grads = [], []
-        for i, param in enumerate(self.params):
+        for i, param in enumerate(self.params[self.part], self.part.start or 0):
             grad = param.grad
             if grad is None:
                 continue
@@ -350,7 +381,7 @@ class GradNorms:
     @torch.no_grad()
     def untouched(self) -> list[Tensor]:
         """Return the gradients just as they are: what is clipped where ``gradients`` failed."""
-        return [local_tensor(p.grad) for p in self.params if p.grad is not None]
+        return [local_tensor(p.grad) for p in self.params[self.part] if p.grad is not None]
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
         """Write each parameter's share of its square into ``out`` (float64); missing ones are 0.

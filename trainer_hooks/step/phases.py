@@ -86,11 +86,14 @@ class StepPhases:
         self._changes: list[Change] = []
         self._exchange: Elapsed | None = None
         self._flops: float | None = None
+        self.turn = device.turns[0]
+        """Which optimizers the present step moves."""
         self.forget_row()
 
     def forget_row(self) -> None:
         """Begin anew: no step before the next one was an outlier."""
-        self._in_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
+        self._no_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
+        self._in_row: dict[int, Tensor] = {}
 
     # -------------------------------------------------------------------------- the losses
 
@@ -170,9 +173,10 @@ class StepPhases:
         if device.averages is not None:
             device.averages.refuse_swapped()
         self._look_at_groups()
-        root = controller.rank0_values(step, max_norm)
+        turn, device.norms.part = self.turn, self.turn.part
+        root = controller.rank0_values(step, max_norm, turn.number)
         device.norms.align()
-        overflow = device.engine.overflow()
+        overflow = device.overflow(turn)
         grads: list[Tensor] | None = None
         failed, given = True, StepLoss()
         with controller.faults.fail_open("loss"):
@@ -203,7 +207,7 @@ class StepPhases:
             device.packer.clear()
             device.packer.fill(local, root)
         elif not grads and first and controller.ranks.world_size == 1:
-            raise no_gradients()
+            raise no_gradients(turn.name)
         return Prepared(
             device.norms.untouched() if grads is None else grads, given.weighted, failed
         )
@@ -255,8 +259,9 @@ class StepPhases:
             self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
         if not self._controller.owns_clip:
             packer.undo_clip()
-        verdict = judge_on_device(packer.layout, packer.pack, self._in_row)
-        self._in_row = verdict.in_row
+        in_row = self._in_row.get(self.turn.number, self._no_row)
+        verdict = judge_on_device(packer.layout, packer.pack, in_row)
+        self._in_row[self.turn.number] = verdict.in_row
         return verdict
 
     def own_loss(self) -> float | None:
@@ -281,11 +286,13 @@ class StepPhases:
             device.sampler.before_update(step)
         if device.averages is not None:
             with self._controller.faults.fail_open("averages"):
-                device.averages.judged(bad)
+                device.averages.judged(bad, self.turn.optimizers)
         return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
 
     def _lr_factor(self, step: int) -> float:
-        return self._controller.judge.lr_factor_at(step, self._rates[0])
+        # Of the rates, the first optimizer's is the one that is judged.
+        rate = self._rates[0] if self.turn.is_headline else None
+        return self._controller.judge.lr_factor_at(step, rate)
 
     def apply(self, guards: Sequence[OptimizerGuard], orders: Orders) -> None:
         """Step the optimizers as ordered; their own time is the loop's."""
@@ -409,7 +416,7 @@ class StepPhases:
             changes=self._changes,
             lr_factor=self._lr_factor(step),
             max_norm=max_norm,
-            tokens=self._tokens_per_step,
+            tokens=self._tokens_per_step if self.turn.is_headline else None,
             weighted=weighted,
             samples=samples,
             flops=flops,
@@ -421,6 +428,7 @@ class StepPhases:
             epoch=None if position is None else position.epoch,
             batch_index=None if position is None else position.batch,
             num_batches=None if position is None else position.num_batches,
+            turn=self.turn.number,
         )
 
 
@@ -442,6 +450,20 @@ def refuse_max_norm(max_norm: object) -> None:
         raise UsageError(
             f"max_norm is {max_norm!r}; it must be a number above 0",
             hint="leave it out where nothing is to be clipped; inf measures and never clips",
+        )
+
+
+def refuse_probe(has_loss: bool) -> None:
+    """Refuse a probe where optimizers take turns: each step has another loss than it reads.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if has_loss:
+        raise UsageError(
+            "monitor.step(optimizer=...) was called in a loop over batches(probe=...): a probe "
+            "reads one loss, and optimizers that take turns have one each",
+            hint="leave the probe out: monitor.batches(loader)",
         )
 
 

@@ -555,6 +555,7 @@ def step_record(
     learning_rate: float | None,
     lr_factor: float = 1.0,
     before_clip: bool = True,
+    turn: int = 0,
 ) -> StepRecord:
     """Return the step as detectors see it. A function of reduced numbers: equal on all ranks.
 
@@ -583,6 +584,7 @@ def step_record(
         learning_rate=None if learning_rate is None else learning_rate * lr_factor,
         lr_factor=lr_factor,
         clips=bool(reduced.root["clips"]),
+        turn=turn,
     )
 
 

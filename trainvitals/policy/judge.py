@@ -60,6 +60,8 @@ from trainvitals.policy.state import (
     Proposal,
     Withholding,
     accepted_level,
+    after_rollback,
+    in_turn,
     limits_in_force,
     lr_factor_at,
     withholding,
@@ -215,8 +217,33 @@ class Judgement(NamedTuple):
     readings: tuple[StateRead, ...] = ()
 
 
+class _Turn:
+    """What is judged by itself: an optimizer that is stepped alone has its own reference."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        kind = config.loss_kind
+        self.outliers = OutlierRule(config.outlier, loss_kind=kind)
+        self.detectors = DetectorSet(config.detect, loss_kind=kind)
+        self.ladder = LadderState()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self.detectors.state_dict(),
+            "outlier": self.outliers.state_dict(),
+            "known_rate": self.ladder.rate_to_know,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "outlier" in state:
+            self.outliers.load_state_dict(state["outlier"])
+        self.detectors.load_state_dict(dict(state))
+
+
 class Judge:
     """Feeds step records to the detectors, and their findings to the ladder.
+
+    Optimizers that take turns (a record's ``turn``) are judged each by its own reference and rows;
+    what the ladder spends is the run's.
 
     Runs in every rank, in the collector and in a replay. Given the same records and arguments in
     the same order it says the same. Its state has two parts, kept apart: ``detector_state()`` goes
@@ -232,14 +259,35 @@ class Judge:
     ) -> None:
         self.config = config or JudgeConfig()
         self.mode: Mode = mode
-        self._begin_detectors()
-        self._ladder = LadderState(facts=facts or LadderMemory())
+        self._own = _Turn(self.config)
+        self._own.ladder = LadderState(facts=facts or LadderMemory())
+        self._turn = self._ladder.facts.turn
+        self._waiting: dict[int, _Turn] = {}
+        """Those whose turn it is not."""
         self._last_step = -1
 
-    def _begin_detectors(self) -> None:
-        kind = self.config.loss_kind
-        self._outliers = OutlierRule(self.config.outlier, loss_kind=kind)
-        self._detectors = DetectorSet(self.config.detect, loss_kind=kind)
+    @property
+    def _ladder(self) -> LadderState:
+        return self._own.ladder
+
+    @_ladder.setter
+    def _ladder(self, ladder: LadderState) -> None:
+        self._own.ladder = ladder
+
+    def _take_turn(self, turn: int) -> None:
+        """Judge by another optimizer's reference from now on."""
+        before = self._own
+        self._waiting[self._turn] = before
+        self._own = self._waiting.pop(turn) if turn in self._waiting else _Turn(self.config)
+        self._own.ladder = in_turn(self._own.ladder, before.ladder, turn)
+        self._turn = turn
+
+    def _of(self, turn: int | None) -> tuple[OutlierRule, LadderState]:
+        """Return what one optimizer's next step is judged by, and change nothing."""
+        if turn is None or turn == self._turn:
+            return self._own.outliers, self._ladder
+        own = self._waiting.get(turn) or _Turn(self.config)
+        return own.outliers, in_turn(own.ladder, self._ladder, turn)
 
     def judge(
         self,
@@ -268,7 +316,9 @@ class Judge:
             probe: asks the state; called in the middle of judging, on all ranks alike.
             evaluation: an evaluation's loss over the one before, if there was one with this step.
         """
-        facts = self._ladder.facts
+        if record.turn != self._turn:
+            self._take_turn(record.turn)
+        own, facts = self._own, self._ladder.facts
         if facts.attempt == 0 and record.attempt:
             facts = replace(facts, attempt=record.attempt)
             self._ladder = replace(self._ladder, facts=facts)
@@ -277,8 +327,8 @@ class Judge:
         # Looked up only where there is any: nearly no run has, and this is each step of each rank.
         accepted = accepted_level(facts.accepted) if facts.accepted else NOTHING
         usual = None if facts.recurring is None else self._usual_limits(accepted)
-        spikes = self._outliers.update(record, accepted=accepted)
-        detected = self._detectors.update(record)
+        spikes = own.outliers.update(record, accepted=accepted)
+        detected = own.detectors.update(record)
         if spikes and detected:  # said once: what may act says it with the limit that was in force
             detected = tuple(finding for finding in detected if finding.kind != "spike")
         findings = spikes + detected
@@ -303,16 +353,16 @@ class Judge:
             # Only now: this step was judged by the reference that the accepted values replace.
             losses = [o.loss for o in verdict.accepted if o.loss is not None]
             norms = [o.grad_norm for o in verdict.accepted if o.grad_norm is not None]
-            self._outliers.accept(losses, norms)
-            self._detectors.accept(losses, norms)
+            own.outliers.accept(losses, norms)
+            own.detectors.accept(losses, norms)
         elif verdict.decision is not None and verdict.decision.rule == "operator_accepted":
-            self._detectors.rebaseline(0)
+            own.detectors.rebaseline(0)
         return Judgement(
             findings + verdict.findings, verdict.decision, verdict.ack, verdict.readings
         )
 
     def _usual_limits(self, accepted: Level) -> Limits:
-        limits = self._outliers.limits()
+        limits = self._own.outliers.limits()
         loss, norm = limits.loss, limits.grad_norm
         return Limits(
             None if loss is None else max(loss, accepted.loss),
@@ -320,7 +370,7 @@ class Judge:
         )
 
     def _course(self) -> Course:
-        return Course(*self._outliers.course())
+        return Course(*self._own.outliers.course())
 
     def rolled_back(
         self, *, detector_state: Mapping[str, Any] | None, attempt: int, step: int = -1
@@ -331,36 +381,46 @@ class Judge:
         relaunched job starts from a checkpoint. None as ``detector_state`` (the checkpoint has
         none) starts the detectors anew. What was spent stays spent.
         """
-        self._begin_detectors()
-        if detector_state is not None:
-            self._load_detectors(detector_state)
-        old = self._ladder
-        facts = replace(old.facts, attempt=attempt)
-        # What was withheld and what recurs is counted on; the rest is of the branch that was left.
-        self._ladder = LadderState(
-            facts=facts,
-            first_step=step,
-            groups=old.groups,
-            withheld=old.withheld,
-            firsts=old.firsts,
-            spent=old.spent,
-            known_rate=float((detector_state or {}).get("known_rate", 0.0)),
-        )
+        saved = detector_state or {}
+        turn = int(saved.get("turn", self._turn))
+        if turn != self._turn:
+            self._take_turn(turn)
+        states = {turn: saved, **{int(k): v for k, v in saved.get("others", {}).items()}}
+        ladders = {turn: self._ladder, **{k: v.ladder for k, v in self._waiting.items()}}
+        self._waiting = {t: _Turn(self.config) for t in {*states, *ladders}}
+        for t, own in self._waiting.items():
+            state = states.get(t)
+            if state:
+                own.load_state_dict(state)
+            # Of those that wait, the facts are not theirs: they are handed over with the turn.
+            own.ladder = after_rollback(
+                ladders.get(t, self._ladder),
+                attempt=attempt,
+                step=step,
+                known_rate=float((state or {}).get("known_rate", 0.0)),
+            )
+        self._own = self._waiting.pop(turn)
         self._last_step = step - 1
 
-    def limits(self) -> Limits:
-        """Return what the device compares the next steps with."""
-        return limits_in_force(self._outliers.limits(), self._ladder, self.config.ladder)
+    def limits(self, turn: int | None = None) -> Limits:
+        """Return what the device compares the next step with.
 
-    def withholding(self, *, clips: bool) -> Withholding:
+        Args:
+            turn: whose step that is; None: of whom the last one was.
+        """
+        outliers, ladder = self._of(turn)
+        return limits_in_force(outliers.limits(), ladder, self.config.ladder)
+
+    def withholding(self, *, clips: bool, turn: int | None = None) -> Withholding:
         """Return what the device is told of withholding the next step.
 
         Args:
             clips: whether the loop clips what an outlier brings.
+            turn: whose step that is; None: of whom the last one was.
         """
-        is_warming_up = self._outliers.is_warming_up
+        outliers, ladder = self._of(turn)
         return withholding(
-            self._ladder, self.config.ladder, clips=clips, is_warming_up=is_warming_up
+            ladder, self.config.ladder, clips=clips, is_warming_up=outliers.is_warming_up
         )
 
     @property
@@ -370,15 +430,21 @@ class Judge:
         So while outliers or non-finite steps follow each other, and for the first steps.
         """
         ladder = self._ladder
-        return bool(ladder.row or ladder.nonfinite) or ladder.facts.clock < _FIRST_STEPS
+        if ladder.row or ladder.nonfinite:
+            return True
+        if self._waiting and any(
+            o.ladder.row or o.ladder.nonfinite for o in self._waiting.values()
+        ):
+            return True
+        return ladder.facts.clock < _FIRST_STEPS * (1 + len(self._waiting))
 
     def rebaseline(self, steps: int) -> None:
         """Forget the finite rules' reference: a planned change comes within ``steps`` steps."""
-        self._outliers.rebaseline(steps)
-        self._detectors.rebaseline(steps)
-        self._ladder = replace(
-            self._ladder, row=(), lr_jump=None, announced_until=self._last_step + steps + 1
-        )
+        until = self._last_step + steps + 1
+        for own in (self._own, *self._waiting.values()):
+            own.outliers.rebaseline(steps)
+            own.detectors.rebaseline(steps)
+            own.ladder = replace(own.ladder, row=(), lr_jump=None, announced_until=until)
 
     @property
     def facts(self) -> LadderMemory:
@@ -427,28 +493,30 @@ class Judge:
 
     def detector_state(self) -> dict[str, Any]:
         """Return the detectors' state as JSON types: the part that belongs into a checkpoint."""
-        return {
-            **self._detectors.state_dict(),
-            "outlier": self._outliers.state_dict(),
-            "known_rate": self._ladder.rate_to_know,
-        }
-
-    def _load_detectors(self, state: Mapping[str, Any]) -> None:
-        if "outlier" in state:
-            self._outliers.load_state_dict(state["outlier"])
-        self._detectors.load_state_dict(dict(state))
+        state = self._own.state_dict()
+        if self._waiting:
+            others = {str(turn): own.state_dict() for turn, own in self._waiting.items()}
+            state |= {"turn": self._turn, "others": others}
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
+        waiting = {str(k): msgspec.to_builtins(v.ladder) for k, v in self._waiting.items()}
         return {
             "detectors": self.detector_state(),
             "ladder": msgspec.to_builtins(self._ladder),
+            "waiting": waiting,
             "last_step": self._last_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the judge that gave ``state``, spent budgets included."""
-        self._begin_detectors()
-        self._load_detectors(state["detectors"])
+        self._own, self._waiting = _Turn(self.config), {}
+        self._own.load_state_dict(state["detectors"])
         self._ladder = msgspec.convert(state["ladder"], LadderState)
+        self._turn = self._ladder.facts.turn
+        for turn, ladder in state.get("waiting", {}).items():
+            own = self._waiting[int(turn)] = _Turn(self.config)
+            own.load_state_dict(state["detectors"]["others"][turn])
+            own.ladder = msgspec.convert(ladder, LadderState)
         self._last_step = int(state["last_step"])

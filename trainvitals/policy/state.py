@@ -158,6 +158,14 @@ class SkippedWindow(msgspec.Struct, frozen=True, array_like=True):
     num_batches: int
 
 
+class TurnLevels(msgspec.Struct, frozen=True, array_like=True):
+    """What was accepted, and what recurs, of an optimizer that is stepped by itself."""
+
+    turn: int
+    accepted: tuple[Level, ...] = ()
+    recurring: Level | None = None
+
+
 class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the ladder's memory that no restore sets back. Lives in the plan journal."""
 
@@ -176,6 +184,9 @@ class LadderMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Levels that were accepted, the newest 32: nothing up to one is withheld or blamed again."""
     recurring: Level | None = None
     """Largest values of the recurring level; None while there is none."""
+    turn: int = 0
+    """Whose levels those two are; ``others`` has those of optimizers that take turns with it."""
+    others: tuple[TurnLevels, ...] = ()
     blamed: tuple[int, ...] = ()
     """Onsets that a rollback on finite evidence was spent on: none is repeated."""
     cooldown_until: int = 0
@@ -279,6 +290,52 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     def rate_to_know(self) -> float:
         """``known_rate`` as it is from the next step on: that of the newest step counts by then."""
         return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
+
+
+def in_turn(ladder: LadderState, before: LadderState, turn: int) -> LadderState:
+    """Return the state of one optimizer's own, as it is after ``before`` of another one.
+
+    What describes the run goes from one to the other; rows, groups and bounds of what is withheld
+    stay with the optimizer whose steps they are about.
+    """
+    facts = before.facts
+    if facts.turn != turn:
+        levels = {kept.turn: kept for kept in facts.others}
+        if facts.accepted or facts.recurring is not None:
+            levels[facts.turn] = TurnLevels(facts.turn, facts.accepted, facts.recurring)
+        own = levels.pop(turn, TurnLevels(turn))
+        facts = replace(
+            facts,
+            turn=turn,
+            accepted=own.accepted,
+            recurring=own.recurring,
+            others=tuple(levels.values()),
+        )
+    return replace(
+        ladder,
+        facts=facts,
+        first_step=before.first_step,
+        last_flagged=max(ladder.last_flagged, before.last_flagged),
+        announced_until=max(ladder.announced_until, before.announced_until),
+        evaluated_at=max(ladder.evaluated_at, before.evaluated_at),
+        last_unhealthy_step=max(ladder.last_unhealthy_step, before.last_unhealthy_step),
+        rolling_back=before.rolling_back,
+    )
+
+
+def after_rollback(
+    ladder: LadderState, *, attempt: int, step: int, known_rate: float
+) -> LadderState:
+    """Return the state a branch begins with: what was withheld and what recurs is counted on."""
+    return LadderState(
+        facts=replace(ladder.facts, attempt=attempt),
+        first_step=step,
+        groups=ladder.groups,
+        withheld=ladder.withheld,
+        firsts=ladder.firsts,
+        spent=ladder.spent,
+        known_rate=known_rate,
+    )
 
 
 def lr_factor_at(
