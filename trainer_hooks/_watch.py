@@ -109,11 +109,13 @@ def watch(
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
     several = isinstance(model, Sequence | Mapping)
-    names, whole = turn_names(model, optimizers), together(model)
+    listed = as_list(optimizers)
+    names = list(optimizers) if isinstance(optimizers, Mapping) else turn_names(model, listed)
+    whole = together(model)
     given = Arguments(
         model=whole,
-        names=names,
-        optimizers=tuple(as_list(optimizers)),
+        names=tuple(map(str, names)),
+        optimizers=tuple(listed),
         schedulers=tuple(as_list(schedulers)),
         run=run,
         mode=mode,

@@ -269,22 +269,20 @@ def _by_name(models: Any) -> dict[str, Any]:
     return dict(zip(names, models, strict=True))
 
 
-def turn_names(model: Any, optimizers: Any) -> tuple[str, ...]:
-    """Return what each optimizer is called where they take turns: as given, else as its model."""
-    if isinstance(optimizers, Mapping):
-        return tuple(str(name) for name in optimizers)
+def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
+    """Return what each optimizer is called where they take turns: as its model, if it has one."""
     owners: dict[int, str] = {}
     if isinstance(model, Sequence | Mapping) and not isinstance(model, nn.Module):
         for name, one in _by_name(model).items():
             if isinstance(one, nn.Module):
                 owners |= {id(param): name for param in one.parameters()}
     names = []
-    for i, optimizer in enumerate(as_list(optimizers)):
+    for i, optimizer in enumerate(optimizers):
         groups = getattr(optimizer, "param_groups", ())
         of = {owners.get(id(p), "") for group in groups for p in group["params"]} - {""}
         names.append(of.pop() if len(of) == 1 else f"optimizer{i}")
     unique = len(set(names)) == len(names)
-    return tuple(names) if unique else tuple(f"optimizer{i}" for i in range(len(names)))
+    return names if unique else [f"optimizer{i}" for i in range(len(names))]
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -112,9 +112,30 @@ def a_class_in_the_models_place(p):
     trainer_hooks.watch(nn.Linear, p.optimizer)
 
 
-def several_models(p):
+def several_models_for_attach(p):
     other = parts()
-    trainer_hooks.watch([p.model, other.model], [p.optimizer, other.optimizer])
+    trainer_hooks.attach([p.model, other.model], [p.optimizer, other.optimizer])
+
+
+def a_model_and_an_optimizer_in_one_list(p):
+    trainer_hooks.watch([p.model, p.optimizer], p.optimizer)
+
+
+def a_step_of_an_optimizer_that_is_not_watched(p):
+    other = parts()
+    with p.watch() as monitor:
+        p.backward()
+        monitor.step(optimizer=other.optimizer)
+
+
+def all_backwards_before_the_steps_of_each_optimizer(p):
+    other = parts()
+    both = [p.optimizer, other.optimizer]
+    with trainer_hooks.watch([p.model, other.model], both) as monitor:
+        p.backward()
+        other.backward()
+        for optimizer in both:
+            monitor.step(optimizer=optimizer)
 
 
 def no_optimizer(p):
@@ -246,9 +267,21 @@ REFUSED = {
         r"watch\(model, optimizer, scheduler\)",
     ),
     a_class_in_the_models_place: ("the model is a type; it must be an nn.Module", ORDER),
-    several_models: (
+    several_models_for_attach: (
         "the model is a list of 2; it must be one module",
-        r"one watch\(model, optimizer\) for each",
+        r"watch\(\[a, b\], \[opt_a, opt_b\]\) takes several",
+    ),
+    a_model_and_an_optimizer_in_one_list: (
+        r"models\['adamw'\] is an AdamW; each must be an nn.Module",
+        "is the order",
+    ),
+    a_step_of_an_optimizer_that_is_not_watched: (
+        r"was given AdamW, which is none of the 1 optimizers given to watch",
+        r"give watch\(\) all optimizers",
+    ),
+    all_backwards_before_the_steps_of_each_optimizer: (
+        "no parameter of the optimizer 'model1' has a gradient at its first step",
+        "right after that loss's backward",
     ),
     no_optimizer: ("there is no optimizer; at least one is to be guarded", ORDER),
     a_number_as_the_scaler: ("scaler is a float; it must be a torch.amp.GradScaler", ORDER),

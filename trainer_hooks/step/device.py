@@ -111,10 +111,9 @@ class Device:
         for turn in self.turns[1:] or self.turns:
             if turn.optimizers[0] is optimizer:
                 return turn
-        names = ", ".join(type(o).__name__ for o in self.optimizers)
         raise UsageError(
-            f"monitor.step(optimizer=...) was given a {type(optimizer).__name__} that is none of "
-            f"the {len(self.optimizers)} optimizers ({names}) given to watch()",
+            f"monitor.step(optimizer=...) was given {type(optimizer).__name__}, which is none of "
+            f"the {len(self.optimizers)} optimizers given to watch()",
             hint="give watch() all optimizers of the loop: watch([a, b], [opt_a, opt_b])",
         )
 

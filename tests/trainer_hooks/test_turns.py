@@ -1,0 +1,256 @@
+"""Several models and optimizers in one watch: each step moves one, and is judged by its own."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import trainvitals
+from tests.trainer_hooks import ranks_taking_turns
+from tests.trainer_hooks.gan import BATCHES, NAN, Gan
+from tests.trainer_hooks.test_monitor import assert_same, own_place  # noqa: F401
+from tests.trainer_hooks.spawned import spawned
+from tests.trainer_hooks.torchrun import Trained, reader_of, run_id_of, wait_for_agents
+from trainvitals.errors import TrainingHalted, UsageError
+from trainvitals.views import DecisionsQuestion, SeriesQuestion
+
+
+def watched(gan, *, each=lambda monitor, outcome: None, **watch):
+    """Train under watch; return the state at the end and the monitor."""
+    models, optimizers = [gan.g, gan.d], [gan.of_g, gan.of_d]
+    with trainvitals.watch(models, optimizers, gan.schedules, **watch) as monitor:
+        for real in monitor.batches(gan.data):
+            gan.play(real, lambda o, loss: each(monitor, monitor.step(loss, optimizer=o)))
+    assert monitor.swallowed_errors == {}
+    return gan.state(), monitor
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mode", ["off", "observe", "guard", "heal"])
+def test_a_healthy_gan_is_bit_for_bit_what_it_was_without_us(mode, fused):
+    state, _ = watched(Gan(fused=fused), mode=mode, checkpoints=mode == "heal")
+    assert_same(Gan(fused=fused).bare(), state)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mode", ["guard", "heal"])
+def test_a_bad_update_of_one_player_is_dropped_and_no_other(mode, fused):
+    bad = {20, 31, 50, 51}  # the discriminator's, the generator's, both of one batch
+    decisions = []
+    state, monitor = watched(
+        Gan(fused=fused, bad=bad),
+        each=lambda _, outcome: decisions.append(outcome.decision),
+        mode=mode,
+        checkpoints=mode == "heal",
+    )
+    assert_same(Gan(fused=fused, bad=bad).bare(dropped=bad), state)
+    assert monitor._controller.judge.facts.num_skips == len(bad)
+    reasons = {d.step: d.reason.split(":")[0] for d in decisions if d is not None}
+    assert {reasons[20], reasons[50 if 50 in reasons else 20]} == {"discriminator"}
+    assert {reasons[31], reasons[51]} == {"generator"}
+
+
+ALONE = """
+from tests.trainer_hooks.gan import Gan
+from tests.trainer_hooks.test_turns import watched
+
+watched(Gan(bad={40}))
+"""
+
+
+def test_each_has_its_own_curves_and_the_first_one_s_are_the_run_s(tmp_path):
+    environ = {**os.environ, "VITALS_AGENT": "auto"}
+    subprocess.run([sys.executable, "-c", ALONE], env=environ, check=True, timeout=120)
+    wait_for_agents(tmp_path / "runs")
+    trained = Trained(0, "", {}, tmp_path / "runs")
+    run_id = run_id_of(trained)
+    with reader_of(trained) as reader:
+
+        def steps_of(metric):
+            curve = reader.ask(SeriesQuestion(run_id=run_id, metric=metric, source="rank:0"))
+            pairs = zip(curve.step, curve.value, strict=True)
+            return [step for step, value in pairs if value is not None and math.isfinite(value)]
+
+        generator, discriminator = range(1, 2 * BATCHES, 2), range(0, 2 * BATCHES, 2)
+        assert steps_of("steps.loss") == steps_of("scalars.loss/generator") == [*generator]
+        assert steps_of("scalars.grad_norm/generator") == [*generator]
+        norms = steps_of("scalars.grad_norm/discriminator")
+        assert norms == [step for step in discriminator if step != 40]
+        (skip,) = reader.ask(DecisionsQuestion(run_id=run_id))
+    assert (skip.decision.step, skip.decision.reason) == (
+        40,
+        "discriminator: loss is nan on rank 0",
+    )
+
+
+def test_gradients_left_in_the_other_s_parameters_are_not_its_own():
+    """The generator's loss leaves gradients in the discriminator, which nobody zeroes."""
+    gan = Gan()
+    norms = []
+
+    def each(monitor, outcome):
+        held = [p.grad for model in (gan.g, gan.d) for p in model.parameters()]
+        norms.append(all(grad is None for grad in held))
+
+    watched(gan, each=each)
+    assert all(norms)
+
+
+def test_a_rollback_within_a_batch_leaves_out_the_rest_of_it_and_ends_as_the_clean_run(tmp_path):
+    gan, back = Gan(), []
+
+    def each(monitor, outcome):
+        if outcome.step == 82 and not back:  # the discriminator's: the generator's turn is to come
+            with torch.no_grad():
+                next(gan.d.parameters()).fill_(NAN)
+        if outcome.rolled_back_to is not None:
+            back.append((outcome.step, outcome.rolled_back_to))
+
+    settings = trainvitals.CheckpointSettings(
+        directory=tmp_path / "kept", snapshot_every=21, save_every=30
+    )
+    state, _ = watched(gan, each=each, mode="heal", checkpoints=settings)
+    assert len(back) == 1
+    assert back[0][1] % 2 == 0  # a state to go back to lies between two batches
+    assert_same(Gan().bare(), state)
+
+
+def test_a_relaunch_goes_on_exactly(tmp_path, monkeypatch):
+    settings = trainvitals.CheckpointSettings(
+        directory=tmp_path / "kept", snapshot_every=21, save_every=30
+    )
+    models = {}
+
+    class Cut(Exception):
+        pass
+
+    def cut(monitor, outcome):
+        models["run"] = monitor.run_id
+        if outcome.step == 81:
+            raise Cut
+
+    with pytest.raises(Cut):
+        watched(Gan(), each=cut, mode="heal", checkpoints=settings)
+    monkeypatch.setenv("VITALS_RUN_ID", models["run"])
+    firsts = []
+    state, _ = watched(
+        Gan(), each=lambda _, o: firsts.append(o.step), mode="heal", checkpoints=settings
+    )
+    assert 0 < firsts[0] < 82
+    assert_same(Gan().bare(), state)
+
+
+def test_a_player_that_is_lost_is_not_hidden_by_the_other():
+    gan = Gan(bad=set(range(0, 10**6, 2)), batches=150)  # each update of the discriminator
+    with pytest.raises(TrainingHalted, match="discriminator"):
+        watched(gan)
+
+
+def test_a_scaler_and_a_schedule_move_with_their_own_optimizer():
+    bare = Gan(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    bare.schedules.append(torch.optim.lr_scheduler.StepLR(bare.of_d, 5, 0.5))
+
+    def step(optimizer, _loss):
+        bare.scaler.step(optimizer)
+        bare.scaler.update()
+        bare.schedules[0 if optimizer is bare.of_g else 1].step()
+        bare.of_g.zero_grad()
+        bare.of_d.zero_grad()
+
+    for real in bare.data:
+        bare.play(real, step)
+    expected = bare.state()
+    gan = Gan(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    gan.schedules.append(torch.optim.lr_scheduler.StepLR(gan.of_d, 5, 0.5))
+    state, _ = watched(gan, scaler=gan.scaler)
+    assert_same(expected, state)
+    assert gan.scaler.state_dict() == bare.scaler.state_dict()
+
+
+def test_models_that_one_backward_trains_are_stepped_together():
+    torch.manual_seed(0)
+    encoder, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (encoder, head)]
+    with trainvitals.watch({"encoder": encoder, "head": head}, optimizers) as monitor:
+        for _ in range(20):
+            x = torch.randn(8, 4)
+            loss = (head(encoder(x)) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            assert monitor.step(loss).decision is None
+    assert monitor.swallowed_errors == {}
+
+
+# ------------------------------------------------------------------------------- misuse
+
+
+def two():
+    models = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    return models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+
+def test_an_optimizer_that_nobody_watches_is_refused():
+    models, optimizers = two()
+    other = torch.optim.Adam(nn.Linear(4, 1).parameters())
+    with trainvitals.watch(models, optimizers) as monitor:
+        models[0](torch.ones(1, 4)).sum().backward()
+        with pytest.raises(UsageError, match="was given Adam, which is none of the 2"):
+            monitor.step(optimizer=other)
+
+
+def test_a_second_step_after_all_backwards_has_no_gradients_and_says_so():
+    models, optimizers = two()
+    with trainvitals.watch(models, optimizers) as monitor:
+        for model in models:
+            model(torch.ones(1, 4)).sum().backward()
+        monitor.step(optimizer=optimizers[0])
+        with pytest.raises(UsageError, match=r"'model1' has a gradient"):
+            monitor.step(optimizer=optimizers[1])
+
+
+def test_a_probe_is_refused_where_optimizers_take_turns():
+    models, optimizers = two()
+    with trainvitals.watch(models, optimizers) as monitor:
+        for batch in monitor.batches([torch.ones(1, 4)], probe=lambda b: models[0](b).sum()):
+            loss = models[0](batch).sum()
+            loss.backward()
+            with pytest.raises(UsageError, match="a probe reads one loss"):
+                monitor.step(loss, optimizer=optimizers[0])
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ([], "the list of models is empty"),
+        ([nn.Linear(4, 1), 3], r"models\['int'\] is an int"),
+        ({"a.b": nn.Linear(4, 1)}, "named 'a.b'"),
+        ({"keys": nn.Linear(4, 1)}, "named 'keys'"),
+    ],
+)
+def test_models_that_cannot_be_watched_are_named(models, says):
+    optimizer = torch.optim.SGD(nn.Linear(4, 1).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=says):
+        trainvitals.watch(models, optimizer)
+
+
+# ------------------------------------------------------------------------------- two ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return spawned(ranks_taking_turns.main, tmp_path_factory.mktemp("turns"))
+
+
+@pytest.mark.parametrize("mode", ["guard", "heal"])
+def test_on_two_ranks_a_healthy_gan_is_as_without_us_and_a_bad_update_is_dropped(mode, two_ranks):
+    for ends in two_ranks:
+        assert ends[mode] == {"state": ends["plain"], "back": False}
+        assert ends[f"{mode} bad"] == {"state": ends["dropped"], "back": False}
+
+
+def test_on_two_ranks_a_rollback_within_a_batch_ends_as_the_clean_run(two_ranks):
+    for ends in two_ranks:
+        assert ends["back"] == {"state": ends["plain"], "back": True}
