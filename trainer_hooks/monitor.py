@@ -14,7 +14,7 @@ from trainer_hooks.callbacks.early_stopping import RestoredBest, nothing_kept
 from trainer_hooks.data.loader import Position
 from trainer_hooks.data.position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.guard.misuse import Backwards, is_of_one_backward, scale_of_unknown_scaler
-from trainer_hooks.guard.optimizers import OwnSteps, update_scaler
+from trainer_hooks.guard.optimizers import OwnSteps, Turn, update_scaler
 from trainer_hooks.guard.schedules import SchedulerEvery, Schedules, every_update
 from trainer_hooks.lifecycle.loop import Loop, not_compiled
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
@@ -24,7 +24,7 @@ from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.recovery.manager import Meta, Restored
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.step.controller import StepController
-from trainer_hooks.step.device import Device, Turn
+from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
 from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.errors import UsageError
@@ -204,7 +204,8 @@ class Monitor(Loop):
         """
         self._refuse_after_the_end()
         refuse_at_step(loss, self._device.joinables)
-        turn = self._device.turn_of(optimizer)
+        device = self._device
+        turn = device.turns[0] if optimizer is None else device.turn_of(optimizer)
         if turn.number:
             refuse_probe(self._controller.probe.has_loss)
         if self._void is not None:

@@ -12,8 +12,8 @@ from torch import nn
 import trainvitals
 from tests.trainer_hooks import ranks_taking_turns
 from tests.trainer_hooks.gan import BATCHES, NAN, Gan
-from tests.trainer_hooks.test_monitor import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.spawned import spawned
+from tests.trainer_hooks.test_monitor import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.torchrun import Trained, reader_of, run_id_of, wait_for_agents
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.views import DecisionsQuestion, SeriesQuestion
@@ -125,15 +125,15 @@ def test_a_relaunch_goes_on_exactly(tmp_path, monkeypatch):
     )
     models = {}
 
-    class Cut(Exception):
+    class CutError(Exception):
         pass
 
     def cut(monitor, outcome):
         models["run"] = monitor.run_id
         if outcome.step == 81:
-            raise Cut
+            raise CutError
 
-    with pytest.raises(Cut):
+    with pytest.raises(CutError):
         watched(Gan(), each=cut, mode="heal", checkpoints=settings)
     monkeypatch.setenv("VITALS_RUN_ID", models["run"])
     firsts = []

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -302,6 +302,23 @@ class OptimizerGuard:
             from torch.amp.grad_scaler import OptState
 
             self._scaler._per_optimizer_states[id(self.optimizer)]["stage"] = OptState.STEPPED
+
+
+class Turn(NamedTuple):
+    """Which optimizers a step moves: all of them (turn 0), or one alone."""
+
+    number: int
+    name: str
+    """Of the one; empty for all."""
+    optimizers: tuple[Optimizer, ...]
+    guards: tuple[OptimizerGuard, ...]
+    part: slice
+    """Its parameters among those that are measured."""
+
+    @property
+    def is_headline(self) -> bool:
+        """Whether the run's loss and norm are those of this turn: of all, or of the first."""
+        return self.number <= 1
 
 
 class LoopOptimizers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from trainer_hooks.guard.optimizers import (
     LoopOptimizers,
     OptimizerGuard,
     Shadows,
-    overflow_flag,
+    Turn,
 )
 from trainer_hooks.guard.refusals import joinables, refuse_unguardable
 from trainer_hooks.measures.host import HostMeasurements, MemoryEstimate
@@ -31,23 +31,6 @@ from trainer_hooks.recovery.state import Stateful
 from trainer_hooks.step.gradients import ALL, GradNorms
 from trainer_hooks.step.reduce_vector import NUM_FIGURES, AsyncCopy, PackLayout, ReduceVector
 from trainvitals.errors import UsageError
-
-
-class Turn(NamedTuple):
-    """Which optimizers a step moves: all of them (turn 0), or one alone."""
-
-    number: int
-    name: str
-    """Of the one; empty for all."""
-    optimizers: tuple[Optimizer, ...]
-    guards: tuple[OptimizerGuard, ...]
-    part: slice
-    """Its parameters among those that are measured."""
-
-    @property
-    def is_headline(self) -> bool:
-        """Whether the run's loss and norm are those of this turn: of all, or of the first."""
-        return self.number <= 1
 
 
 class Engine(Protocol):
@@ -101,13 +84,11 @@ class Device:
     """That of all optimizers, and where there are several that of each."""
 
     def turn_of(self, optimizer: object) -> Turn:
-        """Return the turn of one optimizer; None is all of them.
+        """Return the turn of one optimizer.
 
         Raises:
             UsageError: it is none of those that were given to ``watch``.
         """
-        if optimizer is None:
-            return self.turns[0]
         for turn in self.turns[1:] or self.turns:
             if turn.optimizers[0] is optimizer:
                 return turn
@@ -116,12 +97,6 @@ class Device:
             f"the {len(self.optimizers)} optimizers given to watch()",
             hint="give watch() all optimizers of the loop: watch([a, b], [opt_a, opt_b])",
         )
-
-    def overflow(self, turn: Turn) -> Tensor | None:
-        """Return this rank's flag of the gradient scaler, 0.0 or 1.0, or None without one."""
-        if not turn.number:
-            return self.engine.overflow()
-        return overflow_flag(self.scaler, turn.optimizers, self.norms.device)
 
     def release(self) -> None:
         """Leave the optimizers as they were found."""

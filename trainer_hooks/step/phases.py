@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.data.loader import Fed
-from trainer_hooks.guard.optimizers import OptimizerGuard
+from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
 from trainer_hooks.measures.host import (
     Change,
     DeviceMemory,
@@ -176,7 +176,10 @@ class StepPhases:
         turn, device.norms.part = self.turn, self.turn.part
         root = controller.rank0_values(step, max_norm, turn.number)
         device.norms.align()
-        overflow = device.overflow(turn)
+        if turn.number:
+            overflow = overflow_flag(device.scaler, turn.optimizers, device.norms.device)
+        else:
+            overflow = device.engine.overflow()
         grads: list[Tensor] | None = None
         failed, given = True, StepLoss()
         with controller.faults.fail_open("loss"):
