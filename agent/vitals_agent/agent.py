@@ -324,8 +324,8 @@ class Agent:
         for run_dir in RunDir.find_all(self.config.vitals_dir):
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
-            if self.config.node in run_dir.spool_dirs():
-                with self.faults.contained("discover"):
+            with self.faults.contained("discover"):
+                if self.config.node in run_dir.spool_dirs():
                     run = self._take_up(run_dir.path, keep=True)
                     if run is not None and not run.spool.pending(1):
                         self._let_go(run.run_id)
