@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from trainvitals.errors import UsageError
 from trainvitals.io.client import (
@@ -13,7 +14,6 @@ from trainvitals.io.client import (
     discover_collector,
     read_tokens,
 )
-from trainvitals.views import RunSummary
 
 DEFAULT_DIR = "vitals_runs"
 
@@ -73,8 +73,29 @@ def default_folder() -> Path:
     return folder
 
 
-def choose_run(runs: Sequence[RunSummary], id_or_name: str) -> RunSummary:
+class Named(Protocol):
+    """What people call a run by."""
+
+    @property
+    def run_id(self) -> str:
+        """Its id."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Its name, or ""."""
+        ...
+
+
+R = TypeVar("R", bound=Named)
+
+
+def choose_run(runs: Sequence[R], id_or_name: str) -> R:
     """Return the run of that id, beginning of an id, or name; "" is the newest run.
+
+    Args:
+        runs: the newest first.
+        id_or_name: what a person typed.
 
     Raises:
         UsageError: there is none, or the beginning of an id fits several.

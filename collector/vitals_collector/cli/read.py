@@ -19,6 +19,7 @@ from trainvitals.views import (
     StepQuestion,
 )
 from vitals_collector.cli import postmortem, query, show
+from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import (
     Collector,
     Dir,
@@ -160,18 +161,29 @@ def tail(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the run ends or Ctrl-C.")
     ] = False,
+    every: Annotated[
+        int, typer.Option(help="With --follow and no terminal: steps between two lines.", min=1)
+    ] = 10,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: TableForm = TableFormat.TABLE,
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Show the newest steps, and with --follow those to come."""
+    """Show the newest steps, or with --follow the run as it goes on.
+
+    In a terminal --follow is a panel that is drawn again in place; elsewhere it is a line every so
+    many steps, and one for each action. It waits for a run that has not begun, goes on over
+    rollbacks and restarts, and ends with the run. With --format csv or json every step is a line.
+    """
     if follow and (output is not None or form is TableFormat.PARQUET):
         raise UsageError(
             "--follow never ends, and a file is written as a whole",
             hint="leave --follow out, or send its lines to a file: --format csv > FILE",
         )
+    if follow and form is TableFormat.TABLE:
+        show_progress(run, folder, collector, token_file, every=every)
+        return
     with open_run(run, folder, collector, token_file) as (opened, summary):
         first = max(0, summary.last_step - num + 1)
         if output is not None or form is TableFormat.PARQUET:
