@@ -17,7 +17,6 @@ from trainvitals.errors import UsageError
 from trainvitals.io.client import (
     CollectorClient,
     Tokens,
-    discover_collector,
     read_tokens,
 )
 from trainvitals.io.lookup import known_collector
@@ -284,7 +283,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
 
 def _default_folder(collector: str) -> Path | None:
     """Return the folder to read where no collector was named and none of this user's is known."""
-    has_collector = collector or discover_collector(os.environ) is not None
+    has_collector = any(known_collector(collector))
     return None if has_collector else folder_here()
 
 
