@@ -102,6 +102,34 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, float] = {}
 
 
+_DONE: dict[ActionName, str] = {
+    "skip_step": "update skipped",
+    "rollback": "rolled back",
+    "halt": "training stopped",
+    "accept_level": "new level accepted",
+}
+_NOT_DONE: dict[ActionName, str] = {
+    "skip_step": "update would be skipped",
+    "rollback": "would roll back",
+    "halt": "training would be stopped",
+    "accept_level": "new level would be accepted",
+}
+
+
+def decision_text(decision: Decision) -> str:
+    """Return what was done and why, as one line for people; its step is not in it."""
+    words = (_DONE if decision.acted else _NOT_DONE).get(decision.action, decision.action)
+    reason = decision.reason
+    if not decision.acted:
+        return f"{words} ({decision.mode} mode): {reason}"
+    if decision.action == "rollback":
+        step = decision.rollback_to_step
+        words = f"{words} to step {step}"
+        # Where to is said already, and the checkpoint's name is for `vitals show`.
+        reason = reason.replace(f"; back to {decision.checkpoint_id}, before step {step}", "")
+    return f"{words}: {reason}"
+
+
 # ---------------------------------------------------------------------------------- commands
 
 

@@ -245,7 +245,7 @@ class Agent:
     def report_left_behind(self) -> int:
         """Say which rows never came into a spool; return how many. They stay in shared memory."""
         total = 0
-        for ref in filter(self._is_ours, discover(self.config.base)):
+        for ref in self._journals():
             with self.faults.contained("tailer"):
                 run = self.runs.get(ref.run_id)
                 left = num_left(ref.directory, run.synced(ref.directory) if run else {})
@@ -263,9 +263,7 @@ class Agent:
     # ------------------------------------------------------------------------- which runs
 
     def _discover(self) -> None:
-        for ref in discover(self.config.base):
-            if not self._is_ours(ref):
-                continue
+        for ref in self._journals():
             with self.faults.contained("discover"):
                 assert ref.run_dir is not None
                 run = self.runs.get(ref.run_id)
@@ -273,10 +271,11 @@ class Agent:
                 if run is not None:
                     run.follow(ref.directory)
 
+    def _journals(self) -> Iterable[JournalRef]:
+        return filter(self._is_ours, discover(self.config.base, self.config.run_id))
+
     def _is_ours(self, ref: JournalRef) -> bool:
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
-            return False
-        if self.config.run_id and ref.run_id != self.config.run_id:
             return False
         if ref.run_dir not in self._ours:
             here = ref.run_dir.resolve().parent == self.config.vitals_dir.resolve()
@@ -325,8 +324,8 @@ class Agent:
         for run_dir in RunDir.find_all(self.config.vitals_dir):
             if self.config.run_id not in ("", run_dir.run_id):
                 continue
-            if self.config.node in run_dir.spool_dirs():
-                with self.faults.contained("discover"):
+            with self.faults.contained("discover"):
+                if self.config.node in run_dir.spool_dirs():
                     run = self._take_up(run_dir.path, keep=True)
                     if run is not None and not run.spool.pending(1):
                         self._let_go(run.run_id)

@@ -23,6 +23,7 @@ from trainvitals.io.client import (
     read_tokens,
     refusal,
 )
+from trainvitals.io.setting_paths import collector_folder
 from trainvitals.question import Question
 from trainvitals.wire import IngestReply
 
@@ -220,12 +221,12 @@ def finder(collector: str, token_file: Path | None, environ: Mapping[str, str]) 
     What lies in files is read anew at each search.
 
     Raises:
-        UsageError: ``collector`` is neither an address nor an absolute path.
+        UsageError: ``collector`` is neither an address nor a folder.
     """
-    if collector and not Path(collector).is_absolute():
+    data = collector_folder(collector) if collector else default_data_dir(environ)
+    if data is None:
         CollectorClient(collector).close()  # is it an address at all?
         return lambda: CollectorAddress(url=collector, tokens=_tokens(token_file))
-    data = Path(collector) if collector else default_data_dir(environ)
     return lambda: _in_folder(data, token_file)
 
 

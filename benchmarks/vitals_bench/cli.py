@@ -189,7 +189,7 @@ def bench_ingest(
 
 
 def bench_agent(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
-    """Measure the agent's CPU time beside eight ranks and eight GPUs, and its parts' shares."""
+    """Measure the agent beside eight ranks and eight GPUs, and 50 agents of a sweep on one node."""
     _run(("agent",), quick=quick, output=output, page=page)
 
 

@@ -27,7 +27,7 @@ def dashboard(
         typer.Argument(metavar="[DIR]", help="Folder of runs to read; needs no collector."),
     ] = None,
     collector: Annotated[
-        str, typer.Option(help="Address of a collector [default: this user's own].")
+        str, typer.Option(help="Address or data folder of a collector [default: this user's own].")
     ] = "",
     token_file: Annotated[
         Path | None, typer.Option(help="That collector's tokens.json (mode 0600).")
@@ -73,8 +73,12 @@ def dashboard(
 
 def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launch.CollectorPlace":
     from trainvitals.io.client import CollectorClient, read_tokens
-    from vitals_dashboard.launch import CollectorPlace
+    from trainvitals.io.setting_paths import collector_folder
+    from vitals_dashboard.launch import CollectorPlace, place_on
 
+    data = collector_folder(url)
+    if data is not None:
+        return place_on(data, str(token_file or ""))
     CollectorClient(url).close()  # refuses what is no address
     path = str(token_file) if token_file is not None else environ.get("VITALS_TOKEN_FILE", "")
     if not path:

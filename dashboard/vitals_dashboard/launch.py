@@ -26,6 +26,7 @@ from trainvitals.cli.supervise import stop_process
 from trainvitals.errors import StorageError, TransportError, UsageError
 from trainvitals.io.client import default_data_dir
 from trainvitals.io.private import ensure_private_dir
+from trainvitals.io.setting_paths import collector_folder
 from vitals_dashboard.auth import HEALTH_PATH
 from vitals_dashboard.settings import (
     SETTINGS_VARIABLE,
@@ -157,8 +158,17 @@ def discovered(environ: Mapping[str, str]) -> CollectorPlace:
     """
     data = default_data_dir(environ)
     url, token_file = environ.get("VITALS_COLLECTOR_URL", ""), environ.get("VITALS_TOKEN_FILE", "")
-    if url:
+    if url and collector_folder(url) is None:
         return CollectorPlace(url=url, token_file=token_file)
+    return place_on(collector_folder(url) or data, token_file)
+
+
+def place_on(data: Path, token_file: str) -> CollectorPlace:
+    """Return the collector on a data folder; it is found again where its port changes.
+
+    Raises:
+        UsageError: there is none.
+    """
     place = read_collector_file(data / "collector.json")
     if place is None:
         raise UsageError(

@@ -144,7 +144,7 @@ def test_a_file_that_is_torn_is_no_collector(tmp_path, text):
 
 def test_what_is_no_address_is_refused_at_once():
     with pytest.raises(UsageError, match="it must be http://host:port"):
-        finder("collector", None, {})
+        finder("nonsense", None, {})
 
 
 def test_a_run_directory_keeps_what_a_collector_that_was_found_has_too(world, stub):

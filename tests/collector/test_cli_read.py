@@ -236,7 +236,7 @@ def test_nothing_to_read_from_is_explained(
 
 def test_a_folder_that_is_not_there_is_explained(capsys: pytest.CaptureFixture[str]):
     assert 2 == vitals("runs", "/no/such/folder")
-    assert "is not a folder" in capsys.readouterr().err
+    assert "there is no folder /no/such/folder" in capsys.readouterr().err
 
 
 def test_a_collector_that_does_not_answer_is_explained(capsys: pytest.CaptureFixture[str]):

@@ -209,6 +209,6 @@ def test_reading_changes_nothing_in_the_folder(tmp_path: Path):
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path):
     store = open_store("sqlite://")
-    with pytest.raises(UsageError, match="is not a folder"):
+    with pytest.raises(UsageError, match="there is no folder"):
         FolderIngest(store, [tmp_path / "none"])
     store.close()

@@ -184,7 +184,7 @@ def test_a_collector_that_goes_while_a_run_is_followed_is_said(lab):
     with lab.client(port) as client:
         until(lambda: len(client.ask(RunsQuestion())) == 1, "the run is known")
     follow = lab.start_vitals("tail", "--follow", *where)
-    until(lambda: "STEP" in lab.log("tail").read_text(), "it is followed")
+    until(lambda: "  grad norm " in lab.log("tail").read_text(), "it is followed")
     os.kill(collector.pid, signal.SIGKILL)
     assert 1 == follow.wait(20.0)
     said = lab.log("tail").read_text()

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle.run_paths import RunPaths
 from trainer_hooks.step.emit import Emitter
+from trainvitals.io.setting_paths import with_absolute_paths
 from trainvitals.records import Note
 
 _LOG = logging.getLogger("trainvitals")
@@ -51,7 +52,8 @@ class Starter:
     def __init__(self, place: RunPaths, environ: Mapping[str, str]) -> None:
         assert place.folder is not None, "without journals there is nothing to ship"
         variables = {"VITALS_NODE": place.node, "VITALS_SHM": str(place.folder.parent.parent)}
-        self._environ = {**environ, **variables}
+        # A later start of it may find the training in another working directory.
+        self._environ = {**with_absolute_paths(environ), **variables}
         self._run_id, self.directory = place.run_dir.run_id, str(place.run_dir.path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(place.run_dir.agent_dir(place.node) / "agent.log", flags, 0o600)

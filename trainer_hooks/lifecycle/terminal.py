@@ -14,25 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from trainvitals.clock import Clock
-from trainvitals.records import ActionName, Decision, RunInfo
+from trainvitals.records import ActionName, Decision, RunInfo, decision_text
 
 _LOG = logging.getLogger("trainvitals")
 SECONDS_BETWEEN_LINES = 1.0
 """Of one kind: a fast loop with many bad steps must not fill the terminal."""
-
-_DONE: dict[ActionName, str] = {
-    "skip_step": "update skipped",
-    "rollback": "rolled back",
-    "halt": "training stopped",
-    "accept_level": "new level accepted",
-}
-_NOT_DONE: dict[ActionName, str] = {
-    "skip_step": "update would be skipped",
-    "rollback": "would roll back",
-    "halt": "training would be stopped",
-    "accept_level": "new level would be accepted",
-}
-
 
 if TYPE_CHECKING:
     _StreamHandler = logging.StreamHandler[TextIO]
@@ -164,16 +150,8 @@ class Terminal:
             self._untold = 0
 
     def _in_words(self, decision: Decision) -> str:
-        words, reason = (_DONE if decision.acted else _NOT_DONE)[decision.action], decision.reason
-        if not decision.acted:
-            return f"{words} ({self._mode} mode): {reason}"
-        if decision.action == "rollback":
-            step = decision.rollback_to_step
-            words = f"{words} to step {step}"
-            # Where to is said already, and the checkpoint's name is for `vitals show`.
-            reason = reason.replace(f"; back to {decision.checkpoint_id}, before step {step}", "")
-        text = f"{words}: {reason}"
-        if decision.action == "halt":
+        text = decision_text(decision)
+        if decision.action == "halt" and decision.acted:
             text = f"{text}; next: vitals why {self._path} {decision.step}"
         return text
 

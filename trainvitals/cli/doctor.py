@@ -18,7 +18,9 @@ from trainvitals import __version__
 from trainvitals.cli.programs import PACKAGES, install
 from trainvitals.errors import VitalsError
 
-Status = Literal["ok", "note", "fail"]
+Status = Literal["ok", "info", "note", "fail"]
+"""``info`` is no fault: something optional that is not installed. A ``note`` is a fault that
+training survives."""
 
 MIN_SHARED_BYTES = 64 << 20
 """Less free shared memory than this is worth a word: Docker's default is 64 MB in all, and
@@ -27,7 +29,7 @@ DataLoader workers need most of it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing looked at: what was met, and the way out where it is not well."""
+    """One thing that was looked at, and the remedy where it is not well."""
 
     name: str
     status: Status
@@ -52,14 +54,13 @@ def check_versions() -> Iterator[Check]:
 
 
 def check_torch(installed: Callable[[str], str | None]) -> Check:
-    """Return whether the torch that is installed can be guarded; none is only worth a word."""
+    """Return whether the torch that is installed can be guarded; without one, runs are read."""
     version = installed("torch")
     if version is None:
         return Check(
             name="torch",
-            status="note",
-            text="not installed: nothing can be trained from this environment",
-            hint="install the build your cluster needs, or pip install 'trainvitals[torch]'",
+            status="info",
+            text=f"not installed; to train here, your own build or: {install('torch')}",
         )
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < (2, 6):
@@ -76,12 +77,13 @@ def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
     """Yield for the base install and each extra whether its packages are there."""
     for extra, modules in PACKAGES.items():
         missing = [module for module in modules if not importable(module)]
-        yield Check(
-            name=extra,
-            status="note" if missing else "ok",
-            text=f"without {', '.join(missing)}" if missing else "installed",
-            hint=install(extra) if missing else "",
-        )
+        if not missing:
+            yield Check(name=extra, status="ok", text="installed")
+        elif extra != "base" and len(missing) == len(modules):
+            yield Check(name=extra, status="info", text=f"not installed: {install(extra)}")
+        else:
+            text = f"incomplete: {', '.join(missing)} not installed"
+            yield Check(name=extra, status="note", text=text, hint=install(extra))
 
 
 def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -100,14 +102,15 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check(
             name="shared memory",
             status="note",
-            text=f"{base} is on a disk: journals go through a queue and a writing thread",
+            text=f"{base} is on a disk, which takes metrics more slowly than memory does",
             hint="mount a tmpfs, and point VITALS_SHM at it",
         )
     elif free < MIN_SHARED_BYTES:
         yield Check(
             name="shared memory",
             status="fail",
-            text=f"{free / 1e6:.0f} MB free in {base}; journals and DataLoader workers share it",
+            text=f"{free / 1e6:.0f} MB free in {base}, shared by Vitals and DataLoader workers; "
+            f"{MIN_SHARED_BYTES / 1e6:.0f} MB are needed",
             hint="docker run --shm-size=1g, or an emptyDir with medium Memory in Kubernetes",
         )
     else:
@@ -116,14 +119,14 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
 
 def check_run_directory(environ: Mapping[str, str]) -> Check:
     """Return whether run directories can be made where `VITALS_DIR` says."""
-    directory = Path(environ.get("VITALS_DIR", "vitals_runs")).absolute()
+    directory = Path(environ.get("VITALS_DIR") or "vitals_runs").absolute()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return Check(name="run directories", status="ok", text=str(directory))
     return Check(
         name="run directories",
         status="fail",
-        text=f"{directory} cannot be made or written: {existing} refuses it",
+        text=f"{directory} cannot be written: {existing} is not a folder that you may write to",
         hint="point VITALS_DIR at a directory you may write to",
     )
 
@@ -147,7 +150,7 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def render(checks: list[Check]) -> str:
-    """Return the checks as lines of text, each with its way out below."""
+    """Return the checks as lines of text, each fault with its remedy below."""
     width = max(len(check.name) for check in checks)
     lines: list[str] = []
     for check in checks:
@@ -166,7 +169,10 @@ def register(app: typer.Typer) -> None:
             Literal["table", "json"], typer.Option(help="How to print the checks.")
         ] = "table",
     ) -> None:
-        """Check this machine; say what is missing and the way out. Exits 1 when a check fails."""
+        """Check this machine: versions, packages, shared memory, and where runs are written.
+
+        ok and info need no action; note and fail name the remedy. Exits 1 if a check fails.
+        """
         checks = examine(os.environ)
         as_json = json.dumps([asdict(check) for check in checks], indent=2)
         typer.echo(as_json if format == "json" else render(checks))

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from trainvitals.errors import StorageError, UsageError
-from trainvitals.identity import check_run_id
-from trainvitals.io.rundir import HaltMarker, RunDir
+from trainvitals.errors import StorageError, UsageError, VitalsError
+from trainvitals.io.rundir import HaltMarker, RunDir, is_run_id
 
 _Run = Annotated[
     str,
@@ -83,7 +82,7 @@ def find_fitting(run: str, vitals_dir: Path) -> list[RunDir]:
         UsageError: there is none.
     """
     folder = Path(run).expanduser()
-    if _is_run_id(folder.absolute().name) and run and folder.is_dir():
+    if is_run_id(folder.absolute().name) and run and folder.is_dir():
         return [RunDir.open(folder)]
     fitting, where = (RunDir.find_all(folder) if run else []), folder
     if not fitting:
@@ -108,13 +107,9 @@ def _words(run_id: str, marker: HaltMarker) -> str:
 
 
 def _name(run: RunDir) -> str:
-    info = run.info()
-    return "" if info is None else info.name
-
-
-def _is_run_id(text: str) -> bool:
+    """Return what the run is called; "" where its file is missing or damaged."""
     try:
-        check_run_id(text)
-    except UsageError:
-        return False
-    return True
+        info = run.info()
+    except (VitalsError, OSError):
+        return ""
+    return "" if info is None else info.name

@@ -21,6 +21,7 @@ import httpx
 import msgspec
 
 from trainvitals.errors import MissingDependencyError, StorageError, TransportError, UsageError
+from trainvitals.io.setting_paths import with_absolute_paths
 
 T = TypeVar("T")
 _Handler = Callable[[int, FrameType | None], object] | int | None
@@ -74,7 +75,7 @@ class Stack:
         self.home = home.absolute()
         self.runs = self.home / "runs"
         self.data = self.home / "collector"
-        self.environ = dict(environ)
+        self.environ = with_absolute_paths(environ)
         self.collector_url = ""
         self.dashboard_url = ""
         self._children: list[Child] = []

@@ -90,8 +90,9 @@ class CollectorClient:
             parsed = httpx.URL("")
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise UsageError(
-                f"the collector's address is {url!r}; it must be http://host:port",
-                hint="`vitals collector` prints its address when it starts",
+                f"the collector's address is {url!r}; it must be http://host:port, or a folder",
+                hint="`vitals collector` prints its address when it starts; its data folder is "
+                "written with a slash, such as ./collector",
             )
         self.url = url.rstrip("/")
         self._http = httpx.Client(

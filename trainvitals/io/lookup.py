@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from trainvitals.errors import UsageError
 from trainvitals.io.client import (
@@ -13,7 +14,7 @@ from trainvitals.io.client import (
     discover_collector,
     read_tokens,
 )
-from trainvitals.views import RunSummary
+from trainvitals.io.setting_paths import collector_folder
 
 DEFAULT_DIR = "vitals_runs"
 
@@ -22,7 +23,7 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
     """Return the collector at ``url``, else the one that is found here, with its tokens.
 
     Found are the collector that the environment names, and this user's own where it answers.
-    For ``url`` its data folder may be given, as an absolute path.
+    For ``url``, and in the environment, its data folder may be given.
     """
     file = token_file or os.environ.get("VITALS_TOKEN_FILE") or None
     url, collector = known_collector(url)
@@ -47,12 +48,14 @@ def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
     Raises:
         UsageError: a folder was named, and no collector runs on it.
     """
-    if not Path(named).is_absolute():
+    folder = collector_folder(named or os.environ.get("VITALS_COLLECTOR_URL", ""))
+    if folder is None:
         return named.rstrip("/"), discover_collector(os.environ)
-    collector = collector_on(Path(named))
+    collector = collector_on(folder)
     if collector is None:
         raise UsageError(
-            f"--collector is {named}, and no collector runs on that folder",
+            f"{'--collector' if named else 'VITALS_COLLECTOR_URL'} is {folder}, and no collector "
+            "runs on that folder",
             hint="give the folder that the collector has as --data, or its address",
         )
     return collector.url, collector
@@ -73,8 +76,29 @@ def default_folder() -> Path:
     return folder
 
 
-def choose_run(runs: Sequence[RunSummary], id_or_name: str) -> RunSummary:
+class Named(Protocol):
+    """What people call a run by."""
+
+    @property
+    def run_id(self) -> str:
+        """Its id."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Its name, or ""."""
+        ...
+
+
+R = TypeVar("R", bound=Named)
+
+
+def choose_run(runs: Sequence[R], id_or_name: str) -> R:
     """Return the run of that id, beginning of an id, or name; "" is the newest run.
+
+    Args:
+        runs: the newest first.
+        id_or_name: what a person typed.
 
     Raises:
         UsageError: there is none, or the beginning of an id fits several.

@@ -74,13 +74,18 @@ class RunDir:
 
     @staticmethod
     def find_all(vitals_dir: Path) -> list["RunDir"]:
-        """Return the run directories below ``vitals_dir``, oldest first."""
-        run_dirs = []
-        for path in sorted(vitals_dir.absolute().iterdir()) if vitals_dir.is_dir() else []:
-            with contextlib.suppress(UsageError):
-                if path.is_dir():
-                    run_dirs.append(RunDir(path))
-        return run_dirs
+        """Return the run directories below ``vitals_dir``, oldest first.
+
+        Raises:
+            StorageError: the folder is there, and cannot be listed.
+        """
+        try:
+            paths = sorted(vitals_dir.absolute().iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _unreadable(vitals_dir, error) from error
+        return [RunDir(path) for path in paths if is_run_id(path.name) and path.is_dir()]
 
     # ------------------------------------------------------------------------- attributes
 
@@ -112,8 +117,16 @@ class RunDir:
         return self._folder(f"agents/{node}")
 
     def spool_dirs(self) -> dict[str, Path]:
-        """Return each node's folder of spooled batches, as far as there are any."""
-        spools = sorted((self.path / "agents").glob("*/spool"))
+        """Return each node's folder of spooled batches, as far as there are any.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        try:
+            nodes = sorted((self.path / "agents").iterdir())
+        except FileNotFoundError:
+            return {}
+        spools = [node / "spool" for node in nodes]
         return {path.parent.name: path for path in spools if path.is_dir()}
 
     # --------------------------------------------------------------------------- commands
@@ -241,6 +254,40 @@ class RunDir:
         path = self.path / name
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+
+def is_run_id(text: str) -> bool:
+    """Return whether this is a run's id, and a folder of that name a run directory."""
+    try:
+        check_run_id(text)
+    except UsageError:
+        return False
+    return True
+
+
+def check_folder(folder: Path) -> None:
+    """Return if the folder can be listed.
+
+    Raises:
+        UsageError: there is no such folder.
+        StorageError: it may not be read, or the disk does not answer.
+    """
+    hint = "give the folder that holds the runs (VITALS_DIR), or one run's own"
+    try:
+        os.scandir(folder).close()
+    except FileNotFoundError:
+        raise UsageError(f"there is no folder {folder}", hint=hint) from None
+    except NotADirectoryError:
+        raise UsageError(f"{folder} is a file and not a folder", hint=hint) from None
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{folder} cannot be read: {error.strerror}",
+        hint=f"`ls -ld {folder}` shows who may read it",
+    )
 
 
 def replace_file(path: Path, raw: bytes, *, mode: int = 0o644) -> None:

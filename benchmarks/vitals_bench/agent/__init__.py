@@ -1,7 +1,8 @@
-"""What the agent costs on a node of eight ranks and eight GPUs."""
+"""What the agent costs on a node of eight ranks and eight GPUs, and in a sweep of small jobs."""
 
 from vitals_bench.agent.cost import Cost, agent_cost, measure_agent
+from vitals_bench.agent.sweep import measure_sweep
 
-PARTS = {"a node of 8 ranks and 8 GPUs": measure_agent}
+PARTS = {"a node of 8 ranks and 8 GPUs": measure_agent, "a sweep on one node": measure_sweep}
 
-__all__ = ["PARTS", "Cost", "agent_cost", "measure_agent"]
+__all__ = ["PARTS", "Cost", "agent_cost", "measure_agent", "measure_sweep"]

@@ -17,7 +17,6 @@ from trainvitals.errors import UsageError
 from trainvitals.io.client import (
     CollectorClient,
     Tokens,
-    discover_collector,
     read_tokens,
 )
 from trainvitals.io.lookup import known_collector
@@ -32,6 +31,7 @@ from trainvitals.views import (
     CommandView,
     RunSummary,
 )
+from vitals_collector.cli.opening import as_folder, choose_run
 from vitals_collector.cli.replay import folder_here
 from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
 
@@ -100,9 +100,8 @@ def command(
     The run's own policy decides, and answers; `accept STEP` says that what Vitals took for an
     outlier, a rise or a state to blame at that step was healthy, and stays so.
     """
-    if folder is None and Path(run).is_dir():
-        folder, run = Path(run), ""
-    elif folder is None and action is not Action.LIST:
+    folder, run = as_folder(run, folder)
+    if folder is None and action is not Action.LIST:
         folder = _default_folder(collector)
     if action is Action.LIST:
         with _control(collector, token_file, needs="read") as client:
@@ -139,7 +138,7 @@ def _leave(folder: Path, run: str, request: CommandRequest) -> CommandView:
 
     check_request(request)
     with open_reader(folder) as opened:
-        summary = find_run(opened.reader, run)
+        summary = choose_run(opened, run)
         announced = opened.reader.ask(CheckpointsQuestion(run_id=summary.run_id))
     _check_open(summary)
     check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
@@ -284,7 +283,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
 
 def _default_folder(collector: str) -> Path | None:
     """Return the folder to read where no collector was named and none of this user's is known."""
-    has_collector = collector or discover_collector(os.environ) is not None
+    has_collector = any(known_collector(collector))
     return None if has_collector else folder_here()
 
 

@@ -1,13 +1,16 @@
 """What every command that looks back is asked with: a run, and where it is to be read."""
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainvitals.views import RunSummary
+from trainvitals.cli.output import printable
+from trainvitals.errors import StorageError, UsageError
+from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.queries.open import Opened, find_run, open_reader
 
 Run = Annotated[
@@ -16,7 +19,10 @@ Run = Annotated[
         help="Id, beginning of an id, name, or folder; of a folder, or if absent, the newest run."
     ),
 ]
-Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
+# Not checked by typer: our own errors name the way out.
+Dir = Annotated[
+    Path | None, typer.Option("--dir", help="Folder with run directories.", readable=False)
+]
 Collector = Annotated[
     str, typer.Option("--collector", help="Address or data folder of a collector.")
 ]
@@ -30,11 +36,51 @@ def open_run(
     """Open what is asked about; a run given as a folder is read without any server."""
     folder, run = as_folder(run, folder)
     with open_reader(folder, collector=collector, token_file=token_file) as opened:
-        yield opened, find_run(opened.reader, run)
+        yield opened, choose_run(opened, run)
 
 
 def as_folder(run: str, folder: Path | None) -> tuple[Path | None, str]:
-    """Return the folder to read, and the run in it; a run may be given as a folder itself."""
-    if run and folder is None and Path(run).is_dir():
+    """Return the folder to read, and the run in it; a run may be given as a folder itself.
+
+    What is written as a path is one, whether it is there or not: the error then is about the path.
+    """
+    if run and folder is None and (os.sep in run or os.path.isdir(run)):  # noqa: PTH112 - no error
         return Path(run), ""
     return folder, run
+
+
+def warn_of_unreadable(unreadable: Mapping[str, str]) -> None:
+    """Say on stderr which runs cannot be read, and why."""
+    for run_id, why in sorted(unreadable.items()):
+        typer.echo(f"warning: run {run_id} cannot be read: {printable(why)}", err=True)
+
+
+def choose_run(opened: Opened, run: str) -> RunSummary:
+    """Return the run that is meant; "" is the newest one.
+
+    Raises:
+        UsageError: there is none, or the beginning of an id fits several.
+        StorageError: it is there and cannot be read.
+    """
+    unreadable = opened.unreadable
+    try:
+        summary = find_run(opened.reader, run)
+    except UsageError as error:
+        meant = sorted(run_id for run_id in unreadable if run_id.startswith(run.upper()))
+        if meant:
+            run_id = meant[-1]
+            raise StorageError(
+                f"run {run_id} cannot be read: {unreadable[run_id]}",
+                hint="the files must be readable for you, and as the node's agent left them",
+            ) from error
+        if opened.folder is None or opened.reader.ask(RunsQuestion()):
+            raise
+        raise UsageError(
+            f"{opened.folder} has no rows of any run",
+            hint="the first rows come within seconds of a run's first step; if none come, "
+            "RUN/agents/NODE/agent.log says why",
+        ) from error
+    if not run:  # a newer one may have been meant
+        newer = {run_id: why for run_id, why in unreadable.items() if run_id > summary.run_id}
+        warn_of_unreadable(newer)
+    return summary

@@ -9,9 +9,16 @@ from msgspec.structs import replace
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, TableName, TableQuestion, TableReply
-from vitals_collector.cli.opening import Collector, Dir, TokenFile, as_folder
+from vitals_collector.cli.opening import (
+    Collector,
+    Dir,
+    TokenFile,
+    as_folder,
+    choose_run,
+    warn_of_unreadable,
+)
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
-from vitals_collector.queries.open import find_run, open_reader
+from vitals_collector.queries.open import open_reader
 
 _OF_ONE_RUN = ("steps", "ranks")
 _NAMES = ", ".join(get_args(TableName))
@@ -86,7 +93,9 @@ def query(
     folder, run = as_folder(run, folder)
     with open_reader(folder, collector=collector, token_file=token_file) as opened:
         if run or table in _OF_ONE_RUN:
-            request = replace(request, run_id=find_run(opened.reader, run).run_id)
+            request = replace(request, run_id=choose_run(opened, run).run_id)
+        else:
+            warn_of_unreadable(opened.unreadable)
         reply = opened.reader.ask(request)
     shown = dict(zip(reply.columns, reply.data, strict=True))
     write_columns(shown, form, output, force=force)

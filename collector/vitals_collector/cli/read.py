@@ -1,7 +1,7 @@
 """Commands that look back: `vitals runs`, `why` and `tail`, and those of the files beside."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +10,7 @@ import typer
 
 from trainvitals.cli.output import Format, moment, write_json, write_rows
 from trainvitals.errors import UsageError
+from trainvitals.io.rundir import RunDir, is_run_id
 from trainvitals.views import (
     DecisionsQuestion,
     RunQuestion,
@@ -18,10 +19,23 @@ from trainvitals.views import (
     StepQuestion,
 )
 from vitals_collector.cli import postmortem, query, show
-from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
+from vitals_collector.cli.follow import follow as show_progress
+from vitals_collector.cli.opening import (
+    Collector,
+    Dir,
+    Run,
+    TokenFile,
+    open_run,
+    warn_of_unreadable,
+)
 from vitals_collector.cli.writing import Force, Output, TableForm, TableFormat, write_columns
-from vitals_collector.queries.open import open_reader
+from vitals_collector.queries.open import Opened, open_reader
 from vitals_collector.queries.tail import Tail
+
+_RUN_COLUMNS = (
+    *("run", "name", "state", "health", "step", "loss"),
+    *("skips", "rollbacks", "started"),
+)
 
 
 class TextFormat(StrEnum):
@@ -44,7 +58,10 @@ def register(app: typer.Typer) -> None:
 
 def list_runs(
     folder: Annotated[
-        Path | None, typer.Argument(help="Folder with run directories; else a collector is asked.")
+        Path | None,
+        typer.Argument(
+            help="Folder with run directories; else a collector is asked.", readable=False
+        ),
     ] = None,
     collector: Collector = "",
     token_file: TokenFile = None,
@@ -55,18 +72,35 @@ def list_runs(
     """List the runs of a collector, or of a folder without any server."""
     with open_reader(folder, collector=collector, token_file=token_file) as opened:
         runs = opened.reader.ask(RunsQuestion())
-    columns: dict[str, Sequence[object]] = {
-        "run": [run.run_id for run in runs],
-        "name": [run.name for run in runs],
-        "state": [run.state for run in runs],
-        "health": [run.health for run in runs],
-        "step": [run.last_step for run in runs],
-        "loss": [run.loss for run in runs],
-        "skips": [run.num_skips for run in runs],
-        "rollbacks": [run.num_rollbacks for run in runs],
-        "started": [moment(run.started_unix_ns) for run in runs],
-    }
+        others = _without_rows(opened, {run.run_id for run in runs})
+        warn_of_unreadable(opened.unreadable)
+        if not runs and not others and opened.folder is not None:
+            typer.echo(f"there are no runs in {opened.folder}", err=True)
+    rows: list[tuple[object, ...]] = [
+        (
+            *(run.run_id, run.name, run.state, run.health, run.last_step, run.loss),
+            *(run.num_skips, run.num_rollbacks, moment(run.started_unix_ns)),
+        )
+        for run in runs
+    ]
+    rows += [(run_id, "", state, "", *[None] * 4, "") for run_id, state in others.items()]
+    columns = {name: [row[at] for row in rows] for at, name in enumerate(_RUN_COLUMNS)}
     write_columns(columns, form, output, force=force, body=runs)
+    if opened.unreadable and not runs:
+        raise typer.Exit(1)
+
+
+def _without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
+    """Return the folder's runs of which there is nothing to tell, and what to say instead."""
+    folder = opened.folder
+    if folder is None:
+        return {}
+    run_dirs = [RunDir(folder)] if is_run_id(folder.name) else RunDir.find_all(folder)
+    return {
+        run_dir.run_id: "unreadable" if run_dir.run_id in opened.unreadable else "no rows"
+        for run_dir in reversed(run_dirs)
+        if run_dir.run_id not in listed
+    }
 
 
 def why(
@@ -127,18 +161,29 @@ def tail(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the run ends or Ctrl-C.")
     ] = False,
+    every: Annotated[
+        int, typer.Option(help="With --follow and no terminal: steps between two lines.", min=1)
+    ] = 10,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: TableForm = TableFormat.TABLE,
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Show the newest steps, and with --follow those to come."""
+    """Show the newest steps, or with --follow the run as it goes on.
+
+    In a terminal --follow is a panel that is drawn again in place; elsewhere it is a line every so
+    many steps, and one for each action. It waits for a run that has not begun, goes on over
+    rollbacks and restarts, and ends with the run. With --format csv or json every step is a line.
+    """
     if follow and (output is not None or form is TableFormat.PARQUET):
         raise UsageError(
             "--follow never ends, and a file is written as a whole",
             hint="leave --follow out, or send its lines to a file: --format csv > FILE",
         )
+    if follow and form is TableFormat.TABLE:
+        show_progress(run, folder, collector, token_file, every=every)
+        return
     with open_run(run, folder, collector, token_file) as (opened, summary):
         first = max(0, summary.last_step - num + 1)
         if output is not None or form is TableFormat.PARQUET:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,8 @@ from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import default_data_dir
 from trainvitals.io.lookup import DEFAULT_DIR
-from vitals_collector.queries.open import find_run
+from vitals_collector.cli.opening import choose_run
+from vitals_collector.queries.open import Opened
 
 if TYPE_CHECKING:
     from trainvitals.policy import JudgeConfig
@@ -236,9 +237,12 @@ def _replay_run(
     store = open_data_store(where) if folder is None else open_store("sqlite://")
     with contextlib.closing(store):
         recover(store)
+        opened = Opened(Query(store, clock=SystemClock()), refresh=lambda: None)
         if folder is not None:
-            FolderIngest(store, [folder]).poll()
-        summary = find_run(Query(store, clock=SystemClock()), run)
+            spools = FolderIngest(store, [folder])
+            spools.poll()
+            opened = replace(opened, folder=folder, unreadable=spools.unreadable)
+        summary = choose_run(opened, run)
         done = judge_again(store, summary.run_id, config=settings)
     name = printable(summary.name or summary.run_id)
     judged_steps = done.judged()

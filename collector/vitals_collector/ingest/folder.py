@@ -7,15 +7,14 @@ that stores the rows, so a restart goes on where it was and a lost position cost
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 from sqlalchemy import Connection, select
 
-from trainvitals.errors import NewerVersionError, StorageError, UsageError, VitalsError
-from trainvitals.identity import check_run_id
-from trainvitals.io.rundir import RunDir
+from trainvitals.errors import NewerVersionError, StorageError, VitalsError
+from trainvitals.io.rundir import RunDir, check_folder, is_run_id
 from trainvitals.io.spool import Position, read_batches
 from trainvitals.io.spool_files import STATE_FILE
 from vitals_collector.ingest.ingest import Stored, announce, store_batches
@@ -30,12 +29,16 @@ _MAX_LOGGED = 4_096
 _BYTES_AT_ONCE = 4 << 20
 """In one transaction: long enough to share its fsync, short enough that HTTP gets its turn."""
 
+Refused = Callable[[RunDir, Path, Exception], object]
+"""Told of a run that cannot be read: the run, the path, and why."""
+
 
 class FolderIngest:
     """Follows every spool below some folders, each a VITALS_DIR or one run directory.
 
     Raises:
         UsageError: a folder is not there.
+        StorageError: a folder may not be read.
     """
 
     def __init__(self, store: Store, folders: Sequence[Path]) -> None:
@@ -43,50 +46,57 @@ class FolderIngest:
         self._folders = [folder.expanduser().absolute() for folder in folders]
         self._logged: set[str] = set()
         self._tail_loss = TailLoss(store)
+        self.unreadable: dict[str, str] = {}
+        """Of each run that the last poll could not read, or not all of it: why."""
         for folder in self._folders:
-            if not folder.is_dir():
-                raise UsageError(
-                    f"{folder} is not a folder",
-                    hint="give the folder that holds the runs (VITALS_DIR), or one run's own",
-                )
+            check_folder(folder)
 
     def poll(self, stop: threading.Event | None = None) -> int:
         """Store everything there is to read now, or until ``stop``; return the number of new rows.
 
+        A run that cannot be read keeps no other back: it is in ``unreadable`` afterwards.
+
         Raises:
             StorageError: the store refused; what was read is read again at the next poll.
         """
-        stop = stop or threading.Event()
-        try:
-            return sum(self._store_spool(spool, stop) for spool in self._spools())
-        finally:
-            self._store.is_reading_in = False
+        self.unreadable.clear()
+        return self._poll(stop or threading.Event(), self._note_unreadable)
 
     def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
         """Poll until told to stop; say an error once and try again, for a disk may come back."""
         while not stop.is_set():
             try:
-                for spool in self._spools():
-                    self._store_or_report(spool, stop)
+                self._poll(stop, lambda run_dir, where, error: self._report(error, f"{where}: "))
             except Exception as error:  # noqa: BLE001 - nobody but ``stop`` ends this thread
                 self._report(error)
-            finally:
-                self._store.is_reading_in = False
             stop.wait(interval_seconds)
 
-    def _spools(self) -> Iterator[Path]:
-        for folder in self._folders:
-            for run_dir in [RunDir(folder)] if _is_run(folder) else RunDir.find_all(folder):
-                yield from run_dir.spool_dirs().values()
-
-    def _store_or_report(self, spool: Path, stop: threading.Event) -> None:
-        """Store what is new in a spool; one that cannot be read keeps no other back."""
+    def _poll(self, stop: threading.Event, refused: Refused) -> int:
+        """Store what is new in every spool; one that cannot be read keeps no other back."""
+        num_new = 0
         try:
-            self._store_spool(spool, stop)
-        except StorageError:
-            raise  # it is the store: no other spool would fare better
-        except Exception as error:  # noqa: BLE001 - counted, told, and tried again
-            self._report(error, f"{spool}: ")
+            for run_dir in self._run_dirs():
+                where = run_dir.path
+                try:
+                    for where in run_dir.spool_dirs().values():
+                        num_new += self._store_spool(where, stop)
+                except StorageError:
+                    raise  # it is the store: no other run would fare better
+                except Exception as error:  # noqa: BLE001 - counted, told, and tried again
+                    refused(run_dir, where, error)
+        finally:
+            self._store.is_reading_in = False
+        return num_new
+
+    def _run_dirs(self) -> Iterator[RunDir]:
+        for folder in self._folders:
+            yield from [RunDir(folder)] if is_run_id(folder.name) else RunDir.find_all(folder)
+
+    def _note_unreadable(self, run_dir: RunDir, where: Path, error: Exception) -> None:
+        if not isinstance(error, (VitalsError, OSError)):
+            raise error
+        why = f"{error.filename or where}: {error.strerror}" if isinstance(error, OSError) else ""
+        self.unreadable[run_dir.run_id] = why or f"{where}: {error}"
 
     def _report(self, error: Exception, where: str = "") -> None:
         self._store.counters.fail("folder")
@@ -187,14 +197,6 @@ def _next_of(positioned_batches: Iterator[tuple[Position, bytes]]) -> list[tuple
         if len(group) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
             break
     return group
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        check_run_id(folder.name)
-    except UsageError:
-        return False
-    return True
 
 
 def _remember(connection: Connection, spool: Path, position: Position) -> None:

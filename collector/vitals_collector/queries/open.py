@@ -1,8 +1,8 @@
 """Opens what a person asks about: a running collector, or run directories without any server."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,6 +29,10 @@ class Opened:
 
     reader: Reader
     refresh: Callable[[], object]
+    folder: Path | None = None
+    """The folder that is read; None: a collector is asked."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Of each run of the folder that cannot be read, or not all of it: why."""
 
 
 @contextlib.contextmanager
@@ -67,7 +71,12 @@ def find_run(reader: Reader, id_or_name: str) -> RunSummary:
 
 @contextlib.contextmanager
 def open_folder(folder: Path) -> Iterator[Opened]:
-    """Give a reader over a folder: one run's, or one with run directories."""
+    """Give a reader over a folder: one run's, or one with run directories.
+
+    Raises:
+        UsageError: there is no such folder.
+        StorageError: it may not be read.
+    """
     from vitals_collector.ingest.folder import FolderIngest
     from vitals_collector.queries.folder_query import FolderQuery
     from vitals_collector.storage.store import open_store
@@ -76,6 +85,7 @@ def open_folder(folder: Path) -> Iterator[Opened]:
     try:
         spools = FolderIngest(store, [folder])
         spools.poll()
-        yield Opened(FolderQuery(store, clock=SystemClock()), spools.poll)
+        query = FolderQuery(store, clock=SystemClock())
+        yield Opened(query, spools.poll, folder, spools.unreadable)
     finally:
         store.close()

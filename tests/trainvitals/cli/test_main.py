@@ -147,23 +147,50 @@ NOT_PROGRAMS = (
 
 
 class TestDoctor:
-    def test_every_check_that_is_not_well_names_a_way_out(self):
+    def test_every_fault_names_its_remedy_and_what_is_none_has_no_second_line(self):
         checks = [
             doctor.check_torch(lambda _: None),
             doctor.check_torch(lambda _: "2.5.1+cu121"),
-            *doctor.check_programs(lambda module: module != "psutil"),
+            *doctor.check_programs(lambda module: module not in ("psutil", "uvloop", "streamlit")),
         ]
-        assert all(bool(check.hint) == (check.status != "ok") for check in checks)
+        assert {"ok", "info", "note", "fail"} == {check.status for check in checks}
+        assert all(bool(check.hint) == (check.status in ("note", "fail")) for check in checks)
+
+    def test_the_base_install_alone_has_no_fault_and_says_how_to_add_each_extra(self):
+        base = programs.PACKAGES["base"]
+        checks = list(doctor.check_programs(lambda module: module in base))
+        assert ["ok", *["info"] * (len(programs.PACKAGES) - 1)] == [c.status for c in checks]
+        texts = {check.name: check.text for check in checks}
+        assert "not installed: pip install 'trainvitals[dashboard]'" == texts["dashboard"]
+
+    def test_in_a_base_install_the_command_exits_zero_in_one_line_a_check(
+        self, monkeypatch, tmp_path, capsys
+    ):
+        base = programs.PACKAGES["base"]
+        monkeypatch.setattr(doctor, "find_spec", lambda name: name if name in base else None)
+        monkeypatch.setattr(doctor, "_installed_version", lambda name: None)
+        monkeypatch.setattr("trainvitals.io.private.is_memory_backed", lambda _: True)
+        monkeypatch.setattr(doctor, "MIN_SHARED_BYTES", 0)
+        monkeypatch.setenv("VITALS_SHM", str(tmp_path))
+        monkeypatch.setenv("VITALS_DIR", str(tmp_path / "runs"))
+        with pytest.raises(SystemExit) as exit_:
+            main.main(["doctor"])
+        assert 0 == exit_.value.code
+        lines = capsys.readouterr().out.splitlines()
+        assert {"ok", "info"} == {line.split()[0] for line in lines}
+        assert ["pip install 'trainvitals[torch]'"] == [
+            line.partition(": ")[2] for line in lines if line.split()[1] == "torch"
+        ]
 
     @pytest.mark.parametrize(
-        ("version", "status"), [("2.13.0+cpu", "ok"), ("2.5.9", "fail"), (None, "note")]
+        ("version", "status"), [("2.13.0+cpu", "ok"), ("2.5.9", "fail"), (None, "info")]
     )
-    def test_a_torch_that_is_too_old_fails_and_none_is_only_a_note(self, version, status):
+    def test_a_torch_that_is_too_old_fails_and_none_is_only_information(self, version, status):
         assert status == doctor.check_torch(lambda _: version).status
 
     def test_a_program_names_the_packages_it_lacks(self):
         base = next(iter(doctor.check_programs(lambda module: module != "pynvml")))
-        assert ("note", "without pynvml") == (base.status, base.text)
+        assert ("note", "incomplete: pynvml not installed") == (base.status, base.text)
         assert "pip install trainvitals" == base.hint
 
     def test_the_packages_it_looks_for_are_those_of_the_base_and_the_extras(self):

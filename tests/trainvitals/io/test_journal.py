@@ -18,7 +18,7 @@ from tests.trainvitals.io.builders import (
     values_of,
 )
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.identity import Identity
+from trainvitals.identity import Identity, new_run_id
 from trainvitals.io.journal import (
     JournalReader,
     JournalWriter,
@@ -324,6 +324,22 @@ def test_journals_of_all_runs_are_found_with_their_run_directory(
     (run_folder / "run.json").write_bytes(b"{torn")
     assert [None] == [ref.run_dir for ref in discover(shm)]
     assert [] == discover(shm / "missing")
+
+
+def test_the_journals_of_one_run_are_found_without_a_look_at_the_others(
+    shm: Path, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = an_identity(run_id=run_id)
+    own = announce_run(shm, run_id, tmp_path / "runs" / run_id)
+    JournalWriter(journal_directory(own, identity), identity).close()
+    other = announce_run(shm, new_run_id(1), tmp_path / "runs" / "other")
+    JournalWriter(journal_directory(other, identity), identity).close()
+    assert 2 == len(discover(shm))
+    scanned: list[Path] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: scanned.append(Path(path)) or scan(path))
+    assert [run_id] == [ref.run_id for ref in discover(shm, run_id)]
+    assert [own] == scanned
 
 
 def test_a_journal_that_is_gone_or_empty_is_read_as_nothing(shm: Path) -> None:

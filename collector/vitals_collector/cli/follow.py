@@ -1,0 +1,331 @@
+"""`vitals tail --follow`: a run while it goes on, as a panel in a terminal, as lines in a pipe."""
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import typer
+
+from trainvitals.cli.output import moment, printable
+from trainvitals.errors import FormatError
+from trainvitals.io.client import CollectorClient
+from trainvitals.io.lookup import DEFAULT_DIR, choose_run, find_collector
+from trainvitals.io.rundir import RunDir, check_folder, is_run_id
+from trainvitals.units import humanize
+from trainvitals.views import RunsQuestion, RunSummary
+from vitals_collector.cli.opening import as_folder
+from vitals_collector.queries.open import Opened, open_folder
+from vitals_collector.queries.progress import Progress, ProgressReader
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 5.0
+CPU_SHARE = 0.025
+"""Of a core: a look that takes longer, as over a run of a million steps, is followed by a pause."""
+RESTART_SECONDS = 30.0
+"""How long a run that failed or was interrupted may take to begin again before that is its end."""
+
+T = TypeVar("T")
+
+
+class Display(Protocol):
+    """Where a run is shown."""
+
+    def show(self, progress: Progress) -> None:
+        """Show the run as it is now."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Write a line that stays."""
+        ...
+
+
+def follow(
+    run: str, folder: Path | None, collector: str, token_file: Path | None, *, every: int
+) -> None:
+    """Show the run until it ends, or until Ctrl-C.
+
+    Args:
+        run: id, beginning of an id, name, or folder, which need not be there yet.
+        folder: with run directories.
+        collector: address or data folder of one.
+        token_file: its tokens.
+        every: where stdout is no terminal, the steps between two lines.
+    """
+    display = _display(every)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _opened(run, folder, collector, token_file) as (opened, run_id),
+    ):
+        _follow(ProgressReader(opened.reader, run_id), opened.refresh, display)
+
+
+def _follow(
+    reader: ProgressReader,
+    refresh: Callable[[], object],
+    display: Display,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    time_ns: Callable[[], int] = time.time_ns,
+    cpu_seconds: Callable[[], float] = time.process_time,
+) -> None:
+    ending, is_titled = Ending(), False
+    while True:
+        began = cpu_seconds()
+        refresh()
+        progress = reader.look()
+        summary = progress.summary
+        if not is_titled:
+            display.say(_title(summary))
+            is_titled = True
+        for line in progress.happened:
+            display.say(line)
+        display.show(progress)
+        if ending.reached(summary, time_ns()):
+            break
+        if ending.is_new:
+            display.say(
+                f"{summary.state} after step {progress.step:,}: waiting "
+                f"{RESTART_SECONDS:.0f} s for a restart"
+            )
+        pause = (cpu_seconds() - began) / CPU_SHARE
+        sleep(min(max(pause, POLL_SECONDS), MAX_POLL_SECONDS))
+    display.say(_end(progress, reader.how_it_ended()))
+
+
+@dataclass(slots=True)
+class Ending:
+    """Decides whether a run has ended for good. Reads no clock."""
+
+    down_since_ns: int | None = None
+    is_new: bool = False
+    """Whether the run was found down at the last look, and not before."""
+
+    def reached(self, summary: RunSummary, now_ns: int) -> bool:
+        """Return whether it is over. torchrun and schedulers start again what failed."""
+        self.is_new = False
+        if summary.state == "running":
+            self.down_since_ns = None
+            return False
+        if summary.state in ("finished", "halted"):
+            return True
+        if self.down_since_ns is None:
+            self.down_since_ns, self.is_new = now_ns, True
+        down_since_ns = min(self.down_since_ns, summary.last_seen_unix_ns)
+        return now_ns - down_since_ns >= RESTART_SECONDS * 1e9
+
+
+# ----------------------------------------------------------------------------- what is followed
+
+
+@contextlib.contextmanager
+def _opened(
+    run: str, folder: Path | None, collector: str, token_file: Path | None
+) -> Iterator[tuple[Opened, str]]:
+    """Give the run's reader, once there is something to read of it."""
+    folder, run = as_folder(run, folder)
+    address = None if folder is not None else find_collector(collector, token_file)
+    if address is not None:
+        with CollectorClient(address.url, address.tokens.read) as client:
+            opened = Opened(client, lambda: None)
+            waits = f"waiting for a run: the collector at {address.url} has none yet"
+            runs = _wait_for(lambda: client.ask(RunsQuestion()), waits)
+            yield opened, choose_run(runs, run).run_id
+        return
+    where = folder or Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
+
+    def find() -> RunDir | None:
+        became_folder, named = as_folder(run, folder)
+        return _run_dir(became_folder or where, named)
+
+    run_dir = _wait_for(find, f"waiting for {f'{run}, or ' if run else ''}a run in {where}")
+    # This run alone: what others in the folder wrote is not read.
+    with open_folder(run_dir.path) as opened:
+
+        def has_rows() -> bool:
+            opened.refresh()
+            return bool(opened.reader.ask(RunsQuestion()))
+
+        _wait_for(has_rows, f"waiting for the first rows of run {run_dir.run_id}")
+        yield opened, run_dir.run_id
+
+
+def _run_dir(folder: Path, run: str) -> RunDir | None:
+    """Return the run that is meant; None while there is none.
+
+    Raises:
+        UsageError: it is a file, or none of the runs in it is meant.
+    """
+    if not os.path.lexists(folder):
+        return None
+    check_folder(folder)
+    if is_run_id(folder.absolute().name):
+        return RunDir(folder.absolute())
+    runs = [_Named(run_dir) for run_dir in reversed(RunDir.find_all(folder))]
+    return choose_run(runs, run).run_dir if runs else None
+
+
+class _Named:
+    """A run directory as ``choose_run`` looks at it."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self.run_id = run_dir.run_id
+
+    @property
+    def name(self) -> str:
+        try:
+            info = self.run_dir.info()
+        except (FormatError, OSError):
+            return ""
+        return "" if info is None else info.name
+
+
+def _wait_for(find: Callable[[], T | None], text: str) -> T:
+    """Return what is found, as soon as it is; say once that it is waited for."""
+    result = find()
+    if not result:
+        typer.echo(text, err=True)
+    while not result:
+        time.sleep(POLL_SECONDS)
+        result = find()
+    return result
+
+
+# -------------------------------------------------------------------------------- how it is shown
+
+
+def _display(every: int) -> Display:
+    if not sys.stdout.isatty():
+        return Lines(every)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return Lines(every) if console.is_dumb_terminal else LivePanel(console)
+
+
+class Lines:
+    """One line every so many steps."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._shown = 0, -1
+
+    def show(self, progress: Progress) -> None:
+        """Write a line if the run went far enough, back, or on in another attempt."""
+        attempt, last = self._shown
+        is_soon = attempt == progress.attempt and progress.step < last + self._every
+        if progress.step < 0 or is_soon:
+            return
+        self._shown = progress.attempt, progress.step
+        self.say("  ".join(_words(progress)))
+
+    def say(self, line: str) -> None:
+        """Write the line."""
+        sys.stdout.write(printable(line) + "\n")
+        sys.stdout.flush()
+
+
+def _words(progress: Progress) -> list[str]:
+    values = _values(progress)
+    speed = values.pop("speed", "")
+    named = [f"{name} {text}" for name, text in values.items()]
+    return [*named, *([speed] if speed else []), progress.summary.health]
+
+
+def _values(progress: Progress) -> dict[str, str]:
+    """Return the numbers of the newest step as text; what was not measured is left out."""
+    values = progress.values
+    texts = {"step": f"{progress.step:,}"}
+    for name, column in (("loss", "loss"), ("grad norm", "grad_norm"), ("lr", "learning_rate")):
+        if column in values:
+            texts[name] = _number(values[column])
+    speeds = []
+    if progress.steps_per_second is not None:
+        speeds.append(f"{progress.steps_per_second:,.3g} steps/s")
+    if progress.tokens_per_second is not None:
+        speeds.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if "mfu_ratio" in values:
+        speeds.append(f"MFU {humanize(values['mfu_ratio'], 'ratio')}")
+    if speeds:
+        texts["speed"] = "  ".join(speeds)
+    return texts
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return f"{value:.4g}"
+    return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+class LivePanel:
+    """A small panel at the end of the terminal, drawn again in place; lines are written above.
+
+    The cursor stays visible: whatever ends this process leaves a sound terminal.
+    """
+
+    def __init__(self, console: "Console") -> None:
+        self._console = console
+        self._height = 0
+        self._drawn = ""
+
+    def show(self, progress: Progress) -> None:
+        """Draw the panel in the place of the one before."""
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        summary = progress.summary
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, style="dim", min_width=len("grad norm"))
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        attempt = f" (attempt {progress.attempt})" if progress.attempt > 1 else ""
+        rows = {"state": summary.state, "health": summary.health, **_values(progress)}
+        rows["step"] += attempt
+        rows |= {"action": progress.last_action or "none", "alert": progress.last_alert or "none"}
+        for name, text in rows.items():
+            style = _STYLES.get(text, "red" if "NaN" in text and name != "action" else "")
+            grid.add_row(name, Text(printable(text), style=style))
+        title = Text(printable(summary.name or summary.run_id), overflow="ellipsis", no_wrap=True)
+        with self._console.capture() as capture:
+            self._console.print(Panel(grid, title=title, title_align="left", expand=False))
+        self._drawn = capture.get()
+        self._write("")
+
+    def say(self, line: str) -> None:
+        """Write the line above the panel."""
+        self._write(printable(line) + "\n")
+
+    def _write(self, above: str) -> None:
+        erase = f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
+        sys.stdout.write(f"{erase}{above}{self._drawn}")
+        sys.stdout.flush()
+        self._height = self._drawn.count("\n")
+
+
+_STYLES = {"healthy": "green", "critical": "red", "acting": "yellow"}
+
+
+def _title(summary: RunSummary) -> str:
+    ranks = f"{summary.world_size} rank{'s' * (summary.world_size != 1)}"
+    named = f"{summary.name} ({summary.run_id})" if summary.name else summary.run_id
+    return f"run {named}: {summary.mode} mode, {ranks}, started {moment(summary.started_unix_ns)}"
+
+
+def _end(progress: Progress, said: str) -> str:
+    summary = progress.summary
+    steps = f"after step {progress.step:,}" if progress.step >= 0 else "before its first step"
+    skips = f"{summary.num_skips:,} update{'s' * (summary.num_skips != 1)} skipped"
+    rollbacks = f"{summary.num_rollbacks:,} rollback{'s' * (summary.num_rollbacks != 1)}"
+    _, _, reason = said.partition(": ")
+    why = f": {reason}" if reason and summary.state != "finished" else ""
+    if summary.state == "lost":
+        why = ": its ranks and their agent are gone without a word"
+    return f"{summary.state} {steps}{why} ({skips}, {rollbacks})"

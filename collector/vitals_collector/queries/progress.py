@@ -1,0 +1,204 @@
+"""How a run goes on: where it is now, and what happened since it was looked at before."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainvitals.records import decision_text
+from trainvitals.views import (
+    AlertsQuestion,
+    AlertView,
+    AttemptView,
+    DecisionsQuestion,
+    EventsQuestion,
+    ManySeriesQuestion,
+    RunDetail,
+    RunQuestion,
+    RunSummary,
+    SeriesReply,
+    SeriesRequest,
+)
+from vitals_collector.queries.open import Reader
+
+SPEED_STEPS = 50
+"""The newest steps, over which the speed is taken."""
+MAX_ACTIONS = 5
+"""Actions told one by one at a look; of a storm the rest is a number."""
+ALERTS_SHARE = 0.01
+"""Of the time, for alerts: over a folder the detectors first look through all of a run's past."""
+_METRICS = ("loss", "grad_norm", "learning_rate", "mfu_ratio", "tokens_seen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A run as it is at one look."""
+
+    summary: RunSummary
+    attempt: int
+    """Counts from 1."""
+    step: int
+    """The newest of the present attempt; -1 before the first."""
+    values: Mapping[str, float]
+    """Of that step, by column; what was not measured is absent."""
+    steps_per_second: float | None
+    tokens_per_second: float | None
+    last_action: str
+    last_alert: str
+    happened: tuple[str, ...]
+    """What came since the look before, as lines for people; nothing at the first look."""
+
+
+class ProgressReader:
+    """Looks at one run again and again; remembers what it has told.
+
+    Args:
+        reader: is asked.
+        run_id: the run's.
+        stopwatch: tells what a question for alerts cost, in seconds.
+    """
+
+    def __init__(
+        self, reader: Reader, run_id: str, *, stopwatch: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._reader = reader
+        self._run_id = run_id
+        self._stopwatch = stopwatch
+        self._alerts_due = 0.0
+        self._is_first = True
+        self._attempt_id = 0
+        self._acted: tuple[int, int, str] | None = None
+        self._ledger_seq = -1
+        self._own_forks: set[int] = set()
+        self._last_action = ""
+        self._alerts: set[tuple[str, int]] = set()
+        self._last_alert = ""
+
+    def look(self) -> Progress:
+        """Return the run as it is now."""
+        detail = self._reader.ask(RunQuestion(run_id=self._run_id))
+        happened = [
+            *self._actions(detail.summary),
+            *self._restarts(detail.attempts),
+            *self._new_alerts(),
+        ]
+        newest = detail.attempts[-1] if detail.attempts else None
+        step = detail.summary.last_step if newest is None else newest.last_step
+        series = self._series(detail, step)
+        # A collector may have stored more steps meanwhile.
+        step = max((reply.step[-1] for reply in series.values() if reply.step), default=step)
+        progress = Progress(
+            summary=detail.summary,
+            attempt=1 if newest is None else newest.ordinal,
+            step=step,
+            values={name: value for name, reply in series.items() for value in _at(reply, step)},
+            steps_per_second=_steps_per_second(series),
+            tokens_per_second=_tokens_per_second(series.get("tokens_seen")),
+            last_action=self._last_action,
+            last_alert=self._last_alert,
+            happened=() if self._is_first else tuple(happened),
+        )
+        self._is_first = False
+        return progress
+
+    def how_it_ended(self) -> str:
+        """Return what the run, or its agent, said of its end; "" where nobody said anything."""
+        events = self._reader.ask(EventsQuestion(run_id=self._run_id, kind="RunEnded"))
+        return events[-1].text if events else ""
+
+    def _actions(self, summary: RunSummary) -> list[str]:
+        acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
+        if acted == self._acted:
+            return []
+        self._acted = acted
+        ledger = self._reader.ask(DecisionsQuestion(run_id=self._run_id))
+        new = [
+            view.decision
+            for view in ledger
+            if view.decision.ledger_seq > self._ledger_seq and view.decision.action != "continue"
+        ]
+        if not new:
+            return []
+        self._ledger_seq = new[-1].ledger_seq
+        self._own_forks |= {decision.new_attempt for decision in new}
+        lines = [f"step {decision.step:,}: {decision_text(decision)}" for decision in new]
+        self._last_action = lines[-1]
+        num_more = len(lines) - MAX_ACTIONS
+        if num_more <= 0:
+            return lines
+        return [*lines[: MAX_ACTIONS - 1], f"and {num_more} more", lines[-1]]
+
+    def _restarts(self, attempts: Sequence[AttemptView]) -> list[str]:
+        """Return a line for each start of the training; rollbacks are told as actions."""
+        lines = [
+            f"restarted at step {attempt.fork_step:,} (attempt {attempt.ordinal}): {attempt.reason}"
+            for attempt in attempts
+            if attempt.id > self._attempt_id and attempt.id not in self._own_forks
+        ]
+        self._attempt_id = max((attempt.id for attempt in attempts), default=0)
+        return lines
+
+    def _new_alerts(self) -> list[str]:
+        began = self._stopwatch()
+        if began < self._alerts_due:
+            return []
+        alerts = self._reader.ask(AlertsQuestion(run_id=self._run_id))
+        ended = self._stopwatch()
+        self._alerts_due = ended + (ended - began) / ALERTS_SHARE
+        new = [
+            alert
+            for alert in alerts
+            if alert.state != "pending"
+            and alert.severity != "log"
+            and (alert.fingerprint, alert.started_unix_ns) not in self._alerts
+        ]
+        self._alerts |= {(alert.fingerprint, alert.started_unix_ns) for alert in new}
+        new.sort(key=lambda alert: alert.started_unix_ns)
+        if new:
+            self._last_alert = _alert_text(new[-1])
+        return [f"alert: {_alert_text(alert)}" for alert in new if alert.state == "firing"]
+
+    def _series(self, detail: RunDetail, step: int) -> dict[str, SeriesReply]:
+        names = [name for name in _METRICS if f"steps.{name}" in detail.metrics]
+        first = max(0, step - SPEED_STEPS + 1)
+        requests = tuple(
+            SeriesRequest(metric=f"steps.{name}", points=2 * SPEED_STEPS, from_step=first)
+            for name in names
+        )
+        if step < 0 or not requests:
+            return {}
+        question = ManySeriesQuestion(run_id=self._run_id, series=requests)
+        return dict(zip(names, self._reader.ask(question), strict=True))
+
+
+def _alert_text(alert: AlertView) -> str:
+    return f"{alert.name} ({alert.severity}): {alert.summary}"
+
+
+def _at(reply: SeriesReply, step: int) -> list[float]:
+    """Return the value at the step, if it was measured."""
+    if not reply.step or reply.step[-1] != step:
+        return []
+    value = reply.value[-1]
+    if value is not None:
+        return [value]
+    kinds = {mark.step: mark.kind for mark in reply.nonfinite}
+    return [float(kinds.get(step, "nan"))]
+
+
+def _steps_per_second(series: Mapping[str, SeriesReply]) -> float | None:
+    longest = max(series.values(), key=lambda reply: len(reply.step), default=None)
+    return None if longest is None else _rate(longest, longest.step)
+
+
+def _tokens_per_second(tokens_seen: SeriesReply | None) -> float | None:
+    return None if tokens_seen is None else _rate(tokens_seen, tokens_seen.value)
+
+
+def _rate(reply: SeriesReply, values: Sequence[float | None]) -> float | None:
+    """Return how fast the values grew from the first to the last point."""
+    if len(values) < 2 or values[0] is None or values[-1] is None:
+        return None
+    seconds = (reply.time_unix_ns[-1] - reply.time_unix_ns[0]) / 1e9
+    rate = (values[-1] - values[0]) / seconds if seconds > 0 else math.nan
+    return rate if rate > 0 else None

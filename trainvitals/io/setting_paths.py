@@ -1,0 +1,33 @@
+"""Paths in settings: made absolute once, where the setting is read, for all who read it later."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+_PATHS = ("VITALS_DIR", "VITALS_SHM", "VITALS_TOKEN_FILE", "VITALS_CONFIG", "XDG_DATA_HOME")
+
+
+def collector_folder(named: str) -> Path | None:
+    """Return the data folder that a collector is named by, absolute; None where it is an address.
+
+    A folder is what has a ``/`` and no ``://``, or is one that is there.
+    """
+    if not named or "://" in named:
+        return None
+    path = Path(os.path.expanduser(named))  # noqa: PTH111 - raises nothing for an unknown user
+    return path.absolute() if os.sep in named or os.path.isdir(path) else None  # noqa: PTH112
+
+
+def with_absolute_paths(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with its relative paths made absolute by the present folder.
+
+    For a child, and for what it starts: by then the working directory may be another one.
+    """
+    resolved = dict(environ)
+    for name in _PATHS:
+        if resolved.get(name):
+            resolved[name] = str(Path(resolved[name]).absolute())
+    folder = collector_folder(resolved.get("VITALS_COLLECTOR_URL", ""))
+    if folder is not None:
+        resolved["VITALS_COLLECTOR_URL"] = str(folder)
+    return resolved
