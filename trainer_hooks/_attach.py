@@ -37,7 +37,7 @@ _PROBE_LINE = "attached.keep_batch(batch, loss_of) before each forward"
 
 def attach(
     model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
     *,
     run: str | None = None,
     mode: Literal["off", "observe", "guard"] = "guard",

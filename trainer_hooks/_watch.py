@@ -45,7 +45,7 @@ from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInf
 
 def watch(
     model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
     schedulers: Any | Sequence[Any] | None = None,
     *,
     run: str | None = None,

@@ -118,14 +118,18 @@ def _check_kinds(given: Arguments) -> None:
         )
     if not isinstance(model, nn.Module) and given.engine is None:
         raise UsageError(f"the model is {_kind(model)}; it must be an nn.Module", hint=hint)
+    by_hand = (
+        f"{hint}; for a loop that writes its weights itself, "
+        "torch.optim.SGD(model.parameters(), lr=lr) makes the same update as p.add_(-lr * p.grad)"
+    )
     for optimizer in optimizers:
         if isinstance(optimizer, nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler):
             raise UsageError(
                 f"optimizers holds {_kind(optimizer)}; each must be a torch.optim.Optimizer",
-                hint=hint,
+                hint=by_hand if isinstance(optimizer, torch.Tensor) else hint,
             )
     if not optimizers:
-        raise UsageError("there is no optimizer; at least one is to be guarded", hint=hint)
+        raise UsageError("there is no optimizer; at least one is to be guarded", hint=by_hand)
     for scheduler in given.schedulers:
         if isinstance(scheduler, nn.Module | Optimizer | torch.amp.GradScaler):
             raise UsageError(

@@ -152,6 +152,27 @@ def test_an_overflow_halves_the_scale_is_seen_and_leaves_no_trace(fused, unscale
     assert loop.skips() == 0
 
 
+@pytest.mark.parametrize("ruined", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_forward_of_an_overflow_counts_as_without_us_unless_it_ruined_a_buffer(fused, ruined):
+    def write(norm, *_):
+        if ruined:
+            norm.running_mean.fill_(INF)
+
+    bare, ours = Scaled(fused=fused), Scaled(fused=fused)
+    with ours.attach(scaler=ours.scaler):
+        for loop in (bare, ours):
+            loop.run(2)
+            before = [buffer.clone() for buffer in loop.model.buffers()]
+            hook = loop.model[1].register_forward_hook(write)
+            loop.step(gradient=INF)
+            hook.remove()
+        expected = before if ruined else [*bare.model.buffers()]
+        assert all(map(torch.equal, expected, ours.model.buffers()))
+        assert ruined or not all(map(torch.equal, before, ours.model.buffers()))
+    assert_same(bare.scaler.state_dict(), ours.scaler.state_dict())
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_outlier_under_a_scaler_is_skipped_and_its_scale_stays(fused):
     loop = Scaled(fused=fused)
