@@ -154,11 +154,11 @@ def set_up(given: Arguments) -> Made | None:
     Collective.
     """
     environ = dict(os.environ)
-    tokens, config = given.tokens(), given.hyperparameters()
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     mode = given.agreed_mode(ranks, environ)
     if mode == "off":
         return None
+    tokens, config = given.tokens(), given.hyperparameters()
     device = lay_out(
         given.model,
         given.optimizers,

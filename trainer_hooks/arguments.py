@@ -19,6 +19,7 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.step.device import Engine
+from trainer_hooks.step.phases import refuse_max_norm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -52,6 +53,9 @@ class Arguments:
     scheduler_every: SchedulerEvery = "step"
     owns_clip: bool = True
     """Whether the gradients are clipped by us, if at all; else they may come clipped."""
+    owns_step: bool = True
+    """Whether the loop hands its step to us, so that a rollback is ours to make."""
+    max_norm: float | None = None
 
     def tokens(self) -> int | None:
         """Return the tokens of a step as a number, checked."""
@@ -68,6 +72,10 @@ class Arguments:
             _check_torch()
             _check_agent_choice(environ)
             _check_kinds(self)
+            _check_words(self)
+            self.tokens()
+            self.hyperparameters()
+            refuse_max_norm(self.max_norm)
             given = self.checkpoints
             settings = given if isinstance(given, CheckpointSettings) else None
             how = bool(given) if settings is None else replace(settings, directory=Path("/"))
@@ -75,7 +83,7 @@ class Arguments:
             _check_loss_kind(self.loss_kind)
             _check_scheduler_every(self.scheduler_every)
             scaled = self.scaler is not None and self.scaler.is_enabled()
-            mode = _mode(self.mode, environ, given)
+            mode = _mode(self.mode, environ, given, owns_step=self.owns_step)
             return mode, scaled, how, self.early_stopping, self.loss_kind
 
         modes, scaled, kept, ends, kinds = zip(*on_every_rank(ranks, checked), strict=True)
@@ -123,7 +131,13 @@ def _check_kinds(given: Arguments) -> None:
         "torch.optim.SGD(model.parameters(), lr=lr) makes the same update as p.add_(-lr * p.grad)"
     )
     for optimizer in optimizers:
-        if isinstance(optimizer, nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler):
+        if isinstance(optimizer, type):
+            raise UsageError(
+                f"optimizers holds the class {optimizer.__name__}; each must be made of parameters",
+                hint=f"optimizer = {optimizer.__name__}(model.parameters(), ...)",
+            )
+        other = isinstance(optimizer, nn.Module | LRScheduler | torch.amp.GradScaler)
+        if other or not hasattr(optimizer, "step"):
             raise UsageError(
                 f"optimizers holds {_kind(optimizer)}; each must be a torch.optim.Optimizer",
                 hint=by_hand if isinstance(optimizer, torch.Tensor) else hint,
@@ -140,7 +154,7 @@ def _check_kinds(given: Arguments) -> None:
 
 
 def _check_scaler(scaler: object, hint: str) -> None:
-    if scaler is not None and not hasattr(scaler, "unscale_"):
+    if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "unscale_")):
         raise UsageError(f"scaler is {_kind(scaler)}; it must be a torch.amp.GradScaler", hint=hint)
 
 
@@ -182,7 +196,35 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
         )
 
 
-def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
+def _check_words(given: Arguments) -> None:
+    """Refuse names and places that are of another type; what is read by others looks like these."""
+    # What a person gives may be of any type, whatever is asked for.
+    run: Any = given.run
+    tags: Any = given.tags
+    if run is not None and not isinstance(run, str):
+        raise UsageError(
+            f"run is {_kind(run)}; it must be a name for people, in words",
+            hint="watch(..., run='my-experiment')",
+        )
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        raise UsageError(f"tags is {tags!r:.100}; it must be several words", hint="tags=('demo',)")
+    if given.dir is not None and not isinstance(given.dir, str | Path):
+        raise UsageError(
+            f"dir is {_kind(given.dir)}; it must be a folder", hint="dir='runs', or VITALS_DIR"
+        )
+    checkpoints = given.checkpoints
+    if checkpoints is not None and not isinstance(
+        checkpoints, bool | str | Path | CheckpointSettings
+    ):
+        raise UsageError(
+            f"checkpoints is {_kind(checkpoints)}; it must be True, a folder or CheckpointSettings",
+            hint="watch(..., checkpoints=True) keeps them in the run directory",
+        )
+
+
+def _mode(
+    mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
+) -> Mode:
     override = environ.get("VITALS_MODE") or None  # set and empty, as launchers pass it, is unset
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
@@ -193,6 +235,12 @@ def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
         raise UsageError(
             f"mode is {mode!r}; it must be one of {', '.join(_MODES)}",
             hint="observe only records, guard skips bad updates, heal also rolls back",
+        )
+    if mode == "heal" and not owns_step:
+        raise UsageError(
+            "attach() cannot roll back: the loop's own state is not in its hands",
+            hint="use monitor = trainvitals.watch(..., mode='heal', checkpoints=True) and "
+            "monitor.step(loss)",
         )
     chosen = mode if override is None else min(mode, override, key=_MODES.index)
     if chosen == "heal" and not checkpoints:

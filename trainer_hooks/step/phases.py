@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -123,6 +123,13 @@ class StepPhases:
             UsageError: it is none.
         """
         if not isinstance(value, Tensor):
+            if not hasattr(value, "__float__"):
+                raise UsageError(
+                    f"the {what} is a {type(value).__name__}; it must be one number",
+                    hint=f"of several losses their sum: {what} = sum({what}es.values())"
+                    if isinstance(value, Mapping)
+                    else f"give the {what} as a tensor, or as a number",
+                )
             return torch.full((), value, dtype=torch.float64, device=self._device.norms.device)
         whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
         if value.numel() != 1 or not whole:
