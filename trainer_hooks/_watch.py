@@ -24,6 +24,7 @@ from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
+from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import Utilization
 from trainer_hooks.measures.settings import SignalSettings
@@ -159,6 +160,7 @@ def set_up(given: Arguments) -> Made | None:
     if mode == "off":
         return None
     tokens, config = given.tokens(), given.hyperparameters()
+    close_earlier(given.optimizers)
     device = lay_out(
         given.model,
         given.optimizers,

@@ -222,7 +222,7 @@ def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
     if any(vars(optimizer).get("add_param_group") is _refuse_group for optimizer in optimizers):
         raise UsageError(
             "the optimizer is guarded already: its step would be judged twice",
-            hint="close() the earlier monitor first",
+            hint="close() the earlier monitor first: monitor.close(), or leave its `with`",
         )
 
 
