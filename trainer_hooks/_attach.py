@@ -27,7 +27,7 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
-from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step, refuse_max_norm
+from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.reduce_vector import Verdict
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import UsageError
@@ -37,7 +37,7 @@ _PROBE_LINE = "attached.keep_batch(batch, loss_of) before each forward"
 
 def attach(
     model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
     *,
     run: str | None = None,
     mode: Literal["off", "observe", "guard"] = "guard",
@@ -83,13 +83,6 @@ def attach(
         UsageError: an argument cannot work; the text says which and what to do.
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
-    if cast(str, mode) == "heal":
-        raise UsageError(
-            "attach() cannot roll back: the loop's own state is not in its hands",
-            hint="use monitor = trainer_hooks.watch(..., mode='heal', checkpoints=True) and "
-            "monitor.step(loss)",
-        )
-    refuse_max_norm(max_norm)
     given = Arguments(
         model=model,
         optimizers=tuple(as_list(optimizers)),
@@ -104,6 +97,8 @@ def attach(
         signals=signals,
         loss_kind=loss_kind,
         owns_clip=max_norm is not None,
+        owns_step=False,
+        max_norm=max_norm,
     )
     made = set_up(given)
     if made is None:

@@ -24,6 +24,7 @@ from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.lifecycle.agent_starter import NodeAgent, Starter, missing_packages
 from trainer_hooks.lifecycle.attributes import run_info
 from trainer_hooks.lifecycle.run_paths import RunPaths, open_inbox, open_journal, open_run
+from trainer_hooks.lifecycle.shutdown import close_earlier
 from trainer_hooks.lifecycle.terminal import Terminal
 from trainer_hooks.measures.host import Utilization
 from trainer_hooks.measures.settings import SignalSettings
@@ -35,7 +36,7 @@ from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
-from trainer_hooks.step.gradients import unwrap
+from trainer_hooks.step.gradients import Models, unwrap
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import Judge
@@ -45,7 +46,7 @@ from trainvitals.records import AttemptStarted, Event, Note, RankStarted, RunInf
 
 def watch(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-    optimizers: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
+    optimizers: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None = None,
     schedulers: Any | Sequence[Any] | None = None,
     *,
     run: str | None = None,
@@ -108,7 +109,6 @@ def watch(
         UsageError: an argument cannot work; the text says which and what to do.
         TrainingHalted: this run was stopped by its ladder and not resumed by a person.
     """
-    several = isinstance(model, Sequence | Mapping)
     listed = as_list(optimizers)
     names = list(optimizers) if isinstance(optimizers, Mapping) else turn_names(model, listed)
     whole = together(model)
@@ -128,7 +128,7 @@ def watch(
         state=state,
         signals=signals,
         early_stopping=early_stopping,
-        loss_kind=loss_kind or ("adversarial" if several else "minimize"),
+        loss_kind=loss_kind or ("adversarial" if isinstance(whole, Models) else "minimize"),
         scheduler_every=scheduler_every,
     )
     made = set_up(given)
@@ -163,11 +163,12 @@ def set_up(given: Arguments) -> Made | None:
     Collective.
     """
     environ = dict(os.environ)
-    tokens, config = given.tokens(), given.hyperparameters()
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     mode = given.agreed_mode(ranks, environ)
     if mode == "off":
         return None
+    tokens, config = given.tokens(), given.hyperparameters()
+    close_earlier(given.optimizers)
     device = lay_out(
         given.model,
         given.optimizers,

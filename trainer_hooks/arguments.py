@@ -21,6 +21,7 @@ from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.step.device import Engine
 from trainer_hooks.step.gradients import Models, unwrap
+from trainer_hooks.step.phases import refuse_max_norm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -56,6 +57,9 @@ class Arguments:
     """Of the optimizers, where they may take turns."""
     owns_clip: bool = True
     """Whether the gradients are clipped by us, if at all; else they may come clipped."""
+    owns_step: bool = True
+    """Whether the loop hands its step to us, so that a rollback is ours to make."""
+    max_norm: float | None = None
 
     def tokens(self) -> int | None:
         """Return the tokens of a step as a number, checked."""
@@ -72,6 +76,10 @@ class Arguments:
             _check_torch()
             _check_agent_choice(environ)
             _check_kinds(self)
+            _check_words(self)
+            self.tokens()
+            self.hyperparameters()
+            refuse_max_norm(self.max_norm)
             given = self.checkpoints
             settings = given if isinstance(given, CheckpointSettings) else None
             how = bool(given) if settings is None else replace(settings, directory=Path("/"))
@@ -79,7 +87,7 @@ class Arguments:
             _check_loss_kind(self.loss_kind)
             _check_scheduler_every(self.scheduler_every)
             scaled = self.scaler is not None and self.scaler.is_enabled()
-            mode = _mode(self.mode, environ, given)
+            mode = _mode(self.mode, environ, given, owns_step=self.owns_step)
             return mode, scaled, how, self.early_stopping, self.loss_kind
 
         modes, scaled, kept, ends, kinds = zip(*on_every_rank(ranks, checked), strict=True)
@@ -114,7 +122,9 @@ def _check_kinds(given: Arguments) -> None:
             "they are swapped",
             hint=hint,
         )
-    if isinstance(model, list | tuple | dict):
+    if given.owns_step and _are_several(model) and (error := _wrong_models(model)) is not None:
+        raise error
+    if _are_several(model):
         raise UsageError(
             f"the model is {_kind(model)} of {len(model)}; it must be one module",
             hint="watch([a, b], [opt_a, opt_b]) takes several; attach() guards one: give it "
@@ -122,14 +132,24 @@ def _check_kinds(given: Arguments) -> None:
         )
     if not isinstance(model, nn.Module) and given.engine is None:
         raise UsageError(f"the model is {_kind(model)}; it must be an nn.Module", hint=hint)
+    by_hand = (
+        f"{hint}; for a loop that writes its weights itself, "
+        "torch.optim.SGD(model.parameters(), lr=lr) makes the same update as p.add_(-lr * p.grad)"
+    )
     for optimizer in optimizers:
-        if isinstance(optimizer, nn.Module | torch.Tensor | LRScheduler | torch.amp.GradScaler):
+        if isinstance(optimizer, type):
+            raise UsageError(
+                f"optimizers holds the class {optimizer.__name__}; each must be made of parameters",
+                hint=f"optimizer = {optimizer.__name__}(model.parameters(), ...)",
+            )
+        other = isinstance(optimizer, nn.Module | LRScheduler | torch.amp.GradScaler)
+        if other or not hasattr(optimizer, "step"):
             raise UsageError(
                 f"optimizers holds {_kind(optimizer)}; each must be a torch.optim.Optimizer",
-                hint=hint,
+                hint=by_hand if isinstance(optimizer, torch.Tensor) else hint,
             )
     if not optimizers:
-        raise UsageError("there is no optimizer; at least one is to be guarded", hint=hint)
+        raise UsageError("there is no optimizer; at least one is to be guarded", hint=by_hand)
     for scheduler in given.schedulers:
         if isinstance(scheduler, nn.Module | Optimizer | torch.amp.GradScaler):
             raise UsageError(
@@ -140,7 +160,7 @@ def _check_kinds(given: Arguments) -> None:
 
 
 def _check_scaler(scaler: object, hint: str) -> None:
-    if scaler is not None and not hasattr(scaler, "unscale_"):
+    if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "unscale_")):
         raise UsageError(f"scaler is {_kind(scaler)}; it must be a torch.amp.GradScaler", hint=hint)
 
 
@@ -182,7 +202,35 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
         )
 
 
-def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
+def _check_words(given: Arguments) -> None:
+    """Refuse names and places that are of another type; what is read by others looks like these."""
+    # What a person gives may be of any type, whatever is asked for.
+    run: Any = given.run
+    tags: Any = given.tags
+    if run is not None and not isinstance(run, str):
+        raise UsageError(
+            f"run is {_kind(run)}; it must be a name for people, in words",
+            hint="watch(..., run='my-experiment')",
+        )
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        raise UsageError(f"tags is {tags!r:.100}; it must be several words", hint="tags=('demo',)")
+    if given.dir is not None and not isinstance(given.dir, str | Path):
+        raise UsageError(
+            f"dir is {_kind(given.dir)}; it must be a folder", hint="dir='runs', or VITALS_DIR"
+        )
+    checkpoints = given.checkpoints
+    if checkpoints is not None and not isinstance(
+        checkpoints, bool | str | Path | CheckpointSettings
+    ):
+        raise UsageError(
+            f"checkpoints is {_kind(checkpoints)}; it must be True, a folder or CheckpointSettings",
+            hint="watch(..., checkpoints=True) keeps them in the run directory",
+        )
+
+
+def _mode(
+    mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
+) -> Mode:
     override = environ.get("VITALS_MODE") or None  # set and empty, as launchers pass it, is unset
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
@@ -193,6 +241,12 @@ def _mode(mode: str, environ: Mapping[str, str], checkpoints: object) -> Mode:
         raise UsageError(
             f"mode is {mode!r}; it must be one of {', '.join(_MODES)}",
             hint="observe only records, guard skips bad updates, heal also rolls back",
+        )
+    if mode == "heal" and not owns_step:
+        raise UsageError(
+            "attach() cannot roll back: the loop's own state is not in its hands",
+            hint="use monitor = trainvitals.watch(..., mode='heal', checkpoints=True) and "
+            "monitor.step(loss)",
         )
     chosen = mode if override is None else min(mode, override, key=_MODES.index)
     if chosen == "heal" and not checkpoints:
@@ -237,26 +291,34 @@ def _mapping(config: object) -> Mapping[str, object]:
 def together(model: Any) -> Any:
     """Return the module to watch: several models as one that has them by name.
 
-    Raises:
-        UsageError: one of several is no module, or a name cannot be one.
+    What cannot be one is left as it is: it is refused where all ranks hear of it.
     """
-    if isinstance(model, nn.Module) or not isinstance(model, Sequence | Mapping):
+    if not _are_several(model) or _wrong_models(model) is not None:
         return model
-    by_name = _by_name(model)
+    return Models(_by_name(model))
+
+
+def _are_several(model: Any) -> bool:
+    return isinstance(model, Sequence | Mapping) and not isinstance(model, nn.Module | str)
+
+
+def _wrong_models(models: Any) -> UsageError | None:
+    """Return what is wrong with several models, if anything is."""
+    by_name = _by_name(models)
     if not by_name:
-        raise UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
+        return UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
     for name, one in by_name.items():
         if not isinstance(one, nn.Module):
-            raise UsageError(
+            return UsageError(
                 f"models[{name!r}] is {_kind(one)}; each must be an nn.Module",
                 hint="watch([a, b], [opt_a, opt_b], [scheduler_a, scheduler_b]) is the order",
             )
         if not _NAME.fullmatch(name) or hasattr(nn.ModuleDict, name):
-            raise UsageError(
+            return UsageError(
                 f"a model is named {name!r}; a name is of letters, digits and _, and no method's",
                 hint="watch({'generator': g, 'discriminator': d}, [opt_g, opt_d])",
             )
-    return Models(by_name)
+    return None
 
 
 def _by_name(models: Any) -> dict[str, Any]:
@@ -272,7 +334,7 @@ def _by_name(models: Any) -> dict[str, Any]:
 def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
     """Return what each optimizer is called where they take turns: as its model, if it has one."""
     owners: dict[int, str] = {}
-    if isinstance(model, Sequence | Mapping) and not isinstance(model, nn.Module):
+    if _are_several(model):
         for name, one in _by_name(model).items():
             if isinstance(one, nn.Module):
                 owners |= {id(param): name for param in one.parameters()}

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from trainvitals.errors import UsageError, VitalsError
+from trainvitals.errors import TrainingHalted, UsageError, VitalsError
 
 T = TypeVar("T")
 
@@ -69,7 +69,8 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
     """Run the call on every rank and return what each returned, in rank order. Collective.
 
     Raises:
-        Exception: this rank's own error; elsewhere the first failing rank's, as a VitalsError.
+        Exception: this rank's own error; elsewhere the first failing rank's, as a VitalsError. What
+            not all ranks met names those that did.
     """
     value: T | None = None
     failure: Exception | None = None
@@ -78,12 +79,25 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
     except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
         failure = error
     outcomes = ranks.gather((value, _to_tell(failure, ranks.rank)))
+    failed = [rank for rank, (_, error) in enumerate(outcomes) if error is not None]
     if failure is not None:
-        raise failure
+        raise named(failure, failed, ranks.world_size)
     for _, elsewhere in outcomes:
         if elsewhere is not None:
-            raise elsewhere
+            raise named(elsewhere, failed, ranks.world_size)
     return [value for value, _ in outcomes]  # type: ignore[misc]
+
+
+def named(error: Exception, failed: Sequence[int], world_size: int) -> Exception:
+    """Say on which ranks it happened, where that is not all of them."""
+    if not isinstance(error, VitalsError) or isinstance(error, TrainingHalted):
+        return error
+    if len(failed) == world_size or error.text.startswith("rank "):
+        return error
+    number = "rank" if len(failed) == 1 else "ranks"
+    shown = ", ".join(map(str, failed[:8])) + (", ..." if len(failed) > 8 else "")
+    error.text = f"{number} {shown}: {error.text}"
+    return error
 
 
 def _to_tell(error: Exception | None, rank: int) -> VitalsError | None:

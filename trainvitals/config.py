@@ -157,11 +157,18 @@ def _from_file(path: Path, sections: Sections, given: dict[str, dict[str, _Given
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"settings file {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"settings file {path}: {error.strerror}",
+            hint="VITALS_CONFIG names it; unset that to do without one",
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"settings file {path} is not UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"settings file {path} is not TOML: {error}") from error
+        raise ConfigError(
+            f"settings file {path} is not TOML: {error}",
+            hint="a section is a line [ladder], a setting a line margin = 3; all are in "
+            "docs/SETTINGS.md",
+        ) from error
     for section, body in tree.items():
         if section not in sections:
             _refuse_near_miss(section, sections, f"{path}:{_line_of(text, section, '')}")

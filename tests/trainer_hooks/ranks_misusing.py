@@ -44,6 +44,46 @@ def swapped(rank):
     return {"error": ""}
 
 
+def wrong_on_rank_1(rank, **wrong):
+    """Give a wrong argument on rank 1 alone; ``attach`` where it is an argument of its own."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    begin = trainer_hooks.attach if wrong.pop("attach", False) else trainer_hooks.watch
+    try:
+        begin(model, optimizer, **(wrong if rank == 1 else {})).close()
+    except VitalsError as raised:
+        return {"error": str(raised)}
+    return {"error": ""}
+
+
+def checkpoints_refused_on_rank_1(rank, folder):
+    """Give a folder that cannot be written on rank 1 alone."""
+    file = Path(folder) / f"taken-{rank}"
+    file.touch()
+    where = file if rank == 1 else Path(folder) / "checkpoints"
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    try:
+        trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=where).close()
+    except VitalsError as raised:
+        return {"error": str(raised)}
+    return {"error": ""}
+
+
+WRONG = {
+    "tokens_per_step is 'many'": {"tokens_per_step": "many"},
+    "config is a list": {"config": [1]},
+    "tags is None": {"tags": None},
+    "max_norm is 0": {"attach": True, "max_norm": 0},
+    "attach() cannot roll back": {"attach": True, "mode": "heal"},
+    "mode is 'gaurd'": {"mode": "gaurd"},
+    "run is an int": {"run": 1},
+    "state is a list": {"state": [1]},
+    "signals is a dict": {"signals": {}},
+}
+"""What an error says, and the argument that is wrong on rank 1 alone."""
+
+
 def main(rank, folder):
     """Run every case."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -54,6 +94,8 @@ def main(rank, folder):
         "rank 0": train(rank, who=(0,), fused=True),
         "none": train(rank, who=(), fused=True),
         "swapped": swapped(rank),
+        **{text: wrong_on_rank_1(rank, **wrong) for text, wrong in WRONG.items()},
+        "checkpoints cannot be kept": checkpoints_refused_on_rank_1(rank, folder),
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

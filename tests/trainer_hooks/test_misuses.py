@@ -142,6 +142,51 @@ def no_optimizer(p):
     trainer_hooks.watch(p.model, [])
 
 
+def no_optimizer_at_all(p):
+    trainer_hooks.watch(p.model)
+
+
+def an_optimizer_that_is_not_made(p):
+    trainer_hooks.watch(p.model, torch.optim.AdamW)
+
+
+def named_parameters_in_the_optimizers_place(p):
+    trainer_hooks.attach(p.model, [*p.model.named_parameters()])
+
+
+def a_scheduler_that_is_not_made(p):
+    p.watch(lr_scheduler.StepLR)
+
+
+def a_run_that_is_no_name(p):
+    p.watch(run=7)
+
+
+def a_tag_alone(p):
+    p.watch(tags="baseline")
+
+
+def a_number_as_the_folder(p):
+    p.watch(dir=1)
+
+
+def a_number_as_the_checkpoints(p):
+    p.watch(mode="heal", checkpoints=100)
+
+
+def heal_without_the_step(p):
+    trainer_hooks.attach(p.model, p.optimizer, mode="heal")
+
+
+def epochs_that_are_no_whole_number(p):
+    train(p, epochs=1.5)
+
+
+def a_number_as_the_probe(p):
+    with p.watch() as monitor:
+        next(monitor.batches(p.loader, probe=1))
+
+
 def a_number_as_the_scaler(p):
     p.watch(scaler=65536.0)
 
@@ -284,6 +329,17 @@ REFUSED = {
         "right after that loss's backward",
     ),
     no_optimizer: ("there is no optimizer; at least one is to be guarded", ORDER),
+    no_optimizer_at_all: ("there is no optimizer", r"torch.optim.SGD\(model.parameters"),
+    an_optimizer_that_is_not_made: ("holds the class AdamW; each", r"AdamW\(model.parameters"),
+    named_parameters_in_the_optimizers_place: ("optimizers holds a tuple; each must be", ORDER),
+    a_scheduler_that_is_not_made: ("schedulers holds the class StepLR", "a list where there are"),
+    a_run_that_is_no_name: ("run is an int; it must be a name", "run='my-experiment'"),
+    a_tag_alone: ("tags is 'baseline'; it must be several words", "tags="),
+    a_number_as_the_folder: ("dir is an int; it must be a folder", "VITALS_DIR"),
+    a_number_as_the_checkpoints: ("checkpoints is an int; it must be True, a folder or", "=True"),
+    heal_without_the_step: (r"attach\(\) cannot roll back", r"trainvitals.watch\("),
+    epochs_that_are_no_whole_number: ("epochs is 1.5; it must be a whole number", "epochs=3"),
+    a_number_as_the_probe: ("probe is 1; it must be a function", "probe=loss_of"),
     a_number_as_the_scaler: ("scaler is a float; it must be a torch.amp.GradScaler", ORDER),
     an_unknown_mode: (
         "mode is 'gaurd'; it must be one of off, observe, guard, heal",
@@ -381,6 +437,21 @@ def an_optimizer_of_another_model(p):
         trainer_hooks.watch(parts().model, p.optimizer).step(parts().backward())
 
 
+def parameters_that_no_optimizer_has(p):
+    p.model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    p.model.append(nn.Linear(1, 1))
+    train(p)
+
+
+def a_scheduler_of_another_optimizer(p):
+    other = lr_scheduler.StepLR(parts(torch.optim.SGD).optimizer, 100)
+    p.watch(other).close()
+
+
+def losses_by_name_as_the_loss(p):
+    train(p, each=lambda monitor, loss: monitor.step({"box": loss, "label": loss}))
+
+
 def scalars_that_are_no_numbers(p):
     def each(monitor, loss):
         monitor.observe(accuracy=[0.5, 0.25], rate=0.1)
@@ -410,6 +481,9 @@ TOLD = {
     a_schedule_stepped_by_the_loop_each_epoch: "StepLR.step() was called by the loop before step "
     "12, as well as by monitor.step()",
     an_optimizer_of_another_model: "none of the parameters of AdamW is one of the model's",
+    parameters_that_no_optimizer_has: "parameter 'scale' and 2 more of the model are in no",
+    a_scheduler_of_another_optimizer: "StepLR sets the rates of another SGD than those given to",
+    losses_by_name_as_the_loss: "the loss is a dict; it must be one number",
     scalars_that_are_no_numbers: "accuracy is a list; a scalar must be one number",
     a_group_slipped_past_the_guard: "the optimizers have 2 parameter groups, and had 1 at watch()",
 }

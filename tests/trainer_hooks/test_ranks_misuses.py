@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainer_hooks.ranks_misusing import main
+from tests.trainer_hooks.ranks_misusing import WRONG, main
 from tests.trainer_hooks.spawned import spawned
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -35,3 +35,11 @@ def test_a_healthy_loop_goes_on(results):
 def test_arguments_swapped_on_one_rank_are_refused_on_both(results):
     for result in results:
         assert "they are swapped" in result["swapped"]["error"]
+        assert result["swapped"]["error"].startswith("rank 1: the model is")
+
+
+@pytest.mark.parametrize("text", [*WRONG, "checkpoints cannot be kept"])
+def test_an_argument_that_is_wrong_on_rank_1_alone_ends_both_and_names_it(results, text):
+    for result in results:
+        assert result[text]["error"].startswith(f"rank 1: {text}")
+        assert "hint: " in result[text]["error"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 
@@ -293,11 +293,14 @@ class DataPosition:
 def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
     if probe is not None and not callable(probe):
         raise UsageError(
-            f"probe is a {type(probe).__name__}; it must be a function",
+            f"probe is {probe!r:.100}; it must be a function",
             hint="probe=loss_of, where loss_of(batch) gives the loss that the loop trains on",
         )
     if after_rollback not in ("move_on", "replay"):
-        raise UsageError(f"after_rollback is {after_rollback!r}; it must be 'move_on' or 'replay'")
+        raise UsageError(
+            f"after_rollback is {after_rollback!r}; it must be 'move_on' or 'replay'",
+            hint="'replay' trains every batch again, 'move_on' leaves the data where it is",
+        )
     if not (sample_ids is None or isinstance(sample_ids, bool) or callable(sample_ids)):
         raise UsageError(
             f"sample_ids is a {type(sample_ids).__name__}; it must be True or a function",
@@ -307,6 +310,11 @@ def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
 
 
 def _check_loader(loader: object, epochs: int) -> None:
+    if not isinstance(epochs, SupportsIndex):
+        raise UsageError(
+            f"epochs is {epochs!r}; it must be a whole number",
+            hint="monitor.batches(loader, epochs=3)",
+        )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise UsageError(
             f"batches() was given {loader!r:.100}, which is no iterable of batches",

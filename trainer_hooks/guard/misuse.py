@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -93,4 +93,36 @@ def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> lis
         for optimizer in optimizers
         if type(optimizer).__module__.startswith("torch.optim")
         and not any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
+def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return what to say where parameters need gradients, and none of torch's optimizers has them.
+
+    Wrappers of elsewhere may hold copies of them.
+    """
+    if not all(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers):
+        return []
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if not held or not names:
+        return []
+    more = f" and {len(names) - 1} more of the model are" if len(names) > 1 else " of the model is"
+    return [
+        f"parameter {names[0]!r}{more} in no optimizer, so not trained: give them to it, or freeze "
+        "them (requires_grad_(False)), which also spares their gradients"
+    ]
+
+
+def foreign_schedulers(schedulers: Iterable[Any], optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return what to say about each scheduler whose optimizer shares no group with those given."""
+    own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    pairs = [(scheduler, getattr(scheduler, "optimizer", None)) for scheduler in schedulers]
+    others = [(scheduler, other) for scheduler, other in pairs if isinstance(other, Optimizer)]
+    return [
+        f"{type(scheduler).__name__} sets the rates of another {type(other).__name__} than those "
+        f"given to watch(), whose rates stay: make it of theirs, {type(scheduler).__name__}"
+        "(optimizer, ...)"
+        for scheduler, other in others
+        if not any(id(group) in own for group in other.param_groups)
     ]

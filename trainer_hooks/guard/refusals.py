@@ -80,9 +80,13 @@ def _refuse_optimizer(optimizer: Any) -> None:
 
 def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
     for scheduler in schedulers:
-        if not callable(getattr(scheduler, "step", None)):
+        is_class = isinstance(scheduler, type)
+        if is_class or not callable(getattr(scheduler, "step", None)):
+            name = f"a {type(scheduler).__name__}, which has no step()"
+            if is_class:
+                name = f"the class {scheduler.__name__}, which is not made yet"
             raise UsageError(
-                f"schedulers holds a {type(scheduler).__name__}, which has no step()",
+                f"schedulers holds {name}",
                 hint="watch(model, optimizer, scheduler), or a list where there are several",
             )
     if any(isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers):

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainer_hooks.lifecycle.resume import loop_state, read_loop_state
 from trainer_hooks.lifecycle.shutdown import EndState, Shutdown, closed, opened
@@ -73,6 +74,11 @@ class Loop:
     def step_index(self) -> int:
         """Index of the next update; counts skipped ones, is set back by a rollback."""
         return self._step
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those that it guards."""
+        return self._device.optimizers
 
     @property
     def run_id(self) -> str:

@@ -9,11 +9,12 @@ save together and stop; where they cannot meet in time, each saves its part alon
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
@@ -21,6 +22,8 @@ from weakref import WeakSet
 from trainer_hooks.lifecycle.sigterm_watchdog import SigtermWatchdog
 from trainer_hooks.step.controller import StepController
 from trainvitals.records import RunEnded
+
+_LOG = logging.getLogger("trainvitals")
 
 EndState = Literal["finished", "interrupted", "failed"]
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -32,6 +35,10 @@ class Open(Protocol):
     shutdown: Shutdown
     left_open: tuple[EndState, str]
     """How it ended, where nobody closes it."""
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """What it guards."""
 
     def end(self, state: EndState, reason: str) -> None:
         """Close it."""
@@ -156,10 +163,33 @@ def closed(monitor: Open) -> None:
         _previous = None
 
 
+def is_interactive() -> bool:
+    """Return whether a person types line by line, or cell by cell: Python's own way to tell."""
+    return hasattr(sys, "ps1")
+
+
+def close_earlier(optimizers: Sequence[object]) -> None:
+    """Close the monitors that guard one of these still, where a person runs a cell again.
+
+    In a program that is a mistake, and refused.
+    """
+    if not is_interactive():
+        return
+    for monitor in [m for m in _open if m.shutdown.is_ours]:
+        if any(own is other for own in monitor.optimizers for other in optimizers):
+            _LOG.warning(
+                "vitals: the earlier monitor of this optimizer is closed: here is a new one"
+            )
+            monitor.end("interrupted", "its optimizer was given to another monitor")
+
+
 @atexit.register
 def _at_exit() -> None:
-    """End what nobody closed. An error that nobody caught has been shown by now, and is known."""
-    error = getattr(sys, "last_value", None)
+    """End what nobody closed. An error that nobody caught has been shown by now, and is known.
+
+    But for a session: there it may be of any earlier line.
+    """
+    error = None if is_interactive() else getattr(sys, "last_value", None)
     for monitor in list(_open):
         if error is None:
             monitor.end(*monitor.left_open)

@@ -553,6 +553,7 @@ class RecoveryManager:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
         agreement.on_root(store.prepare)
+        agreement.on_all(store.folder.reach)
         text = (
             f"{ring.slots_in_words()}, {ring.bytes() / 2**20:.1f} MiB a rank, a snapshot every "
             f"{interval} steps"

@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.guard.averages import Averages, averages_in, refuse_averages
 from trainer_hooks.guard.hook_memory import registered, unregistered
-from trainer_hooks.guard.misuse import GIVEN_SCALERS, foreign_optimizers
+from trainer_hooks.guard.misuse import (
+    GIVEN_SCALERS,
+    foreign_optimizers,
+    foreign_schedulers,
+    parameters_left_out,
+)
 from trainer_hooks.guard.optimizers import (
     AfterLoad,
     BufferShadow,
@@ -152,7 +157,7 @@ def lay_out(
         averages=averages_in(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, Stateful) else memories[n] for n, s in state.items()},
-        warnings=_warnings(model, () if steps_by_itself else optimizers, state),
+        warnings=_warnings(model, () if steps_by_itself else optimizers, schedulers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
         memory=MemoryEstimate(model, optimizers, norms.device),
@@ -207,13 +212,21 @@ def _take_hold(
 
 def _warnings(
     model: nn.Module,
-    optimizers: Iterable[Optimizer],
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Any],
     state: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """Return what of the training looks wrong: what a skip cannot put back, another's optimizer."""
+    """Return what of the training looks wrong: what a skip cannot put back, what is another's."""
     unseen = [("unseen_state", text) for text in unregistered(model, state)]
-    foreign = foreign_optimizers(model, optimizers)
-    return unseen + [("foreign_parameters", text) for text in foreign]
+    foreign = [("foreign_parameters", text) for text in foreign_optimizers(model, optimizers)]
+    left_out = [] if foreign else parameters_left_out(model, optimizers)
+    others = foreign_schedulers(schedulers, optimizers)
+    return [
+        *unseen,
+        *foreign,
+        *(("parameters_left_out", text) for text in left_out),
+        *(("foreign_scheduler", text) for text in others),
+    ]
 
 
 def _sampler(
@@ -237,7 +250,7 @@ def _refuse_signals(signals: object) -> None:
     if signals is not None and not isinstance(signals, SignalSettings):
         raise UsageError(
             f"signals is a {type(signals).__name__}; it must be a SignalSettings",
-            hint="signals=trainer_hooks.SignalSettings(weight_norm=True)",
+            hint="signals=trainvitals.SignalSettings(weight_norm=True)",
         )
 
 
@@ -245,7 +258,7 @@ def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
     if any(vars(optimizer).get("add_param_group") is _refuse_group for optimizer in optimizers):
         raise UsageError(
             "the optimizer is guarded already: its step would be judged twice",
-            hint="close() the earlier monitor first",
+            hint="close() the earlier monitor first: monitor.close(), or leave its `with`",
         )
 
 

@@ -309,7 +309,7 @@ def no_gradients(name: str = "") -> UsageError:
     return UsageError(
         "no parameter of the optimizers has a gradient at the first step",
         hint="step after loss.backward() and before zero_grad(), with the optimizers that hold the "
-        "model's parameters",
+        "model's parameters; a parameter that is frozen (requires_grad is False) gets none",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from trainer_hooks.step.reduce_vector import (
     rank_losses,
 )
 from trainvitals.errors import UsageError
+from trainvitals.records import OVERFLOW
 
 
 class Prepared(NamedTuple):
@@ -66,6 +67,8 @@ class Orders(NamedTuple):
     skip_on_host: bool | None
     divisor: Tensor | None
     lr_factor: float
+    overflow_alone: Tensor | None
+    """Whether ``bad`` says no more than that a gradient scaler overflowed; None without one."""
 
 
 class StepPhases:
@@ -123,6 +126,13 @@ class StepPhases:
             UsageError: it is none.
         """
         if not isinstance(value, Tensor):
+            if not hasattr(value, "__float__"):
+                raise UsageError(
+                    f"the {what} is a {type(value).__name__}; it must be one number",
+                    hint=f"of several losses their sum: {what} = sum({what}es.values())"
+                    if isinstance(value, Mapping)
+                    else f"give the {what} as a tensor, or as a number",
+                )
             return torch.full((), value, dtype=torch.float64, device=self._device.norms.device)
         whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
         if value.numel() != 1 or not whole:
@@ -290,7 +300,9 @@ class StepPhases:
         if device.averages is not None:
             with self._controller.faults.fail_open("averages"):
                 device.averages.judged(bad, self.turn.optimizers)
-        return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
+        scaled = device.scaler is not None and device.scaler.is_enabled()
+        overflow_alone = verdict.bits == OVERFLOW if scaled else None
+        return Orders(bad, skip_on_host, divisor, self._lr_factor(step), overflow_alone)
 
     def _lr_factor(self, step: int) -> float:
         # Of the rates, the first optimizer's is the one that is judged.
@@ -328,7 +340,7 @@ class StepPhases:
     def settle(self, orders: Orders) -> None:
         """Put back what forward wrote in a bad step, and copy it for the next."""
         if self._controller.mode != "observe":
-            self._device.shadow.put_back(orders.bad)
+            self._device.shadow.put_back(orders.bad, orders.overflow_alone)
         self._device.shadow.keep()
 
     def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:

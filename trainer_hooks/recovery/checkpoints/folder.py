@@ -10,6 +10,7 @@ One process writes here: rank 0, or the command line. No torch, no collective, n
     .doomed-RUN-step-...     being removed; likewise
 """
 
+import errno
 import logging
 import math
 import os
@@ -84,6 +85,20 @@ class CheckpointFolder:
         """Not taken yet; any thread may add to it."""
         self._index = IndexFile(path)
 
+    def reach(self) -> None:
+        """Make sure that this rank can write here too, once rank 0 has made the folder ready.
+
+        Raises:
+            StorageError: it cannot: it was given another folder, or its node does not have it.
+        """
+        try:
+            self.path.mkdir(parents=True, mode=0o700, exist_ok=True)
+            writable = os.access(self.path, os.W_OK | os.X_OK)
+        except OSError as error:
+            raise _unusable(self.path, error.strerror or str(error)) from error
+        if not writable:
+            raise _unusable(self.path, os.strerror(errno.EACCES))
+
     def prepare(self) -> None:
         """Make the folder, and clear what a killed process of this run left half written.
 
@@ -95,10 +110,7 @@ class CheckpointFolder:
             self._owner = self._probe()
             leftovers = list(self.path.iterdir())
         except OSError as error:
-            raise StorageError(
-                f"checkpoints cannot be kept in {self.path}: {error.strerror}",
-                hint="name a folder that can be written: watch(..., checkpoints=PATH)",
-            ) from error
+            raise _unusable(self.path, error.strerror or str(error)) from error
         for path in leftovers:
             try:
                 self._clear(path)
@@ -445,3 +457,10 @@ class CheckpointFolder:
     def take_changes(self) -> list[CheckpointChanged]:
         """Return what changed since the last call, for the events stream; call after each step."""
         return [self.changes.popleft() for _ in range(len(self.changes))]
+
+
+def _unusable(path: Path, why: str) -> StorageError:
+    return StorageError(
+        f"checkpoints cannot be kept in {path}: {why}",
+        hint="name a folder that every rank can write: watch(..., checkpoints=PATH)",
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer_hooks.ranks import Ranks
+from trainer_hooks.ranks import Ranks, named
 from trainer_hooks.recovery.checkpoints import emergency_save, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
@@ -42,8 +42,11 @@ class Agreement:
 
     def on_all(self, call: Callable[[], object]) -> None:
         """Run on every rank; the first rank's error is raised on all."""
-        for error in self.ranks.gather(caught(call)):
-            _raise(error)
+        errors = self.ranks.gather(caught(call))
+        failed = [rank for rank, error in enumerate(errors) if error is not None]
+        for error in errors:
+            if error is not None:
+                raise named(error, failed, self.ranks.world_size)
 
 
 def caught(call: Callable[[], object]) -> VitalsError | None:
