@@ -13,11 +13,18 @@ from typing import Annotated, Literal
 import msgspec
 
 from trainvitals.question import Question, route
-from trainvitals.records import BatchNoted, Command, CommandAction, Decision, Finding, RunInfo
+from trainvitals.records import (
+    BatchNoted,
+    Command,
+    CommandAction,
+    Decision,
+    Finding,
+    RunInfo,
+    Severity,
+)
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
-Severity = Literal["page", "notify", "log"]
 TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
 Along = Literal["step", "tokens"]
 Branch = Literal["lineage", "discarded", "all"]

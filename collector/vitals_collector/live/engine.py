@@ -10,7 +10,7 @@ it was.
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -166,9 +166,8 @@ class Engine:
                 self._inbox.update(self._run_now(status) for status in statuses)
             # Last: steps that are stored already must not resolve what was not told yet.
             finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
-            for writer in sorted(dirty):
-                self._consume_findings(writer, is_finished=writer[0] in finished)
-                dirty.discard(writer)
+            self._consume_findings(sorted(dirty), finished)
+            dirty.clear()
         finally:
             with self._lock:
                 self._dirty |= dirty
@@ -281,41 +280,59 @@ class Engine:
                 for alert in alerts_for_decision(_decision(row.body), run_id=run_id)
                 if alert.point  # the others follow the run's state
             ]
-            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+            self._inbox.take(occurrences, cursors={name: rows[-1].seq})
 
-    def _consume_findings(self, writer: Writer, *, is_finished: bool) -> None:
-        """Raise what a writer's findings tell by themselves; a finished run has nothing to fire."""
+    def _consume_findings(self, writers: Sequence[Writer], finished: Collection[str]) -> None:
+        """Raise what findings tell by themselves; a finished run has nothing to fire.
+
+        Those of all writers together: of an alert that several ranks raise, all are named at once.
+        """
+        while writers:
+            occurrences: list[Occurrence] = []
+            cursors: dict[str, int] = {}
+            unread: list[Writer] = []
+            for writer in writers:
+                name = _cursor_name(writer, "findings")
+                num, seq, raised = self._read_findings(writer, name, writer[0] in finished)
+                occurrences += raised
+                if num:
+                    cursors[name] = seq
+                if num == _AT_ONCE:
+                    unread.append(writer)
+            if cursors:
+                self._inbox.take(occurrences, cursors=cursors)
+            writers = unread
+
+    def _read_findings(
+        self, writer: Writer, cursor: str, is_finished: bool
+    ) -> tuple[int, int, list[Occurrence]]:
+        """Return how many of a writer's next findings there are, the last's number, what to raise.
+        """
         run_id, incarnation = writer
-        name = _cursor_name(writer, "findings")
-        while True:
-            with self._store.read(settled=False) as connection:
-                query = (
-                    select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
-                    .where(
-                        findings.c.run_id == run_id,
-                        findings.c.incarnation == incarnation,
-                        findings.c.kind.in_(ALERTED_KINDS),
-                        findings.c.seq > _cursor(connection, name),
-                    )
-                    .order_by(findings.c.seq)
-                    .limit(_AT_ONCE)
+        with self._store.read(settled=False) as connection:
+            query = (
+                select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
+                .where(
+                    findings.c.run_id == run_id,
+                    findings.c.incarnation == incarnation,
+                    findings.c.kind.in_(ALERTED_KINDS),
+                    findings.c.seq > _cursor(connection, cursor),
                 )
-                rows = connection.execute(query).all()
-                timed_findings = [
-                    (row.time_unix_ns, _finding(row.body)) for row in rows if row.body
-                ]
-                decided = _decided_steps(connection, writer) if rows else {}
-                loss_kind = loss_kind_of(connection, run_id) if rows else ""
-            if not rows:
-                return
-            occurrences = [
-                Occurrence(run_id, time_unix_ns, alert)
-                for time_unix_ns, finding in timed_findings
-                if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
-                for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
-                if alert.point  # the others hold as long as the watchers say so
-            ]
-            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+                .order_by(findings.c.seq)
+                .limit(_AT_ONCE)
+            )
+            rows = connection.execute(query).all()
+            decided = _decided_steps(connection, writer) if rows else {}
+            loss_kind = loss_kind_of(connection, run_id) if rows else ""
+        timed_findings = [(row.time_unix_ns, _finding(row.body)) for row in rows if row.body]
+        occurrences = [
+            Occurrence(run_id, time_unix_ns, alert)
+            for time_unix_ns, finding in timed_findings
+            if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
+            for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
+            if alert.point  # the others hold as long as the watchers say so
+        ]
+        return len(rows), rows[-1].seq if rows else -1, occurrences
 
     # -------------------------------------------------------------------------------------- runs
 

@@ -103,7 +103,10 @@ def _began(incident: StoryFacts) -> str:
         f"It began at step {incident.onset} of attempt {incident.ordinal}; first told of {when}."
     ]
     sentences += [
-        f"{view.finding.detector} found {_of_finding(view)}." for view in _few(incident.findings)
+        _of_user(view.finding)
+        if view.finding.severity
+        else f"{view.finding.detector} found {_of_finding(view)}."
+        for view in _few(incident.findings)
     ]
     sentences += _others(incident.findings, "finding")
     if not incident.findings:
@@ -116,6 +119,11 @@ def _began(incident: StoryFacts) -> str:
             f"Alert {alert.name}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
         ]
     return " ".join(sentences)
+
+
+def _of_user(finding: Finding) -> str:
+    where = f" on rank {finding.rank}" if finding.rank >= 0 else ""
+    return f"Your alert{where} at step {finding.step}: {finding.reason}."
 
 
 def _of_finding(view: FindingView) -> str:

@@ -257,6 +257,9 @@ def _limit(row: StepRow, name: str) -> str:
 
 def _found(view: FindingView) -> str:
     finding = view.finding
+    if finding.severity:
+        where = f" on rank {finding.rank}" if finding.rank >= 0 else ""
+        return f"Your alert{where} ({finding.severity}): {finding.reason}."
     level_note = " (told only)" if finding.level == "advisory" else ""
     return f"The detector {finding.detector} found {finding.kind}{level_note}: {finding.reason}."
 
