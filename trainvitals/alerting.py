@@ -17,8 +17,8 @@ import msgspec
 
 from trainvitals.detect.registry import KINDS, alert_of
 from trainvitals.errors import ConfigError
-from trainvitals.records import ActionName, Decision, Finding
-from trainvitals.views import RunState, Severity
+from trainvitals.records import ActionName, Decision, Finding, Severity
+from trainvitals.views import RunState
 
 
 class AlertState(enum.StrEnum):

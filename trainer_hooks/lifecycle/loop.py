@@ -130,8 +130,8 @@ class Loop:
         """Raise an alert of your own, with the life of Vitals' own alerts.
 
         With ``when`` it is a condition: give it at every step, or now and then. The alert fires
-        once as it becomes true, stays one alert while it is, and resolves 51 to 100 steps after it
-        was last true. Without ``when`` it is an event of this step, and resolves after 100 steps.
+        once as it becomes true, stays one alert while it is, and resolves 100 healthy steps after
+        it was. Without ``when`` it is an event of this step, and resolves 100 healthy steps later.
         Any rank may call it: an alert is one for the whole run, and names the ranks.
 
         A tensor on a device is not waited for: it is looked at within the next steps.
@@ -155,7 +155,7 @@ class Loop:
             return
         with faults.fail_open("alert"):
             if error := wrong_level(level):
-                # What is wrong here may have waited for a rare case: that it came is told all the same.
+                # The call may have waited for a rare case: that it came is told all the same.
                 faults.count("alert", UsageError(f"alert {name!r}: {error}; it is notify now"))
                 level = "notify"
             refuse_alert(name, level)

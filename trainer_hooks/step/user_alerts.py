@@ -101,10 +101,11 @@ class RankAlerts:
             UsageError: there are too many names.
         """
         call = _Call(name, when is None, level, message, step, attempt)
-        like = next((x for x in (when, value) if isinstance(x, Tensor)), None)
-        if like is None or (not isinstance(when, Tensor) and when == 0):
-            self._take(call, when is None or bool(when), None if like is not None else value)
+        if not isinstance(when, Tensor) and (when == 0 or not isinstance(value, Tensor)):
+            self._take(call, when is None or bool(when), value)
             return
+        like = when if isinstance(when, Tensor) else value
+        assert isinstance(like, Tensor), "one of the two is on a device"
         numbers = torch.stack([_number(True if when is None else when, like), _number(value, like)])
         event = torch.cuda.Event()
         # Pinned by torch, as it does not wait; the numbers hold once the event has happened.
@@ -112,12 +113,13 @@ class RankAlerts:
         event.record(torch.cuda.current_stream(like.device))
         self._late.append(_Late(call, numbers, event))
 
-    def _take(self, call: _Call, holds: bool, value: float | None) -> None:
+    def _take(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
         if call.attempt != self._attempt:
             return  # said in a branch that was left
         if not holds:
-            self._alerts.end(call.name)
+            self._say(self._alerts.end(call.name))
             return
+        value = None if value is None else float(value)
         words = call.message or ("raised by the loop" if value is None else f"value {value:.6g}")
         finding = Finding(
             kind=KIND,
@@ -158,12 +160,12 @@ class RankAlerts:
 
     def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
         """Judge a scalar of the loop's own."""
+        if self._unseen and len(self._scalar_names) < MISSING_AFTER:
+            self._scalar_names.add(name)
         rules = self._rules.by_series.get(name)
         if rules is not None and attempt == self._attempt:
             with self._faults.fail_open("alerts"):
                 self._judge(rules, step, value, self._rank)
-        elif self._unseen and len(self._scalar_names) < MISSING_AFTER:
-            self._scalar_names.add(name)
 
     def _judge(self, rules: Sequence[WatchedRule], step: int, value: float, rank: int) -> None:
         for rule in rules:
@@ -172,18 +174,17 @@ class RankAlerts:
             if rule.update(step, value):
                 self._say(self._alerts.tell(rule.finding(step, rank), holds=True))
             elif rule.rule.name in self._alerts.held:
-                self._alerts.end(rule.rule.name)
+                self._say(self._alerts.end(rule.rule.name))
 
     def _look_for_series(self, step: int) -> None:
         if self._first_step is None:
             self._first_step = step
         if step - self._first_step < MISSING_AFTER:
             return
+        recorded = [*self._scalar_names, *self._emitter.columns]
         for series in sorted(self._unseen):
             names = [rule.rule.name for rule in self._rules.by_series[series]]
-            near = difflib.get_close_matches(
-                series, [*self._scalar_names, *self._emitter.columns], n=1
-            )
+            near = difflib.get_close_matches(series, recorded, n=1)
             way_out = f"did you mean {near[0]}?" if near else "monitor.observe() records scalars"
             text = (
                 f"rule {', '.join(map(repr, names))} has nothing to judge: in {MISSING_AFTER:,} "

@@ -45,6 +45,8 @@ MAX_FOR = 1_000_000
 RENEW_STEPS = 50
 """Steps between two findings of an alert that holds: a point alert that nobody renews for 100
 healthy steps is over, and so no end has to be said, not even by a process that was killed."""
+_END_STEPS = 10
+"""The same at its end: it is said where it was, unless it comes and goes all the time."""
 
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 _WORDS_OF_LEVELS = "page wakes a person, notify tells one, log is only kept"
@@ -122,9 +124,7 @@ def parse_condition(text: str) -> Condition:
             f"{series!r} is not of the training loop: a series must be a column of the steps, such "
             "as loss, or a scalar that the loop records"
         )
-    return Condition(
-        function, series, _window(function, match["window"]), match["operator"], limit
-    )
+    return Condition(function, series, _window(function, match["window"]), match["operator"], limit)
 
 
 def _window(function: str, text: str | None) -> int:
@@ -163,8 +163,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: with the rule, the key, its value and what is expected.
         """
         what = f"rule {self.name!r}"
-        if error := wrong_name(self.name):
-            raise ConfigError(f"{what}: {error}")
+        if wrong := wrong_name(self.name):
+            raise ConfigError(f"{what}: {wrong}")
         if not isinstance(self.when, str):
             raise ConfigError(f"{what}: when is {self.when!r}; it must be text", hint=_EXAMPLE)
         try:
@@ -177,8 +177,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
                 f"{what}: for is {self.for_steps!r}; it must be a whole number of steps, 0 to "
                 f"{MAX_FOR}"
             )
-        if error := wrong_level(self.level):
-            raise ConfigError(f"{what}: {error}", hint=_WORDS_OF_LEVELS)
+        if wrong := wrong_level(self.level):
+            raise ConfigError(f"{what}: {wrong}", hint=_WORDS_OF_LEVELS)
 
 
 def wrong_name(name: object) -> str:
@@ -191,9 +191,7 @@ def wrong_name(name: object) -> str:
 
 def wrong_level(level: object) -> str:
     """Return what is wrong with an alert's level; empty where nothing is."""
-    return (
-        "" if level in SEVERITIES else f"level is {level!r}; it must be page, notify or log"
-    )
+    return "" if level in SEVERITIES else f"level is {level!r}; it must be page, notify or log"
 
 
 def refuse_alert(name: object, level: object) -> None:
@@ -408,9 +406,10 @@ class UserAlerts:
             self.held[name] = finding
         return finding if self._is_due(name, finding.step) else None
 
-    def end(self, name: str) -> None:
-        """Take in that an alert's condition is true no more."""
-        self.held.pop(name, None)
+    def end(self, name: str) -> Finding | None:
+        """Take in that a condition is true no more; return the last that was said of it, if new."""
+        last = self.held.pop(name, None)
+        return last if last is not None and self._is_due(name, last.step, _END_STEPS) else None
 
     def due(self, step: int) -> Iterator[Finding]:
         """Yield what holds still and was not told for a while."""
@@ -418,9 +417,10 @@ class UserAlerts:
             if self._is_due(name, step):
                 yield replace(finding, step=step)
 
-    def _is_due(self, name: str, step: int) -> bool:
+    def _is_due(self, name: str, step: int, pause: int = RENEW_STEPS) -> bool:
         told = self._told.get(name)
-        if told is not None and 0 <= step - told < RENEW_STEPS:
+        # Rows come back a step or two later than the loop's own scalars and calls.
+        if told is not None and abs(step - told) < pause:
             return False
         self._told[name] = step
         return True

@@ -196,7 +196,8 @@ def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
     """Return the settings of what judges a run: the sections of ``SECTIONS``.
 
     They come from the TOML file that ``VITALS_CONFIG`` names, overridden by variables such as
-    ``VITALS_LADDER_MARGIN``; its ``[[rules]]`` are a person's own alerts. Rank 0 reads them for all ranks, and the run records them.
+    ``VITALS_LADDER_MARGIN``; its ``[[rules]]`` are a person's own alerts. Rank 0
+    reads them for all ranks, and the run records them.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a value that cannot work.

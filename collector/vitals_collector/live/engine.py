@@ -306,8 +306,7 @@ class Engine:
     def _read_findings(
         self, writer: Writer, cursor: str, is_finished: bool
     ) -> tuple[int, int, list[Occurrence]]:
-        """Return how many of a writer's next findings there are, the last's number, what to raise.
-        """
+        """Return how many findings come next, the last one's number, and what they raise."""
         run_id, incarnation = writer
         with self._store.read(settled=False) as connection:
             query = (

@@ -22,6 +22,7 @@ from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.top_changes import NONFINITE_SCORE, OF_SPEED, RUN, Moved
+from vitals_collector.queries.user_alerts import Episode, episodes
 
 _T = TypeVar("_T")
 
@@ -102,13 +103,12 @@ def _began(incident: StoryFacts) -> str:
     sentences = [
         f"It began at step {incident.onset} of attempt {incident.ordinal}; first told of {when}."
     ]
-    sentences += [
-        _of_user(view.finding)
-        if view.finding.severity
-        else f"{view.finding.detector} found {_of_finding(view)}."
-        for view in _few(incident.findings)
-    ]
-    sentences += _others(incident.findings, "finding")
+    alerts = episodes(view.finding for view in incident.findings)
+    sentences += [_of_user(alert) for alert in _few(alerts)]
+    sentences += _others(alerts, "alert of yours")
+    findings = [view for view in incident.findings if not view.finding.severity]
+    sentences += [f"{view.finding.detector} found {_of_finding(view)}." for view in _few(findings)]
+    sentences += _others(findings, "finding")
     if not incident.findings:
         sentences.append("No detector raised a finding about it that is stored.")
     notes = [event for event in incident.events if event.kind in ("Note", "RunEnded")]
@@ -121,9 +121,10 @@ def _began(incident: StoryFacts) -> str:
     return " ".join(sentences)
 
 
-def _of_user(finding: Finding) -> str:
-    where = f" on rank {finding.rank}" if finding.rank >= 0 else ""
-    return f"Your alert{where} at step {finding.step}: {finding.reason}."
+def _of_user(alert: Episode) -> str:
+    where = f" on rank {alert.where}" if alert.ranks else ""
+    until = f"s {alert.first} to {alert.last}" if alert.last > alert.first else f" {alert.first}"
+    return f"Your alert{where} at step{until}: {alert.newest.reason}."
 
 
 def _of_finding(view: FindingView) -> str:
