@@ -400,6 +400,11 @@ class AlertView(msgspec.Struct, frozen=True, kw_only=True):
     silenced_until_unix_ns: int = 0
     silence_reason: str = ""
 
+    @property
+    def title(self) -> str:
+        """What people call it: of an alert of their own, the name they gave it."""
+        return self.labels.get("cause", self.name) if self.name == "UserAlert" else self.name
+
 
 @route("GET", "/v1/alerts", tag="alerts")
 class AlertsQuestion(Question[tuple[AlertView, ...]], frozen=True, kw_only=True):

@@ -266,11 +266,6 @@ def silence(
         _write_alerts((client.ack_alert(fingerprint, request),), form)
 
 
-def _title(view: AlertView) -> str:
-    """Return what people call it: of an alert of their own, the name they gave it."""
-    return view.labels.get("cause", "") if view.name == "UserAlert" else view.name
-
-
 def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
     """Return the fingerprint of the alert that a person names; what is none is a fingerprint.
 
@@ -279,11 +274,7 @@ def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
     """
     if re.fullmatch("[0-9a-f]{16}", alert):
         return alert
-    named = [
-        view
-        for view in _alerts_of(client, run, "")
-        if alert in (view.name, view.labels.get("cause"))
-    ]
+    named = [view for view in _alerts_of(client, run, "") if view.title == alert]
     open_alerts = [view for view in named if view.state != "resolved"]
     views = open_alerts or named
     if len(views) == 1 or (views and not open_alerts):
@@ -310,7 +301,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
             v.fingerprint,
             v.severity,
             v.state,
-            _title(v),
+            v.title,
             v.run_id,
             v.step if v.step >= 0 else None,
             moment(v.started_unix_ns),

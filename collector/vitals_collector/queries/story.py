@@ -77,7 +77,7 @@ def title(incident: StoryFacts) -> str:
             return printable(f"{_DONE[action]}{num}: {cause}{where}")
         if same and action in _WOULD:
             return printable(f"Observed: {cause}{where}; {_WOULD[action]}")
-    alone = incident.alerts[0].name if incident.alerts and not incident.findings else ""
+    alone = incident.alerts[0].title if incident.alerts and not incident.findings else ""
     return printable(f"{alone or cause[:1].upper() + cause[1:]}{where}")
 
 
@@ -116,7 +116,7 @@ def _began(incident: StoryFacts) -> str:
     sentences += _others(notes, "note")
     if not incident.findings and not incident.decisions:
         sentences += [
-            f"Alert {alert.name}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
+            f"Alert {alert.title}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
         ]
     return " ".join(sentences)
 
