@@ -303,7 +303,14 @@ def test_names_are_bounded_and_the_first_level_of_a_name_stays():
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    [(3, "notify"), ("", "notify"), ("x" * 81, "notify"), ("a\n", "notify"), ("a", "info"), ("a", 3)],
+    [
+        (3, "notify"),
+        ("", "notify"),
+        ("x" * 81, "notify"),
+        ("a\n", "notify"),
+        ("a", "info"),
+        ("a", 3),
+    ],
 )
 def test_an_alert_that_cannot_be_raised_is_refused(name, level):
     with pytest.raises(UsageError, match=r"monitor.alert\("):

@@ -148,35 +148,33 @@ class Loop:
             UsageError: before the first update only: an argument cannot work. Later it is said in
                 the log, and training goes on.
         """
-        faults = self._controller.faults
+        faults, numbers = self._controller.faults, (when, value)
         if self._step == self._first_step:
             refuse_alert(name, level)
-            self._alert(name, when, level, value, message)
-            return
+            numbers = self._plain(when, value)
         with faults.fail_open("alert"):
-            if error := wrong_level(level):
+            if wrong := wrong_level(level):
                 # The call may have waited for a rare case: that it came is told all the same.
-                faults.count("alert", UsageError(f"alert {name!r}: {error}; it is notify now"))
+                faults.count("alert", UsageError(f"alert {name!r}: {wrong}; it is notify now"))
                 level = "notify"
             refuse_alert(name, level)
-            self._alert(name, when, level, value, message)
+            holds, number = self._plain(*numbers)
+            self._controller.user_alerts().call(
+                name,
+                holds,
+                level=level,
+                value=number,
+                message=str(message)[:MAX_MESSAGE],
+                step=self._step,
+                attempt=self.attempt,
+            )
 
-    def _alert(
-        self,
-        name: str,
-        when: Tensor | bool | None,
-        level: Severity,
-        value: Tensor | float | None,
-        message: str,
-    ) -> None:
-        self._controller.user_alerts().call(
-            name,
-            when if when is None else self._parts.plain("when of an alert", when),
-            level=level,
-            value=value if value is None else self._parts.plain("value of an alert", value),
-            message=str(message)[:MAX_MESSAGE],
-            step=self._step,
-            attempt=self.attempt,
+    def _plain(
+        self, when: Tensor | float | None, value: Tensor | float | None
+    ) -> tuple[Tensor | float | None, Tensor | float | None]:
+        plain = self._parts.plain
+        return None if when is None else plain("when", when), (
+            None if value is None else plain("value", value)
         )
 
     def _evaluated(self) -> Meta:

@@ -201,7 +201,8 @@ def refuse_alert(name: object, level: object) -> None:
         UsageError: its name or its level is none.
     """
     if error := wrong_name(name):
-        raise UsageError(f"monitor.alert(): {error}")
+        hint = "name it in a few words; what changes belongs in message= or value="
+        raise UsageError(f"monitor.alert(): {error}", hint=hint)
     if error := wrong_level(level):
         raise UsageError(f"monitor.alert({name!r}): {error}", hint=_WORDS_OF_LEVELS)
 
@@ -415,7 +416,8 @@ class UserAlerts:
         """Yield what holds still and was not told for a while."""
         for name, finding in list(self.held.items()):
             if self._is_due(name, step):
-                yield replace(finding, step=step)
+                renewed = self.held[name] = replace(finding, step=step)
+                yield renewed
 
     def _is_due(self, name: str, step: int, pause: int = RENEW_STEPS) -> bool:
         told = self._told.get(name)

@@ -81,9 +81,8 @@ def _body(source: Source, shown: str, text: str) -> None:
 
 
 def _holds(alert: AlertView, names: dict[str, str], text: str) -> bool:
-    haystack = (
-        f"{alert.title} {alert.name} {alert.summary} {names.get(alert.run_id, '')} {alert.run_id}".casefold()
-    )
+    of_run = f"{names.get(alert.run_id, '')} {alert.run_id}"
+    haystack = f"{alert.title} {alert.name} {alert.summary} {of_run}".casefold()
     return all(needle in haystack for needle in text.casefold().split())
 
 
