@@ -130,8 +130,13 @@ class Inbox:
 
     # --------------------------------------------------------------------------- from the engine
 
-    def take(self, occurrences: Sequence[Occurrence], *, cursors: Mapping[str, int]) -> None:
-        """Raise point alerts; remember in the same transaction how far events were consumed."""
+    def take(
+        self, occurrences: Sequence[Occurrence], *, cursors: Mapping[str, int]
+    ) -> frozenset[str]:
+        """Raise point alerts; remember in the same transaction how far events were consumed.
+
+        Returns the fingerprints of those that began to fire.
+        """
         now = self._clock.time_ns()
         newly_firing: dict[str, AlertView] = {}
         with self._store.write() as connection:
@@ -145,6 +150,7 @@ class Inbox:
             for name, seq in cursors.items():
                 _move_cursor(connection, name, seq, now_unix_ns=now)
         self._tell_all(newly_firing.values())
+        return frozenset(newly_firing)
 
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""

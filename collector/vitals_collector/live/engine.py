@@ -162,12 +162,13 @@ class Engine:
             runs_with_findings = self._watch(only_new=only_new)
             dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
             changed = refreshed | runs_with_findings if only_new else None
-            if statuses := self._runs.statuses(changed):
-                self._inbox.update(self._run_now(status) for status in statuses)
-            # Last: steps that are stored already must not resolve what was not told yet.
             finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
-            self._consume_findings(sorted(dirty), finished)
+            # Before the runs' present, which resolves: what was renewed meanwhile is not over. And
+            # steps that are stored already must not resolve what is told only now.
+            fired = self._consume_findings(sorted(dirty), finished)
             dirty.clear()
+            if statuses := self._runs.statuses(changed):
+                self._inbox.update(self._run_now(status, fired) for status in statuses)
         finally:
             with self._lock:
                 self._dirty |= dirty
@@ -282,11 +283,15 @@ class Engine:
             ]
             self._inbox.take(occurrences, cursors={name: rows[-1].seq})
 
-    def _consume_findings(self, writers: Sequence[Writer], finished: Collection[str]) -> None:
+    def _consume_findings(
+        self, writers: Sequence[Writer], finished: Collection[str]
+    ) -> frozenset[str]:
         """Raise what findings tell by themselves; a finished run has nothing to fire.
 
         Those of all writers together: of an alert that several ranks raise, all are named at once.
+        Returns the fingerprints of alerts that began to fire.
         """
+        fired: frozenset[str] = frozenset()
         while writers:
             occurrences: list[Occurrence] = []
             cursors: dict[str, int] = {}
@@ -300,8 +305,9 @@ class Engine:
                 if num == _AT_ONCE:
                     unread.append(writer)
             if cursors:
-                self._inbox.take(occurrences, cursors=cursors)
+                fired |= self._inbox.take(occurrences, cursors=cursors)
             writers = unread
+        return fired
 
     def _read_findings(
         self, writer: Writer, cursor: str, is_finished: bool
@@ -345,11 +351,11 @@ class Engine:
         with self._store.read(settled=self._runs.has_urgent) as connection:
             return self._runs.refresh(connection, when, only_new=only_new)
 
-    def _run_now(self, run: RunStatus) -> RunNow:
+    def _run_now(self, run: RunStatus, fired: frozenset[str]) -> RunNow:
         conditions: list[Alert] = [
             *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
         ]
-        lasting: set[str] = set()
+        lasting = set(fired)
         if run.state == "running":
             for finding in self._watching.conditions(run.run_id):
                 conditions += alerts_for_finding(finding, run_id=run.run_id)
