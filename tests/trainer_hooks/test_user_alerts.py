@@ -13,6 +13,7 @@ from trainer_hooks.lifecycle.loop import Loop as WatchedLoop
 from trainer_hooks.noop import NullMonitor
 from trainer_hooks.step import user_alerts
 from trainer_hooks.step.user_alerts import MISSING_AFTER, RankAlerts
+from trainvitals.detect.user_alerts import Rule
 from trainvitals.errors import ConfigError, UsageError
 from trainvitals.records import FindingRaised, Note
 
@@ -243,6 +244,21 @@ def test_windows_go_back_with_the_run(rules):
     assert 53 == told[0], "in the branch that was left: 19 of 20"
     assert expected in told
     assert {} == monitor.swallowed_errors
+
+
+def test_in_a_job_of_several_ranks_each_names_itself_but_not_for_what_all_share():
+    with alone() as (alerts, said):
+        of_rank_1 = RankAlerts(
+            [Rule(name="shared", when="loss > 0"), Rule(name="its own", when="rank_loss > 0")],
+            emitter=alerts._emitter,
+            faults=alerts._faults,
+            rank=1,
+            world_size=2,
+        )
+        of_rank_1.begin(1, 0)
+        of_rank_1.saw_row(3, 1, alerts.row(loss=1.0, rank_loss=2.0))
+        of_rank_1.call("said", 1.0, level="page", value=None, message="", step=3, attempt=1)
+    assert {"shared": -1, "its own": 1, "said": 1} == {f.cause: f.rank for f in own(said)}
 
 
 @contextmanager

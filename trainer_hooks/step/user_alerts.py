@@ -186,6 +186,8 @@ class RankAlerts:
             names = [rule.rule.name for rule in self._rules.by_series[series]]
             near = difflib.get_close_matches(series, recorded, n=1)
             way_out = f"did you mean {near[0]}?" if near else "monitor.observe() records scalars"
+            if series in self._emitter.columns:
+                way_out = "this run does not measure it"
             text = (
                 f"rule {', '.join(map(repr, names))} has nothing to judge: in {MISSING_AFTER:,} "
                 f"steps no value of {series} was recorded on rank 0; {way_out}"
