@@ -18,6 +18,7 @@ from tests.integrations.table import render
 from trainvitals import errors
 from trainvitals.catalog import CATALOG, MetricSpec
 from trainvitals.cli.main import build_app
+from trainvitals.detect.user_alerts import FUNCTIONS, GRAMMAR, OPERATORS, Rule
 from trainvitals.errors import VitalsError
 from trainvitals.policy.judge import SECTIONS
 from vitals_deploy import slurm
@@ -134,7 +135,22 @@ def settings_page() -> str:
             f"| `{field.name}` | {field.default!r} | {texts[field.name]} |"
             for field in msgspec.structs.fields(settings)
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_rules()]) + "\n"
+
+
+def _rules() -> Iterator[str]:
+    """Yield the lines about a person's own rules: keys, functions and operators."""
+    texts = meanings(Rule)
+    yield from ("", "## rules", "")
+    yield "Alerts of your own, one table `[[rules]]` for each ([guide](guides/alerts.md))."
+    yield from ("", "| key | default | meaning |", "|---|---|---|")
+    for field in msgspec.structs.fields(Rule):
+        default = "" if field.default is msgspec.NODEFAULT else repr(field.default)
+        yield f"| `{field.encode_name}` | {default} | {texts[field.name]} |"
+    yield from ("", f"A condition is {GRAMMAR}.", "")
+    yield from ("| function | what is held against the number |", "|---|---|")
+    yield from (f"| `{name}` | {text} |" for name, text in FUNCTIONS.items())
+    yield from ("", f"The operators are {', '.join(f'`{name}`' for name in OPERATORS)}.")
 
 
 def commands() -> Iterator[tuple[str, Any, Any]]:

@@ -231,7 +231,8 @@ def _fields(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 def meanings(settings: type) -> dict[str, str]:
     """Return the text below each field, of the class or of the one that it refines."""
     texts: dict[str, str] = {}
-    for owner in reversed([owner for owner in settings.__mro__ if issubclass(owner, Settings)]):
+    owners = settings.__mro__[: settings.__mro__.index(msgspec.Struct)]
+    for owner in reversed(owners):
         (tree,) = ast.parse(inspect.getsource(owner)).body
         assert isinstance(tree, ast.ClassDef), "a class's source is a class"
         texts |= _texts(tree.body)

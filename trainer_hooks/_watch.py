@@ -324,6 +324,8 @@ def _evaluations(
 def _begin(controller: StepController, place: RunPaths, info: RunInfo) -> Restored | None:
     """Load this run's newest checkpoint, if any; say who we are; take the first snapshot."""
     recovery = controller.recovery
+    if controller.judge.config.rules:
+        controller.user_alerts()
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=place.attempt, parent=None, fork_step=0, reason="start")
     if restored is not None:

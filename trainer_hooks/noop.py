@@ -18,6 +18,7 @@ from trainer_hooks.guard.route import Route
 from trainer_hooks.guard.schedules import SchedulerEvery, every_update, optimizer_of
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
+from trainvitals.records import Severity
 
 
 class NullMonitor:
@@ -77,6 +78,17 @@ class NullMonitor:
         """Do nothing."""
 
     def evaluate(self, **values: float) -> None:
+        """Do nothing."""
+
+    def alert(
+        self,
+        name: str,
+        *,
+        when: Tensor | bool | None = None,
+        level: Severity = "notify",
+        value: Tensor | float | None = None,
+        message: str = "",
+    ) -> None:
         """Do nothing."""
 
     def restore_best(self) -> None:

@@ -17,8 +17,8 @@ import msgspec
 
 from trainvitals.detect.registry import KINDS, alert_of
 from trainvitals.errors import ConfigError
-from trainvitals.records import ActionName, Decision, Finding
-from trainvitals.views import RunState, Severity
+from trainvitals.records import ActionName, Decision, Finding, Severity
+from trainvitals.views import RunState
 
 
 class AlertState(enum.StrEnum):
@@ -298,6 +298,13 @@ ALERTS: tuple[AlertSpec, ...] = (
         point=True,
         help="A module's output grew by an order of magnitude or more since warm-up.",
     ),
+    AlertSpec(
+        name="UserAlert",
+        severity="notify",
+        point=True,
+        help="A rule of the settings file, or `monitor.alert` in the training loop. Its cause is "
+        "the name that you gave it, and its severity the level.",
+    ),
 )
 """Every alert; docs and rules are derived from it."""
 
@@ -320,6 +327,8 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     step: int = -1
     point: bool = False
+    rank: int = -1
+    """The rank that raised it, where each rank raises it for itself."""
 
     @property
     def fingerprint(self) -> str:
@@ -379,6 +388,8 @@ def alerts_for_finding(
     if not name:
         return ()
     alert = _raise(name, run_id, finding.reason, finding.step, cause)
+    if finding.severity:
+        alert = msgspec.structs.replace(alert, severity=finding.severity, rank=finding.rank)
     if loss_kind != "minimize" and KINDS[finding.kind].is_of_the_level:
         alert = msgspec.structs.replace(alert, severity="log")
     return (alert,)

@@ -18,6 +18,8 @@ EVENT_PAYLOAD_BYTES = 936
 
 
 Level = Literal["actionable", "advisory"]
+Severity = Literal["page", "notify", "log"]
+"""Of an alert: who must act. A person, now; nobody; nobody, and it need not be told."""
 ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"]
 
 
@@ -69,6 +71,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
     onset_step: int = -1
     cause: str = ""
+    severity: Severity | Literal[""] = ""
+    """Of an alert of a person's own, its level; else the kind's alert has one."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,11 +13,18 @@ from typing import Annotated, Literal
 import msgspec
 
 from trainvitals.question import Question, route
-from trainvitals.records import BatchNoted, Command, CommandAction, Decision, Finding, RunInfo
+from trainvitals.records import (
+    BatchNoted,
+    Command,
+    CommandAction,
+    Decision,
+    Finding,
+    RunInfo,
+    Severity,
+)
 
 RunState = Literal["running", "finished", "halted", "interrupted", "failed", "lost"]
 Health = Literal["healthy", "acting", "critical", "unknown"]
-Severity = Literal["page", "notify", "log"]
 TableName = Literal["runs", "steps", "ranks", "decisions", "findings", "alerts", "events"]
 Along = Literal["step", "tokens"]
 Branch = Literal["lineage", "discarded", "all"]
@@ -392,6 +399,11 @@ class AlertView(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged_by: str = ""
     silenced_until_unix_ns: int = 0
     silence_reason: str = ""
+
+    @property
+    def title(self) -> str:
+        """What people call it: of an alert of their own, the name they gave it."""
+        return self.labels.get("cause", self.name) if self.name == "UserAlert" else self.name
 
 
 @route("GET", "/v1/alerts", tag="alerts")

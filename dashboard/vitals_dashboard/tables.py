@@ -177,7 +177,7 @@ def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
     """Return resolved and pending alerts, the newest change first."""
     return [
         {
-            "Alert": formatting.plain(alert.name, 60),
+            "Alert": formatting.plain(alert.title, 60),
             "State": ALERT_WORDS[alert.state],
             "Severity": alert.severity,
             "Run": formatting.run_label(names.get(alert.run_id, ""), alert.run_id, 60),

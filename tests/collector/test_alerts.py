@@ -44,7 +44,7 @@ class Desk:
         )
         self.seq += 1
         occurrence = Occurrence(run, self.clock.time_ns(), alert)
-        self.inbox.take([occurrence], cursor=("decisions/x", self.seq))
+        self.inbox.take([occurrence], cursors={"decisions/x": self.seq})
         return alert
 
     def look(
@@ -313,6 +313,6 @@ def test_hostile_words_are_kept_as_words(desk: Desk):
         step=1,
         point=True,
     )
-    desk.inbox.take([Occurrence(RUN, 0, alert)], cursor=("decisions/x", 1))
+    desk.inbox.take([Occurrence(RUN, 0, alert)], cursors={"decisions/x": 1})
     view = desk.only()
     assert ("ab\"'<script>", "x" * 500) == (view.labels["cause"], view.summary)

@@ -209,6 +209,15 @@ def test_an_alert_is_listed_acknowledged_and_silenced(known: Served, capsys):
     assert ("alice", "known") == (shown["acknowledged_by"], shown["silence_reason"])
 
 
+def test_an_alert_is_silenced_by_its_name(known: Served, capsys):
+    how = ("--reason", "known", "--format", "json")
+    assert 0 == run_cli("alerts", "silence", "TrainingRolledBack", "--run", RUN, *how)
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert ("TrainingRolledBack", "known") == (shown["name"], shown["silence_reason"])
+    assert 2 == run_cli("alerts", "ack", "TrainingRolled")
+    assert "there is no alert 'TrainingRolled'" in capsys.readouterr().err
+
+
 def test_an_unknown_alert_or_state_is_a_usage_error(known: Served, capsys):
     assert 2 == run_cli("alerts", "ack", "nope")
     assert 2 == run_cli("alerts", "list", "--state", "burning")

@@ -6,7 +6,7 @@ import pytest
 from tests.collector.alerting import Heard, Job, Place, decision, started
 from tests.collector.rows import OTHER_RUN, RUN, START, Writer
 from trainvitals.errors import StorageError
-from trainvitals.records import Note, RunEnded
+from trainvitals.records import Finding, FindingRaised, Note, RunEnded
 from trainvitals.views import AckRequest
 from vitals_collector.alerts.notifiers import DELIVERED, Result
 from vitals_collector.live.run_status import RunStatusCache
@@ -388,3 +388,84 @@ def test_a_bug_of_a_look_is_counted_and_said_once_and_the_next_look_goes_on(
     assert {"engine": 4} == place.store.counters.failures
     ours = [r.exc_info[1] for r in caplog.records if r.name.endswith("engine") and r.exc_info]
     assert ["KeyError('a')", "ZeroDivisionError('b')"] == [repr(error) for error in ours]
+
+
+# ------------------------------------------------------------------------ a person's own alerts
+
+
+def own(step: int, name: str = "reward hacked", severity: str = "page", rank: int = -1):
+    return FindingRaised(
+        finding=Finding(
+            kind="user_alert",
+            level="advisory",
+            step=step,
+            detector="rule",
+            reason=f"{name}: mean(reward, 50) is 0.95, above 0.9",
+            rank=rank,
+            cause=name,
+            severity=severity,
+        )
+    )
+
+
+def test_a_person_s_own_alert_has_the_life_of_ours(place: Place):
+    writer = Writer()
+    place.send(writer.steps(range(6)))
+    place.send(writer.events(started(), own(5)))
+    for _ in range(2):
+        assert ["UserAlert firing"] == place.look()
+    (alert,) = place.heard.alerts
+    assert ("reward hacked", "page") == (alert.title, alert.severity)
+    assert {"run": RUN, "cause": "reward hacked"} == alert.labels
+    place.restart()
+    place.send(writer.events(own(9)))  # renewed
+    place.send(writer.steps(range(6, 19)))
+    assert ["UserAlert firing"] == place.look()
+    place.send(writer.steps([19]))
+    assert ["UserAlert firing", "UserAlert resolved"] == place.look()
+    place.restart()
+    assert ["UserAlert firing", "UserAlert resolved"] == place.look()
+
+
+def test_alerts_of_different_names_are_different_alerts(place: Place):
+    writer = Writer()
+    place.send(writer.steps(range(6)))
+    place.send(writer.events(started(), own(3, "a"), own(4, "b", "log"), own(5, "a")))
+    place.look()
+    assert {("a", "page"), ("b", "log")} == {(a.title, a.severity) for a in place.heard.alerts}
+    assert 2 == len(place.heard.alerts)
+
+
+def test_an_alert_of_several_ranks_is_one_and_names_them(place: Place):
+    ranks = [Writer(f"rank:{rank}", world_size=12) for rank in range(12)]
+    for rank in (0, 2, 1):
+        place.send(ranks[rank].steps(range(6)))
+        place.send(ranks[rank].events(own(5, rank=rank)))
+    assert ["UserAlert firing"] == place.look()
+    assert place.heard.alerts[0].summary.endswith("above 0.9 (on ranks 0, 1, 2)")
+    for rank in range(3, 12):
+        place.send(ranks[rank].steps(range(6)))
+        place.send(ranks[rank].events(own(5, rank=rank)))
+    assert ["UserAlert firing"] == place.look(), "told once, though others raised it too"
+    (alert,) = place.alerts()
+    assert alert.summary.endswith("(on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more)")
+    place.send(ranks[0].steps(range(6, 16)))
+    assert ["UserAlert firing", "UserAlert resolved"] == place.look()
+    place.send(ranks[5].events(own(30, rank=5)))
+    place.look()
+    assert place.alerts()[0].summary.endswith("(on rank 5)"), "a new alert, of this rank alone"
+
+
+def test_a_silenced_alert_of_one_s_own_is_not_told(place: Place):
+    writer = Writer()
+    place.send(writer.steps(range(6)))
+    place.send(writer.events(started(), own(5)))
+    place.look()
+    (alert,) = place.alerts()
+    request = AckRequest(by="me", reason="known", silence_seconds=3600.0)
+    place.acting.inbox.acknowledge(alert.fingerprint, request)
+    place.send(writer.steps(range(6, 20)))
+    place.look()
+    place.send(writer.events(own(20)))
+    assert ["UserAlert firing"] == place.look()
+    assert "firing" == place.alerts()[0].state

@@ -293,6 +293,21 @@ def an_epoch_ended_by_hand_with_a_schedule_of_updates(p):
     train(p, p.scheduler).end_epoch()
 
 
+def an_alert_of_a_level_that_is_none(p):
+    with p.watch() as monitor:
+        monitor.alert("reward hacked", when=True, level="critical")
+
+
+def an_alert_without_a_name(p):
+    with p.watch() as monitor:
+        monitor.alert("", when=True)
+
+
+def a_condition_of_many_numbers(p):
+    with p.watch() as monitor:
+        monitor.alert("reward hacked", when=torch.zeros(3) > 1)
+
+
 ORDER = r"watch\(model, optimizer, scheduler, scaler=scaler\) is the order"
 REFUSED = {
     model_and_optimizer_swapped: (
@@ -385,6 +400,9 @@ REFUSED = {
         r"monitor.end_epoch\(\) was called, and the schedulers are stepped at every update",
         "scheduler_every='epoch'",
     ),
+    an_alert_of_a_level_that_is_none: ("level is 'critical'; it must be page, notify", "wakes"),
+    an_alert_without_a_name: ("the name is ''; it must be text of 1 to 80", "a few words"),
+    a_condition_of_many_numbers: ("it must be one number", r"mean\(\)"),
 }
 
 
@@ -473,6 +491,19 @@ def a_group_slipped_past_the_guard(p):
     assert monitor.swallowed_errors == {"param_groups": STEPS - 5}
 
 
+def an_alert_whose_name_changes_at_every_step(p):
+    def each(monitor, loss):
+        for _ in range(20):
+            name = f"reward {len(names)}"
+            names.append(name)
+            monitor.alert(name, when=True)
+        monitor.step(loss)
+
+    names = []
+    monitor = train(p, each=each)
+    assert monitor.swallowed_errors == {"alert": 20 * STEPS - 100}
+
+
 TOLD = {
     a_scaler_that_was_not_given: "a GradScaler (scale 65536) scales losses here that watch() was",
     micro_batches_of_which_one_is_given: "step 0 is the sum of 4 backwards, and monitor.step(loss)",
@@ -486,6 +517,7 @@ TOLD = {
     losses_by_name_as_the_loss: "the loss is a dict; it must be one number",
     scalars_that_are_no_numbers: "accuracy is a list; a scalar must be one number",
     a_group_slipped_past_the_guard: "the optimizers have 2 parameter groups, and had 1 at watch()",
+    an_alert_whose_name_changes_at_every_step: "a run has 100 names of alerts at most",
 }
 
 

@@ -41,7 +41,8 @@ def test_every_detector_has_its_row_those_of_the_loop_in_their_order() -> None:
     assert fed == rows
     watchers = set(FleetDetectors().state_dict()["watchers"]) | {"stalled", "checkpoint_overdue"}
     assert watchers <= set(DETECTORS)
-    assert set(DETECTORS) == {*fed, *watchers, "outlier", "probe", "evaluation"}
+    of_others = {"outlier", "probe", "evaluation", "rule", "loop"}
+    assert set(DETECTORS) == {*fed, *watchers, *of_others}
 
 
 def test_every_kind_has_its_row_and_somebody_who_tells_it() -> None:

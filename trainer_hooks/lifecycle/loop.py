@@ -18,8 +18,9 @@ from trainer_hooks.recovery.manager import Meta
 from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device
 from trainer_hooks.step.phases import StepPhases
+from trainvitals.detect.user_alerts import MAX_MESSAGE, refuse_alert, wrong_level
 from trainvitals.errors import TrainingHalted, UsageError
-from trainvitals.records import AttemptStarted, ChangeExpected
+from trainvitals.records import AttemptStarted, ChangeExpected, Severity
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -122,6 +123,65 @@ class Loop:
                 self._controller.evaluations.evaluated(
                     values, step=self._step, attempt=self.attempt, meta=self._evaluated
                 )
+
+    def alert(
+        self,
+        name: str,
+        *,
+        when: Tensor | bool | None = None,
+        level: Severity = "notify",
+        value: Tensor | float | None = None,
+        message: str = "",
+    ) -> None:
+        """Raise an alert of your own, with the life of Vitals' own alerts.
+
+        With ``when`` it is a condition: give it at every step, or now and then. The alert fires
+        once as it becomes true, stays one alert while it is, and resolves 100 healthy steps after
+        it was. Without ``when`` it is an event of this step, and resolves 100 healthy steps later.
+        Any rank may call it: an alert is one for the whole run, and names the ranks.
+
+        A tensor on a device is not waited for: it is looked at within the next steps.
+
+        Args:
+            name: what the alert is called, the same in every call; at most 100 names a run.
+            when: whether it holds; a tensor must be one number.
+            level: ``page`` wakes a person, ``notify`` tells one, ``log`` is only kept. The first
+                level of a name stays its level.
+            value: a number to show with it.
+            message: what to say in place of the value.
+
+        Raises:
+            UsageError: before the first update only: an argument cannot work. Later it is said in
+                the log, and training goes on.
+        """
+        faults, numbers = self._controller.faults, (when, value)
+        if self._step == self._first_step:
+            refuse_alert(name, level)
+            numbers = self._plain(when, value)
+        with faults.fail_open("alert"):
+            if wrong := wrong_level(level):
+                # The call may have waited for a rare case: that it came is told all the same.
+                faults.count("alert", UsageError(f"alert {name!r}: {wrong}; it is notify now"))
+                level = "notify"
+            refuse_alert(name, level)
+            holds, number = self._plain(*numbers)
+            self._controller.user_alerts().call(
+                name,
+                holds,
+                level=level,
+                value=number,
+                message=str(message)[:MAX_MESSAGE],
+                step=self._step,
+                attempt=self.attempt,
+            )
+
+    def _plain(
+        self, when: Tensor | float | None, value: Tensor | float | None
+    ) -> tuple[Tensor | float | None, Tensor | float | None]:
+        plain = self._parts.plain
+        return None if when is None else plain("when", when), (
+            None if value is None else plain("value", value)
+        )
 
     def _evaluated(self) -> Meta:
         """Return what is kept beside the state that was evaluated, which must be the training's."""
@@ -231,6 +291,8 @@ class Loop:
             if self.shutdown.unanswered:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
+            if controller.emitter.alerts is not None:
+                controller.emitter.alerts.close()
             with controller.faults.fail_open("close"):
                 if controller.recovery is not None:
                     controller.recovery.close()

@@ -36,6 +36,7 @@ from trainer_hooks.step.reduce_vector import (
     rank_losses,
     step_record,
 )
+from trainer_hooks.step.user_alerts import RankAlerts
 from trainvitals.clock import Clock
 from trainvitals.detect import Limits
 from trainvitals.errors import CheckpointError, TrainingHalted, UsageError
@@ -448,6 +449,8 @@ class StepController:
     def begin_attempt(self, attempt: AttemptStarted, detectors: dict[str, Any] | None) -> None:
         """Go on as a new branch, with the detectors of the state it starts from."""
         self.attempt = attempt.id
+        if self.emitter.alerts is not None:
+            self.emitter.alerts.begin(attempt.id, attempt.fork_step)
         # A clock may go backwards; a branch is newer than the one it leaves all the same.
         self._next_attempt = max(new_attempt_id(self.clock.time_ns()), attempt.id + 1)
         self.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
@@ -475,6 +478,20 @@ class StepController:
         if self.recovery is not None:  # it is of this branch, and of what the loop has loaded
             self.recovery.first(attempt.fork_step, attempt.id, self.snapshot_meta(None))
 
+    def user_alerts(self) -> RankAlerts:
+        """Return what says a person's own alerts, made at the first that there is."""
+        alerts = self.emitter.alerts
+        if alerts is None:
+            alerts = self.emitter.alerts = RankAlerts(
+                self.judge.config.rules,
+                emitter=self.emitter,
+                faults=self.faults,
+                rank=self.ranks.rank,
+                world_size=self.ranks.world_size,
+            )
+            alerts.begin(self.attempt, 0)
+        return alerts
+
     def snapshot_meta(self, data: DataState | None) -> Meta:
         """Return what a snapshot keeps besides tensors. The ladder's facts are not in it."""
         return {
@@ -483,12 +500,15 @@ class StepController:
             "tokens_trained": self.log.tokens.trained,
             "data": data,
             "stopping": self.stopping_state(),
+            "alerts": None if self.emitter.alerts is None else self.emitter.alerts.state_dict(),
         }
 
     def take_meta(self, meta: Meta) -> None:
         """Set the counts to what they were; consumed tokens stay consumed."""
         kept = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
         self.log.tokens.go_back(kept)
+        if self.emitter.alerts is not None:
+            self.emitter.alerts.load_state_dict(meta.get("alerts"))
         if self.evaluations is not None:
             self.evaluations.load_state_dict(meta.get("stopping"))
 

@@ -28,6 +28,7 @@ from trainvitals.rows import Schema, Value
 
 if TYPE_CHECKING:
     from trainer_hooks.measures.noise import NoiseScale
+    from trainer_hooks.step.user_alerts import RankAlerts
 
 LAYERS_EVERY = 10
 """Steps between rows of layer norms, far from any finding."""
@@ -165,6 +166,9 @@ class Emitter:
         self._streams: dict[str, StreamWriter] = {}
         schema = steps_schema(num_groups=num_groups)
         self._steps = None if journal is None else journal.open_stream(schema)
+        self.columns = tuple(column.name for column in schema.columns)
+        self.alerts: RankAlerts | None = None
+        """What judges, by all that is written here, a person's own alerts; None without any."""
         self._row = _StepRow(schema, num_groups=num_groups, is_rank0=is_rank0)
         self._scalar_ids: dict[str, int] = {}
         self._refused_scalars: set[str] = set()
@@ -244,6 +248,8 @@ class Emitter:
                 names = NamesDefined(stream="scalars", names={new: name})
                 self.event(names, step=step, attempt=attempt)
             stream.append([*head, self._scalar_ids[name], number])
+            if self.alerts is not None:
+                self.alerts.saw_scalar(name, number, step=step, attempt=attempt)
 
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
         """Return a scalar as a number; one that is none is counted, and named once in the run."""
@@ -274,7 +280,10 @@ class Emitter:
         try:
             if stream.dropped != self._dropped:
                 self._tell_losses(stream)
-            stream.append(self._row.of(measured, record, extra))
+            row = self._row.of(measured, record, extra)
+            stream.append(row)
+            if self.alerts is not None:
+                self.alerts.saw_row(measured.step, measured.attempt, row)
         except Exception as error:  # noqa: BLE001 - as in _writes
             self._faults.count("journal.step", error)
         finally:

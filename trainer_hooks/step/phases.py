@@ -143,6 +143,22 @@ class StepPhases:
             )
         return local_tensor(value.detach()).to(torch.float64).reshape(())
 
+    def plain(self, what: str, value: Tensor | float) -> Tensor | float:
+        """Return one number: a tensor on a device as it is, anything else as Python has it.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if isinstance(value, Tensor):
+            number = self.number(what, value)
+            return number if number.is_cuda else number.item()
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(
+                f"the {what} is {value!r:.80}; it must be one number", hint="give a number"
+            ) from None
+
     def _weight(self, weight: Tensor | float | None) -> Tensor | float:
         if isinstance(weight, Tensor):
             return self.number("weight", weight)

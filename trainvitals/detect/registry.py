@@ -130,6 +130,7 @@ KINDS: Mapping[str, Kind] = {
             domain="gpu",
             subject="machine",
         ),
+        Kind(name="user_alert", alert="UserAlert"),
         Kind(
             name="gpu_lost",
             alert="GpuLost",
@@ -200,6 +201,9 @@ DETECTORS: Mapping[str, DetectorSpec] = {
         DetectorSpec(
             name="evaluation", where="rank", kinds={"state_damaged": "actionable"}, section="ladder"
         ),
+        # What a person asked for: rules of the settings file, and `monitor.alert`.
+        DetectorSpec(name="rule", where="rank", kinds={"user_alert": "advisory"}),
+        DetectorSpec(name="loop", where="rank", kinds={"user_alert": "advisory"}),
         # Over the merged steps of all ranks; of the rate each rank tells by itself.
         DetectorSpec(
             name="learning_rate",

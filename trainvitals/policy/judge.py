@@ -48,6 +48,7 @@ from trainvitals.detect.spike import (
     SpikeConfig,
     SpikeDetector,
 )
+from trainvitals.detect.user_alerts import Rule, load_rules
 from trainvitals.policy.evidence import Ask, Reading
 from trainvitals.policy.ladder import decide
 from trainvitals.policy.rungs import Course
@@ -182,6 +183,8 @@ class JudgeConfig(Settings, frozen=True, kw_only=True):
     """What is done about it."""
     loss_kind: LossKind = "minimize"
     """What the loss is good for: ``watch(loss_kind=...)``."""
+    rules: tuple[Rule, ...] = ()
+    """Alerts of a person's own. Each rank judges them by what it records; the judge does not."""
 
 
 SECTIONS: dict[str, type[Settings]] = {
@@ -195,16 +198,20 @@ def load_judge_config(environ: Mapping[str, str]) -> JudgeConfig:
     """Return the settings of what judges a run: the sections of ``SECTIONS``.
 
     They come from the TOML file that ``VITALS_CONFIG`` names, overridden by variables such as
-    ``VITALS_LADDER_MARGIN``. Rank 0 reads them for all ranks, and the run records them.
+    ``VITALS_LADDER_MARGIN``; its ``[[rules]]`` are a person's own alerts. Rank 0
+    reads them for all ranks, and the run records them.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a value that cannot work.
     """
-    path = environ.get("VITALS_CONFIG")
-    settings = load_settings(SECTIONS, path=Path(path) if path else None, environ=environ)
+    path = Path(environ["VITALS_CONFIG"]) if environ.get("VITALS_CONFIG") else None
+    settings = load_settings(SECTIONS, path=path, environ=environ)
     detect = {name: value for name, value in settings.items() if name not in ("ladder", "outlier")}
     return JudgeConfig(
-        outlier=settings["outlier"], detect=DetectConfig(**detect), ladder=settings["ladder"]
+        outlier=settings["outlier"],
+        detect=DetectConfig(**detect),
+        ladder=settings["ladder"],
+        rules=() if path is None else load_rules(path),
     )
 
 

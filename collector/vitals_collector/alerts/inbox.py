@@ -9,7 +9,7 @@ least once.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -26,6 +26,8 @@ from vitals_collector.storage.store import UNKNOWN, Store, clean, insert
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
+_MAX_NAMED = 8
+"""Ranks that a summary names."""
 MAX_SILENCE_SECONDS = 30 * 86_400.0
 """Longest silence: each has an end, for nobody remembers one that has not."""
 
@@ -40,6 +42,8 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     active_since: float | None = None
     settled: str = ""
     """The state that every notifier has had."""
+    ranks: tuple[int, ...] = ()
+    """Those that raised it since it fires, where each rank raises it for itself."""
 
 
 class Entry(NamedTuple):
@@ -126,8 +130,13 @@ class Inbox:
 
     # --------------------------------------------------------------------------- from the engine
 
-    def take(self, occurrences: Sequence[Occurrence], *, cursor: tuple[str, int]) -> None:
-        """Raise point alerts; remember in the same transaction how far events were consumed."""
+    def take(
+        self, occurrences: Sequence[Occurrence], *, cursors: Mapping[str, int]
+    ) -> frozenset[str]:
+        """Raise point alerts; remember in the same transaction how far events were consumed.
+
+        Returns the fingerprints of those that began to fire.
+        """
         now = self._clock.time_ns()
         newly_firing: dict[str, AlertView] = {}
         with self._store.write() as connection:
@@ -135,10 +144,13 @@ class Inbox:
                 entry = _load(connection, occurrence.alert.fingerprint)
                 raised = _raised(entry, occurrence, now)
                 _save(connection, raised)
-                if entry is None or entry.view.state != "firing":
-                    newly_firing[raised.view.fingerprint] = raised.view
-            _move_cursor(connection, *cursor, now_unix_ns=now)
+                fingerprint = raised.view.fingerprint
+                if entry is None or entry.view.state != "firing" or fingerprint in newly_firing:
+                    newly_firing[fingerprint] = raised.view
+            for name, seq in cursors.items():
+                _move_cursor(connection, name, seq, now_unix_ns=now)
         self._tell_all(newly_firing.values())
+        return frozenset(newly_firing)
 
     def update(self, runs: Iterable[RunNow]) -> None:
         """Bring every alert to where its run's present puts it."""
@@ -318,15 +330,28 @@ def _view(
 
 def _raised(entry: Entry | None, occurrence: Occurrence, now: int) -> Entry:
     """Return the point alert after one more occurrence: a new firing, or the same one moved on."""
-    view = _view(occurrence.alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
-    if entry is None or entry.view.state != "firing":
-        return Entry(view, Life(point=True))
+    alert = occurrence.alert
+    is_new = entry is None or entry.view.state != "firing"
+    ranks: tuple[int, ...] = ()
+    if alert.rank >= 0:
+        earlier = () if is_new or entry is None else entry.life.ranks
+        ranks = tuple(sorted({*earlier, alert.rank}))
+        alert = replace(alert, summary=f"{alert.summary} (on {_named(ranks)})")
+    view = _view(alert, occurrence.run_id, "firing", occurrence.time_unix_ns, now)
+    if entry is None or is_new:
+        return Entry(view, Life(point=True, ranks=ranks))
     kept = replace(
         view,
         started_unix_ns=entry.view.started_unix_ns,
         acknowledged_by=entry.view.acknowledged_by,
     )
-    return Entry(kept, entry.life)
+    return Entry(kept, replace(entry.life, ranks=ranks))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
+    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}{more}"
 
 
 def _resolved(entry: Entry, now: int, ended: int) -> Entry:

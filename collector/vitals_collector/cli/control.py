@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import re
 import time
 from collections.abc import Iterator
 from enum import StrEnum
@@ -43,7 +44,13 @@ Collector = Annotated[
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
 Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 By = Annotated[str, typer.Option("--by", help="Who does it [default: this user].")]
-Fingerprint = Annotated[str, typer.Argument(help="As `vitals alerts` shows it.")]
+Which = Annotated[
+    str,
+    typer.Argument(
+        metavar="ALERT", help="Its fingerprint, or its name (of your own alerts the name you gave)."
+    ),
+]
+OfRun = Annotated[str, typer.Option("--run", help="Of which run, where a name is of several.")]
 
 
 class Action(StrEnum):
@@ -67,7 +74,7 @@ def register(app: typer.Typer) -> None:
         "ack": (ack, "vitals alerts ack 3f2a9c0d11e4b877"),
         "silence": (
             silence,
-            'vitals alerts silence 3f2a9c0d11e4b877 --hours 2 --reason "known"',
+            'vitals alerts silence "reward hacked" --hours 2 --reason "known"',
         ),
     }
     about = "Show the inbox of alerts; acknowledge or silence one."
@@ -226,8 +233,9 @@ def _alerts_of(reader: Reader, run: str, state: Any) -> tuple[AlertView, ...]:
 
 
 def ack(
-    fingerprint: Fingerprint,
+    alert: Which,
     by: By = "",
+    run: OfRun = "",
     reason: Annotated[str, typer.Option(help="What is done about it.")] = "",
     collector: Collector = "",
     token_file: TokenFile = None,
@@ -236,14 +244,16 @@ def ack(
     """Say that somebody looks after an alert."""
     request = AckRequest(by=by or _user(), reason=reason)
     with _control(collector, token_file, needs="control") as client:
+        fingerprint = _fingerprint(client, alert, run)
         _write_alerts((client.ack_alert(fingerprint, request),), form)
 
 
 def silence(
-    fingerprint: Fingerprint,
+    alert: Which,
     reason: Annotated[str, typer.Option(help="Why nobody is to be told.")],
     hours: Annotated[float, typer.Option(help="For how long.", min=0.01)] = 1.0,
     by: By = "",
+    run: OfRun = "",
     collector: Collector = "",
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
@@ -251,7 +261,34 @@ def silence(
     """Tell nobody of an alert for some hours; it stays in the inbox."""
     request = AckRequest(by=by or _user(), reason=reason, silence_seconds=hours * 3600.0)
     with _control(collector, token_file, needs="control") as client:
+        fingerprint = _fingerprint(client, alert, run)
         _write_alerts((client.ack_alert(fingerprint, request),), form)
+
+
+def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
+    """Return the fingerprint of the alert that a person names; what is none is a fingerprint.
+
+    Raises:
+        UsageError: several alerts that are not over have the name, of which none is the newest.
+    """
+    if re.fullmatch("[0-9a-f]{16}", alert):
+        return alert
+    named = [view for view in _alerts_of(client, run, "") if view.title == alert]
+    open_alerts = [view for view in named if view.state != "resolved"]
+    views = open_alerts or named
+    if len(views) == 1 or (views and not open_alerts):
+        return views[0].fingerprint  # the newest one
+    if not views:
+        raise UsageError(
+            f"there is no alert {alert!r}", hint="`vitals alerts list` shows names and fingerprints"
+        )
+    runs = sorted({view.run_id for view in views})
+    raise UsageError(
+        f"{len(views)} alerts are called {alert!r}",
+        hint=f"name the run: --run {runs[0]}"
+        if len(runs) > 1
+        else "give the fingerprint: " + " or ".join(view.fingerprint for view in views[:4]),
+    )
 
 
 def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
@@ -263,7 +300,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
             v.fingerprint,
             v.severity,
             v.state,
-            v.name,
+            v.title,
             v.run_id,
             v.step if v.step >= 0 else None,
             moment(v.started_unix_ns),

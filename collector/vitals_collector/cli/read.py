@@ -13,6 +13,7 @@ from trainvitals.errors import UsageError
 from trainvitals.io.rundir import RunDir, is_run_id
 from trainvitals.views import (
     DecisionsQuestion,
+    FindingsQuestion,
     RunQuestion,
     RunsQuestion,
     SeriesQuestion,
@@ -116,12 +117,14 @@ def why(
     ] = TextFormat.TEXT,
 ) -> None:
     """Say what happened at a step: numbers, limits, findings, the decision and its reason."""
+    from vitals_collector.queries.user_alerts import episodes
     from vitals_collector.queries.why import FOLLOWING, explain, with_kept_samples
 
     with open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.ask(StepQuestion(run_id=summary.run_id, step=step))
         ledger = opened.reader.ask(DecisionsQuestion(run_id=summary.run_id))
         detail = opened.reader.ask(RunQuestion(run_id=summary.run_id))
+        findings = opened.reader.ask(FindingsQuestion(run_id=summary.run_id))
         after = None
         if "steps.loss" in detail.metrics and form is TextFormat.TEXT:
             after = opened.reader.ask(
@@ -151,7 +154,8 @@ def why(
         ]
         write_rows(header, rows, Format.CSV)
     else:
-        typer.echo(explain(summary, view, ledger, after))
+        alerts = episodes(raised.finding for raised in findings)
+        typer.echo(explain(summary, view, ledger, after, alerts))
 
 
 def tail(

@@ -15,6 +15,7 @@ from trainvitals.views import (
     DecisionsQuestion,
     DecisionView,
     EventsQuestion,
+    FindingsQuestion,
     RunDetail,
     RunQuestion,
     RunVolume,
@@ -31,6 +32,7 @@ from vitals_collector.cli.writing import (
     written_to,
 )
 from vitals_collector.queries.open import Reader
+from vitals_collector.queries.user_alerts import Episode, episodes
 
 MAX_EVENTS = 20
 """The newest events that ``show`` writes; ``--format json`` has all."""
@@ -94,6 +96,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
     ledger = reader.ask(DecisionsQuestion(run_id=run_id))
     saved = reader.ask(CheckpointsQuestion(run_id=run_id))
     events = reader.ask(EventsQuestion(run_id=run_id))
+    findings = reader.ask(FindingsQuestion(run_id=run_id))
     if form is TableFormat.JSON:
         body = {"run": detail, "decisions": ledger, "checkpoints": saved, "events": events}
         write_json(body, to=to)
@@ -103,7 +106,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
     if form is TableFormat.CSV:
         return
     to.write("\n" + "".join(f"{line}\n" for line in _pictures(reader, detail, ledger, to)))
-    for header, rows in (
+    tables: list[Table] = [
         (
             ("attempt", "from step", "to step", "reason"),
             [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts],
@@ -112,6 +115,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
             ("step", "decision", "rule", "rank", "done", "reason"),
             [_decided(view) for view in ledger],
         ),
+        *_held(episodes(view.finding for view in findings)),
         (
             ("checkpoint", "step", "state", "where", "bytes"),
             [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved],
@@ -120,7 +124,8 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
             ("time", "source", "step", "what was said"),
             [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in events[-MAX_EVENTS:]],
         ),
-    ):
+    ]
+    for header, rows in tables:
         to.write("\n")
         write_rows(header, rows, Format.TABLE, to=to)
 
@@ -129,6 +134,19 @@ def _decided(view: DecisionView) -> tuple[object, ...]:
     decision = view.decision
     done = "yes" if decision.acted else view.hindsight or "no"
     return decision.step, decision.action, decision.rule, decision.rank, done, decision.reason
+
+
+Table = tuple[Sequence[str], Sequence[Sequence[object]]]
+
+
+def _held(alerts: Sequence[Episode]) -> list[Table]:
+    """Return the table of a person's own alerts; none where the run raised none."""
+    header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
+    rows = [
+        (a.newest.cause, a.newest.severity, a.first, a.last, a.where, a.newest.reason)
+        for a in alerts
+    ]
+    return [(header, rows)] if rows else []
 
 
 def _pictures(

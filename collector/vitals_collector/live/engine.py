@@ -10,7 +10,7 @@ it was.
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -162,13 +162,13 @@ class Engine:
             runs_with_findings = self._watch(only_new=only_new)
             dirty |= {(run_id, COLLECTOR) for run_id in runs_with_findings}
             changed = refreshed | runs_with_findings if only_new else None
-            if statuses := self._runs.statuses(changed):
-                self._inbox.update(self._run_now(status) for status in statuses)
-            # Last: steps that are stored already must not resolve what was not told yet.
             finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
-            for writer in sorted(dirty):
-                self._consume_findings(writer, is_finished=writer[0] in finished)
-                dirty.discard(writer)
+            # Before the runs' present, which resolves: what was renewed meanwhile is not over. And
+            # steps that are stored already must not resolve what is told only now.
+            fired = self._consume_findings(sorted(dirty), finished)
+            dirty.clear()
+            if statuses := self._runs.statuses(changed):
+                self._inbox.update(self._run_now(status, fired) for status in statuses)
         finally:
             with self._lock:
                 self._dirty |= dirty
@@ -281,41 +281,63 @@ class Engine:
                 for alert in alerts_for_decision(_decision(row.body), run_id=run_id)
                 if alert.point  # the others follow the run's state
             ]
-            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+            self._inbox.take(occurrences, cursors={name: rows[-1].seq})
 
-    def _consume_findings(self, writer: Writer, *, is_finished: bool) -> None:
-        """Raise what a writer's findings tell by themselves; a finished run has nothing to fire."""
+    def _consume_findings(
+        self, writers: Sequence[Writer], finished: Collection[str]
+    ) -> frozenset[str]:
+        """Raise what findings tell by themselves; a finished run has nothing to fire.
+
+        Those of all writers together: of an alert that several ranks raise, all are named at once.
+        Returns the fingerprints of alerts that began to fire.
+        """
+        fired: frozenset[str] = frozenset()
+        while writers:
+            occurrences: list[Occurrence] = []
+            cursors: dict[str, int] = {}
+            unread: list[Writer] = []
+            for writer in writers:
+                name = _cursor_name(writer, "findings")
+                num, seq, raised = self._read_findings(writer, name, writer[0] in finished)
+                occurrences += raised
+                if num:
+                    cursors[name] = seq
+                if num == _AT_ONCE:
+                    unread.append(writer)
+            if cursors:
+                fired |= self._inbox.take(occurrences, cursors=cursors)
+            writers = unread
+        return fired
+
+    def _read_findings(
+        self, writer: Writer, cursor: str, is_finished: bool
+    ) -> tuple[int, int, list[Occurrence]]:
+        """Return how many findings come next, the last one's number, and what they raise."""
         run_id, incarnation = writer
-        name = _cursor_name(writer, "findings")
-        while True:
-            with self._store.read(settled=False) as connection:
-                query = (
-                    select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
-                    .where(
-                        findings.c.run_id == run_id,
-                        findings.c.incarnation == incarnation,
-                        findings.c.kind.in_(ALERTED_KINDS),
-                        findings.c.seq > _cursor(connection, name),
-                    )
-                    .order_by(findings.c.seq)
-                    .limit(_AT_ONCE)
+        with self._store.read(settled=False) as connection:
+            query = (
+                select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
+                .where(
+                    findings.c.run_id == run_id,
+                    findings.c.incarnation == incarnation,
+                    findings.c.kind.in_(ALERTED_KINDS),
+                    findings.c.seq > _cursor(connection, cursor),
                 )
-                rows = connection.execute(query).all()
-                timed_findings = [
-                    (row.time_unix_ns, _finding(row.body)) for row in rows if row.body
-                ]
-                decided = _decided_steps(connection, writer) if rows else {}
-                loss_kind = loss_kind_of(connection, run_id) if rows else ""
-            if not rows:
-                return
-            occurrences = [
-                Occurrence(run_id, time_unix_ns, alert)
-                for time_unix_ns, finding in timed_findings
-                if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
-                for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
-                if alert.point  # the others hold as long as the watchers say so
-            ]
-            self._inbox.take(occurrences, cursor=(name, rows[-1].seq))
+                .order_by(findings.c.seq)
+                .limit(_AT_ONCE)
+            )
+            rows = connection.execute(query).all()
+            decided = _decided_steps(connection, writer) if rows else {}
+            loss_kind = loss_kind_of(connection, run_id) if rows else ""
+        timed_findings = [(row.time_unix_ns, _finding(row.body)) for row in rows if row.body]
+        occurrences = [
+            Occurrence(run_id, time_unix_ns, alert)
+            for time_unix_ns, finding in timed_findings
+            if not is_finished and not is_answered(finding, decided.get(finding.step, ()))
+            for alert in alerts_for_finding(finding, run_id=run_id, loss_kind=loss_kind)
+            if alert.point  # the others hold as long as the watchers say so
+        ]
+        return len(rows), rows[-1].seq if rows else -1, occurrences
 
     # -------------------------------------------------------------------------------------- runs
 
@@ -329,11 +351,11 @@ class Engine:
         with self._store.read(settled=self._runs.has_urgent) as connection:
             return self._runs.refresh(connection, when, only_new=only_new)
 
-    def _run_now(self, run: RunStatus) -> RunNow:
+    def _run_now(self, run: RunStatus, fired: frozenset[str]) -> RunNow:
         conditions: list[Alert] = [
             *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
         ]
-        lasting: set[str] = set()
+        lasting = set(fired)
         if run.state == "running":
             for finding in self._watching.conditions(run.run_id):
                 conditions += alerts_for_finding(finding, run_id=run.run_id)

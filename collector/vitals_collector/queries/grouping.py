@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from trainvitals.detect.registry import DOMAINS
-from trainvitals.records import Decision, Finding
-from trainvitals.views import Severity
+from trainvitals.records import Decision, Finding, Severity
 
 NEAR_STEPS = 50
 """Things so many steps apart may belong together."""

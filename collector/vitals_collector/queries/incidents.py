@@ -14,7 +14,7 @@ from trainvitals.alerting import (
     is_answered,
     point_is_over,
 )
-from trainvitals.records import BatchNoted, Finding, Note, RunEnded
+from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -22,7 +22,6 @@ from trainvitals.views import (
     FindingView,
     IncidentView,
     RunSummary,
-    Severity,
     StepData,
 )
 from vitals_collector.ingest.projections import loss_kind_of

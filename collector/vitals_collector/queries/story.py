@@ -22,6 +22,7 @@ from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, Evidence
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.top_changes import NONFINITE_SCORE, OF_SPEED, RUN, Moved
+from vitals_collector.queries.user_alerts import Episode, episodes
 
 _T = TypeVar("_T")
 
@@ -76,7 +77,7 @@ def title(incident: StoryFacts) -> str:
             return printable(f"{_DONE[action]}{num}: {cause}{where}")
         if same and action in _WOULD:
             return printable(f"Observed: {cause}{where}; {_WOULD[action]}")
-    alone = incident.alerts[0].name if incident.alerts and not incident.findings else ""
+    alone = incident.alerts[0].title if incident.alerts and not incident.findings else ""
     return printable(f"{alone or cause[:1].upper() + cause[1:]}{where}")
 
 
@@ -102,10 +103,12 @@ def _began(incident: StoryFacts) -> str:
     sentences = [
         f"It began at step {incident.onset} of attempt {incident.ordinal}; first told of {when}."
     ]
-    sentences += [
-        f"{view.finding.detector} found {_of_finding(view)}." for view in _few(incident.findings)
-    ]
-    sentences += _others(incident.findings, "finding")
+    alerts = episodes(view.finding for view in incident.findings)
+    sentences += [_of_user(alert) for alert in _few(alerts)]
+    sentences += _others(alerts, "alert of yours")
+    findings = [view for view in incident.findings if not view.finding.severity]
+    sentences += [f"{view.finding.detector} found {_of_finding(view)}." for view in _few(findings)]
+    sentences += _others(findings, "finding")
     if not incident.findings:
         sentences.append("No detector raised a finding about it that is stored.")
     notes = [event for event in incident.events if event.kind in ("Note", "RunEnded")]
@@ -113,9 +116,15 @@ def _began(incident: StoryFacts) -> str:
     sentences += _others(notes, "note")
     if not incident.findings and not incident.decisions:
         sentences += [
-            f"Alert {alert.name}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
+            f"Alert {alert.title}: {alert.summary.rstrip('.')}." for alert in _few(incident.alerts)
         ]
     return " ".join(sentences)
+
+
+def _of_user(alert: Episode) -> str:
+    where = f" on rank {alert.where}" if alert.ranks else ""
+    until = f"s {alert.first} to {alert.last}" if alert.last > alert.first else f" {alert.first}"
+    return f"Your alert{where} at step{until}: {alert.newest.reason}."
 
 
 def _of_finding(view: FindingView) -> str:

@@ -31,6 +31,7 @@ from trainvitals.views import (
     StepView,
 )
 from vitals_collector.ingest.projections import samples
+from vitals_collector.queries.user_alerts import Episode
 
 _VERDICT = (
     (BAD_LOSS, "the loss was not finite"),
@@ -57,6 +58,7 @@ def explain(
     view: StepView,
     ledger: Sequence[DecisionView],
     after: SeriesReply | None = None,
+    alerts: Sequence[Episode] = (),
 ) -> str:
     """Return the paragraph: one part for each attempt that trained the step.
 
@@ -65,6 +67,7 @@ def explain(
         view: what is known of it.
         ledger: every decision of the run.
         after: the losses of the ``FOLLOWING`` steps, where they are known.
+        alerts: those of a person's own that the run raised.
     """
     attempts = sorted({row.attempt for row in view.rows})
     times = {attempt: ordinal for ordinal, attempt in enumerate(attempts, start=1)}
@@ -77,10 +80,12 @@ def explain(
     if not attempts:
         parts.append("No row of it is stored.")
     parts += _thinned(view)
-    parts += [_found(finding) for finding in view.findings]
+    parts += [_found(raised) for raised in view.findings if not raised.finding.severity]
+    own_alerts = [_held(a) for a in alerts if a.onset <= view.step <= a.last]
+    parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
     parts += [decided(decision) for decision in view.decisions]
-    if attempts and not view.findings and not view.decisions:
+    if attempts and not (view.findings or view.decisions or own_alerts):
         parts.append("No detector raised anything about it and nothing was decided.")
         parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
@@ -259,6 +264,13 @@ def _found(view: FindingView) -> str:
     finding = view.finding
     level_note = " (told only)" if finding.level == "advisory" else ""
     return f"The detector {finding.detector} found {finding.kind}{level_note}: {finding.reason}."
+
+
+def _held(alert: Episode) -> str:
+    finding = alert.newest
+    where = f" on rank {alert.where}" if alert.ranks else ""
+    until = f"s {alert.first} to {alert.last}" if alert.last > alert.first else f" {alert.first}"
+    return f"Your alert ({finding.severity}){where} at step{until}: {finding.reason}."
 
 
 def decided(view: DecisionView) -> str:

@@ -81,9 +81,8 @@ def _body(source: Source, shown: str, text: str) -> None:
 
 
 def _holds(alert: AlertView, names: dict[str, str], text: str) -> bool:
-    haystack = (
-        f"{alert.name} {alert.summary} {names.get(alert.run_id, '')} {alert.run_id}".casefold()
-    )
+    of_run = f"{names.get(alert.run_id, '')} {alert.run_id}"
+    haystack = f"{alert.title} {alert.name} {alert.summary} {of_run}".casefold()
     return all(needle in haystack for needle in text.casefold().split())
 
 
@@ -110,7 +109,7 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
         with text, st.container(key=f"alert_text_{key}", gap="xxsmall"):
             with st.container(horizontal=True, vertical_alignment="center"):
                 st.badge(alert.severity, color=SEVERITY_BADGES[alert.severity])  # type: ignore[arg-type]
-                st.text(formatting.plain(alert.name, 60))
+                st.text(formatting.plain(alert.title, 60))
                 if alert.acknowledged_by:
                     st.badge("acknowledged", color="gray")
                 if alert.silenced_until_unix_ns > now:

@@ -197,7 +197,7 @@ def _evidence(incident: IncidentView) -> Iterator[Block]:
             ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
             [
                 (
-                    a.name, a.severity, a.state, a.step, moment(a.started_unix_ns),
+                    a.title, a.severity, a.state, a.step, moment(a.started_unix_ns),
                     moment(a.ended_unix_ns or 0), a.acknowledged_by, a.summary,
                 )
                 for a in incident.alerts[:MAX_LINES]

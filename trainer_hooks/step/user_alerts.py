@@ -1,0 +1,233 @@
+"""Alerts of a person's own, in one rank: the loop's calls, and rules over what the rank records.
+
+There is one only where the settings have rules or the loop calls ``monitor.alert``. It says its
+findings through the rank's journal, as the detectors do. A number on a device is copied without
+waiting and looked at once it is there, within the next steps.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.step.emit import Emitter
+from trainvitals.detect.user_alerts import KIND, Rule, RuleSet, UserAlerts, WatchedRule
+from trainvitals.metrics import STEP_METRICS
+from trainvitals.records import Finding, FindingRaised, Severity
+from trainvitals.rows import Value
+
+MISSING_AFTER = 1_000
+"""Steps after which it is said that a rule's series never came."""
+_OF_EACH_RANK = frozenset(metric.column for metric in STEP_METRICS if metric.scope == "rank")
+
+
+class _Call(NamedTuple):
+    """What the loop said, as far as it is known on the host."""
+
+    name: str
+    is_event: bool
+    level: Severity
+    message: str
+    step: int
+    attempt: int
+
+
+class _Late(NamedTuple):
+    """A call whose numbers are on their way to the host."""
+
+    call: _Call
+    numbers: Tensor
+    """Whether it holds, and its value: NaN where it has none."""
+    event: torch.cuda.Event
+
+    @property
+    def is_there(self) -> bool:
+        has_happened: bool = self.event.query()
+        return has_happened
+
+
+class RankAlerts:
+    """What this rank says of a person's own alerts; the emitter hands it all that it writes."""
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        *,
+        emitter: Emitter,
+        faults: FaultCounter,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._emitter = emitter
+        self._faults = faults
+        self._rank = rank if world_size > 1 else -1
+        self._alerts = UserAlerts()
+        self._rules = RuleSet(rules)
+        self._attempt = 0
+        self._first_step: int | None = None
+        self._late: deque[_Late] = deque()
+        by_series = self._rules.by_series
+        self._columns = [
+            (index, by_series[name], self._rank if name in _OF_EACH_RANK else -1)
+            for index, name in enumerate(emitter.columns)
+            if name in by_series
+        ]
+        self._unseen = set(by_series)
+        self._scalar_names: set[str] = set()
+
+    # ------------------------------------------------------------------------- the loop's calls
+
+    def call(
+        self,
+        name: str,
+        when: Tensor | float | None,
+        *,
+        level: Severity,
+        value: Tensor | float | None,
+        message: str,
+        step: int,
+        attempt: int,
+    ) -> None:
+        """Take in what the loop says; tensors are numbers that lie on a device.
+
+        Raises:
+            UsageError: there are too many names.
+        """
+        call = _Call(name, when is None, level, message, step, attempt)
+        if not isinstance(when, Tensor) and (when == 0 or not isinstance(value, Tensor)):
+            self._take(call, when is None or bool(when), value)
+            return
+        like = when if isinstance(when, Tensor) else value
+        assert isinstance(like, Tensor), "one of the two is on a device"
+        numbers = torch.stack([_number(True if when is None else when, like), _number(value, like)])
+        event = torch.cuda.Event()
+        # Pinned by torch, as it does not wait; the numbers hold once the event has happened.
+        numbers = numbers.to("cpu", non_blocking=True)
+        event.record(torch.cuda.current_stream(like.device))
+        self._late.append(_Late(call, numbers, event))
+
+    def _take(self, call: _Call, holds: bool, value: Tensor | float | None) -> None:
+        if call.attempt != self._attempt:
+            return  # said in a branch that was left
+        if not holds:
+            self._say(self._alerts.end(call.name))
+            return
+        value = None if value is None else float(value)
+        words = call.message or ("raised by the loop" if value is None else f"value {value:.6g}")
+        finding = Finding(
+            kind=KIND,
+            level="advisory",
+            step=call.step,
+            detector="loop",
+            reason=f"{call.name}: {words}",
+            rank=self._rank,
+            value=value if value is not None and math.isfinite(value) else None,
+            onset_step=call.step,
+            cause=call.name,
+            severity=call.level,
+        )
+        self._say(self._alerts.tell(finding, holds=not call.is_event))
+
+    def _take_late(self) -> None:
+        while self._late and self._late[0].is_there:
+            call, numbers, _ = self._late.popleft()
+            holds, value = numbers.tolist()
+            self._take(call, bool(holds), None if math.isnan(value) else value)
+
+    # ------------------------------------------------------------------- what the emitter writes
+
+    def saw_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
+        """Judge a step's row, in the order of the emitter's columns; renew what holds."""
+        with self._faults.fail_open("alerts"):
+            if attempt != self._attempt:
+                return
+            self._take_late()
+            for index, rules, rank in self._columns:
+                value = row[index]
+                if isinstance(value, int | float):
+                    self._judge(rules, step, float(value), rank)
+            for finding in self._alerts.due(step):
+                self._say(finding)
+            if self._unseen:
+                self._look_for_series(step)
+
+    def saw_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
+        """Judge a scalar of the loop's own."""
+        if self._unseen and len(self._scalar_names) < MISSING_AFTER:
+            self._scalar_names.add(name)
+        rules = self._rules.by_series.get(name)
+        if rules is not None and attempt == self._attempt:
+            with self._faults.fail_open("alerts"):
+                self._judge(rules, step, value, self._rank)
+
+    def _judge(self, rules: Sequence[WatchedRule], step: int, value: float, rank: int) -> None:
+        for rule in rules:
+            if self._unseen:
+                self._unseen.discard(rule.condition.series)
+            if rule.update(step, value):
+                self._say(self._alerts.tell(rule.finding(step, rank), holds=True))
+            elif rule.rule.name in self._alerts.held:
+                self._say(self._alerts.end(rule.rule.name))
+
+    def _look_for_series(self, step: int) -> None:
+        if self._first_step is None:
+            self._first_step = step
+        if step - self._first_step < MISSING_AFTER:
+            return
+        recorded = [*self._scalar_names, *self._emitter.columns]
+        for series in sorted(self._unseen):
+            names = [rule.rule.name for rule in self._rules.by_series[series]]
+            near = difflib.get_close_matches(series, recorded, n=1)
+            way_out = f"did you mean {near[0]}?" if near else "monitor.observe() records scalars"
+            if series in self._emitter.columns:
+                way_out = "this run does not measure it"
+            text = (
+                f"rule {', '.join(map(repr, names))} has nothing to judge: in {MISSING_AFTER:,} "
+                f"steps no value of {series} was recorded on rank 0; {way_out}"
+            )
+            self._emitter.note("rule_without_series", text, step=step, attempt=self._attempt)
+        self._unseen.clear()
+
+    def _say(self, finding: Finding | None) -> None:
+        if finding is not None:
+            event = FindingRaised(finding=finding)
+            self._emitter.event(event, step=finding.step, attempt=self._attempt)
+
+    # -------------------------------------------------------------------------- the run's branch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rules' windows: of what the loop says, it says anew what holds."""
+        return self._rules.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Give the rules the windows of a state that was restored; None: they begin anew."""
+        with self._faults.fail_open("alerts"):
+            for rules in self._rules.by_series.values():
+                for rule in rules:
+                    rule.reset()
+            if state is not None:
+                self._rules.load_state_dict(state)
+
+    def begin(self, attempt: int, step: int) -> None:
+        """Go on as a branch from ``step``: what was said of a branch that was left is void."""
+        self._attempt = attempt
+        self._alerts.went_back(step)
+
+    def close(self) -> None:
+        """Take in what has come to the host since the last step."""
+        with self._faults.fail_open("alerts"):
+            self._take_late()
+
+
+def _number(value: Tensor | float | None, like: Tensor) -> Tensor:
+    """Return it on the device of ``like``; a plain one is written by a kernel: nothing waits."""
+    if isinstance(value, Tensor):
+        return value.to(like)
+    return torch.full_like(like, math.nan if value is None else float(value))

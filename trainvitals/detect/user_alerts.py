@@ -1,0 +1,433 @@
+"""Alerts of a person's own: rules over one series, and what a training loop says by name.
+
+A rule is a condition on what a rank records::
+
+    [[rules]]
+    name = "reward hacked"
+    when = "mean(reward, 50) > 0.9"
+    for = 20
+    level = "page"
+
+Both end as findings of the kind ``user_alert`` whose cause is the alert's name: from there on they
+are alerts as Vitals' own are. Pure: reads no clock, and sees one value after the other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import re
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from trainvitals.errors import ConfigError, UsageError
+from trainvitals.records import Finding, Severity
+from trainvitals.stateful import Stateful
+
+KIND = "user_alert"
+MAX_NAME = 80
+"""Characters of an alert's name."""
+MAX_NAMES = 100
+"""Different names that one rank may raise: each is an alert with a life of its own."""
+MAX_MESSAGE = 300
+"""Characters of what an alert says."""
+MAX_RULES = 64
+MAX_WINDOW = 1_000
+"""Values that a rule looks at: they are looked at again with each new one."""
+MAX_FOR = 1_000_000
+RENEW_STEPS = 50
+"""Steps between two findings of an alert that holds: a point alert that nobody renews for 100
+healthy steps is over, and so no end has to be said, not even by a process that was killed."""
+_END_STEPS = 10
+"""The same at its end: it is said where it was, unless it comes and goes all the time."""
+
+SEVERITIES: tuple[str, ...] = get_args(Severity)
+_WORDS_OF_LEVELS = "page wakes a person, notify tells one, log is only kept"
+
+
+# ------------------------------------------------------------------------------- the condition
+
+FUNCTIONS: Mapping[str, str] = {
+    "last": "the newest value",
+    "mean": "the mean of the last WINDOW values",
+    "min": "the smallest of the last WINDOW values",
+    "max": "the largest of the last WINDOW values",
+    "rate": "the change per step over the last WINDOW values",
+    "nonfinite": "how many of the last WINDOW values are NaN or infinite",
+}
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_WORDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+GRAMMAR = "FUNCTION(SERIES, WINDOW) OPERATOR NUMBER, or SERIES OPERATOR NUMBER"
+_EXAMPLE = 'as in when = "mean(reward, 50) > 0.9" or when = "grad_norm > 100"'
+
+_SERIES = r"[A-Za-z_][\w./-]*"
+_CONDITION = re.compile(
+    rf"\s*(?:(?P<function>[A-Za-z_]\w*)\s*\(\s*(?P<of>{_SERIES})\s*(?:,\s*(?P<window>[^\s),]+)\s*)?\)"
+    rf"|(?P<series>{_SERIES}))\s*(?P<operator>[<>=!~]+)\s*(?P<limit>\S+)\s*",
+    re.ASCII,
+)
+
+
+class Condition(NamedTuple):
+    """What a rule asks, taken apart."""
+
+    function: str
+    series: str
+    """A column of the steps, or a scalar of the loop's own."""
+    window: int
+    operator: str
+    limit: float
+
+    @property
+    def measure(self) -> str:
+        """What is held against the limit, as it is written."""
+        if self.function == "last":
+            return self.series
+        return f"{self.function}({self.series}, {self.window})"
+
+
+def parse_condition(text: str) -> Condition:
+    """Return the condition that a text says.
+
+    Raises:
+        ValueError: it says none; the text is what was expected.
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"it must be {GRAMMAR}")
+    function = match["function"] or "last"
+    if function not in FUNCTIONS:
+        raise ValueError(f"{function!r} must be one of {', '.join(FUNCTIONS)}")
+    if match["operator"] not in OPERATORS:
+        raise ValueError(f"{match['operator']!r} must be one of {', '.join(OPERATORS)}")
+    try:
+        limit = float(match["limit"])
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise ValueError(f"{match['limit']!r} must be a number")
+    series = (match["of"] or match["series"]).removeprefix("steps.").removeprefix("scalars.")
+    if series.startswith(("gpu.", "node.", "process.", "layers.")):
+        raise ValueError(
+            f"{series!r} is not of the training loop: a series must be a column of the steps, such "
+            "as loss, or a scalar that the loop records"
+        )
+    return Condition(function, series, _window(function, match["window"]), match["operator"], limit)
+
+
+def _window(function: str, text: str | None) -> int:
+    if function == "last":
+        if text is not None:
+            raise ValueError("last(...) takes no window")
+        return 1
+    least = 2 if function == "rate" else 1
+    if text is None or not text.isdecimal() or not least <= int(text) <= MAX_WINDOW:
+        shown = "it has none" if text is None else f"it is {text}"
+        raise ValueError(
+            f"{function}(...) needs a window of {least} to {MAX_WINDOW} values; {shown}"
+        )
+    return int(text)
+
+
+# ------------------------------------------------------------------------------------- settings
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule of the settings file: an alert that holds while a condition on one series does."""
+
+    name: str
+    """What the alert is called; no two rules may have the same."""
+    when: str
+    """The condition."""
+    for_steps: int = msgspec.field(default=0, name="for")
+    """Steps that it must hold without a break before the alert fires."""
+    level: Severity = "notify"
+    """How loud it is: `page`, `notify` or `log`."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: with the rule, the key, its value and what is expected.
+        """
+        what = f"rule {self.name!r}"
+        if wrong := wrong_name(self.name):
+            raise ConfigError(f"{what}: {wrong}")
+        if not isinstance(self.when, str):
+            raise ConfigError(f"{what}: when is {self.when!r}; it must be text", hint=_EXAMPLE)
+        try:
+            parse_condition(self.when)
+        except ValueError as error:
+            raise ConfigError(f"{what}: when is {self.when!r}; {error}", hint=_EXAMPLE) from None
+        is_number = isinstance(self.for_steps, int) and not isinstance(self.for_steps, bool)
+        if not is_number or not 0 <= self.for_steps <= MAX_FOR:
+            raise ConfigError(
+                f"{what}: for is {self.for_steps!r}; it must be a whole number of steps, 0 to "
+                f"{MAX_FOR}"
+            )
+        if wrong := wrong_level(self.level):
+            raise ConfigError(f"{what}: {wrong}", hint=_WORDS_OF_LEVELS)
+
+
+def wrong_name(name: object) -> str:
+    """Return what is wrong with an alert's name; empty where nothing is."""
+    if isinstance(name, str) and name.isprintable() and 0 < len(name.strip()) <= MAX_NAME:
+        return ""
+    shown = repr(name) if len(repr(name)) <= MAX_NAME else f"{repr(name)[:40]}..."
+    return f"the name is {shown}; it must be text of 1 to {MAX_NAME} printable characters"
+
+
+def wrong_level(level: object) -> str:
+    """Return what is wrong with an alert's level; empty where nothing is."""
+    return "" if level in SEVERITIES else f"level is {level!r}; it must be page, notify or log"
+
+
+def refuse_alert(name: object, level: object) -> None:
+    """Refuse an alert that cannot be raised.
+
+    Raises:
+        UsageError: its name or its level is none.
+    """
+    if error := wrong_name(name):
+        hint = "name it in a few words; what changes belongs in message= or value="
+        raise UsageError(f"monitor.alert(): {error}", hint=hint)
+    if error := wrong_level(level):
+        raise UsageError(f"monitor.alert({name!r}): {error}", hint=_WORDS_OF_LEVELS)
+
+
+def load_rules(path: Path) -> tuple[Rule, ...]:
+    """Return the rules of a settings file, which is TOML that was read before.
+
+    Raises:
+        ConfigError: one of them cannot work; the text names it.
+    """
+    tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    for key in tree:
+        if key != "rules" and difflib.get_close_matches(key, ["rules"], cutoff=0.8):
+            raise ConfigError(f"[[{key}]] ({path}): there is no such table", hint="it is [[rules]]")
+    tables = tree.get("rules", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"rules in {path} is {tables!r}; each rule must be a table [[rules]]")
+    if len(tables) > MAX_RULES:
+        raise ConfigError(f"{path} has {len(tables)} rules; {MAX_RULES} are the most")
+    rules: list[Rule] = []
+    for number, table in enumerate(tables, start=1):
+        try:
+            rules.append(_rule_of(table, number))
+        except ConfigError as error:
+            raise ConfigError(f"{error.text} ({path})", hint=error.hint) from error
+    names = [rule.name for rule in rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"rule {name!r}: {names.count(name)} rules have that name ({path})",
+                hint="give each rule a name of its own",
+            )
+    return tuple(rules)
+
+
+_KEYS = ("name", "when", "for", "level")
+
+
+def _rule_of(table: Mapping[str, Any], number: int) -> Rule:
+    what = f"rule {table.get('name', f'number {number}')!r}"
+    for key in table:
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"a rule has: {', '.join(_KEYS)}"
+            raise ConfigError(f"{what}: there is no key {key!r}", hint=hint)
+    for key in ("name", "when"):
+        if key not in table:
+            raise ConfigError(f"{what} has no {key}", hint=_EXAMPLE)
+    values = {"for_steps" if key == "for" else key: value for key, value in table.items()}
+    return Rule(**values)
+
+
+# -------------------------------------------------------------------------------------- judging
+
+
+class WatchedRule(Stateful):
+    """One rule over the values of its series. ``update`` says whether it holds.
+
+    A value that is NaN or infinite is left out, except by ``nonfinite``, and what was the case
+    before it stays so: unknown is not over. A rule judges once its window is full, one of
+    ``nonfinite`` from the first value on.
+    """
+
+    STATE = ("_values", "_steps", "_since", "holds")
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.condition = parse_condition(rule.when)
+        self._measure = _MEASURES[self.condition.function]
+        self._compare = OPERATORS[self.condition.operator]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every value."""
+        self._values: deque[float] = deque(maxlen=self.condition.window)
+        self._steps: deque[int] = deque(maxlen=self.condition.window)
+        self._since = -1
+        """The step from which on the condition is true; -1 where it is not."""
+        self.holds = False
+        self.value = math.nan
+        """The newest measure."""
+
+    def update(self, step: int, value: float) -> bool:
+        """Take one value in; return whether the alert holds.
+
+        Args:
+            step: the step that the value is of; they do not fall.
+            value: any number.
+        """
+        is_finite = math.isfinite(value)
+        if self.condition.function == "nonfinite":
+            self._values.append(0.0 if is_finite else 1.0)
+        elif not is_finite:
+            return self.holds
+        else:
+            self._values.append(value)
+            if self.condition.function == "rate":
+                self._steps.append(step)
+            if len(self._values) < self.condition.window:
+                return self.holds
+        self.value = self._measure(self._values, self._steps)
+        if not self._compare(self.value, self.condition.limit):
+            self._since, self.holds = -1, False
+            return False
+        if self._since < 0:
+            self._since = step
+        self.holds = step - self._since >= self.rule.for_steps
+        return self.holds
+
+    def finding(self, step: int, rank: int) -> Finding:
+        """Return what is to be said of a rule that holds."""
+        condition = self.condition
+        since = f" since step {self._since}" if self._since < step else ""
+        return Finding(
+            kind=KIND,
+            level="advisory",
+            step=step,
+            detector="rule",
+            reason=f"{self.rule.name}: {condition.measure} is {self.value:.4g}, "
+            f"{_WORDS[condition.operator]} {condition.limit:g}{since}",
+            rank=rank,
+            value=self.value,
+            limit=condition.limit,
+            onset_step=self._since,
+            cause=self.rule.name,
+            severity=self.rule.level,
+        )
+
+
+def _mean(values: Sequence[float], _steps: Sequence[int]) -> float:
+    return sum(values) / len(values)
+
+
+def _rate(values: Sequence[float], steps: Sequence[int]) -> float:
+    # Values of one step, micro-batches say, have no rate; NaN is above and below nothing.
+    steps_between = steps[-1] - steps[0]
+    return (values[-1] - values[0]) / steps_between if steps_between > 0 else math.nan
+
+
+_MEASURES: Mapping[str, Callable[[deque[float], deque[int]], float]] = {
+    "last": lambda values, _: values[-1],
+    "mean": _mean,
+    "min": lambda values, _: min(values),
+    "max": lambda values, _: max(values),
+    "rate": _rate,
+    "nonfinite": lambda values, _: sum(values),
+}
+
+
+class RuleSet(Stateful):
+    """All rules of a run in one rank. Its state goes into snapshots, so windows go back with it."""
+
+    STATE = ("_watched",)
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        # By the condition too: a state of before the file was changed is of another rule.
+        self._watched = {f"{rule.name}: {rule.when}": WatchedRule(rule) for rule in rules}
+        self.by_series: dict[str, list[WatchedRule]] = {}
+        for watched in self._watched.values():
+            self.by_series.setdefault(watched.condition.series, []).append(watched)
+
+
+# -------------------------------------------------------------------------------- while it holds
+
+
+class UserAlerts:
+    """Of one rank: which alerts of a person's own hold, and when a finding is due.
+
+    An alert that holds is told at its beginning and every ``RENEW_STEPS`` steps. The first level
+    of a name stays its level.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[str, Severity] = {}
+        self._told: dict[str, int] = {}
+        self.held: dict[str, Finding] = {}
+        """By name, what the newest call or value said of each alert that holds."""
+
+    def tell(self, finding: Finding, *, holds: bool) -> Finding | None:
+        """Take in that an alert's condition is true; return what is to be said of it, if anything.
+
+        Args:
+            finding: with the step and the alert's name as its cause.
+            holds: whether it is true until ``end``; else it is an event of that step alone.
+
+        Raises:
+            UsageError: the rank has raised as many names as it may.
+        """
+        name = finding.cause
+        if name not in self._levels and len(self._levels) >= MAX_NAMES:
+            raise UsageError(
+                f"alert {name!r} was not raised: a run has {MAX_NAMES} names of alerts at most",
+                hint="put what changes into message= or value=, not into the name",
+            )
+        finding = replace(
+            finding, severity=self._levels.setdefault(name, finding.severity or "notify")
+        )
+        if holds:
+            earlier = self.held.get(name)
+            if earlier is not None:
+                finding = replace(finding, onset_step=earlier.onset_step)
+            self.held[name] = finding
+        return finding if self._is_due(name, finding.step) else None
+
+    def end(self, name: str) -> Finding | None:
+        """Take in that a condition is true no more; return the last that was said of it, if new."""
+        last = self.held.pop(name, None)
+        return last if last is not None and self._is_due(name, last.step, _END_STEPS) else None
+
+    def due(self, step: int) -> Iterator[Finding]:
+        """Yield what holds still and was not told for a while."""
+        for name, finding in list(self.held.items()):
+            if self._is_due(name, step):
+                renewed = self.held[name] = replace(finding, step=step)
+                yield renewed
+
+    def _is_due(self, name: str, step: int, pause: int = RENEW_STEPS) -> bool:
+        told = self._told.get(name)
+        # Rows come back a step or two later than the loop's own scalars and calls.
+        if told is not None and abs(step - told) < pause:
+            return False
+        self._told[name] = step
+        return True
+
+    def went_back(self, step: int) -> None:
+        """Forget what was said of ``step`` and after it: the run goes on from there."""
+        self.held.clear()
+        self._told = {name: told for name, told in self._told.items() if told < step}
