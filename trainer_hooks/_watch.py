@@ -37,6 +37,7 @@ from trainer_hooks.step.controller import StepController
 from trainer_hooks.step.device import Device, lay_out
 from trainer_hooks.step.emit import Emitter, Layers, RootColumns, StepLog
 from trainer_hooks.step.gradients import Models, unwrap
+from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
 from trainvitals.policy import Judge
@@ -366,6 +367,9 @@ def _emit_start_events(
         if info.readback_lag == 0:
             text = "an optimizer takes the verdict on the host: each step waits for it"
             events.append(Note(code="host_path", text=text))
+        if (num_groups := controller.emitter.num_groups) > MAX_GROUPS:
+            text = f"{num_groups} parameter groups: the rates of the first {MAX_GROUPS} are kept"
+            events.append(Note(code="many_groups", text=text))
     for event in events:
         controller.emitter.event(event, step=step, attempt=place.attempt)
 

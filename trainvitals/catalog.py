@@ -23,9 +23,17 @@ ROW_COLUMNS: tuple[Column, ...] = (
 """First columns of every stream."""
 
 
+MAX_GROUPS = 128
+"""Parameter groups whose learning rates have a column: a row's width is bounded."""
+
+
 def steps_schema(*, num_groups: int = 1) -> Schema:
-    """Return the schema of the ``steps`` stream; groups after the first get ``learning_rate.N``."""
-    extra = tuple(Column(f"learning_rate.{i}", "f8") for i in range(1, num_groups))
+    """Return the schema of the ``steps`` stream; groups after the first get ``learning_rate.N``.
+
+    Of more than ``MAX_GROUPS`` groups the first have one.
+    """
+    groups = range(1, min(num_groups, MAX_GROUPS))
+    extra = tuple(Column(f"learning_rate.{i}", "f8") for i in groups)
     metrics = tuple(Column(m.column, m.dtype) for m in STEP_METRICS)
     return Schema("steps", ROW_COLUMNS + metrics + extra)
 

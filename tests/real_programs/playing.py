@@ -144,32 +144,45 @@ def _poisoned(indices: frozenset[int]) -> Iterator[None]:
 
 @contextmanager
 def _left_out(updates: frozenset[int], program: Mapping[str, Any]) -> Iterator[None]:
-    """Leave updates out, with what forward wrote since the one before: the buffers."""
+    """Leave updates out, with what forward wrote since the one before: the buffers.
+
+    Those that a scaler leaves out by itself as well: it lets what their forward wrote stand.
+    """
     count, buffers = 0, []
+
+    def own():
+        return [*program["model"].buffers()] if "model" in program else []
+
+    def put_back():
+        for buffer, before in zip(own(), buffers, strict=bool(buffers)):
+            buffer.copy_(before)
 
     def step_of(real):
         @functools.wraps(real)
         def step(optimizer, closure=None):
             nonlocal count, buffers
             index, count = count, count + 1
-            own = (
-                [buffer for _, buffer in (program.get("model") or program["agent"]).named_buffers()]
-                if updates
-                else []
-            )
             if index in updates:
-                for buffer, before in zip(own, buffers, strict=True):
-                    buffer.copy_(before)
-                return None
+                return put_back()
             result = real(optimizer)
-            buffers = [buffer.clone() for buffer in own]
+            buffers = [buffer.clone() for buffer in own()]
             return result
 
         return step
 
-    reals = {kind: kind.step for kind in OPTIMIZERS}
+    def step_of_scaler(real):
+        @functools.wraps(real)
+        def step(scaler, optimizer):
+            before, result = count, real(scaler, optimizer)
+            if count == before:
+                put_back()
+            return result
+
+        return step
+
+    reals = {kind: kind.step for kind in (*OPTIMIZERS, torch.amp.GradScaler)}
     for kind, real in reals.items():
-        kind.step = step_of(real)
+        kind.step = step_of_scaler(real) if kind is torch.amp.GradScaler else step_of(real)
     try:
         yield
     finally:

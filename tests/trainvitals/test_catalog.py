@@ -104,3 +104,10 @@ def test_every_column_of_a_metric_is_in_its_stream():
 def test_each_parameter_group_after_the_first_has_a_learning_rate_of_its_own():
     more = [c.name for c in steps_schema(num_groups=3).columns[len(steps_schema().columns) :]]
     assert ["learning_rate.1", "learning_rate.2"] == more
+
+
+def test_a_row_has_at_most_so_many_learning_rates_and_can_be_written():
+    schema = steps_schema(num_groups=10_000)
+    schema.check()
+    rates = [c.name for c in schema.columns if c.name.startswith("learning_rate")]
+    assert catalog.MAX_GROUPS == len(rates)

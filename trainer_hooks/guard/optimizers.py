@@ -76,24 +76,23 @@ class Kept(Protocol):
 class Shadows:
     """All that forward and backward write besides gradients, as one."""
 
-    def __init__(self, buffers: BufferShadow, *memories: Kept) -> None:
-        self.buffers = buffers
-        self._memories = memories
+    def __init__(self, *parts: Kept) -> None:
+        self._parts = parts
 
     def keep(self) -> None:
         """Copy all; call after the update, before the next forward."""
-        self.buffers.keep()
-        for memory in self._memories:
-            memory.keep()
+        for part in self._parts:
+            part.keep()
 
-    def put_back(self, bad: Tensor, overflow_alone: Tensor | None = None) -> None:
-        """Where ``bad`` is 1, set all to what was kept. Does not wait.
+    def put_back(self, bad: Tensor) -> None:
+        """Where ``bad`` is 1, set all to what was kept. Does not wait."""
+        for part in self._parts:
+            part.put_back(bad)
 
-        Where ``overflow_alone`` is true, buffers that are finite stay: see ``BufferShadow``.
-        """
-        self.buffers.put_back(bad, overflow_alone)
-        for memory in self._memories:
-            memory.put_back(bad)
+    @property
+    def buffers(self) -> Kept:
+        """The part that keeps the model's buffers."""
+        return self._parts[0]
 
 
 class AfterLoad:
@@ -189,30 +188,18 @@ class BufferShadow:
         return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
     @torch.no_grad()
-    def put_back(self, bad: Tensor, overflow_alone: Tensor | None = None) -> None:
+    def put_back(self, bad: Tensor) -> None:
         """Where ``bad`` is 1, set every buffer to what was kept. Does not wait.
 
         A buffer that forward gave another shape or type has nothing to go back to, and is left.
-
-        Args:
-            bad: 0.0 or 1.0: whether the step is skipped.
-            overflow_alone: whether it is for no more than a gradient scaler's overflow, which a
-                healthy run has now and then: its forward counts, as it does without us, unless it
-                left a buffer that is not finite.
         """
         live = self._look()
-        pairs = [
-            (self._kept[i], buffer)
-            for i, buffer in self._written(live).items()
-            if i in self._kept and (live is self._kept_of or alike(self._kept[i], buffer))
-        ]
-        if overflow_alone is not None and pairs:
-            ruined = torch.stack([_is_ruined(*pair).to(bad.device) for pair in pairs]).any()
-            bad = torch.where(overflow_alone & ~ruined, 0.0, bad)
-        for kept, buffer in pairs:
-            # Through .data, which raises no version: the backward of another optimizer's loss,
-            # still to come, may hold the buffer, and would refuse one that was written.
-            buffer.data.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
+        for i, buffer in self._written(live).items():
+            kept = self._kept.get(i)
+            if kept is not None and (live is self._kept_of or alike(kept, buffer)):
+                # Through .data, which raises no version: the backward of another optimizer's loss,
+                # still to come, may hold the buffer, and would refuse one that was written.
+                buffer.data.copy_(torch.where(bad.to(buffer.device) != 0, kept, buffer))
 
 
 def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
@@ -222,11 +209,6 @@ def _tells_writes(buffer: Tensor | None, elements: Tensor) -> bool:
     """
     numbers = elements.is_floating_point() or elements.is_complex() or not elements.dim()
     return not (numbers or elements.is_inference() or hasattr(buffer, "to_local"))
-
-
-def _is_ruined(before: Tensor, now: Tensor) -> Tensor:
-    """Return whether an element that was finite no longer is."""
-    return (torch.isfinite(before) & ~torch.isfinite(now)).any()
 
 
 def alike(tensor: Tensor, other: Tensor) -> bool:

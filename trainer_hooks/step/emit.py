@@ -18,7 +18,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.step.reduce_vector import Derived, Reduced, rank_losses
-from trainvitals.catalog import LAYERS_SCHEMA, SCALARS_SCHEMA, steps_schema
+from trainvitals.catalog import LAYERS_SCHEMA, MAX_GROUPS, SCALARS_SCHEMA, steps_schema
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.io.journal import JournalWriter, StreamWriter
@@ -75,6 +75,7 @@ class _StepRow:
         self._controller = attrgetter(*_FROM_HOST.values())
         self._record = attrgetter(*_FROM_RECORD)
         self._is_rank0 = is_rank0
+        self._num_groups = num_groups
         rates = ["learning_rate", *(f"learning_rate.{i}" for i in range(1, num_groups))]
         root = (*_FROM_RECORD, "lr_factor", "grad_norm_clipped", *rates) if is_rank0 else ()
         fixed = (*_FROM_HOST, *root)
@@ -97,7 +98,8 @@ class _StepRow:
             clipped = measured.norm_after_clip
         if measured.clip_unknown:
             clipped = None
-        rates = [None if rate is None else rate * factor for rate in measured.learning_rates]
+        known = measured.learning_rates[: self._num_groups]
+        rates = [None if rate is None else rate * factor for rate in known]
         own = (*self._controller(measured), *self._record(record), factor, clipped)
         return self._in_order((*own, *rates, *others))
 
@@ -164,6 +166,8 @@ class Emitter:
         self._is_rank0 = is_rank0
         self._layers = layers
         self._streams: dict[str, StreamWriter] = {}
+        self.num_groups = num_groups
+        num_groups = min(num_groups, MAX_GROUPS)
         schema = steps_schema(num_groups=num_groups)
         self._steps = None if journal is None else journal.open_stream(schema)
         self.columns = tuple(column.name for column in schema.columns)

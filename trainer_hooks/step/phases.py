@@ -39,7 +39,6 @@ from trainer_hooks.step.reduce_vector import (
     rank_losses,
 )
 from trainvitals.errors import UsageError
-from trainvitals.records import OVERFLOW
 
 
 class Prepared(NamedTuple):
@@ -67,8 +66,6 @@ class Orders(NamedTuple):
     skip_on_host: bool | None
     divisor: Tensor | None
     lr_factor: float
-    overflow_alone: Tensor | None
-    """Whether ``bad`` says no more than that a gradient scaler overflowed; None without one."""
 
 
 class StepPhases:
@@ -316,9 +313,7 @@ class StepPhases:
         if device.averages is not None:
             with self._controller.faults.fail_open("averages"):
                 device.averages.judged(bad, self.turn.optimizers)
-        scaled = device.scaler is not None and device.scaler.is_enabled()
-        overflow_alone = verdict.bits == OVERFLOW if scaled else None
-        return Orders(bad, skip_on_host, divisor, self._lr_factor(step), overflow_alone)
+        return Orders(bad, skip_on_host, divisor, self._lr_factor(step))
 
     def _lr_factor(self, step: int) -> float:
         # Of the rates, the first optimizer's is the one that is judged.
@@ -356,7 +351,7 @@ class StepPhases:
     def settle(self, orders: Orders) -> None:
         """Put back what forward wrote in a bad step, and copy it for the next."""
         if self._controller.mode != "observe":
-            self._device.shadow.put_back(orders.bad, orders.overflow_alone)
+            self._device.shadow.put_back(orders.bad)
         self._device.shadow.keep()
 
     def _clip(self, verdict: Verdict, prepared: Prepared, max_norm: float) -> Tensor | None:

@@ -18,9 +18,11 @@ from trainvitals.views import (
     FindingsQuestion,
     RunDetail,
     RunQuestion,
+    RunSummary,
     RunVolume,
     SeriesQuestion,
     SeriesReply,
+    StepQuestion,
 )
 from vitals_collector.cli.opening import Collector, Dir, Run, TokenFile, open_run
 from vitals_collector.cli.writing import (
@@ -33,6 +35,7 @@ from vitals_collector.cli.writing import (
 )
 from vitals_collector.queries.open import Reader
 from vitals_collector.queries.user_alerts import Episode, episodes
+from vitals_collector.queries.why import learning_rates
 
 MAX_EVENTS = 20
 """The newest events that ``show`` writes; ``--format json`` has all."""
@@ -101,7 +104,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
         body = {"run": detail, "decisions": ledger, "checkpoints": saved, "events": events}
         write_json(body, to=to)
         return
-    facts = [*_facts(detail), *_shadow(ledger)]
+    facts = [*_facts(detail, _learning_rates(reader, detail.summary)), *_shadow(ledger)]
     write_rows(("what", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
         return
@@ -210,7 +213,16 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
     return lines
 
 
-def _facts(detail: RunDetail) -> list[tuple[str, object]]:
+def _learning_rates(reader: Reader, run: RunSummary) -> str:
+    """Return the rates of all groups at the last step."""
+    if run.last_step < 0:
+        return ""
+    rows = reader.ask(StepQuestion(run_id=run.run_id, step=run.last_step)).rows
+    own = [row for row in rows if row.source == "rank:0"]
+    return learning_rates(own[-1].values) if own else ""
+
+
+def _facts(detail: RunDetail, rates: str) -> list[tuple[str, object]]:
     summary, info = detail.summary, detail.info
     lost = sum(source.num_lost_rows for source in detail.sources)
     return [
@@ -228,6 +240,7 @@ def _facts(detail: RunDetail) -> list[tuple[str, object]]:
         ("last step", summary.last_step),
         ("loss", summary.loss),
         ("gradient norm", summary.grad_norm),
+        ("learning rate", rates),
         ("skips", summary.num_skips),
         ("rollbacks", summary.num_rollbacks),
         ("rows lost", lost),

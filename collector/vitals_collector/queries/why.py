@@ -1,7 +1,7 @@
 """Says in a paragraph what happened at a step: its numbers, its limits, findings and decisions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -187,8 +187,8 @@ def of_attempt(view: StepView, attempt: int) -> str:
         f"the loss was {_number(head, 'loss')}{_limit(head, 'loss_limit')}, "
         f"the gradient norm {_number(head, 'grad_norm')}{_limit(head, 'grad_norm_limit')}"
     ]
-    if "learning_rate" in values:
-        words.append(f"the learning rate {_number(head, 'learning_rate')}")
+    if rates := learning_rates(values):
+        words.append(f"the learning rate{'s' if len(rates.split()) > 1 else ''} {rates}")
     bits = int(values.get("verdict") or 0)
     verdict = [text for bit, text in _VERDICT if bits & bit]
     if verdict:
@@ -198,6 +198,23 @@ def of_attempt(view: StepView, attempt: int) -> str:
     if bits & ~CLIPS and culprit >= 0:
         words.append(f"rank {culprit} alone made it bad{_culprit(rows, culprit)}")
     return "; ".join(words) + "."
+
+
+_MAX_RATES = 4
+"""Learning rates that are said one by one; of more groups their range."""
+
+
+def learning_rates(values: Mapping[str, float | int | None]) -> str:
+    """Return the learning rates of a step's row in words: of all its parameter groups."""
+    groups = [name for name in values if name.partition(".")[0] == "learning_rate"]
+    groups.sort(key=lambda name: int(name.partition(".")[2] or 0))
+    rates = [rate for name in groups if (rate := values[name]) is not None]
+    shown = [f"{rate:.6g}" for rate in rates]
+    if len(set(shown)) <= 1:
+        return "".join(shown[:1])
+    if len(shown) <= _MAX_RATES:
+        return f"{', '.join(shown)} (of {len(shown)} groups)"
+    return f"{min(rates):.6g} to {max(rates):.6g} (of {len(shown)} groups)"
 
 
 def _outcome(bits: int, *, is_skipped: bool) -> str:
