@@ -63,7 +63,7 @@ def test_without_an_outlier_since_the_one_before_it_says_nothing():
     assert [] == run.feed(*("ok",) * 20)
     assert [] == run.feed("ok", evaluation=5.0)
     assert ["sound", "abstained"] == verdicts(run)
-    assert "no outlier since the evaluation before" == run.readings[-1].detail
+    assert "no outlier since the previous evaluation" == run.readings[-1].detail
     assert [] == run.told
 
 
