@@ -87,8 +87,6 @@ def of_reading(event: StateRead) -> str:
     numbers += [] if event.now is None else [f"{event.now:.4g} now"]
     if is_probe and len(numbers) > 1:
         numbers.append("a share of the initial loss added to both")
-        ["a share of the initial loss added to both"] if is_probe and len(numbers) > 1 else []
-    )
     shown = f" ({', '.join(numbers)})" if numbers else ""
     times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, against"
     what = "loss on kept batches is" if is_probe else "the loss is"

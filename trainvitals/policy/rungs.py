@@ -412,7 +412,7 @@ def for_finite(
         rule = "lr_jump"
         reason = (
             f"{reason}; the learning rate rose from {jump.before:.4g} to {jump.after:.4g} at step "
-            f"{jump.step};  {jump.before:.4g} is held"
+            f"{jump.step}; {jump.before:.4g} is held"
         )
         facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
         state = replace(state, lr_jump=None)
