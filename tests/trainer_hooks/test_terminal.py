@@ -222,11 +222,11 @@ def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog,
         (
             {
                 "action": "rollback",
-                "reason": "nan; back to memory-3, before step 3, without 50 batches from step 7",
+                "reason": "nan; rollback to step 3 (memory-3); skipping 50 batches from step 7",
                 "checkpoint_id": "memory-3",
                 "rollback_to_step": 3,
             },
-            "rolled back to step 3: nan, without 50 batches from step 7",
+            "rolled back to step 3: nan; skipping 50 batches from step 7",
         ),
     ],
 )

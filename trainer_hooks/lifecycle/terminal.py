@@ -23,13 +23,13 @@ SECONDS_BETWEEN_LINES = 1.0
 _DONE: dict[ActionName, str] = {
     "skip_step": "update skipped",
     "rollback": "rolled back",
-    "halt": "training stopped",
+    "halt": "run halted",
     "accept_level": "new level accepted",
 }
 _NOT_DONE: dict[ActionName, str] = {
     "skip_step": "update would be skipped",
     "rollback": "would roll back",
-    "halt": "training would be stopped",
+    "halt": "run would be halted",
     "accept_level": "new level would be accepted",
 }
 
@@ -171,7 +171,7 @@ class Terminal:
             step = decision.rollback_to_step
             words = f"{words} to step {step}"
             # Where to is said already, and the checkpoint's name is for `vitals show`.
-            reason = reason.replace(f"; back to {decision.checkpoint_id}, before step {step}", "")
+            reason = reason.replace(f"; rollback to step {step} ({decision.checkpoint_id})", "")
         text = f"{words}: {reason}"
         if decision.action == "halt":
             text = f"{text}; next: vitals why {self._path} {decision.step}"

@@ -65,7 +65,7 @@ def test_all_gpus_of_a_node_together_are_one_finding() -> None:
     both = {"G": {"power_watts": 1.0}, "H": {"power_watts": 1.0}}
     rows = samples(both, *[{}] * 30)
     (finding,) = [f for row in rows for f in watcher.update(row)]
-    assert "none of the 2 GPUs of node a answers any more" == finding.reason
+    assert "all 2 GPUs of node a stopped responding" == finding.reason
 
 
 # -------------------------------------------------------------------------- not in time
