@@ -76,11 +76,11 @@ def test_a_page_tells_the_whole_story_and_can_do_nothing(runs: Path, tmp_path: P
     assert "the loss of step 40 is nan" in page.text
     for words in (
         "Incidents",
-        "All decisions",
+        "All actions",
         "Timeline",
         "Checkpoints",
         "c60",
-        "Trained in vain",
+        "Lost work",
     ):
         assert words in page.text, words
     assert {"nan", "line", "left", "skip_step", "rollback", "incident"} <= page.classes()
@@ -175,7 +175,7 @@ def test_a_run_without_an_incident_has_a_report_too(num: int, tmp_path: Path):
     file = tmp_path / "x.html"
     assert 0 == vitals("postmortem", tmp_path / "runs", "--html", file)
     page = Page(file)
-    assert "It never had an incident." in page.text
+    assert "No incidents." in page.text
     assert "Nothing was ever decided." in page.text
     assert ("svg" in page.tags) == (num > 0)
 

@@ -29,7 +29,7 @@ def test_twice_the_loss_behind_outliers_goes_back_to_before_the_first_of_them():
     )  # fmt: skip
     assert 205 - 202 + 1 + 2 * 3 == back.skip_batches  # with three on either side
     assert "skipping 10 batches from step 199" in back.reason
-    assert "the evaluation's loss is 2.5x the one before: the state is damaged" in back.reason
+    assert "the evaluation loss is 2.5x the previous one: the state is damaged" in back.reason
     assert ["sound", "state"] == verdicts(run)
 
 

@@ -69,7 +69,7 @@ def test_a_storm_goes_back_to_the_newest_healthy_checkpoint_before_the_margin() 
         decision.new_attempt, decision.skip_batches, decision.cost_steps, decision.budget_left,
     )  # fmt: skip
     assert (
-        "3 steps in a row were not finite, the last because nan went wrong; "
+        "3 non-finite steps in a row; the last: nan went wrong; "
         "rollback to step 150 (s150); skipping 9 batches from step 197"
     ) == decision.reason
 
@@ -178,7 +178,7 @@ def test_trouble_after_progress_is_a_new_cause_and_spends_the_overall_budget() -
         run.refs = (*REFS, CheckpointRef(id=f"s{run.step}", step=run.step - 30))
     halt = run.feed(*STORM)[-1]
     assert ("halt", "budget") == (halt.action, halt.rule)
-    assert "2 causes were rolled back within 10000 steps" in halt.reason
+    assert "2 causes (the limit) were rolled back within 10000 steps" in halt.reason
 
 
 def test_right_after_a_rollback_non_finite_parameters_still_roll_back() -> None:

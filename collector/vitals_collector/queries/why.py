@@ -99,7 +99,7 @@ def explain(
     for entry in view.decisions:
         parts += [decided(entry), *_lost(entry)]
     if attempts and not view.findings and not view.decisions:
-        parts.append("No findings at this step, and Vitals took no action.")
+        parts.append("No findings at this step.")
         parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
     parts += _followed(after)
@@ -155,7 +155,7 @@ def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
     away = abs(nearest.step - step)
     which = "later" if nearest.step > step else "earlier"
     away_words = f"{away} step{'' if away == 1 else 's'} {which}"
-    return [f"Nearest action: {nearest.action} at step {nearest.step}, {away_words}."]
+    return [f"No action; the nearest is {nearest.action} at step {nearest.step}, {away_words}."]
 
 
 def _followed(after: SeriesReply | None) -> list[str]:

@@ -20,8 +20,8 @@ def test_a_jump_of_the_rate_is_told_at_its_step_with_its_numbers() -> None:
         finding.step, finding.value, finding.limit, finding.cause,
     )  # fmt: skip
     assert (
-        "the learning rate jumped from 0.001 to 0.01 in one step, 10 times as high; "
-        "its highest in the schedule so far was 0.001"
+        "the learning rate jumped from 0.001 to 0.01 in one step, 10x; "
+        "the schedule's highest so far was 0.001"
     ) == finding.reason
 
 
@@ -142,8 +142,8 @@ def test_the_layer_is_named() -> None:
     (finding,) = watched(LayerGradientWatcher(), course)
     assert 40 == finding.step
     assert (
-        "the gradient norm of layer h.2 is 500, 500 times its course of 1 beyond what all "
-        "6 layers do" == finding.reason
+        "the gradient norm of layer h.2 is 500: 500x its usual 1, after dividing out what all "
+        "6 layers share" == finding.reason
     )
 
 
@@ -172,8 +172,8 @@ def test_throughput_is_told_in_words() -> None:
     (finding,) = watched(ThroughputWatcher(), course)
     assert (439, 400) == (finding.step, finding.onset_step)
     assert (
-        "throughput fell to 40 k tokens a second, 80% of the run's best course of 50 k, for 40 "
-        "steps, evaluations and checkpoints left out" == finding.reason
+        "throughput fell to 40 k tokens/s, 80% of the run's best (50 k tokens/s), over 40 steps "
+        "(not counting evaluations and checkpoints)" == finding.reason
     )
 
 
@@ -292,7 +292,7 @@ def test_a_leak_is_told_with_the_steps_that_are_left() -> None:
     assert finding.value is not None
     assert abs(finding.step + finding.value - 4000) < 50
     assert "rank 0 grows by 10.25 MiB a step" in finding.reason
-    assert "80 GiB are used up in" in finding.reason
+    assert "80 GiB run out in" in finding.reason
 
 
 def test_a_slow_leak_is_found_at_a_larger_scale() -> None:
