@@ -132,10 +132,8 @@ def test_why_tells_numbers_limits_findings_and_the_decision(
     for words in (
         f"Step 40 of tiny ({RUN}).",
         "Loss NaN (no limit yet)",
-        "Of its 2 ranks, 2 had a loss that is not finite: ranks 0, 1.",
-        "nonfinite found nonfinite: nan.",
-        "skip_step by rule nonfinite (a loss or gradient that is NaN or infinite), taken at step "
-        "41: the loss of step 40 is nan.",
+        "The local loss was not finite on 2 of 2 ranks: ranks 0, 1.",
+        "Action: update skipped (rule: nonfinite): the loss of step 40 is nan.",
     ):
         assert words in said, words
 
@@ -153,10 +151,10 @@ def test_why_knows_a_step_that_a_rollback_took_back(runs: Path, capsys: pytest.C
     assert 0 == vitals("why", runs, 75)
     said = " ".join(capsys.readouterr().out.split())
     assert "First attempt (discarded): loss" in said
-    assert "A rollback about step 90 took this step back" in said
-    assert "No detector raised anything" in said
-    assert "The nearest decision is rollback at step 90, 15 steps later." in said
-    assert "In the 8 steps that followed the loss was 0.01." in said
+    assert "This step was discarded: the rollback for step 90 went back to step 60." in said
+    assert "No findings at this step." in said
+    assert "No action; the nearest is rollback at step 90, 15 steps later." in said
+    assert "Loss over the next 8 steps: 0.01." in said
 
 
 def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
@@ -280,7 +278,7 @@ def test_why_names_the_samples_that_fed_a_step_on_each_rank(
     assert 0 == vitals("why", run_dir.path, 1)
     said = " ".join(capsys.readouterr().out.split())
     assert "Rank 1 trained on 2 batches from 7 of epoch 2: samples 5, 9, x" in said
-    assert "kept in batches/step-1.pt." in said
+    assert "saved in batches/step-1.pt." in said
     assert "\x1b" not in said
     kept = SampleFile(run_dir.path, rank=3, incarnation="i", max_bytes=10_000)
     many = tuple(range(100, 200))

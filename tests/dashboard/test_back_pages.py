@@ -172,7 +172,7 @@ def test_a_proposal_that_is_dismissed_is_a_note_and_says_so(stub: Stub, open_pag
     assert (262, "ada", "Decision 4 (rollback): vetoed by ada: the data is fine") == (
         note.step, note.by, note.text,
     )  # fmt: skip
-    said = app.run().dataframe[0].value["Word of a person"]
+    said = app.run().dataframe[0].value["Manual override"]
     assert "vetoed by ada: the data is fine" == next(iter(said))
     assert [] == stub.commands
 

@@ -104,7 +104,7 @@ def test_a_page_of_a_run_keeps_the_run_in_its_address_and_its_links(
 
 
 def test_no_alerts_says_that_nothing_fires(stub: Stub, open_page: Open) -> None:
-    assert "Nothing fires." in shown(open_page("alerts"))
+    assert "No firing alerts." in shown(open_page("alerts"))
 
 
 def test_a_page_recovers_when_the_collector_is_back(stub: Stub, open_page: Open) -> None:
@@ -251,4 +251,4 @@ def test_silenced_alerts_have_a_place_of_their_own(stub: Stub, open_page: Open) 
 def test_hundreds_of_firing_alerts_are_bounded_and_counted(stub: Stub, open_page: Open) -> None:
     stub.alerts += [samples.alert(n) for n in range(300)]
     assert "40 of 300 firing alerts are shown" in shown(open_page("alerts"))
-    assert "Nothing fires." in shown(open_page("alerts", alert="no such alert"))
+    assert "No firing alerts." in shown(open_page("alerts", alert="no such alert"))

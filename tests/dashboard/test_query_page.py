@@ -63,7 +63,7 @@ def test_what_cannot_be_asked_is_said_with_the_way_out(stub: Stub, open_page: Op
     said = shown(open_page("query", table="runs", where="los > 3"))
     assert "not understood" in said and "did you mean loss?" in said
     stub.table = TableReply(columns=("name",), data=((),), num_total=0)
-    assert "No row meets all conditions." in shown(open_page("query", table="runs"))
+    assert "No row matches all conditions." in shown(open_page("query", table="runs"))
 
 
 def test_an_answer_stands_still_unless_it_is_to_follow_the_run(stub: Stub, open_page: Open) -> None:
@@ -76,7 +76,7 @@ def test_an_answer_stands_still_unless_it_is_to_follow_the_run(stub: Stub, open_
     assert "tries again by itself" not in shown(app.run())
     assert "Try again" in [button.label for button in app.button]
     app.toggle(key="live").set_value(True).run()
-    assert "This page tries again by itself." in shown(app)
+    assert "This page retries by itself." in shown(app)
     assert "Try again" not in [button.label for button in app.button]
     stub.broken = False
     assert "3 of 7 rows" in shown(app.run())
@@ -99,7 +99,7 @@ def test_a_run_that_is_not_here_is_said_and_not_asked_for(stub: Stub, open_page:
     stub.add(samples.sample_run())
     stub.table = REPLY
     app = open_page("query", run="nope", table="decisions")
-    assert "This run is not here" in shown(app) and "The address asks for nope" in shown(app)
+    assert "Run not found" in shown(app) and "The address asks for nope" in shown(app)
     assert [] == stub.questions and None is app.selectbox(key="query_run").value
     app.selectbox(key="query_run").set_value(samples.run_id(1)).run()
     assert "not here" not in shown(app)

@@ -135,7 +135,7 @@ def test_a_run_that_has_only_started_is_a_normal_case(stub: Stub, open_page: Ope
     stub.add(sample)
     said = shown(open_page("run"))
     assert "No step has been recorded yet" in said
-    assert "No decision was needed so far." in said
+    assert "Vitals took no action." in said
 
 
 def test_the_address_chooses_the_run_and_its_controls(stub: Stub, open_page: Open) -> None:
@@ -151,7 +151,7 @@ def test_the_address_chooses_the_run_and_its_controls(stub: Stub, open_page: Ope
 
 def test_an_address_with_an_unknown_run_says_so(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
-    assert "This run is not here" in shown(open_page("run", run="01K0000000000000000000NONE"))
+    assert "Run not found" in shown(open_page("run", run="01K0000000000000000000NONE"))
 
 
 def test_what_a_run_is_called_in_the_choice_does_not_change_with_its_state(
