@@ -238,7 +238,7 @@ REFUSED = {
     parameters_in_the_optimizers_place: ("optimizers holds a Parameter; each must be", ORDER),
     a_scaler_in_the_schedulers_place: ("schedulers holds a GradScaler, which is no", ORDER),
     a_second_optimizer_in_the_schedulers_place: (
-        "schedulers holds a SGD, which is no learning-rate scheduler",
+        "schedulers holds a SGD, which is not a learning-rate scheduler",
         r"watch\(model, \[opt_a, opt_b\]\)",
     ),
     a_loader_in_the_schedulers_place: (
@@ -250,7 +250,7 @@ REFUSED = {
         "the model is a list of 2; it must be one module",
         r"one watch\(model, optimizer\) for each",
     ),
-    no_optimizer: ("there is no optimizer; at least one is to be guarded", ORDER),
+    no_optimizer: ("no optimizer was given; at least one is needed", ORDER),
     a_number_as_the_scaler: ("scaler is a float; it must be a torch.amp.GradScaler", ORDER),
     an_unknown_mode: (
         "mode is 'gaurd'; it must be one of off, observe, guard, heal",
