@@ -248,7 +248,7 @@ class ServedRun:
         if not tail.last.ended:
             note = Note(
                 code="rank_gone",
-                text=f"rank {who.rank} (pid {who.pid} on {who.node}) is gone without a goodbye;"
+                text=f"rank {who.rank} (pid {who.pid} on {who.node}) ended without a clean exit;"
                 f" its last step is {tail.last.step}",
                 severity="error",
             )

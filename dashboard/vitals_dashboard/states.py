@@ -25,7 +25,7 @@ def collector_down(error: TransportError, *, again: bool = True) -> None:
         "The collector does not answer",
         error,
         "Training continues and its metrics are kept; they appear here when the collector is back."
-        + (" This page tries again by itself." if again else ""),
+        + (" This page retries by itself." if again else ""),
         ":material/cloud_off:",
     )
     if not again:

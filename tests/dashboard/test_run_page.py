@@ -119,7 +119,7 @@ def test_a_range_before_any_agent_came_says_that_there_is_no_sample(
     stub.add(samples.sample_run(with_gpu=True))
     where = {"from": "0", "to": "10", "discarded": "false"}
     app = open_page("run", window="range", live="false", **where)
-    assert "No sample of a GPU was taken while these steps were trained." in shown(app)
+    assert "No sample of a GPU was taken during these steps." in shown(app)
 
 
 def test_a_run_that_has_only_started_is_a_normal_case(stub: Stub, open_page: Open) -> None:
@@ -319,7 +319,8 @@ def test_what_comes_after_the_last_step_is_drawn_too(stub: Stub, open_page: Open
 def test_a_refresh_is_bounded(stub: Stub, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     stub.add(samples.sample_run(with_gpu=True))
     app = open_page("run")
-    assert "did not fit" not in shown(app)
+    whole = sum(len(s["data"]) for c in drawn(app).values() for s in c["series"])
+    assert "did not fit" not in shown(app) and whole > 3_000
     monkeypatch.setattr("vitals_dashboard.views.curves.MAX_POINTS", 3_000)
     app = open_page("run")
     assert "did not fit: choose fewer metrics" in shown(app)

@@ -729,7 +729,7 @@ class RecoveryManager:
             if newer.where == "memory":
                 return self._ring.restore(newer.id)
             restored = self._store.load_newest([newer])
-        assert restored is not None, "the ladder chose one of them"
+        assert restored is not None, "the policy chose one of them"
         self._ring.drop_newer(restored.step)
         return restored
 
