@@ -123,7 +123,8 @@ def settings_page() -> str:
         "# Settings",
         "",
         NOTICE,
-        "What counts as an outlier, and what the ladder may do about it. Each section is a table",
+        "What counts as an outlier, and what the escalation policy may do about it. Each section "
+        "is a table",
         "of the TOML file that `VITALS_CONFIG` names; a variable `VITALS_SECTION_KEY`, such as",
         "`VITALS_LADDER_MARGIN=50`, goes before it. A wrong key or value stops the start.",
     ]

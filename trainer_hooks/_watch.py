@@ -365,7 +365,7 @@ def _emit_start_events(
             place.run_dir.write_info(info)
         events += [RunStarted(info=info), attempt]
         if info.readback_lag == 0:
-            text = "an optimizer takes the verdict on the host: each step waits for it"
+            text = "an optimizer is not fused, so each step waits for the host; pass fused=True"
             events.append(Note(code="host_path", text=text))
         if (num_groups := controller.emitter.num_groups) > MAX_GROUPS:
             text = f"{num_groups} parameter groups: the rates of the first {MAX_GROUPS} are kept"

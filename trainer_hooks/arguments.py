@@ -149,11 +149,11 @@ def _check_kinds(given: Arguments) -> None:
                 hint=by_hand if isinstance(optimizer, torch.Tensor) else hint,
             )
     if not optimizers:
-        raise UsageError("there is no optimizer; at least one is to be guarded", hint=by_hand)
+        raise UsageError("no optimizer was given; at least one is needed", hint=by_hand)
     for scheduler in given.schedulers:
         if isinstance(scheduler, nn.Module | Optimizer | torch.amp.GradScaler):
             raise UsageError(
-                f"schedulers holds {_kind(scheduler)}, which is no learning-rate scheduler",
+                f"schedulers holds {_kind(scheduler)}, which is not a learning-rate scheduler",
                 hint=f"{hint}; several optimizers as a list: watch(model, [opt_a, opt_b])",
             )
     _check_scaler(given.scaler, hint)

@@ -35,7 +35,7 @@ class FaultCounter:
             _LOG.warning("vitals: %s (%s, %d so far)", text, where, count)
         else:
             _LOG.warning(
-                "vitals: %s failed (%d times so far), training goes on: %s: %s",
+                "vitals: %s failed (%d so far), training continues: %s: %s",
                 where,
                 count,
                 type(error).__name__,

@@ -385,7 +385,7 @@ class Monitor(Loop):
         )
         if not exits_by_itself():
             if name and controller.is_rank0:
-                text = "vitals: SIGTERM: saved %s; a start with VITALS_RUN_ID=%s goes on from it"
+                text = "vitals: SIGTERM: saved %s; a start with VITALS_RUN_ID=%s continues from it"
                 _LOG.warning(text, name, self.run_id)
             self.end("interrupted", f"SIGTERM; saved {name}" if name else "SIGTERM")
             raise SystemExit(EXIT_CODE)

@@ -75,143 +75,148 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="TrainingHalted",
         severity="page",
         point=False,
-        help="The ladder gave up and the run stopped. Read the reason, then `vitals resume RUN`.",
+        help="Vitals halted the run. Next: `vitals postmortem RUN`, then `vitals resume RUN`.",
     ),
     AlertSpec(
         name="RunLost",
         severity="page",
         point=False,
-        help="A running run said nothing more and did not say goodbye. Look at its node.",
+        help="A running job stopped reporting without a clean exit. Check its node and its log.",
     ),
     AlertSpec(
         name="RollbackBudgetLow",
         severity="page",
         point=True,
-        help="The last rollback of the budget was spent: the next trouble halts the run.",
+        help="Rollback budget used up: the next incident halts the run. Next: `vitals postmortem "
+        "RUN`.",
     ),
     AlertSpec(
         name="StateDamaged",
         severity="page",
         point=True,
-        help="Batches that the model did well on read far worse now: the model itself is damaged, "
-        "and nothing went back (mode `guard`, or no checkpoint). Go back to a checkpoint; if all "
-        "is well, `vitals command RUN accept STEP`.",
+        help="The loss on earlier batches is far higher than it was, so the weights are damaged, "
+        "and Vitals did not roll back (mode `guard`, or no checkpoint). Restart from a checkpoint; "
+        "if the run is healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="NonFiniteStreak",
         severity="page",
         point=True,
-        help="32 losses in a row were NaN or infinite while the model is sound: every update is "
-        "skipped, and nothing is learnt. Look at the data.",
+        help="32 losses in a row were NaN or infinite while the weights are healthy: every update "
+        "is skipped and the run makes no progress. Check the data.",
     ),
     AlertSpec(
         name="ProgressLost",
         severity="page",
         point=True,
-        help="The loss gave back 90 % of what it had gained, for 100 steps. Go back to an older "
-        "checkpoint; if it was meant, `vitals command RUN accept STEP`.",
+        help="For 100 steps the loss has lost 90 % of its earlier improvement. Restart from an "
+        "older checkpoint; if this is intended, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="LearningRateHeld",
         severity="page",
         point=True,
-        help="A jump of the learning rate damaged the model. Vitals went back and holds the "
-        "earlier rate until the schedule asks for less than 3 times of it. Correct the schedule.",
+        help="A learning-rate jump damaged the model. Vitals rolled back and holds the earlier "
+        "rate until the schedule asks for less than 3 times that. Fix the schedule.",
     ),
     AlertSpec(
         name="TrainingRolledBack",
         severity="notify",
         point=True,
-        help="Vitals went back to a healthy checkpoint and trains on. Nothing to do.",
+        help="Vitals rolled back to a healthy checkpoint and training continues. No action needed.",
     ),
     AlertSpec(
         name="LevelShiftAccepted",
         severity="notify",
         point=True,
-        help="A lasting change of loss or gradient norm is the new normal. Check the data.",
+        help="Vitals accepted a lasting change of the loss or gradient norm as normal. Check the "
+        "data.",
     ),
     AlertSpec(
         name="WithholdingSpent",
         severity="notify",
         point=True,
-        help="32 of 1,000 steps were withheld, which is the most: outliers are applied until older "
-        "ones are forgotten. If they are healthy, `vitals command RUN accept STEP`.",
+        help="32 of 1,000 updates (the limit) were withheld: outliers are applied until older ones "
+        "expire. If they are healthy, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="TroubleObserved",
         severity="notify",
         point=True,
-        help="Mode is observe: Vitals would have rolled back or halted, and did nothing.",
+        help="Mode is observe: Vitals took no action, but would have rolled back or halted.",
     ),
     AlertSpec(
         name="RunFailed",
         severity="notify",
         point=False,
-        help="The training program ended with an error of its own.",
+        help="The training program ended with an error. Read its traceback, then restart it.",
     ),
     AlertSpec(
         name="RunOverCap",
         severity="notify",
         point=False,
-        help="A run takes more than its cap, and nothing more of it may be thinned. Raise the cap "
-        "(`vitals collector --cap-gb`), or remove a run that ended (`vitals store delete`).",
+        help="A run takes more disk than its cap, and none of the rest may be thinned. Raise the "
+        "cap (`vitals collector --cap-gb`), or delete an ended run (`vitals store delete`).",
     ),
     AlertSpec(
         name="StepSkipped",
         severity="log",
         point=True,
-        help="One update was not applied, because it would have harmed the model.",
+        help="One update was skipped because it would have harmed the model. No action needed.",
     ),
     AlertSpec(
         name="LossDiverged",
         severity="notify",
         point=True,
-        help="The loss walked away from its lowest level. If it was meant, `vitals command RUN "
-        "accept STEP`.",
+        help="The loss rose and stays above its lowest level. Check learning rate and data; if "
+        "this is intended, `vitals command RUN accept STEP`.",
     ),
     AlertSpec(
         name="LossPlateau",
         severity="notify",
         point=True,
         help="The loss never fell, is stuck since a restart, or rose and did not recover. Check "
-        "learning rate and data, or go back to an older checkpoint.",
+        "learning rate and data, or restart from an older checkpoint.",
     ),
     AlertSpec(
         name="LossCollapsed",
         severity="notify",
         point=True,
-        help="The loss fell to zero, or far below its course. Look for labels in the input, an "
-        "empty batch or a masked loss.",
+        help="The loss fell to zero, or far below its usual values. Check for label leakage, empty "
+        "batches or a masked loss.",
     ),
     AlertSpec(
         name="GradientExplosion",
         severity="notify",
         point=True,
-        help="The gradient norm rose over several steps; a loss spike often follows.",
+        help="The gradient norm rose over several steps; a loss spike often follows. Watch the "
+        "loss.",
     ),
     AlertSpec(
         name="LearningRateAnomaly",
         severity="notify",
         point=True,
-        help="The learning rate did what no schedule does. Check the scheduler and its resume.",
+        help="The learning rate changed in a way no schedule does. Check the scheduler and its "
+        "resume.",
     ),
     AlertSpec(
         name="LossScaleCollapsed",
         severity="notify",
         point=True,
-        help="The gradient scaler found no scale without overflow: updates are kept back.",
+        help="The gradient scaler found no scale without overflow, so updates are skipped. Use "
+        "bf16.",
     ),
     AlertSpec(
         name="LossScaleOverflows",
         severity="log",
         point=True,
-        help="The gradient scaler overflows too often: many updates are kept back.",
+        help="The gradient scaler overflows too often, so many updates are skipped. Consider bf16.",
     ),
     AlertSpec(
         name="ThroughputFell",
         severity="notify",
         point=True,
-        help="Training is slower than it was, evaluations and checkpoints left out.",
+        help="Training is slower than it was (not counting evaluations and checkpoints).",
     ),
     AlertSpec(
         name="DataBound",
@@ -235,7 +240,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="TrainingStalled",
         severity="notify",
         point=False,
-        help="The next step takes far too long while the run is alive. A collective may hang.",
+        help="No step has finished for far too long, but the job is alive. A collective may hang.",
     ),
     AlertSpec(
         name="CheckpointOverdue",
@@ -247,50 +252,50 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="GpuFault",
         severity="notify",
         point=True,
-        help="A GPU reported a fatal Xid or an uncorrected memory error. Take it out.",
+        help="A GPU reported a fatal Xid or an uncorrected memory error. Drain its node.",
     ),
     AlertSpec(
         name="GpuLost",
         severity="notify",
         point=True,
-        help="A GPU does not answer any more. It may have fallen off the bus.",
+        help="A GPU stopped responding; it may have fallen off the bus. Drain its node.",
     ),
     AlertSpec(
         name="GpuThrottled",
         severity="notify",
         point=True,
-        help="A GPU is slowed down for heat or power, and the others wait for it.",
+        help="A GPU is throttled for heat or power, and the others wait for it. Check its cooling.",
     ),
     AlertSpec(
         name="GpuErrors",
         severity="log",
         point=True,
-        help="A GPU reported an Xid that programs cause, or many corrected memory errors.",
+        help="A GPU reported an application Xid, or many corrected memory errors.",
     ),
     AlertSpec(
         name="GpuPowerCapped",
         severity="log",
         point=True,
-        help="A GPU is held far below its clock by its power limit.",
+        help="A GPU runs far below its usual clock because of its power limit.",
     ),
     AlertSpec(
         name="SpikeSeen",
         severity="log",
         point=True,
-        help="Loss or gradient norm was far above its course; whether the update was withheld, the "
-        "decision says.",
+        help="The loss or gradient norm was far above its usual values. The step's decision shows "
+        "whether the update was applied.",
     ),
     AlertSpec(
         name="RankLossApart",
         severity="log",
         point=True,
-        help="One rank's loss lies off from the others': its data differ, or it is broken.",
+        help="One rank's loss keeps differing from the others'. Check its data and its hardware.",
     ),
     AlertSpec(
         name="LayerOutlier",
         severity="log",
         point=True,
-        help="One layer's gradients or updates left their course while the others kept theirs.",
+        help="One layer's gradients or updates are unusual while the others are not.",
     ),
     AlertSpec(
         name="ActivationsGrew",
@@ -355,7 +360,7 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
     if decision.rule == "lr_jump":
         raised.append(_raise("LearningRateHeld", run_id, reason, step))
     if decision.budget_left == 0:
-        low = f"no rollback is left; the last one: {reason}"
+        low = f"Rollback budget used up; the last one: {reason}"
         raised.append(_raise("RollbackBudgetLow", run_id, low, step))
     return tuple(raised)
 
@@ -400,7 +405,7 @@ def alerts_for_run_state(
 ) -> tuple[Alert, ...]:
     """Return the alerts that hold while a run is in ``state``; the others of the run's are over."""
     if state == "lost":
-        return (_raise("RunLost", run_id, reason or "the run went silent", step),)
+        return (_raise("RunLost", run_id, reason or "the run stopped reporting", step),)
     if state == "halted":
         return (_raise("TrainingHalted", run_id, reason or "the run halted", step),)
     if state == "failed":

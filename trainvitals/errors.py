@@ -107,6 +107,6 @@ class CheckpointError(VitalsError):
 
 
 class TrainingHalted(VitalsError):  # noqa: N818 - it is how a run ends, not a fault
-    """The ladder stopped the run: budgets are spent or an operator said halt."""
+    """Vitals halted the run: a budget is used up, or by a manual command."""
 
     code = "V600"

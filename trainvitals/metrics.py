@@ -63,7 +63,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step("loss_limit", "", "Loss above which the step is an outlier; absent in warm-up."),
     _step("grad_norm_limit", "", "Gradient norm above which the step is an outlier."),
     _step("learning_rate", "", "Learning rate of the first parameter group, as applied."),
-    _step("lr_factor", "ratio", "Factor the ladder puts on the learning rate; 1 is untouched."),
+    _step("lr_factor", "ratio", "Factor that Vitals puts on the learning rate; 1 is untouched."),
     _step("loss_scale", "", "Loss scale of the gradient scaler."),
     _step(
         "verdict",
@@ -160,7 +160,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "overflow_steps",
         "",
-        "Updates the gradient scaler kept back since the start; absent without a scaler.",
+        "Updates the gradient scaler skipped since the start; absent without a scaler.",
         dtype="i8",
         kind="counter",
         name="train_overflow_steps_total",

@@ -130,7 +130,7 @@ def decision_text(decision: Decision) -> str:
         step = decision.rollback_to_step
         words = f"{words} to step {step}"
         # Where to is said already, and the checkpoint's name is for `vitals show`.
-        reason = reason.replace(f"; back to {decision.checkpoint_id}, before step {step}", "")
+        reason = reason.replace(f"; rollback to step {step} ({decision.checkpoint_id})", "")
     return f"{words}: {reason}"
 
 

@@ -181,7 +181,7 @@ class Agent:
         except BaseException:
             self.stop()
             raise
-        log.info("agent serves dir=%s node=%s", self.config.vitals_dir, self.config.node)
+        log.info("serving dir=%s node=%s", self.config.vitals_dir, self.config.node)
 
     @property
     def info(self) -> AgentInfo | None:
@@ -193,7 +193,7 @@ class Agent:
         for run_id in list(self.runs):
             if not self._let_go(run_id):
                 # Its spool is in the I/O loop's hands: the lock on it ends with this process.
-                log.warning("stopped while the collector keeps us waiting run=%s", run_id)
+                log.warning("stopped while the collector was still busy run=%s", run_id)
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -252,7 +252,7 @@ class Agent:
                 total += left
                 if left:
                     log.error(
-                        "rows left behind rows=%d run=%s: they are in %s and in no spool; the next "
+                        "rows not spooled rows=%d run=%s: they are in %s and in no spool; the next "
                         "agent takes them up, unless the node's memory goes first",
                         left,
                         ref.run_id,
@@ -293,7 +293,7 @@ class Agent:
             except UsageError as error:
                 if run_dir.run_id not in self._elsewhere:
                     self._elsewhere.add(run_dir.run_id)
-                    log.info("run left to another agent run=%s: %s", run_dir.run_id, error.text)
+                    log.info("run served by another agent run=%s: %s", run_dir.run_id, error.text)
                 return None
         try:
             spool = Spool(
@@ -308,7 +308,7 @@ class Agent:
         run = ServedRun(run_dir, state_dir, spool, folder=folder, facts=self._facts)
         self.runs = {**self.runs, run.run_id: run}
         self._elsewhere.discard(run.run_id)
-        log.info("run taken up run=%s", run.run_id)
+        log.info("serving run=%s", run.run_id)
         if self.config.notice:
             log.error("%s run=%s", self.config.notice, run.run_id)
             note = Note(code="not_shipped", text=self.config.notice, severity="error")

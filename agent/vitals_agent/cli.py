@@ -64,9 +64,9 @@ def agent(
     once: _Once = False,
     child: _Child = False,
 ) -> None:
-    """Keep what the ranks of this node write, sample the node, ship, deliver commands.
+    """Run the node agent: store metrics, sample hardware, forward, relay commands.
 
-    One agent per folder and node. It may be started before any run, and serves all of them.
+    Run one agent per folder and node. It may start before any run, and serves all of them.
     """
     from trainvitals.io.private import private_base
     from vitals_agent.agent import Agent, AgentConfig

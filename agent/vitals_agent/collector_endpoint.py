@@ -72,7 +72,7 @@ class AgentClient(CollectorClient):
         except TimeoutError as error:
             raise TransportError(
                 f"the collector at {self.url} did not answer in time",
-                hint="it may be overloaded; what is spooled is not lost",
+                hint="it may be overloaded; spooled rows are not lost",
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise TransportError(

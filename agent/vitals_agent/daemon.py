@@ -128,7 +128,7 @@ def _turn(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) ->
     if signals.count:
         agent.turn(time.monotonic())
     if not io_thread.end(config.last_turn_seconds):
-        log.warning("the collector keeps us waiting: what is not shipped stays in the spools")
+        log.warning("the collector is busy: unshipped rows stay in the spools")
     agent.turn(time.monotonic())  # what the I/O loop had to say
     if config.child:
         agent.report_left_behind()
@@ -145,7 +145,7 @@ def _start(agent: Agent, config: LoopConfig) -> bool:
             if not config.child:
                 raise
             if time.monotonic() >= deadline:
-                log.debug("another agent is there: %s", error.text)
+                log.debug("another agent is running: %s", error.text)
                 return False
         time.sleep(0.1)
 

@@ -156,7 +156,7 @@ class GpuSampler:
             self._note_absent(f"NVML is not available: {error}")
             return {}
         if not devices:
-            self._note_absent("NVML sees no GPU that answers")
+            self._note_absent("NVML sees no GPU that responds")
             return {}
         self._take_up_instances(devices)
         return devices

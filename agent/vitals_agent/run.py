@@ -185,7 +185,7 @@ class ServedRun:
         if identity.run_id != self.run_id or identity.node != self._facts.node:
             self._strangers.add(directory)
             log.warning(
-                "journal passed over path=%s run=%s node=%s; this agent is node %s",
+                "journal skipped path=%s run=%s node=%s; this agent is node %s",
                 directory,
                 identity.run_id,
                 identity.node,
@@ -248,7 +248,7 @@ class ServedRun:
         if not tail.last.ended:
             note = Note(
                 code="rank_gone",
-                text=f"rank {who.rank} (pid {who.pid} on {who.node}) is gone without a goodbye;"
+                text=f"rank {who.rank} (pid {who.pid} on {who.node}) ended without a clean exit;"
                 f" its last step is {tail.last.step}",
                 severity="error",
             )
@@ -270,7 +270,7 @@ class ServedRun:
         for journal in self._open.take_missing(self.folder):
             last = self._resume.get((self.run_id, journal.incarnation, "steps"), -1)
             text = (
-                f"the journal of {journal.source} is gone with the memory of node "
+                f"the journal of {journal.source} was lost with the memory of node "
                 f"{self._facts.node}: what it held after row {last} of its steps, if anything, "
                 "is lost"
             )

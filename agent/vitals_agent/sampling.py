@@ -87,7 +87,7 @@ HUNG_SECONDS = 10.0
 """Eight GPUs that measure PCIe need a third of a second; a broken one may need for ever."""
 
 
-_HUNG = "the GPU driver does not answer"
+_HUNG = "the GPU driver does not respond"
 
 
 class Sampling:
@@ -175,10 +175,10 @@ class Sampling:
             text = f"GPU {uuid} reported Xid {code}"
             run.node_source.say(Note(code="gpu_xid", text=text, severity="warning"))
         for uuid in report.lost:
-            text = f"GPU {uuid} does not answer any more: it may have fallen off the bus"
+            text = f"GPU {uuid} stopped responding: it may have fallen off the bus"
             run.node_source.say(Note(code="gpu_lost", text=text, severity="error"))
         for uuid in report.back:
-            run.node_source.say(Note(code="gpu_back", text=f"GPU {uuid} answers again"))
+            run.node_source.say(Note(code="gpu_back", text=f"GPU {uuid} responds again"))
 
     # ------------------------------------------------------------------------ a driver that hangs
 
@@ -195,7 +195,7 @@ class Sampling:
         if self.hung:
             self.hung = ""
             for run in active:
-                run.node_source.say(Note(code="gpu_back", text="the GPU driver answers again"))
+                run.node_source.say(Note(code="gpu_back", text="the GPU driver responds again"))
             for texts in self._noted.values():
                 texts -= {text for text in texts if text.startswith(_HUNG)}
 

@@ -83,5 +83,5 @@ def _measure_judge(rounds: int) -> Row:
         judge.judge(record, decided_at_step=i + 1)
         judge.limits()
 
-    name = "judge: detectors, ladder and limits of a step"
+    name = "judge: detectors, escalation policy and limits of a step"
     return _cost(name, step, rounds=rounds, inner=20)

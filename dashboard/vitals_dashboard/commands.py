@@ -22,16 +22,16 @@ from vitals_dashboard.theme import ACTIONS
 MAX_REASON = 300
 TTL_SECONDS = 300.0
 LAST_WORD = (
-    "The run itself decides at its next step; no budget keeps a person's command back. Its answer"
-    " is listed on the page of decisions."
+    "The run answers at its next step; a manual command spends no rollback budget. The answer is"
+    " listed on the Decisions page."
 )
 HEALTHY = "This was healthy"
 HEALTHY_HELP = (
-    "Says that step {step:,} was healthy: its level becomes normal, and Vitals neither withholds"
-    " updates nor goes back for it again. " + LAST_WORD
+    "Marks step {step:,} as healthy: its level becomes normal, and Vitals no longer withholds"
+    " updates or rolls back because of it. " + LAST_WORD
 )
 LOOK_ONLY = (
-    "This dashboard can only look: it was started without a control token. Give it the collector's"
+    "This dashboard is read-only: it was started without a control token. Give it the collector's"
     " token file with --token-file, or use `vitals command`."
 )
 Action = Literal["halt", "rollback", "accept"]
@@ -49,9 +49,9 @@ ACCEPTABLE_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.may_be
 def refused(run: RunSummary, action: Action) -> str:
     """Return why the run would refuse a command as it is now; "" where it would hear it."""
     if run.state != "running":
-        return f"The run is {run.state}: it takes no command."
+        return f"The run is {run.state}: it cannot take commands."
     if run.mode == "observe":
-        return "The run's mode is 'observe': it acts on nothing, so it would refuse the command."
+        return "The run's mode is 'observe': it takes no action and would refuse the command."
     if action == "rollback" and run.mode != "heal":
         return (
             f"The run's mode is '{formatting.plain(run.mode, 20)}': it would refuse a rollback,"
@@ -128,7 +128,7 @@ def command(
         answer = None
         if st.form_submit_button(f"Send: {action}", type="primary"):
             if not reason.strip():
-                answer = "A command needs a reason: it is kept in the run's ledger."
+                answer = "A command needs a reason: it is stored with the decision."
             else:
                 request = CommandRequest(
                     action=action,
@@ -165,17 +165,19 @@ def dismiss(source: Source, run: RunSummary, view: DecisionView, *, key: str) ->
         st.popover("Dismiss", icon=":material/block:", key=f"open_{key}"),
         st.form(key=f"form_{key}", border=False, enter_to_submit=False),
     ):
-        st.caption("Kept as a note at its step, drawn on the curves. Nothing is sent to the run.")
+        st.caption(
+            "Saved as a note at its step and drawn on the curves. Nothing is sent to the run."
+        )
         by = st.text_input("Who", value=layout.person(), max_chars=80, key=f"by_{key}")
         reason = st.text_input("Reason", max_chars=MAX_REASON, key=f"reason_{key}")
         message = None
         if st.form_submit_button("Dismiss", type="primary"):
             if not (by.strip() and reason.strip()):
-                message = "Give a name and a reason: others will ask."
+                message = "Enter your name and a reason."
             else:
                 text = veto_text(view, by.strip(), reason.strip())
                 message = note(source.control, run, view.decision.step, text, by.strip())
-                message = message or "Dismissed, and noted."
+                message = message or "Dismissed; a note was saved."
         layout.answer(key, message)
 
 
@@ -184,5 +186,5 @@ def note(control: CollectorClient, run: RunSummary, step: int, text: str, by: st
     try:
         control.annotate(run.run_id, AnnotationRequest(step=step, text=text, by=by))
     except VitalsError as error:
-        return f"Not written: {error.text}"
+        return f"Not saved: {error.text}"
     return ""

@@ -36,6 +36,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
+def rate(value: float | None) -> str:
+    """Return a rate of whole things a second, as 4,750; small ones and unknown as ``number``."""
+    return f"{value:,.0f}" if value is not None and 1e2 <= value < 1e9 else number(value, 3)
+
+
 def count(number_of: int, singular: str, plural: str = "") -> str:
     """Return ``1 point`` or ``1,200 points``."""
     return f"{number_of:,} {singular if number_of == 1 else plural or singular + 's'}"

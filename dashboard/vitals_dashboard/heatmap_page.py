@@ -116,21 +116,21 @@ def _notes(reply: CellsReply) -> list[str]:
     num_rows = formatting.count(len(reply.rows), "row")
     notes = [f"{num_rows}, {formatting.count(len(reply.step), 'column')}."]
     if reply.num_rows > len(reply.rows):
-        notes[0] = f"The {len(reply.rows)} most deviating of {reply.num_rows:,} rows."
+        notes[0] = f"The {len(reply.rows)} most unusual of {reply.num_rows:,} rows."
     if width > 1:
         notes.append(
-            f"A column is about {width:,} steps; a cell shows the value of them that is furthest"
-            " from the row's middle."
+            f"A column is about {width:,} steps; each cell shows the most unusual value of its "
+            "steps."
         )
     if reply.rolled_back is not None:
         notes.append(
-            "Between the steps {:,} and {:,} some were rolled back: a cell there shows what is"
-            " furthest of all attempts.".format(*reply.rolled_back)
+            "Some steps from {:,} to {:,} were rolled back: cells there show the most unusual value"
+            " of all attempts.".format(*reply.rolled_back)
         )
     if reply.nonfinite:
         notes.append(
-            f"{formatting.count(len(reply.nonfinite), 'cell')} with NaN or infinity: red crosses."
+            f"{formatting.count(len(reply.nonfinite), 'cell')} with NaN or infinity (red crosses)."
         )
     if left := len(reply.nonfinite_rolled_back):
-        notes.append(f"{left:,} of them, small, only in steps that were rolled back.")
+        notes.append(f"{left:,} of them only in rolled-back steps (small crosses).")
     return notes

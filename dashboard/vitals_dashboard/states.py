@@ -24,8 +24,8 @@ def collector_down(error: TransportError, *, again: bool = True) -> None:
     _notice(
         "The collector does not answer",
         error,
-        "Training goes on and its numbers are kept; they appear here when the collector is back."
-        + (" This page tries again by itself." if again else ""),
+        "Training continues and its metrics are kept; they appear here when the collector is back."
+        + (" This page retries by itself." if again else ""),
         ":material/cloud_off:",
     )
     if not again:
@@ -45,7 +45,7 @@ def wrong_token(error: UnauthorizedError) -> None:
 
 def problem(error: VitalsError) -> None:
     """Say what went wrong where it is neither of the two."""
-    _notice("This cannot be shown", error, error.hint or f"[{error.code}]", ":material/error:")
+    _notice("Cannot show this page", error, error.hint or f"[{error.code}]", ":material/error:")
 
 
 def no_runs() -> None:
@@ -62,13 +62,13 @@ def no_runs() -> None:
 def no_such_run(run_id: str) -> None:
     """Say that the address names a run that is not here."""
     _notice(
-        "This run is not here",
+        "Run not found",
         None,
-        f"The address asks for {formatting.plain(run_id, 60)}; choose one of those above.",
+        f"There is no run {formatting.plain(run_id, 60)}; choose one above.",
         ":material/search_off:",
     )
 
 
 def not_understood(error: VitalsError) -> None:
     """Say what of a question was not understood, and what may be asked."""
-    _notice("This question is not understood", error, error.hint, ":material/help:")
+    _notice("Invalid query", error, error.hint, ":material/help:")

@@ -88,15 +88,14 @@ def in_words(what: Found) -> list[str]:
     if not what.num_ranks:
         return ["No step time was measured here, so no straggler can be named."]
     if what.num_ranks == 1:
-        return [f"One rank, {_time(what.middle)} a step: there is no other to compare it with."]
+        return [f"One rank, median step {_time(what.middle)}: no other rank to compare with."]
     sentences = [_sentence(straggler, "node") for straggler in what.nodes[:MAX_NAMED]]
     sentences += [_sentence(straggler, "rank") for straggler in what.ranks[:MAX_NAMED]]
     if len(what.ranks) > MAX_NAMED:
         sentences.append(f"{len(what.ranks) - MAX_NAMED:,} more ranks are slow as well.")
     if not sentences:
         sentences = [
-            f"No rank stands out: {what.num_ranks:,} ranks, {_time(what.middle)} a step in the"
-            " middle."
+            f"No straggler. Median step {_time(what.middle)} over {what.num_ranks:,} ranks."
         ]
     return sentences
 
@@ -104,7 +103,7 @@ def in_words(what: Found) -> list[str]:
 def _sentence(straggler: Straggler, kind: str) -> str:
     name = straggler.name.replace(":", " ", 1) if kind == "rank" else f"node {straggler.name}"
     where = f" on {straggler.node}" if straggler.node else ""
-    others = f"the middle of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
+    others = f"the median of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
     return (
         f"{formatting.plain(name + where, 120)} is slow: {_time(straggler.seconds)} a step,"
         f" {straggler.slower:.0%} above {others} ({_time(straggler.middle)})."

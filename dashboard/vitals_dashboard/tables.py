@@ -218,7 +218,7 @@ def mover_rows(movers: Sequence[MoverView]) -> list[Row]:
             "Before": formatting.number(mover.before),
             "Peak": formatting.number(mover.peak) if mover.peak is not None else "not finite",
             "At step": mover.peak_step,
-            "How far": mover.score if mover.peak is not None else None,
+            "Sigma": mover.score if mover.peak is not None else None,
         }
         for mover in movers
     ]

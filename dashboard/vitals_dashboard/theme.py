@@ -87,6 +87,7 @@ HEALTH_WORDS = {
     "unknown": "\N{EN DASH} unknown",
 }
 HEALTH_BADGES = {"healthy": "green", "acting": "orange", "critical": "red", "unknown": "gray"}
+SEVERITY_WORDS = {"page": "Page", "notify": "Notice", "log": "Info"}
 SEVERITY_BADGES = {"page": "red", "notify": "orange", "log": "gray"}
 CHECKPOINT_WORDS = {
     "candidate": "\N{HORIZONTAL ELLIPSIS} candidate",

@@ -85,7 +85,7 @@ ABSENCE_RULES = (
         expr='up{job="vitals-collector"} == 0 or absent(up{job="vitals-collector"})',
         hold="2m",
         severity="page",
-        summary="No collector answers: nobody would hear of a halted run",
+        summary="No collector responds: nobody would be alerted about a halted run",
         description="Training goes on and nothing is lost: agents keep it in their spools. Start "
         "the collector again.",
     ),
@@ -95,8 +95,9 @@ ABSENCE_RULES = (
         'or up{job="vitals-agent", run=""} == 0',
         hold="5m",
         severity="notify",
-        summary="The agent {{ $labels.instance }} does not answer",
-        description="Its run trains on unwatched; the journal is kept as far as its bound reaches.",
+        summary="The agent {{ $labels.instance }} does not respond",
+        description="Its run continues unmonitored; the journal keeps rows up to its size limit. "
+        "Restart the agent.",
         metrics=("train_run_state",),
     ),
     Rule(
@@ -104,7 +105,7 @@ ABSENCE_RULES = (
         expr="time() - agent_up_timestamp_seconds > 120",
         hold="1m",
         severity="notify",
-        summary="The agent {{ $labels.instance }} answers but does nothing",
+        summary="The agent {{ $labels.instance }} responds but makes no progress",
         description="It finished its last cycle two minutes ago. A full or hanging disk below its "
         "spool is the usual cause.",
         metrics=("agent_up_timestamp_seconds",),
@@ -117,7 +118,8 @@ LOSS_RULES = (
         expr="increase(agent_dropped_rows_total[15m]) > 0",
         severity="notify",
         summary="The agent {{ $labels.instance }} dropped rows",
-        description="A journal or the spool was full: the collector is too slow or away for long.",
+        description="A journal or the spool was full: the collector was too slow or down for too "
+        "long.",
         metrics=("agent_dropped_rows_total",),
     ),
     Rule(
@@ -160,8 +162,8 @@ LOSS_RULES = (
         expr="sum by (notifier) (increase("
         'collector_notifications_total{outcome=~"failed|dropped"}[15m])) > 0',
         severity="notify",
-        summary="Alerts do not get through the notifier {{ $labels.notifier }}",
-        description="The receiver refuses them or is away; the collector's log says which.",
+        summary="Alerts fail at the notifier {{ $labels.notifier }}",
+        description="The receiver rejects them or is down; the collector's log says which.",
         metrics=("collector_notifications_total",),
     ),
 )

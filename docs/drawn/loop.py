@@ -81,7 +81,7 @@ def loss_spike() -> list[Panel]:
     return [
         in_loop("three poisoned batches", losses(poisoned), "loss_spike"),
         in_loop("half as much again for five steps, at 10 % noise", losses(within), "loss_spike"),
-        in_loop("hard batches: told three times, where they come regularly", losses(hard),
+        in_loop("hard batches that recur: reported three times", losses(hard),
                 "loss_spike", log=True),
         in_loop("silent: two kinds of batches", losses(bimodal), log=True),
         in_loop("silent: a saw-tooth, as of data in order of their length", losses(epochs)),

@@ -144,7 +144,7 @@ def test_a_rank_that_is_gone_without_a_goodbye_is_said_once_with_its_last_step(w
     (gone,) = [row for row in world.events() if row.event.code == "rank_gone"]
     expected = Note(
         code="rank_gone",
-        text=f"rank 1 (pid 0 on {NODE}) is gone without a goodbye; its last step is 41",
+        text=f"rank 1 (pid 0 on {NODE}) ended without a clean exit; its last step is 41",
         severity="error",
     )
     assert (expected, 41, 1) == (gone.event, gone.step, gone.attempt)

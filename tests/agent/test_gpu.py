@@ -191,7 +191,7 @@ def test_without_a_driver_the_reason_is_kept_and_nvml_is_not_asked_again():
 def test_without_any_gpu_that_is_said():
     sampler = GpuSampler(gpus())
     sampler.sample()
-    assert "NVML sees no GPU that answers" == sampler.absent
+    assert "NVML sees no GPU that responds" == sampler.absent
 
 
 def test_closing_shuts_nvml_down_once():

@@ -22,7 +22,7 @@ def test_a_journal_that_went_with_the_nodes_memory_is_said_to_be_lost_once(world
         after.cycle(0.0)
         after.stop()
     (note,) = [row.event for row in world.events() if row.event.code == "journal_lost"]
-    expected = f"the journal of rank:1 is gone with the memory of node {NODE}"
+    expected = f"the journal of rank:1 was lost with the memory of node {NODE}"
     assert note.text.startswith(expected)
     assert "after row 0 of its steps" in note.text
 

@@ -48,7 +48,7 @@ def test_a_hung_driver_is_named_with_the_gpu_that_was_asked(world):
     agents.append(agent)
     agent.cycle(0.0)
     assert ["asked for GPU GPU-2"] == during
-    assert "the GPU driver does not answer, asked for GPU GPU-2" in world.events()[0].event.text
+    assert "the GPU driver does not respond, asked for GPU GPU-2" in world.events()[0].event.text
 
 
 def test_a_run_that_comes_while_the_driver_hangs_is_told_too(world):

@@ -76,11 +76,11 @@ def test_a_page_tells_the_whole_story_and_can_do_nothing(runs: Path, tmp_path: P
     assert "the loss of step 40 is nan" in page.text
     for words in (
         "Incidents",
-        "All decisions",
+        "All actions",
         "Timeline",
         "Checkpoints",
         "c60",
-        "Trained in vain",
+        "Lost work",
     ):
         assert words in page.text, words
     assert {"nan", "line", "left", "skip_step", "rollback", "incident"} <= page.classes()
@@ -101,7 +101,7 @@ def test_a_collector_tells_it_as_a_folder_does(served: Served, runs: Path, tmp_p
     assert 0 == vitals("postmortem", runs, "--md", files[1])
 
     def decided(file: Path) -> str:
-        return file.read_text().partition("## All decisions")[2].partition("## Timeline")[0]
+        return file.read_text().partition("## All actions")[2].partition("## Timeline")[0]
 
     assert "skip_step" in decided(files[0])
     assert decided(files[0]) == decided(files[1])
@@ -135,10 +135,10 @@ def test_markdown_goes_to_stdout_with_its_curves(runs: Path, capsys: pytest.Capt
 
 def test_one_incident_alone_can_be_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert 0 == vitals("postmortem", runs)
-    ids = re.findall(r"^Incident (\S+), of severity", capsys.readouterr().out, re.M)
+    ids = re.findall(r"^Incident (\S+)\. Severity: ", capsys.readouterr().out, re.M)
     assert 1 == len(ids)
     assert 0 == vitals("postmortem", runs, "--incident", ids[0])
-    assert f"Incident {ids[0]}, of severity" in capsys.readouterr().out
+    assert f"Incident {ids[0]}. Severity: " in capsys.readouterr().out
     assert 2 == vitals("postmortem", runs, "--incident", "nope")
     said = capsys.readouterr().err
     assert "there is no incident 'nope'" in said
@@ -175,8 +175,8 @@ def test_a_run_without_an_incident_has_a_report_too(num: int, tmp_path: Path):
     file = tmp_path / "x.html"
     assert 0 == vitals("postmortem", tmp_path / "runs", "--html", file)
     page = Page(file)
-    assert "It never had an incident." in page.text
-    assert "Nothing was ever decided." in page.text
+    assert "No incidents." in page.text
+    assert "Vitals took no action." in page.text
     assert ("svg" in page.tags) == (num > 0)
 
 

@@ -131,11 +131,9 @@ def test_why_tells_numbers_limits_findings_and_the_decision(
     said = " ".join(capsys.readouterr().out.split())
     for words in (
         f"Step 40 of tiny ({RUN}).",
-        "The loss was nan (no limit yet)",
-        "Of its 2 ranks, 2 had a loss that is not finite: ranks 0, 1.",
-        "nonfinite found nonfinite: nan.",
-        "skip_step by rule nonfinite (a loss or gradient that is NaN or infinite), taken at step "
-        "41: the loss of step 40 is nan.",
+        "Loss NaN (no limit yet)",
+        "The local loss was not finite on 2 of 2 ranks: ranks 0, 1.",
+        "Action: update skipped (rule: nonfinite): the loss of step 40 is nan.",
     ):
         assert words in said, words
 
@@ -152,11 +150,11 @@ def test_why_is_a_text_or_data_and_no_table(runs: Path, capsys: pytest.CaptureFi
 def test_why_knows_a_step_that_a_rollback_took_back(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert 0 == vitals("why", runs, 75)
     said = " ".join(capsys.readouterr().out.split())
-    assert "Trained 2 times. Time 1: the loss was" in said
-    assert "A rollback about step 90 took this step back" in said
-    assert "No detector raised anything" in said
-    assert "The nearest decision is rollback at step 90, 15 steps later." in said
-    assert "In the 8 steps that followed the loss was 0.01." in said
+    assert "First attempt (discarded): loss" in said
+    assert "This step was discarded: the rollback for step 90 went back to step 60." in said
+    assert "No findings at this step." in said
+    assert "No action; the nearest is rollback at step 90, 15 steps later." in said
+    assert "Loss over the next 8 steps: 0.01." in said
 
 
 def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
@@ -175,9 +173,9 @@ def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
         ).split()
     )
     store.close()
-    assert "The loss was 9 (limit 3)" in said
+    assert "Loss 9 (limit 3)" in said
     assert "the update was skipped" in said
-    assert "rank 1 alone made it bad (its own loss was 17.5, fed by batch 77 of epoch 2)" in said
+    assert "Caused by rank 1 (its local loss was 17.5, from batch 77 of epoch 2)" in said
 
 
 def test_why_of_a_step_that_is_not_there_names_the_last(
@@ -279,8 +277,8 @@ def test_why_names_the_samples_that_fed_a_step_on_each_rank(
     spool.close()
     assert 0 == vitals("why", run_dir.path, 1)
     said = " ".join(capsys.readouterr().out.split())
-    assert "Rank 1 was fed by 2 batches from 7 of epoch 2: samples 5, 9, x" in said
-    assert "kept in batches/step-1.pt." in said
+    assert "Rank 1 trained on 2 batches from 7 of epoch 2: samples 5, 9, x" in said
+    assert "saved in batches/step-1.pt." in said
     assert "\x1b" not in said
     kept = SampleFile(run_dir.path, rank=3, incarnation="i", max_bytes=10_000)
     many = tuple(range(100, 200))
@@ -290,7 +288,7 @@ def test_why_names_the_samples_that_fed_a_step_on_each_rank(
     kept.close()
     assert 0 == vitals("why", run_dir.path, 0)
     said = " ".join(capsys.readouterr().out.split())
-    assert "Rank 3 was fed by batch 4 of epoch 0: samples 100, 101," in said
+    assert "Rank 3 trained on batch 4 of epoch 0: samples 100, 101," in said
     assert "163 and 36 more." in said
 
 

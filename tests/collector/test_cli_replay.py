@@ -82,7 +82,7 @@ def test_the_table_says_what_goes_on_in_one_line(log: Path, capsys):
     (finding,) = [line for line in lines if "finding nonfinite" in line]
     assert finding.endswith("loss is nan (34 up to step 183)")
     (rollback,) = [line for line in lines if "decision rollback" in line]
-    assert "back to assumed-000100, before step 100" in rollback
+    assert "rollback to step 100 (assumed-000100)" in rollback
 
 
 def test_a_log_where_nothing_is_found_prints_nothing_and_says_so(tmp_path: Path, capsys):

@@ -155,7 +155,7 @@ def test_who_no_longer_waits_for_room_leaves_none_missing():
         await room.acquire(10)
         waiting = asyncio.ensure_future(room.acquire(10))
         await asyncio.sleep(0)
-        with pytest.raises(StorageError, match="more comes in than is stored"):
+        with pytest.raises(StorageError, match="the collector receives more than it can store"):
             await room.acquire(1)
         waiting.cancel()
         await asyncio.wait([waiting])

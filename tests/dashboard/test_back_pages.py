@@ -77,7 +77,7 @@ def test_stragglers_are_named_with_their_node(stub: Stub, open_page: Open) -> No
     app = open_page("ranks")
     said = shown(app)
     assert "rank 3 on node-b is slow: " in said
-    assert "% above the middle of 8 ranks" in said
+    assert "% above the median of 8 ranks" in said
     findings, sources = (table.value for table in app.dataframe)
     assert ["straggler"] == list(findings["Kind"])
     assert 8 == len(sources)
@@ -116,13 +116,13 @@ def test_a_decision_shows_its_evidence_and_the_filters_are_an_address(
     assert "proposed, not carried out. 3 skips in 20 steps" in said
     assert "rule: rollback.storm" in said and "hindsight: needed" in said
     assert "window=range&from=162&to=362" in links(app)["See it on the curves"]
-    assert "This dashboard can only look" in said and "Send: rollback" not in labels(app)
+    assert "This dashboard is read-only" in said and "Send: rollback" not in labels(app)
 
 
 def test_a_proposed_rollback_is_carried_out_with_a_reason(stub: Stub, open_page: Open) -> None:
     stub.add(proposed(with_look_back(samples.sample_run())))
     app = open_page("decisions", control=True)
-    assert "no budget keeps a person's command back" in shown(app)
+    assert "a manual command spends no rollback budget" in shown(app)
     app.text_input(key="reason_do_4").set_value("  ")
     assert "A command needs a reason" in shown(press(app, "Send: rollback"))
     app.text_input(key="reason_do_4").set_value("bad shard since 9:00")
@@ -145,7 +145,7 @@ def of_rule(sample: samples.SampleRun, rule: str) -> samples.SampleRun:
 def test_what_was_taken_for_an_outlier_can_be_called_healthy(stub: Stub, open_page: Open) -> None:
     stub.add(of_rule(proposed(with_look_back(samples.sample_run())), "state_damaged"))
     app = open_page("decisions", control=True)
-    assert "Says that step 262 was healthy" in shown(app)
+    assert "Marks step 262 as healthy" in shown(app)
     app.text_input(key="reason_accept_4").set_value("a new task begins there")
     press(app, "Send: accept")
     ((_, sent),) = stub.commands
@@ -172,7 +172,7 @@ def test_a_proposal_that_is_dismissed_is_a_note_and_says_so(stub: Stub, open_pag
     assert (262, "ada", "Decision 4 (rollback): vetoed by ada: the data is fine") == (
         note.step, note.by, note.text,
     )  # fmt: skip
-    said = app.run().dataframe[0].value["Word of a person"]
+    said = app.run().dataframe[0].value["Manual override"]
     assert "vetoed by ada: the data is fine" == next(iter(said))
     assert [] == stub.commands
 
@@ -182,7 +182,7 @@ def test_what_the_mode_would_refuse_is_said_in_place_of_a_button(
 ) -> None:
     for mode, state, why in (
         ("guard", "running", "it would refuse a rollback"),
-        ("observe", "running", "it would refuse the command"),
+        ("observe", "running", "would refuse the command"),
         ("heal", "finished", "The run is finished"),
     ):
         sample = proposed(with_look_back(samples.sample_run()), mode=mode)
@@ -221,7 +221,7 @@ def test_of_a_run_that_ended_only_what_is_on_disk_is_left(stub: Stub, open_page:
     sample.summary = msgspec.structs.replace(sample.summary, state="finished")
     stub.add(sample)
     said = shown(open_page("checkpoints", control=True))
-    assert "its snapshots in memory are gone" in said
+    assert "its in-memory snapshots are gone" in said
     assert "in memory:" not in said and "rollback commanded" not in said
 
 
@@ -229,7 +229,7 @@ def test_where_nothing_is_healthy_it_is_said(stub: Stub, open_page: Open) -> Non
     sample = samples.sample_run()
     sample.checkpoints = [msgspec.structs.replace(c, state="candidate") for c in sample.checkpoints]
     stub.add(sample)
-    assert "None is healthy" in shown(open_page("checkpoints"))
+    assert "No checkpoint is healthy" in shown(open_page("checkpoints"))
     sample.checkpoints = []
     assert "No checkpoint or snapshot yet" in shown(open_page("checkpoints"))
 
@@ -250,4 +250,4 @@ def test_an_incident_is_one_story_with_all_that_belongs_to_it(stub: Stub, open_p
     assert "17, shard-4/9" == tables[6]["Ids"][0]
     assert "window=range&from=78&to=362" in links(app)["Curves around it"]
     said = shown(open_page("incident", incident="gone"))
-    assert "has not; here is the newest" in said and "Loss spike" in said
+    assert "This run has no such incident; showing the newest." in said and "Loss spike" in said

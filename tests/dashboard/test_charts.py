@@ -46,7 +46,7 @@ def test_actions_differ_in_colour_and_in_shape():
 
 def test_what_was_only_observed_is_said_to_be_so():
     view = decision(1, "skip_step", 5, "loss 9", acted=False)
-    assert "skip (observed only) at step 5: loss 9" == mark_text(view)
+    assert "skip (observed, not done) at step 5: loss 9" == mark_text(view)
 
 
 def test_continue_is_not_drawn():

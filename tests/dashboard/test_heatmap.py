@@ -93,7 +93,7 @@ def test_stragglers_are_named_by_rank_and_node_and_noise_is_not() -> None:
         cells = reply(rows, unit="seconds")
         return stragglers.in_words(stragglers.found(heatmap.cells_of(cells), cells.rows, detail))
 
-    assert ["No rank stands out: 8 ranks, 50.2 ms a step in the middle."] == said()
+    assert ["No straggler. Median step 50.2 ms over 8 ranks."] == said()
     assert said(rank_3=[0.1, 0.1, None])[0].startswith("rank 3 on node-b is slow: 100 ms a step, 9")
     assert "No rank stands out" in said(rank_3=[0.05, 9.0, 0.05])[0], "one slow step is no pace"
     nodes = tuple(
@@ -111,4 +111,4 @@ def test_of_two_ranks_the_slower_one_is_named_and_one_has_no_other() -> None:
     assert ["rank 1 on node-a is slow: 1.5 s a step, 50% above the other rank (1 s)."] == said
     one = reply({"rank:0": [1.0]})
     said = stragglers.in_words(stragglers.found(heatmap.cells_of(one), one.rows, detail))
-    assert "there is no other to compare it with" in said[0]
+    assert "no other rank to compare with" in said[0]

@@ -75,7 +75,7 @@ def test_every_page_shows_one_run_without_a_past_and_one_with(stub: Stub, open_p
     after = each_page(open_page, OF_A_RUN)
     for page in OF_A_RUN:
         assert "only" in before[page] and "only" in after[page], page
-    assert "No incident in this run." in before["incident"]
+    assert "No incidents." in before["incident"]
     assert "No layer has been measured" in before["layers"]
     assert "no straggler can be named" in before["ranks"]
     assert "Loss spike at step 180" in after["incident"]
@@ -104,7 +104,7 @@ def test_a_page_of_a_run_keeps_the_run_in_its_address_and_its_links(
 
 
 def test_no_alerts_says_that_nothing_fires(stub: Stub, open_page: Open) -> None:
-    assert "Nothing fires." in shown(open_page("alerts"))
+    assert "No firing alerts." in shown(open_page("alerts"))
 
 
 def test_a_page_recovers_when_the_collector_is_back(stub: Stub, open_page: Open) -> None:
@@ -159,7 +159,7 @@ def test_search_filters_and_order_come_from_the_address(stub: Stub, open_page: O
     app = open_page(order="worst first")
     assert ["sweep-012", "sweep-013"] == list(app.dataframe[0].value["Run"])[:2]
     assert ["sweep-013"] == list(open_page(q="abl 13").dataframe[0].value["Run"])
-    assert "No run is like that" in shown(open_page(q="no such run"))
+    assert "No run matches" in shown(open_page(q="no such run"))
 
 
 # ------------------------------------------------------------------------------ hostile text
@@ -251,4 +251,4 @@ def test_silenced_alerts_have_a_place_of_their_own(stub: Stub, open_page: Open) 
 def test_hundreds_of_firing_alerts_are_bounded_and_counted(stub: Stub, open_page: Open) -> None:
     stub.alerts += [samples.alert(n) for n in range(300)]
     assert "40 of 300 firing alerts are shown" in shown(open_page("alerts"))
-    assert "Nothing fires." in shown(open_page("alerts", alert="no such alert"))
+    assert "No firing alerts." in shown(open_page("alerts", alert="no such alert"))

@@ -41,9 +41,8 @@ def test_a_question_comes_from_the_address_and_its_answer_is_counted(
     address = {"table": "steps", "where": "loss > 3\n\n skipped = 1", "columns": "step, loss"}
     address |= {"from": "10", "branch": "lineage"}
     app = open_page("query", run=samples.run_id(1), newest="true", limit="5", **address)
-    assert (
-        "3 of 7 rows that meet this; raise the number of rows to see more; 66 rolled-back rows"
-        in shown(app)
+    assert "3 of 7 rows match; raise the number of rows to see more; 66 rolled-back rows" in shown(
+        app
     )
     asked = stub.questions[-1]
     assert ("steps", samples.run_id(1), ("loss > 3", "skipped = 1"), ("step", "loss")) == (
@@ -58,12 +57,12 @@ def test_a_question_comes_from_the_address_and_its_answer_is_counted(
 def test_what_cannot_be_asked_is_said_with_the_way_out(stub: Stub, open_page: Open) -> None:
     stub.add(samples.sample_run())
     app = open_page("query", table="ranks")
-    assert "asked of one run" in shown(app) and [] == stub.questions
+    assert "Pick a run to query" in shown(app) and [] == stub.questions
     stub.table = Problem(code="V100", text="there is no column 'los'", hint="did you mean loss?")
     said = shown(open_page("query", table="runs", where="los > 3"))
     assert "not understood" in said and "did you mean loss?" in said
     stub.table = TableReply(columns=("name",), data=((),), num_total=0)
-    assert "No row meets all conditions." in shown(open_page("query", table="runs"))
+    assert "No row matches all conditions." in shown(open_page("query", table="runs"))
 
 
 def test_an_answer_stands_still_unless_it_is_to_follow_the_run(stub: Stub, open_page: Open) -> None:
@@ -76,7 +75,7 @@ def test_an_answer_stands_still_unless_it_is_to_follow_the_run(stub: Stub, open_
     assert "tries again by itself" not in shown(app.run())
     assert "Try again" in [button.label for button in app.button]
     app.toggle(key="live").set_value(True).run()
-    assert "This page tries again by itself." in shown(app)
+    assert "This page retries by itself." in shown(app)
     assert "Try again" not in [button.label for button in app.button]
     stub.broken = False
     assert "3 of 7 rows" in shown(app.run())
@@ -99,7 +98,7 @@ def test_a_run_that_is_not_here_is_said_and_not_asked_for(stub: Stub, open_page:
     stub.add(samples.sample_run())
     stub.table = REPLY
     app = open_page("query", run="nope", table="decisions")
-    assert "This run is not here" in shown(app) and "The address asks for nope" in shown(app)
+    assert "Run not found" in shown(app) and "There is no run nope" in shown(app)
     assert [] == stub.questions and None is app.selectbox(key="query_run").value
     app.selectbox(key="query_run").set_value(samples.run_id(1)).run()
     assert "not here" not in shown(app)

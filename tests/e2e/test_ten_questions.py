@@ -206,7 +206,7 @@ def test_what_was_decided_and_why(asked: Asked):
         assert f"taken at step {made.decided_at_step}" in told
         assert trouble.bad + 2 == made.step
         assert "8 earlier batches read 8.72x their loss then: the state is damaged" in told
-        assert f"Training went back to step {made.rollback_to_step}" in told
+        assert f"Action: rolled back to step {made.rollback_to_step} " in told
 
 
 def test_what_would_another_policy_have_done(asked: Asked, tmp_path: Path):

@@ -258,7 +258,7 @@ def test_without_checkpoints_it_stops_all_the_same_and_keeps_nothing():
     evaluated_every_step(rank, [1.0, 2.0])
     assert rank.evaluations.should_stop
     assert ["early_stopping"] == rank.emitter.codes()
-    with pytest.raises(UsageError, match="no best state is kept in this run"):
+    with pytest.raises(UsageError, match="this run keeps no best state"):
         rank.restore_best()
 
 

@@ -166,8 +166,8 @@ def test_nothing_is_asked_of_a_run_that_is_off(tmp_path):
     ("watch", "text"),
     [
         ({"early_stopping": None}, "the run has no early stopping"),
-        ({"checkpoints": None}, "no best state is kept in this run"),
-        ({"early_stopping": EarlyStopping(keep_best=False)}, "no best state is kept in this run"),
+        ({"checkpoints": None}, "this run keeps no best state"),
+        ({"early_stopping": EarlyStopping(keep_best=False)}, "this run keeps no best state"),
     ],
 )
 def test_what_cannot_be_restored_is_refused_with_the_way_out(tmp_path, watch, text):

@@ -319,7 +319,7 @@ REFUSED = {
     parameters_in_the_optimizers_place: ("optimizers holds a Parameter; each must be", ORDER),
     a_scaler_in_the_schedulers_place: ("schedulers holds a GradScaler, which is no", ORDER),
     a_second_optimizer_in_the_schedulers_place: (
-        "schedulers holds a SGD, which is no learning-rate scheduler",
+        "schedulers holds a SGD, which is not a learning-rate scheduler",
         r"watch\(model, \[opt_a, opt_b\]\)",
     ),
     a_loader_in_the_schedulers_place: (
@@ -343,8 +343,8 @@ REFUSED = {
         "no parameter of the optimizer 'model1' has a gradient at its first step",
         "right after that loss's backward",
     ),
-    no_optimizer: ("there is no optimizer; at least one is to be guarded", ORDER),
-    no_optimizer_at_all: ("there is no optimizer", r"torch.optim.SGD\(model.parameters"),
+    no_optimizer: ("no optimizer was given; at least one is needed", ORDER),
+    no_optimizer_at_all: ("no optimizer was given", r"torch.optim.SGD\(model.parameters"),
     an_optimizer_that_is_not_made: ("holds the class AdamW; each", r"AdamW\(model.parameters"),
     named_parameters_in_the_optimizers_place: ("optimizers holds a tuple; each must be", ORDER),
     a_scheduler_that_is_not_made: ("schedulers holds the class StepLR", "a list where there are"),

@@ -94,7 +94,7 @@ def test_a_rollback_says_how_far_and_the_end_what_was_lost(quick, caplog):
     assert "vitals: step 111: update skipped: loss is nan on rank 0" == lines[1]
     rolled_back = next(text for text in lines if "rolled back" in text)
     first, _, reason = rolled_back.partition(": parameters are non-finite on 1 rank(s)")
-    assert ", and all batches are trained again" == reason
+    assert "; all batches are trained again" == reason
     step, to = (
         int(part) for part in first.removeprefix("vitals: step ").split(": rolled back to step ")
     )
@@ -110,7 +110,7 @@ def test_a_halt_names_the_command_that_explains_it(quick, caplog):
     halt, ended, _ = caplog.messages[-3:]
     assert halt.startswith("vitals: step 11")
     step = halt.removeprefix("vitals: step ")[:3]
-    assert ": training stopped: parameters are non-finite on 1 rank(s)" in halt
+    assert ": run halted: parameters are non-finite on 1 rank(s)" in halt
     assert halt.endswith(f"; next: vitals why vitals_runs/{RUN} {step}")
     assert f"vitals: run tiny ({RUN}) was stopped after {int(step) + 1} steps: " in ended
 
@@ -209,24 +209,24 @@ def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog,
         ({"action": "accept_level", "reason": "4 in a row"}, "new level accepted: 4 in a row"),
         (
             {"action": "halt", "acted": False},
-            "training would be stopped (guard mode): loss is nan",
+            "run would be halted (guard mode): loss is nan",
         ),
         (
             {
                 "action": "rollback",
                 "acted": False,
-                "reason": "nan; not done, as the loop had ended",
+                "reason": "nan; not done: the loop had ended",
             },
-            "would roll back (guard mode): nan; not done, as the loop had ended",
+            "would roll back (guard mode): nan; not done: the loop had ended",
         ),
         (
             {
                 "action": "rollback",
-                "reason": "nan; back to memory-3, before step 3, without 50 batches from step 7",
+                "reason": "nan; rollback to step 3 (memory-3); skipping 50 batches from step 7",
                 "checkpoint_id": "memory-3",
                 "rollback_to_step": 3,
             },
-            "rolled back to step 3: nan, without 50 batches from step 7",
+            "rolled back to step 3: nan; skipping 50 batches from step 7",
         ),
     ],
 )

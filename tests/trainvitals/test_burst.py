@@ -76,7 +76,7 @@ def test_its_words_have_the_numbers():
     records = [StepRecord(step=100 + i, attempt=1, loss=2.2, grad_norm=2.4) for i in range(2)]
     (finding,) = [finding for record in records for finding in detector.update(record)]
     assert ("advisory", 100, 2.4) == (finding.level, finding.onset_step, finding.value)
-    assert "rises since step 100: 2.4 is 9.99 times" in finding.reason
+    assert "rising since step 100: 2.4 is 9.99x" in finding.reason
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_an_operators_word_makes_outliers_normal_and_is_kept_in_the_facts() -> N
 def test_a_command_in_a_bad_step_is_one_entry_that_names_both() -> None:
     run = Run()
     (decision,) = run.feed("nan", command=Proposal(number=7, action="halt"))
-    assert "commanded; the step itself: nan went wrong" == decision.reason
+    assert "manual command; this step: nan went wrong" == decision.reason
 
 
 def test_the_ladders_own_rollback_goes_before_a_commanded_one() -> None:

@@ -330,7 +330,7 @@ def test_half_as_much_again_for_five_steps_is_told_where_no_step_is_an_outlier()
     assert (300, "loss_burst") == (finding.onset_step, finding.cause)
     assert finding.step <= 304
     assert (
-        "the loss is high since step 300: 2 steps lie 1.66 times above its course 1.983"
+        "the loss has been high since step 300: 2 steps average 1.66x its usual 1.983"
         in finding.reason
     )
 

@@ -28,8 +28,8 @@ def test_twice_the_loss_behind_outliers_goes_back_to_before_the_first_of_them():
         back.action, back.rule, back.step, back.rollback_to_step,
     )  # fmt: skip
     assert 205 - 202 + 1 + 2 * 3 == back.skip_batches  # with three on either side
-    assert "without 10 batches from step 199" in back.reason
-    assert "the evaluation's loss is 2.5x the one before: the state is damaged" in back.reason
+    assert "skipping 10 batches from step 199" in back.reason
+    assert "the evaluation loss is 2.5x the previous one: the state is damaged" in back.reason
     assert ["sound", "state"] == verdicts(run)
 
 
@@ -63,7 +63,7 @@ def test_without_an_outlier_since_the_one_before_it_says_nothing():
     assert [] == run.feed(*("ok",) * 20)
     assert [] == run.feed("ok", evaluation=5.0)
     assert ["sound", "abstained"] == verdicts(run)
-    assert "no outlier since the evaluation before" == run.readings[-1].detail
+    assert "no outlier since the previous evaluation" == run.readings[-1].detail
     assert [] == run.told
 
 
@@ -157,4 +157,4 @@ def test_what_the_probe_said_in_the_cooldown_is_told_and_an_evaluation_does_not_
     run.feed("ok", evaluation=1.0)
     run.feed(*("ok",) * 20, "outlier", "ok")
     assert [] == run.feed("ok", evaluation=4.0)
-    assert "the last such rollback was less than 100 steps ago" in run.told[-1].reason
+    assert "the previous such rollback was under 100 steps ago" in run.told[-1].reason

@@ -15,7 +15,7 @@ def test_a_damaged_state_goes_back_at_the_third_outlier_without_three_batches_on
         (d.action, d.rule) for d in ledger
     ]
     assert (150, 9) == (ledger[-1].rollback_to_step, ledger[-1].skip_batches)
-    assert "8 earlier batches read 6.5x their loss then" in ledger[-1].reason
+    assert "the loss on 8 earlier batches is 6.5x what it was" in ledger[-1].reason
 
 
 @pytest.mark.parametrize(

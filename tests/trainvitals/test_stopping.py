@@ -57,7 +57,7 @@ def test_a_value_that_is_not_finite_never_improves_and_never_becomes_the_best(mo
 def test_a_run_that_never_had_a_finite_value_ends_as_well_and_says_so():
     stopper, _, stops = fed([NAN] * 3, patience=3)
     assert [2] == stops
-    assert "loss has had no finite value in 3 evaluations" in stopper.why(NAN, step=2)
+    assert "loss had no finite value in 3 evaluations" in stopper.why(NAN, step=2)
 
 
 def test_why_it_ends_is_said_with_its_numbers():

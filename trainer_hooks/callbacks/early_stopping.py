@@ -116,7 +116,7 @@ class Evaluations:
         """Fill the slot, unless another evaluation of this branch is under way in it."""
         before, self._missed = self._copy, ""
         if before is not None and before.attempt == attempt and before.step != step:
-            self._missed = f"what was evaluated at step {before.step} is not decided yet"
+            self._missed = f"the evaluation of step {before.step} is not decided yet"
             return
         if before is not None:
             before.give_up()
@@ -225,7 +225,7 @@ class Evaluations:
 
         ring, store = self._ring, self._store
         if ring is None or store is None:
-            raise nothing_kept("no best state is kept in this run")
+            raise nothing_kept("this run keeps no best state")
         store.wait(None)  # a save talks to the other ranks over the same group
         if self._asked == (step, attempt) and not self.holds(step, attempt):
             self._take_copy(ring, step, attempt, meta)  # there is room by now; no step came between
@@ -251,9 +251,9 @@ class Evaluations:
 
     def _tell_restored(self, name: str, at: int, value: float, step: int, attempt: int) -> None:
         stopper, metric = self._stopper, self._settings.metric
-        text = f"the best state is back: {metric} {value:g} of step {at} ({name})"
+        text = f"best state restored: {metric} {value:g} of step {at} ({name})"
         if stopper.best is not None and stopper.best_step != at:
-            text += f"; that of step {stopper.best_step} ({stopper.best:g}) was not kept"
+            text += f"; the best one, of step {stopper.best_step} ({stopper.best:g}) was not kept"
         self._say("best_restored", text, step, attempt)
 
     # ----------------------------------------------------------------------------------- words

@@ -282,7 +282,11 @@ class DataPosition:
         """Write into the ledger whether the data goes on exactly, and where."""
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"
-        text = f"data: moved on to {where}: {reason}" if reason else f"data: exact, from {where}"
+        text = (
+            f"data: continues at {where} (not exact: {reason})"
+            if reason
+            else f"data: continues exactly at {where}"
+        )
         self._controller.emitter.note("data", text, step=step, attempt=self._controller.attempt)
 
     def close(self) -> None:

@@ -175,7 +175,7 @@ class NodeAgent:
             self._lost(f"the node's agent cannot be started: {error}", now_ns, step, attempt)
             return
         self.next_look_ns = now_ns + LOOK_EVERY_NS
-        text = f"{self._why}; it was started again as pid {self.pid}"
+        text = f"{self._why}; restarted as pid {self.pid}"
         self._say("agent_restarted", text, step, attempt)
 
     def _say(self, code: str, text: str, step: int, attempt: int) -> None:
@@ -197,9 +197,9 @@ def _ended(pid: int) -> tuple[bool, int | None]:
 
 def _how(exit_code: int | None) -> str:
     if exit_code is None:
-        return "is gone; how it ended was told to another part of this process"
+        return "has ended; its exit code is unknown"
     if exit_code == -signal.SIGKILL:
-        return "was killed by SIGKILL, as the kernel does where memory runs out"
+        return "was killed by SIGKILL (possibly out of memory)"
     if exit_code < 0:
         return f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"ended with exit code {exit_code}"

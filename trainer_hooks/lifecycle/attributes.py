@@ -63,7 +63,7 @@ def flat(config: Mapping[str, object]) -> dict[str, Plain]:
     for name, value in _pairs(config, "", 0):
         num_characters += len(name) + len(str(value))
         if num_characters > _MAX_CHARACTERS:
-            kept["..."] = "more settings were not kept"
+            kept["..."] = "more settings were left out"
             break
         kept[name] = value
     return kept

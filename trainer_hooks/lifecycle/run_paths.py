@@ -116,8 +116,9 @@ def _open_on_root(
     marker = run_dir.halted()
     if marker is not None:
         raise TrainingHalted(
-            f"run {run_id} was stopped at step {marker.step}: {marker.reason}",
-            hint=f"after looking into it, `vitals resume {run_dir.path}` allows a new start",
+            f"run {run_id} was halted by Vitals at step {marker.step}: {marker.reason}",
+            hint=f"run `vitals postmortem {run_dir.path}`, then `vitals resume {run_dir.path}` "
+            "allows a restart",
         )
     try:
         run_dir.command_key(create=True)

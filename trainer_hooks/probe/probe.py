@@ -136,7 +136,9 @@ class Probe:
         self._earlier = None
         if self._ranks.rank:  # rank 0 speaks where all have switched off
             self._tell(
-                "probe_off", f"rank {self._ranks.rank} keeps no batches: {reason}", "warning"
+                "probe_off",
+                f"rank {self._ranks.rank} keeps no batches: {reason}",
+                "warning",
             )
 
     def fed(self, step: int, num_batches: int, *, attempt: int = 0) -> None:
@@ -169,7 +171,7 @@ class Probe:
         """Take in how many ranks said ``is_ready`` in a step: the same number on all of them."""
         self._all_ready = num_ready >= self._ranks.world_size
         if self.is_on and not self._all_ready:
-            self._switch_off(self._why_not or "a rank keeps no batches any more")
+            self._switch_off(self._why_not or "a rank no longer keeps batches")
 
     # ---------------------------------------------------------------------------- a rehearsal
 
@@ -195,7 +197,7 @@ class Probe:
         everywhere = self._ranks.gather(counts)
         fewest = min(c[0] for c in everywhere), min(c[1] for c in everywhere)
         if not all(fewest):
-            self._try_again("no step had a batch with a loss on every rank")
+            self._try_again("no step has a kept batch on every rank")
             return
         assert kept is not None and earlier is not None and loss is not None, "just looked at"
         self._judge(kept, earlier, fewest, loss)
@@ -256,7 +258,7 @@ class Probe:
         tasks = [_Task(self._bank[step], self._bank[step].batches[:n]) for step, n in fewest]
         results = self._forwards(tasks)
         if results is None:
-            return _nothing("the probe failed, and is off from now on")
+            return _nothing("the probe failed and is now off")
         numbers = [(r.loss, t.kept.loss) for r, t in zip(results, tasks, strict=True)]
         now, then = _means(self._ranks.gather(numbers))
         return _reading(ask, near, far, now, then)
@@ -282,7 +284,7 @@ class Probe:
             return results
         reasons = self._ranks.gather(meeting.reason)
         rank = next((r for r, reason in enumerate(reasons) if reason), -1)
-        reason = reasons[rank] if rank >= 0 else "the ranks do not call the model alike"
+        reason = reasons[rank] if rank >= 0 else "the ranks call the model differently"
         self._switch_off(f"loss_of {reason}" if rank >= 0 else reason, rank)
         return None
 

@@ -596,14 +596,14 @@ class RecoveryManager:
         Raises:
             CheckpointError: on some rank it is not finite, or could not be copied; raised on all.
         """
-        self._ring.forget("the loop has loaded a state of its own")
+        self._ring.forget("the loop loaded its own state")
         unproven = any(ref.step == step and ref.state == "verified" for ref in self._on_disk)
         wrong = self._ring.take(step, attempt, meta, trusted=not unproven)
         bad = [rank for rank, count in enumerate(self._ranks.gather(float(wrong))) if count]
         if bad:
             raise CheckpointError(
                 f"the state before step {step} is not finite, or could not be copied, on rank(s) "
-                f"{', '.join(map(str, bad[:8]))}: there would be nothing sound to go back to",
+                f"{', '.join(map(str, bad[:8]))}: there would be no healthy state to roll back to",
                 hint="look at the model's initialisation and the memory left; mode 'guard' needs "
                 "no snapshots",
             )
@@ -715,7 +715,7 @@ class RecoveryManager:
     def _from_disk(self, latest: int, *, commanded: bool) -> Restored:
         if not self._store.wait(_LOAD_SECONDS):
             raise CheckpointError(
-                f"a save has not ended for {_LOAD_SECONDS:.0f} s, so nothing can be loaded",
+                f"a save has been running for {_LOAD_SECONDS:.0f} s, so nothing can be loaded",
                 hint="look at the disk of the checkpoints",
             )
         healthy = [r for r in self._on_disk if r.state == "healthy" and r.step <= latest]
@@ -730,7 +730,7 @@ class RecoveryManager:
             if newer.where == "memory":
                 return self._ring.restore(newer.id)
             restored = self._store.load_newest([newer])
-        assert restored is not None, "the ladder chose one of them"
+        assert restored is not None, "the policy chose one of them"
         self._ring.drop_newer(restored.step)
         return restored
 

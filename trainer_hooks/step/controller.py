@@ -294,7 +294,8 @@ class StepController:
             line: the loop's line that would give a probe.
         """
         if self.mode != "observe" and not self.probe.has_loss:
-            text = f"no probe: whether the state is damaged cannot be asked. {line} lets it be"
+            text = "no probe, so Vitals cannot check whether the weights are damaged. Add one: "
+            f"{line}"
             self._note("no_probe", text, max(self.first_step, 0), "info")
 
     def _announced(self, steps: int) -> None:
@@ -380,7 +381,7 @@ class StepController:
                 acted=False,
                 new_attempt=0,
                 cost_steps=0,
-                reason=f"{decision.reason}; not done, as the loop had ended",
+                reason=f"{decision.reason}; not done: the loop had ended",
             )
             if ack is not None:
                 ack = replace(ack, status="refused", detail="the loop had ended")
@@ -411,7 +412,8 @@ class StepController:
             self._tell_person(decision, None)
             self._halt(decision)
         if restored.step != decision.rollback_to_step:
-            text = f"{decision.checkpoint_id} could not be read: back to {restored.id} instead"
+            text = f"{decision.checkpoint_id} could not be read: rolled back to {restored.id} "
+            "instead"
             self._note("older_checkpoint", text, decision.step, "warning")
             self.plan.add(self.judge.facts, branch=_branch_of(decision, restored.step))
         self.take_meta(restored.meta)
@@ -428,7 +430,7 @@ class StepController:
     def _halt(self, decision: Decision) -> NoReturn:
         """Leave the durable marker first: torchrun starts a rank again whatever its exit code."""
         halted = TrainingHalted(
-            f"the run was stopped at step {decision.step}: {decision.reason}",
+            f"halted by Vitals at step {decision.step}: {decision.reason}",
             hint=f"`vitals why {self.run_dir.run_id} {decision.step}` explains; "
             f"`vitals resume {self.run_dir.run_id}` allows a new start",
         )

@@ -182,9 +182,9 @@ class LevelDetector(Detector):
         return self._finding(
             record,
             "divergence",
-            f"the loss walked away: its level {level:.4g} ({config.window} steps) is "
-            f"{_percent(level, best)} above the lowest, {best:.4g}, and "
-            f"{(level - best) / noise:.0f} deviations of its noise",
+            f"the loss is diverging: its level {level:.4g} (over {config.window} steps) is "
+            f"{_percent(level, best)} above its lowest, {best:.4g} "
+            f"({(level - best) / noise:.0f} sigma)",
             level,
             best,
         )
@@ -204,8 +204,8 @@ class LevelDetector(Detector):
         finding = self._finding(
             record,
             "plateau",
-            f"the loss rose and does not recover: for {config.flat_steps} steps its level is "
-            f"{level:.4g}, {_percent(level, best)} above the lowest, {best:.4g}",
+            f"the loss rose and did not recover: for {config.flat_steps} steps its level has been "
+            f"{level:.4g}, {_percent(level, best)} above its lowest, {best:.4g}",
             level,
             best,
         )
@@ -429,9 +429,9 @@ class DriftDetector(Detector):
             level="advisory",
             step=record.step,
             detector=self.name,
-            reason=f"the loss drifts up: its level {math.exp(level):.4g} ({span * _BLOCK} steps) "
-            f"is {100.0 * rise:.3g} % above the lowest, {math.exp(lowest):.4g}, "
-            f"{deviations:.0f} deviations of such a level",
+            reason=f"the loss is drifting up: its level {math.exp(level):.4g} (over "
+            f"{span * _BLOCK} steps) is {100.0 * rise:.3g} % above its lowest, "
+            f"{math.exp(lowest):.4g} ({deviations:.0f} sigma)",
             value=math.exp(level),
             limit=math.exp(lowest),
             onset_step=self._begins[-span],
@@ -602,9 +602,9 @@ class ProgressDetector(Detector):
             self._finding(
                 record,
                 "lost_progress",
-                f"what was learned is lost: the loss fell from {first:.4g} to {best:.4g}, and for "
-                f"{_GIVEN_BACK} steps it lies at {min(parts):.4g} or above: {back:.0f} % of that "
-                "is given back",
+                f"training progress was lost: the loss had fallen from {first:.4g} to {best:.4g}, "
+                f"and has been at {min(parts):.4g} or above for {_GIVEN_BACK} steps: {back:.0f} % "
+                "of the improvement is gone",
                 value=parts[-1],
                 limit=floor,
                 onset=record.step - _GIVEN_BACK,
@@ -638,8 +638,7 @@ class ProgressDetector(Detector):
                 record,
                 "collapse",
                 f"the loss collapsed: from {newer:.4g} to {sorted(newest)[_BOTTOM >> 1]:.4g} "
-                f"within {2 * _BOTTOM} steps; too good to be true (labels that leak, a loss that "
-                "is masked out)",
+                f"within {2 * _BOTTOM} steps; check for label leakage or a masked loss",
                 value=sorted(newest)[_BOTTOM >> 1],
                 limit=self._config.collapse * newer,
                 onset=record.step - 2 * _BOTTOM + 1,
@@ -672,14 +671,14 @@ class ProgressDetector(Detector):
         if before is None:
             cause = "never_learned"
             reason = (
-                f"the loss does not learn: after {num} steps its level is {level:.4g}, and it "
-                f"began at {began:.4g}"
+                f"the loss does not fall: its level is {level:.4g} after {num} steps and began at "
+                f"{began:.4g}"
             )
         else:
             cause = "stuck_after_restart"
             reason = (
-                f"the loss is stuck since a restart or an announced change {num} steps ago: its "
-                f"level is {level:.4g}, it began at {began:.4g} and had reached {before:.4g} before"
+                f"the loss has been stuck since a restart or an announced change {num} steps ago: "
+                f"its level is {level:.4g}; it began at {began:.4g} and was {before:.4g} before"
             )
         return (
             self._finding(

@@ -197,7 +197,7 @@ class NonFiniteDetector(Detector):
             what = "gradients are non-finite"
         where = f" on {_ranks(ranks)}" if ranks else ""
         if record.overflow and not bad_loss:
-            what = f"{what} in more than {MAX_OVERFLOWS} steps in a row whatever the loss scale"
+            what = f"{what} for more than {MAX_OVERFLOWS} steps in a row at every loss scale"
         return Finding(
             kind="nonfinite",
             level="actionable",

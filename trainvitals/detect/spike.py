@@ -386,8 +386,8 @@ class SpikeDetector(Detector):
         if self._recurring_told == self._clock:
             num, first = len(self._groups), int(self._groups[0][0])
             more = (
-                f"; single ones recur ({num} times in {self._clock - first + 1} steps) and are "
-                "told no more up to 1.5 times the highest"
+                f"; such single spikes recur ({num} in {self._clock - first + 1} steps) and are "
+                "no longer reported up to 1.5x the highest"
             )
         return Finding(
             kind="spike",
@@ -445,8 +445,8 @@ class SpikeDetector(Detector):
             level="advisory",
             step=record.step,
             detector=self.name,
-            reason=f"the loss is high since step {self._onset}: {self._num} steps lie "
-            f"{ratio:.3g} times above its course {course:.4g} on average, the last at {value:.4g}",
+            reason=f"the loss has been high since step {self._onset}: {self._num} steps average "
+            f"{ratio:.3g}x its usual {course:.4g}; the last is {value:.4g}",
             value=value,
             limit=course * math.exp(self._middle + _ALLOWANCE * self._sigma),
             onset_step=self._onset,
@@ -564,7 +564,7 @@ class SpikeDetector(Detector):
             level="advisory",
             step=record.step,
             detector=self.name,
-            reason=f"{num} high steps in a row lie around {level:.4g}: this is the new level",
+            reason=f"{num} high steps in a row around {level:.4g}: accepted as the new level",
             value=level,
             limit=course,
             onset_step=onset,
@@ -750,8 +750,8 @@ class BurstDetector(Detector):
             level="advisory",
             step=record.step,
             detector=self.name,
-            reason=f"the gradient norm rises since step {self._onset}: {norm:.4g} is "
-            f"{norm / usual:.3g} times its median {usual:.4g}, and the steps before were high too",
+            reason=f"the gradient norm has been rising since step {self._onset}: {norm:.4g} is "
+            f"{norm / usual:.3g}x its median {usual:.4g}",
             value=norm,
             limit=usual,
             onset_step=self._onset,

@@ -198,7 +198,7 @@ class CollectorClient:
         except httpx.TimeoutException as error:
             raise TransportError(
                 f"the collector at {self.url} did not answer in time",
-                hint="it may be overloaded; what is spooled is not lost",
+                hint="it may be overloaded; spooled rows are not lost",
             ) from error
         except httpx.HTTPError as error:
             raise TransportError(

@@ -63,16 +63,16 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 MIN_BATCHES = 3
 NO_READING = Reading(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
 
-_WITHHELD = "the state is sound, so the updates were withheld and nothing was rolled back"
-_WORSE = "the state is worse on them, but not so far that it is surely damaged"
+_WITHHELD = "the state is healthy, so the updates were withheld and nothing was rolled back"
+_WORSE = "the state got worse on these batches, but not enough to prove damage"
 _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
     ("row", "sound"): _WITHHELD,
     ("nonfinite", "sound"): _WITHHELD.replace("withheld", "skipped"),
-    ("lr_jump", "sound"): "the state is sound, so the learning rate was left as it is",
-    ("level", "state"): "the state is worse on them",
-    ("row", "worse"): f"{_WORSE}: the rest of the row is trained on, not withheld",
+    ("lr_jump", "sound"): "the state is healthy, so the learning rate was not changed",
+    ("level", "state"): "the state got worse on these batches",
+    ("row", "worse"): f"{_WORSE}; the next outliers in a row are applied, not withheld",
 }
-_MEANINGS = {"sound": "the state is sound", "state": "the state is damaged", "worse": _WORSE}
+_MEANINGS = {"sound": "the state is healthy", "state": "the state is damaged", "worse": _WORSE}
 
 
 def of_reading(event: StateRead) -> str:
@@ -80,16 +80,17 @@ def of_reading(event: StateRead) -> str:
     is_probe = event.trigger != "evaluation"
     who = "Probe" if is_probe else "Evaluation"
     if event.verdict == "abstained" or event.ratio is None:
-        few = f"only {event.num_batches} kept batches could be read, and it needs 3"
+        few = f"only {event.num_batches} kept batches could be evaluated; it needs 3"
         return f"{who}: no verdict: {event.detail or (few if is_probe else 'nothing to compare')}"
     numbers = [f"{event.num_batches} batches"] if is_probe else []
-    numbers += [] if event.then is None else [f"{event.then:.4g} then"]
+    numbers += [] if event.then is None else [f"{event.then:.4g} before"]
     numbers += [] if event.now is None else [f"{event.now:.4g} now"]
-    numbers += ["part of the first losses added to each"] if is_probe and len(numbers) > 1 else []
+    if is_probe and len(numbers) > 1:
+        numbers.append("a share of the initial loss added to both")
     shown = f" ({', '.join(numbers)})" if numbers else ""
-    times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, not"
-    what = "kept batches read" if is_probe else "the loss is"
-    earlier = "their earlier loss" if is_probe else "the one before"
+    times = f"{event.ratio:.3g}x" if math.isfinite(event.ratio) else "NaN or infinite, against"
+    what = "loss on kept batches is" if is_probe else "the loss is"
+    earlier = "its earlier value" if is_probe else "that of the previous evaluation"
     usual = _MEANINGS[event.verdict]
     meaning = _MEANINGS_OF_STATE.get((event.trigger, event.verdict), usual)
     return f"{who}: {what} {times} {earlier}{shown}: {meaning}"

@@ -66,14 +66,13 @@ _RULED_OUT = frozenset({"nonfinite_streak", "stuck"})
 """Rules of actions that a probe which reads the state sound would have kept from being taken."""
 
 _QUESTIONS = {
-    "row": "outliers in a row since step {}: here the probe would be asked, and only a damaged "
-    "state would be acted on",
-    "nonfinite": "non-finite steps in a row since step {}: here the probe would be asked whether "
-    "the state is damaged or the data are bad",
-    "level": "the loss has risen since step {}: here the probe would be asked, its answer told; "
-    "soon after a jump of the learning rate a damaged state would be acted on",
-    "lr_jump": "the learning rate jumped at step {}: here the probe would be asked, and its answer "
-    "told",
+    "row": "outliers in a row since step {}: the probe would run here; only a damaged state "
+    "would lead to a rollback",
+    "nonfinite": "non-finite steps in a row since step {}: the probe would run here, to tell a "
+    "damaged state from bad data",
+    "level": "the loss has risen since step {}: the probe would run here and report; right after a "
+    "learning-rate jump, a damaged state would lead to a rollback",
+    "lr_jump": "the learning rate jumped at step {}: the probe would run here and report",
 }
 
 

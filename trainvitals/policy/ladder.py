@@ -178,7 +178,7 @@ def _device_skip(state: LadderState, findings: Sequence[Finding], case: Case) ->
     if not case.record.skipped or case.record.overflow:
         return Verdict(state)
     finding = next((f for f in findings if f.kind == "rank_failed"), None)
-    reason = finding.reason if finding else "the device skipped the step; no detector says why"
+    reason = finding.reason if finding else "the device skipped the step; no detector gave a reason"
     return skip(state, finding, reason, finding.detector if finding else "device", case)
 
 
@@ -196,8 +196,8 @@ def _nonfinite_params(state: LadderState, bad: Finding, case: Case) -> Verdict:
             reason=bad.reason, finding=bad, plays_all=True,
         )  # fmt: skip
     reason = (
-        f"{bad.reason}: every further step is lost, and mode {case.mode!r} has no checkpoint to go "
-        "back to"
+        f"{bad.reason}: all further steps would be lost, and mode {case.mode!r} has no checkpoint "
+        "to roll back to; use mode 'heal' with checkpoints"
     )
     return halt(state, reason, "nonfinite_params", bad, case)
 
@@ -251,20 +251,20 @@ def _nonfinite_row(state: LadderState, bad: Finding, onset: int, case: Case) -> 
     findings: tuple[Finding, ...] = ()
     if state.sound and num == config.nonfinite_in_a_row:
         text = (
-            f"{num} steps in a row were not finite (since step {state.nonfinite_onset}), but the "
-            "model reads earlier batches as well as before: it is the data; each is skipped"
+            f"{num} non-finite steps in a row since step {state.nonfinite_onset}, but the model's "
+            "loss on earlier batches is unchanged: the data are bad; each update is skipped"
         )
         findings = (replace(bad, kind="nonfinite_streak", level="advisory", reason=text),)
     elif not state.sound and case.heals and num >= config.nonfinite_in_a_row:
-        reason = f"{num} steps in a row were not finite, the last because {bad.reason}"
+        reason = f"{num} non-finite steps in a row; the last: {bad.reason}"
         return for_certain(
             state, case, rule="nonfinite_streak", kind="nonfinite", onset=onset, reason=reason,
             finding=bad,
         )  # fmt: skip
     elif not state.sound and num >= config.max_skips_in_a_row:
         reason = (
-            f"{num} steps in a row were not finite, up to step {case.record.step}: continuing "
-            "trains nothing"
+            f"{num} non-finite steps in a row, up to step {case.record.step}: the run is making "
+            "no progress"
         )
         return halt(state, reason, "stuck", bad, case)
     reason = bad.reason if num == 1 else f"{bad.reason} ({num} non-finite steps in a row)"
@@ -305,8 +305,8 @@ def _outlier(state: LadderState, spike: Finding, case: Case) -> Verdict:
     if not left and not state.spent and state.row[0].step != state.passes_since:
         state = replace(state, spent=True)
         text = (
-            f"{config.max_withheld} updates were withheld within {config.withheld_window} steps, "
-            "which is the limit: outliers pass until fewer were"
+            f"{config.max_withheld} updates (the limit) were withheld within "
+            f"{config.withheld_window} steps: outliers are applied until older ones expire"
         )
         spent = replace(spike, kind="withholding_spent", level="advisory", reason=text)
         findings = (*findings, spent)
@@ -337,8 +337,8 @@ def _new_level(state: LadderState, spike: Finding, case: Case) -> Verdict:
     losses = sorted(o.loss for o in row if o.loss is not None)
     around = f", loss around {losses[len(losses) // 2]:.4g}" if losses else ""
     reason = (
-        f"{len(row)} outliers in a row since step {row[0].step}{around}: they are the new level, "
-        "and nothing up to it is withheld again"
+        f"{len(row)} outliers in a row since step {row[0].step}{around}: accepted as the new "
+        "level; values up to it are no longer withheld"
     )
     verdict = accept(state, spike, reason, "level_accepted", case, outliers=row)
     return verdict._replace(accepted=row)
@@ -351,8 +351,8 @@ def _recurring(state: LadderState, spike: Finding, case: Case) -> Verdict:
     share = num / max(1, min(state.facts.clock, config.withheld_window))
     reason = (
         f"{len(state.groups)} short groups of outliers within {config.withheld_window} steps "
-        f"({100 * share:.2g} % of them): a kind of batch that comes again; up to twice its values "
-        "it passes from now on"
+        f"({100 * share:.2g} % of them): a recurring kind of batch; from now on "
+        "values up to twice theirs are applied"
     )
     state = replace(state, facts=replace(state.facts, recurring=level), row=())
     return accept(state, spike, reason, "recurring_level", case, outliers=())
@@ -405,10 +405,10 @@ def _finite(value: float) -> float | None:
 def _in_words(read: StateRead) -> str:
     """Return what the probe read, in words."""
     if read.ratio is None:
-        return "the probe could not say"
+        return "the probe gave no verdict"
     return (
-        f"{read.num_batches} earlier batches read {read.ratio:.3g}x their loss then: the state is "
-        "damaged"
+        f"the loss on {read.num_batches} earlier batches is {read.ratio:.3g}x what it was: the "
+        "state is damaged"
     )
 
 
@@ -527,14 +527,14 @@ def _look_at_evaluation(verdict: Verdict, before: LadderState, ratio: float, cas
         num_batches=1,
         ratio=ratio,
         verdict="state" if is_bad and flagged else "abstained" if is_bad else "sound",
-        detail="" if flagged or not is_bad else "no outlier since the evaluation before",
+        detail="" if flagged or not is_bad else "no outlier since the previous evaluation",
     )
     verdict = verdict._replace(readings=(*verdict.readings, read))
     busy = verdict.decision is not None and verdict.decision.action in ("rollback", "halt")
     if read.verdict != "state" or busy:
         return verdict
     onset = min((o.step for o in before.recent if o.step >= since), default=last)
-    reason = f"the evaluation's loss is {ratio:.3g}x the one before: the state is damaged"
+    reason = f"the evaluation loss is {ratio:.3g}x the previous one: the state is damaged"
     finding = _state_damaged(read, case.config.state_ratio, case)
     finding = replace(finding, reason=reason, detector="evaluation")
     blamed = for_finite(

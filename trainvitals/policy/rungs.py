@@ -39,19 +39,19 @@ from trainvitals.records import CommandAck, Decision, Finding, StateRead, StepRe
 RULES: dict[str, str] = {
     "nonfinite": "a loss or gradient that is NaN or infinite",
     "outlier": "a finite outlier",
-    "level_accepted": "so many outliers in a row that they are a new level",
-    "recurring_level": "outliers of one kind that come again and again",
-    "operator_accepted": "a person said that it was healthy",
+    "level_accepted": "many outliers in a row, accepted as a new level",
+    "recurring_level": "a recurring kind of outlier, accepted",
+    "operator_accepted": "accepted by a manual command",
     "nonfinite_params": "parameters that are NaN or infinite",
-    "nonfinite_streak": "too many losses in a row that are NaN or infinite",
+    "nonfinite_streak": "too many NaN or infinite losses in a row",
     "state_damaged": "the probe found the model damaged",
     "evaluation": "an evaluation found the model damaged",
-    "lr_jump": "a jump of the learning rate that damaged the model",
+    "lr_jump": "a learning-rate jump that damaged the model",
     "budget": "the rollback budget is used up",
-    "no_checkpoint": "no healthy checkpoint to go back to",
+    "no_checkpoint": "no healthy checkpoint to roll back to",
     "stuck": "rollbacks did not help",
-    "command": "a person's command",
-    "rollback_failed": "the rollback could not be carried out",
+    "command": "a manual command",
+    "rollback_failed": "the rollback failed",
 }
 """By ``Decision.rule``; one that is not here is of an older version and stands for itself."""
 
@@ -291,9 +291,9 @@ def choose_checkpoint(
         )
     older = [ref for ref in usable if below is None or ref.step < below]
     target = older[-1] if older else usable[0]
-    words = f"back to {target.id}, before step {target.step}"
+    words = f"rollback to step {target.step} ({target.id})"
     if below is not None:
-        words += ", older than the last try" if older else ", as no older one is left"
+        words += ", older than at the previous attempt" if older else "; no older one is left"
     return target, words
 
 
@@ -357,8 +357,8 @@ def for_certain(
     num_causes = len(spent_causes(facts, config))
     if cause is None and num_causes >= config.max_causes:
         reason = (
-            f"{reason}; {num_causes} causes were rolled back within {config.budget_window} steps, "
-            "which is the limit"
+            f"{reason}; rollback budget used up: {num_causes} causes (the limit) were rolled back "
+            f"within {config.budget_window} steps"
         )
         return halt(state, reason, "budget", finding, case)
     target, note, began = _target(case, cause, onset)
@@ -393,7 +393,7 @@ def for_finite(
     if not case.heals:
         return Verdict(blamed_state, findings=(finding,))
     if facts.clock < facts.cooldown_until:
-        words = f"{finding.reason}; the last such rollback was less than {config.finite_cooldown}"
+        words = f"{finding.reason}; the previous such rollback was under {config.finite_cooldown}"
         finding = replace(finding, reason=f"{words} steps ago, so training continues")
         return Verdict(blamed_state, findings=(finding,))
     jump = state.lr_jump if is_near_jump(state, onset, case) else None
@@ -412,7 +412,7 @@ def for_finite(
         rule = "lr_jump"
         reason = (
             f"{reason}; the learning rate rose from {jump.before:.4g} to {jump.after:.4g} at step "
-            f"{jump.step}, and {jump.before:.4g} is held"
+            f"{jump.step}; {jump.before:.4g} is held"
         )
         facts = replace(facts, lr_cap=jump.before, lr_cap_from=jump.step)
         state = replace(state, lr_jump=None)
@@ -514,7 +514,7 @@ def _leave(
     assert cause is not None, "it was spent"
     num_batches = 0
     if plays_all:
-        reason += ", and all batches are trained again"
+        reason += "; all batches are trained again"
     else:
         margin = _leave_out_margin(case, cause.tries)
         first = max(onset - margin, target.step)
@@ -523,9 +523,9 @@ def _leave(
         facts = replace(
             facts, skipped_windows=(*facts.skipped_windows, window)[-MAX_SKIPPED_WINDOWS:]
         )
-        reason += f", without {num_batches} batches from step {first}"
+        reason += f"; skipping {num_batches} batches from step {first}"
     if cause.tries > 1:
-        reason += f", learning rate x {facts.lr_factor:.4g}"
+        reason += f"; learning rate x {facts.lr_factor:.4g}"
     return go_back(
         state, case, finding, target, facts=facts, reason=reason, rule=rule,
         skip_batches=num_batches,
@@ -545,20 +545,20 @@ def answer(verdict: Verdict, before: LadderState, command: Proposal, case: Case)
         return _accept(verdict, command, case)
     # The step's skip is part of the command's entry: one ledger entry a step.
     state = replace(before, facts=replace(before.facts, num_skips=verdict.state.facts.num_skips))
-    also = f"; the step itself: {own.reason}" if own else ""
+    also = f"; this step: {own.reason}" if own else ""
     if command.action == "halt":
-        done = halt(state, f"commanded{also}", "command", None, case, command.number)
-        return _acked(done, command, "done", "the run halts", case)
+        done = halt(state, f"manual command{also}", "command", None, case, command.number)
+        return _acked(done, command, "done", "the run was halted", case)
     target = commanded_checkpoint(command, case.checkpoints)
     assert target is not None, "refused above"
-    words = f"back to {target.id}, before step {target.step}"
+    words = f"rollback to step {target.step} ({target.id})"
     done = go_back(
         state,
         case,
         None,
         target,
         facts=state.facts,
-        reason=f"commanded: {words}{also}",
+        reason=f"manual command: {words}{also}",
         rule="command",
         command_number=command.number,
     )
@@ -574,15 +574,15 @@ def _accept(verdict: Verdict, command: Proposal, case: Case) -> Verdict:
     step, state = int(command.argument), verdict.state
     outliers = _around(state, step, case.config.group_steps)
     if not outliers:
-        detail = f"the level at step {step} counts as normal: no outlier is remembered there"
-        words = f"commanded: {detail}"
+        detail = f"the level at step {step} counts as normal; no recent outlier lies there"
+        words = f"manual command: {detail}"
     else:
         first, last = outliers[0].step, outliers[-1].step
         detail = f"{len(outliers)} outliers, steps {first} to {last}, count as normal"
-        words = f"commanded: {detail}; nothing up to their values is withheld again"
+        words = f"manual command: {detail}; values up to theirs are no longer withheld"
     own = verdict.decision
     if own is not None:
-        words += f"; the step itself: {own.reason}"
+        words += f"; this step: {own.reason}"
         if own.action == "rollback":
             return _acked(
                 verdict, command, "refused", f"rolled back in this step: {own.reason}", case
@@ -619,9 +619,9 @@ def _around(state: LadderState, step: int, distance: int) -> tuple[Outlier, ...]
 def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
     own = verdict.decision
     if case.mode == "observe":
-        return "mode is 'observe': nothing is acted on"
+        return "mode is 'observe': Vitals takes no action; restart in guard or heal"
     if own is not None and own.action == "halt":
-        return f"the run halts already: {own.reason}"
+        return f"the run is already halting: {own.reason}"
     if command.action == "halt":
         return ""
     if command.action == "accept":
@@ -631,7 +631,7 @@ def _refusal(verdict: Verdict, command: Proposal, case: Case) -> str:
     if case.mode != "heal":
         return f"mode is {case.mode!r}: a rollback needs mode 'heal' and checkpoints"
     if own is not None and own.action == "rollback":
-        return f"a rollback was decided in this step: {own.reason}"
+        return f"this step already leads to a rollback: {own.reason}"
     if commanded_checkpoint(command, case.checkpoints) is None:
         named = command.checkpoint_id
         if not named and command.argument != NEWEST:

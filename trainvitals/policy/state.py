@@ -36,69 +36,69 @@ NEWEST = -1.0
 
 
 class LadderConfig(Settings, frozen=True, kw_only=True):
-    """When an update is withheld, when the run goes back, and how far each may go."""
+    """When updates are withheld, when the run is rolled back, and the budget of each."""
 
     section = "ladder"
 
     max_withheld: AtLeastOne = 32
-    """Finite outliers withheld in a row, after which their level is accepted; and in any
-    ``withheld_window`` steps, after which outliers pass."""
+    """Most finite outliers withheld in a row (then their level is accepted), and most withheld in
+    any ``withheld_window`` steps (then outliers are applied)."""
     max_firsts: AtLeastOne = 4
-    """Firsts of a row withheld in any ``withheld_window`` steps where the loop does not clip; then
-    they pass, and only followers are withheld."""
+    """Most single outliers withheld in any ``withheld_window`` steps where the loop does not clip;
+    beyond that only outliers that follow one are withheld."""
     withheld_window: AtLeastOne = 1000
     """Steps over which withheld updates and recurring outliers are counted."""
     recurring_groups: AtLeastOne = 5
-    """Groups of outliers within ``withheld_window`` that are a recurring level, where the loop does
-    not clip: a kind of batch that comes again, and passes."""
+    """Groups of outliers within ``withheld_window`` that count as a recurring kind of batch, where
+    the loop does not clip; such batches are applied."""
     group_steps: AtLeastOne = 10
     """Steps without an outlier that end a group."""
     group_size: AtLeastOne = 3
-    """Outliers that a group of a recurring level has at most; a longer one is treated as ever."""
+    """Most outliers in a group of a recurring kind; longer groups are handled as usual."""
     ask_after: AtLeastOne = 3
-    """Finite outliers, or non-finite steps, in a row after which the probe is asked."""
+    """Finite outliers, or non-finite steps, in a row after which the probe runs."""
     state_ratio: AboveOne = 2.0
-    """Kept batches that read above this multiple of their earlier loss blame the state."""
+    """The state is damaged if kept batches read above this multiple of their earlier loss."""
     state_ratio_unclipped: AboveOne = 5.0
-    """The same where the loop does not clip: healthy states read up to 4.3 there, after a hard
-    batch that was applied. In between nothing goes back, and nothing more is withheld."""
+    """The same where the loop does not clip: healthy states reach 4.3 there, after a hard batch
+    that was applied. In between, nothing is rolled back or withheld."""
     state_ratio_jump: AboveOne = 1.25
-    """The same right after a jump of the learning rate: healthy states read up to 1.02 there, and
-    where chance is near a damaged one cannot read much more."""
+    """The same right after a learning-rate jump: healthy states reach 1.02 there, and near chance
+    level a damaged one cannot get much worse."""
     state_floor: NotNegative = 0.02
-    """Part of the run's first losses that is added to both sides of that ratio."""
+    """Share of the run's first losses that is added to both sides of that ratio."""
     nonfinite_in_a_row: AtLeastOne = 32
-    """Non-finite steps with finite parameters, in a row, after which the run goes back, unless the
-    probe read the state sound."""
+    """Non-finite steps in a row, with finite parameters, after which the run is rolled back, unless
+    the probe found the state healthy."""
     margin: Count = 20
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
-    spike began earlier. The state before the first step is exempt: nothing is older."""
+    spike began earlier. The initial state is exempt: nothing is older."""
     leave_out_margin: Count = 3
-    """Batches left out before the onset and after the last flagged one; doubled each time the same
-    trouble recurs."""
+    """Batches skipped before the onset and after the last flagged one; doubled each time the same
+    cause recurs."""
     max_leave_out_margin: AtLeastOne = 1000
-    """Bound of that doubling."""
+    """Upper limit of that doubling."""
     finite_cooldown: Count = 1000
-    """Judged steps between two rollbacks on finite evidence."""
+    """Least number of steps between two rollbacks on finite evidence."""
     lr_jump: AboveOne = 3.0
     """Factor by which the learning rate must rise in one step to be a jump."""
     lr_jump_steps: Count = 40
-    """Steps after a jump within which trouble of the state is taken to be its doing."""
+    """Steps after a jump within which damage to the state is attributed to it."""
     level_rise: AboveZero = 0.25
-    """Part of the gain since the first losses that the level of 8 steps must have given back, right
-    after a jump of the learning rate, to ask the probe."""
+    """Share of the improvement since the first losses that must be lost (over 8 steps, right after
+    a learning-rate jump) before the probe runs."""
     max_tries: AtLeastOne = 3
     """Rollbacks for one cause; when it recurs once more, the run halts."""
     max_causes: AtLeastOne = 10
     """Causes treated by rollback within ``budget_window`` steps; one more halts the run."""
     budget_window: AtLeastOne = 10_000
-    """Judged steps after which a spent cause is given back."""
+    """Steps after which a cause no longer counts against the budget."""
     lr_cut: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
-    """Factor on the learning rate from the second try on, once more for each further try."""
+    """Factor on the learning rate from the second rollback for a cause on, applied at each."""
     lr_rewarm_steps: AtLeastOne = 200
-    """Steps over which a lowered learning rate climbs back, once the trouble is passed."""
+    """Steps over which a lowered learning rate returns to normal after the bad steps."""
     max_skips_in_a_row: AtLeastOne = 100
-    """Non-finite steps in a row after which a run that cannot go back halts."""
+    """Non-finite steps in a row after which a run that cannot be rolled back halts."""
 
 
 class CheckpointRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,7 +81,7 @@ class Stopper(Stateful):
     def why(self, value: float, *, step: int) -> str:
         """Return in words why the run ends with this value."""
         config = self._config
-        best = "has had no finite value"
+        best = "had no finite value"
         if self.best is not None:
             by = f" by {config.min_delta:g}" if config.min_delta else ""
             best = f"was best at step {self.best_step} ({self.best:g}) and has not improved{by}"

@@ -37,7 +37,7 @@ def measure_cost(*, quick: bool, logs: Logs | None = None) -> Iterator[Row]:
         goal=at_most(IN_LOOP_US),
     )
     ladder = _median(_judge, records, times)
-    yield Row(name="the same with the ladder", ours=ladder, unit="us")
+    yield Row(name="the same with the escalation policy", ours=ladder, unit="us")
     yield _collector(series, times)
 
 

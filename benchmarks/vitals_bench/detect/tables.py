@@ -185,7 +185,7 @@ def act_grid(judged: Judged, groups: Mapping[str, Callable[[Series], bool]]) -> 
             )
         )  # fmt: skip
     return Grid(
-        title="what our ladder would have done",
+        title="what our escalation policy would have done",
         columns=(
             "logs", "number", "records", "skips", "false skips", f"per {SKIPS_PER:,}",
             "rollbacks", "of these false", "halts", "of these false ",

@@ -198,7 +198,9 @@ def expire(store: Store, now_unix_ns: int) -> int:
         rows = connection.execute(select(commands.c.body).where(*late)).scalars().all()
         values = {"status": "expired", "updated_unix_ns": now_unix_ns}
         connection.execute(
-            update(commands).where(*late).values(values | {"detail": "nobody took it in time"})
+            update(commands)
+            .where(*late)
+            .values(values | {"detail": "it expired before the run took it"})
         )
         for body in rows:
             _audit(connection, now_unix_ns, "collector", "expired", _decode(body), "")
@@ -225,8 +227,8 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
     ).scalar_one()
     if waiting >= MAX_PENDING:
         raise UsageError(
-            f"{waiting} commands for this run still wait; no more than {MAX_PENDING} may",
-            hint="is an agent running beside it? they expire by themselves",
+            f"{waiting} commands for this run still wait; at most {MAX_PENDING} may",
+            hint="is an agent running on its node? they expire by themselves",
             code=CONFLICT,
         )
 
@@ -273,7 +275,7 @@ def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -
         )
     raise UsageError(
         f"checkpoint {checkpoint_id} is {' and '.join(sorted(announced_states))}; "
-        "only a healthy one can be gone back to",
+        "only a healthy one can be rolled back to",
         hint=hint,
         code=CONFLICT,
     )

@@ -261,7 +261,9 @@ class Inbox:
                 f"silence_seconds is {request.silence_seconds}; it must be 0 to {longest:g}"
             )
         if request.silence_seconds and not request.reason.strip():
-            raise UsageError("a silence needs a reason: others will ask why nobody was told")
+            raise UsageError(
+                "a silence needs a reason: others must be able to see why no alert was sent"
+            )
 
     # ---------------------------------------------------------------------------- for notifiers
 

@@ -239,7 +239,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         with store.read(settled=False) as connection:
             connection.exec_driver_sql("SELECT 1")
         if store.no_room is not None:
-            text = "the store has no room left; what it holds can be read"
+            text = "the store has no disk space left; reading still works"
             return reply({"status": text}, 503)
         return reply({"status": "ok"})
 

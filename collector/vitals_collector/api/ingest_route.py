@@ -194,8 +194,8 @@ def _resolve(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> None:
 
 def _busy() -> StorageError:
     return StorageError(
-        "more comes in than is stored",
-        hint="try again later; agents keep their spools and do so by themselves",
+        "the collector receives more than it can store",
+        hint="try again later; agents keep their spools and retry by themselves",
         code=BUSY,
     )
 

@@ -61,7 +61,7 @@ def problem(error: VitalsError) -> Response:
 def bug(path: str, error: Exception) -> Response:
     """Log an error that nobody thought of; return an answer that tells nothing of it."""
     _LOG.error("unexpected error in %s", path, exc_info=error)
-    text = "the collector met an error of its own; its log tells more"
+    text = "internal error in the collector; see its log"
     return reply(Problem(code="V000", text=text), 500)
 
 

@@ -80,7 +80,7 @@ def collector(
     cap_gb: CapGigabytes = 5.0,
     keep_days: KeepDays = 0.0,
 ) -> None:
-    """Keep everything that was seen: ingest, store, alerts, commands and the query API."""
+    """Run the server: ingest, storage, alerts, commands, API."""
     from vitals_collector.alerts.notifiers import NotifierSettings
     from vitals_collector.api.app import CollectorSettings
     from vitals_collector.api.auth import check_bind

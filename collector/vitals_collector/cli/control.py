@@ -169,7 +169,7 @@ def _check_open(run: RunSummary) -> None:
     """Refuse a command for a run that said goodbye; a silent one may be there again."""
     if run.state not in ("running", "lost"):
         raise UsageError(
-            f"run {run.run_id} is {run.state}; nobody is there to take a command",
+            f"run {run.run_id} is {run.state}, so it cannot take a command",
             hint=f"`vitals show {run.run_id}` says how it ended",
         )
 

@@ -41,7 +41,7 @@ _FILE_ENDINGS = (".csv", ".tsv", ".txt", ".json", ".gz", ".wandb")
 
 
 class ModeName(StrEnum):
-    """How far the ladder may climb."""
+    """The mode to judge in."""
 
     OBSERVE = "observe"
     GUARD = "guard"
@@ -70,7 +70,7 @@ Data = Annotated[
 ]
 ModeOption = Annotated[
     ModeName | None,
-    typer.Option(help="How far the ladder may climb over a log [default: heal]."),
+    typer.Option(help="Mode to judge a log in [default: heal]."),
 ]
 Config = Annotated[
     Path | None,

@@ -124,7 +124,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
             [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved],
         ),
         (
-            ("time", "source", "step", "what was said"),
+            ("time", "source", "step", "message"),
             [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in events[-MAX_EVENTS:]],
         ),
     ]
@@ -196,8 +196,8 @@ def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
 def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
     if volume is None:
         return []
-    cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
-    kept = ", kept whatever its age" if volume.is_pinned else ""
+    cap = f"  of at most {volume.max_bytes}" if volume.max_bytes else ""
+    kept = ", pinned" if volume.is_pinned else ""
     lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{kept}")]
     for thinning in volume.thinned:
         until = (

@@ -118,7 +118,7 @@ class CommitQueue:
                 self._store.counters.defer()
                 raise StorageError(
                     f"{len(self._waiting)} bodies wait to be stored, {self._num_bytes} bytes",
-                    hint="try again later; agents keep their spools and do so by themselves",
+                    hint="try again later; agents keep their spools and retry by themselves",
                     code=BUSY,
                 )
             self._num_bytes += waiting.num_bytes

@@ -231,7 +231,7 @@ class Engine:
         text = repr(error)
         if text not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(text)
-            _LOG.error("engine: a look failed, the next one goes on", exc_info=error)
+            _LOG.error("engine: one poll failed, polling continues", exc_info=error)
 
     # --------------------------------------------------------------------------------- decisions
 

@@ -56,7 +56,7 @@ class Answer(NamedTuple):
     num_total: int
     """Rows that met the conditions."""
     num_discarded: int
-    """Rows left behind by rollbacks that were not looked at: the branch is ``lineage``."""
+    """Rows discarded by rollbacks that were not looked at: the branch is ``lineage``."""
 
 
 def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[str, Kind]:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from trainvitals.cli.output import printable
 from trainvitals.detect.fleet.node import THROTTLES
+from trainvitals.records import Finding
 from trainvitals.views import (
     AlertView,
     DecisionView,
@@ -91,8 +92,8 @@ def tell(incident: StoryFacts) -> tuple[str, ...]:
         parts += [_numbers(incident), _moved(incident), _fed(incident), _gpus(incident)]
     else:
         parts.append(
-            "The numbers around it are not gathered for so many incidents at once; "
-            f"`vitals why RUN {incident.onset}` tells them."
+            "Too many incidents at once to show the numbers around each; see "
+            f"`vitals why RUN {incident.onset}`."
         )
     parts += [_state(incident), _decided(incident), _ended(incident), _cost(incident)]
     return tuple(printable(" ".join(part.split())) for part in parts if part)
@@ -100,19 +101,17 @@ def tell(incident: StoryFacts) -> tuple[str, ...]:
 
 def _began(incident: StoryFacts) -> str:
     when = _moment(incident.started_unix_ns)
-    sentences = [
-        f"It began at step {incident.onset} of attempt {incident.ordinal}; first told of {when}."
-    ]
+    sentences = [f"Began at step {incident.onset} of attempt {incident.ordinal}, detected {when}."]
     alerts = episodes(view.finding for view in incident.findings)
     sentences += [_of_user(alert) for alert in _few(alerts)]
     sentences += _others(alerts, "alert of yours")
-    findings = [view for view in incident.findings if not view.finding.severity]
-    sentences += [f"{view.finding.detector} found {_of_finding(view)}." for view in _few(findings)]
+    findings = _findings([view for view in incident.findings if not view.finding.severity])
+    sentences += _few(findings)
     sentences += _others(findings, "finding")
     if not incident.findings:
-        sentences.append("No detector raised a finding about it that is stored.")
+        sentences.append("No finding about it is stored.")
     notes = [event for event in incident.events if event.kind in ("Note", "RunEnded")]
-    sentences += [f"{event.source} said: {event.text.rstrip('.')}." for event in _few(notes)]
+    sentences += [_of_note(event) for event in _few(notes)]
     sentences += _others(notes, "note")
     if not incident.findings and not incident.decisions:
         sentences += [
@@ -127,28 +126,46 @@ def _of_user(alert: Episode) -> str:
     return f"Your alert{where} at step{until}: {alert.newest.reason}."
 
 
-def _of_finding(view: FindingView) -> str:
-    finding = view.finding
-    where = f" on rank {finding.rank}" if finding.rank >= 0 else ""
-    return f"{finding.kind.replace('_', ' ')}{where} at step {finding.step}: {finding.reason}"
+def _findings(views: Sequence[FindingView]) -> list[str]:
+    """Return a sentence for each kind, metric and rank: a fault of many steps is one of them."""
+    groups: dict[tuple[str, str, int], list[Finding]] = {}
+    for view in views:
+        finding = view.finding
+        key = (finding.kind, finding.cause or finding.reason, finding.rank)
+        groups.setdefault(key, []).append(finding)
+    return [_of_group(sorted(group, key=lambda f: f.step)) for group in groups.values()]
+
+
+def _of_group(findings: Sequence[Finding]) -> str:
+    first, last = findings[0], findings[-1]
+    reason = first.reason[:1].upper() + first.reason[1:]
+    at = f"(step {first.step})"
+    if first.step != last.step:
+        at = f"(steps {first.step} to {last.step})"
+    if len({finding.reason for finding in findings}) > 1:
+        at = f"(step {first.step}; {len(findings) - 1} more up to step {last.step})"
+    return f"{reason} {at}."
+
+
+def _of_note(event: EventView) -> str:
+    text = event.text.rstrip(".")
+    if event.kind == "RunEnded" and text.startswith("halted: "):
+        return f"Halted by Vitals: {text.removeprefix('halted: ')}."
+    return f"{event.source.replace(':', ' ')}: {text}."
 
 
 def _numbers(incident: StoryFacts) -> str:
     view = incident.evidence.view
     if view is None or not view.rows:
-        return f"What was measured at step {incident.onset} is not known: no row of it is stored."
+        return f"No row of step {incident.onset} is stored, so its numbers are missing."
     if _head(view.rows) is None:
-        return (
-            f"The run's numbers at step {incident.onset} are not known: no row of rank 0 is stored."
-        )
-    sentences = [f"At step {incident.onset} {why.of_attempt(view, incident.attempt)}"]
+        return f"No row of rank 0 is stored for step {incident.onset}, so its numbers are missing."
+    sentences = [f"Step {incident.onset}: {why.of_attempt(view, incident.attempt)}"]
     head = _head(view.rows)
     if head is not None and "learning_rate" not in head.values:
-        sentences.append("The learning rate is not known.")
+        sentences.append("The learning rate was not recorded.")
     elif head is not None and head.values.get("lr_factor") not in (None, 1, 1.0):
-        sentences.append(
-            f"The ladder had put a factor of {head.values['lr_factor']:g} on the rate."
-        )
+        sentences.append(f"Vitals had scaled the learning rate by {head.values['lr_factor']:g}.")
     return " ".join(sentences)
 
 
@@ -171,52 +188,63 @@ def _moved(incident: StoryFacts) -> str:
             (mover for mover in asked if mover.first_step == begun),
             key=lambda mover: (-mover.view.score, mover.view.row == RUN, mover.view.row),
         )
-        if len(first) == 1:
-            sentences.append(f"What moved first was {_name(first[0].view)}: {_how(first[0])}.")
-        else:
+        listed = list(first)
+        turned = [mover for mover in first if mover.view.score >= NONFINITE_SCORE]
+        num_layers = len({mover.view.row for mover in turned if not _is_of_source(mover.view.row)})
+        if num_layers > 1 and len(turned) == len(first):
+            source = f"; rank {incident.rank} was the source" if incident.rank >= 0 else ""
             sentences.append(
-                f"What moved first, {len(first)} of them at step {begun}: {_list_of(first)}."
+                f"{num_layers} layers turned NaN or infinite at once at step {begun}{source}."
             )
+        else:
+            sentences.append(f"Moved first: {_list_of(first)}.")
+            listed = first[:MAX_TOLD]
     else:
-        sentences.append(
-            "None of the signals that could have shown it moved in the 50 steps before: which was "
-            "first is not known."
-        )
-    sentences += _of_kind(layers, "Of the layers", incident.evidence.has_layers, "Which layer")
-    sentences += _of_kind(ranks, "Of the ranks", True, "Which rank")
+        listed = []
+        sentences.append("No related signal moved in the 50 steps before it.")
+    layers, ranks, of_run = (
+        [mover for mover in kind if mover not in listed] for kind in (layers, ranks, of_run)
+    )
+    if layers:
+        sentences.append(f"Layers: {_in_order(layers)}.")
+    elif not incident.evidence.has_layers:
+        sentences.append("No layer metrics are stored around it.")
+    if ranks:
+        sentences.append(f"Ranks: {_in_order(ranks)}.")
     if of_run:
-        sentences.append(f"Of the whole run: {_list_of(of_run)}.")
+        sentences.append(f"Whole run: {_list_of(of_run)}.")
     return " ".join(sentences)
 
 
-def _of_kind(movers: Sequence[Moved], head: str, is_stored: bool, asked: str) -> list[str]:
-    if movers:
-        order = sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step))
-        return [f"{head}: {_list_of(order)}."]
-    if not is_stored:
-        return [f"{asked} it was is not known: no numbers of layers are stored around it."]
-    return [f"{asked} it was is not known: none left its course."]
+def _in_order(movers: Sequence[Moved]) -> str:
+    return _list_of(sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step)))
 
 
 def _list_of(movers: Sequence[Moved]) -> str:
-    shown = "; ".join(f"{_name(mover.view)}, {_how(mover)}" for mover in movers[:MAX_TOLD])
+    shown = "; ".join(f"{_name(mover.view)} {_how(mover)}" for mover in movers[:MAX_TOLD])
     more = len(movers) - MAX_TOLD
     return shown + (f"; and {more} more" if more > 0 else "")
 
 
 def _name(view: MoverView) -> str:
     metric = view.metric.replace("_", " ")
-    return f"the {metric}" if view.row == RUN else f"{metric} of {view.row.replace(':', ' ')}"
+    metric = metric.replace("grad norm", "gradient norm")
+    if view.row == RUN:
+        return metric
+    row = view.row.replace(":", " ") if _is_of_source(view.row) else f"`{view.row}`"
+    return f"{row}: {metric}"
 
 
 def _how(mover: Moved) -> str:
     view = mover.view
-    before = "unknown before" if view.before is None else f"{view.before:.4g} before"
+    usual = "" if view.before is None else f", usually {view.before:.4g}"
     if view.score >= NONFINITE_SCORE:
-        return f"not finite at step {view.peak_step} ({before})"
+        return f"NaN or infinite at step {view.peak_step}{usual}"
     peak = math.nan if view.peak is None else view.peak
-    begun = f", moving since step {mover.first_step}" if mover.first_step < view.peak_step else ""
-    return f"{peak:.4g} at step {view.peak_step} ({before}, {view.score:.3g} scales{begun})"
+    if view.before is not None and view.before > 0.0 and peak > 0.0:
+        usual = f", {peak / view.before:.3g}x its usual {view.before:.4g}"
+    begun = f", since step {mover.first_step}" if mover.first_step < view.peak_step else ""
+    return f"{peak:.4g} at step {view.peak_step}{usual} ({view.score:.3g} sigma{begun})"
 
 
 def _is_of_source(row: str) -> bool:
@@ -230,7 +258,7 @@ def _fed(incident: StoryFacts) -> str:
         sentences = [why.fed(step_data, tells_attempt=False) for step_data in _few(data)]
         return " ".join([*sentences, *_others(data, "batch of a rank")])
     batches = [
-        f"{row.source.replace(':', ' ')} by batch {row.values['batch_index']} of epoch "
+        f"{row.source.replace(':', ' ')} on batch {row.values['batch_index']} of epoch "
         f"{row.values.get('epoch') or 0}"
         for row in (view.rows if view is not None else ())
         if row.values.get("batch_index") is not None
@@ -239,16 +267,16 @@ def _fed(incident: StoryFacts) -> str:
         shown = ", ".join(batches[:MAX_TOLD])
         more = len(batches) - MAX_TOLD
         tail = f" and {more} more" if more > 0 else ""
-        return f"Fed were {shown}{tail}; which samples those were is not known."
-    return "Which samples fed it is not known."
+        return f"Trained on: {shown}{tail}; their sample ids were not recorded."
+    return "The batches were not recorded."
 
 
 def _gpus(incident: StoryFacts) -> str:
     if not incident.evidence.has_gpus:
-        return "What the GPUs did is not known: no samples of them are stored around it."
+        return "No GPU samples are stored around it."
     if not incident.evidence.gpus:
-        return "The GPUs did nothing that they had not done in the ten minutes before."
-    return f"The GPUs: {'; '.join(_of_gpu(view) for view in incident.evidence.gpus)}."
+        return "The GPUs showed nothing unusual compared with the ten minutes before."
+    return f"GPUs: {'; '.join(_of_gpu(view) for view in incident.evidence.gpus)}."
 
 
 def _of_gpu(view: MoverView) -> str:
@@ -261,19 +289,19 @@ def _of_gpu(view: MoverView) -> str:
 
 
 def _plain(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.6g}"
+    return "unknown" if value is None else f"{value:.6g}"
 
 
 def _state(incident: StoryFacts) -> str:
     """Say what the probe and evaluations said of the state; nothing where nobody asked."""
     readings = [event.text for event in incident.events if event.kind == "StateRead"]
     words = [f"{text}." for text in _few(readings)]
-    return " ".join([*words, *_others(readings, "question to the state")])
+    return " ".join([*words, *_others(readings, "probe or evaluation result")])
 
 
 def _decided(incident: StoryFacts) -> str:
     if not incident.decisions:
-        return "Nothing was decided about it."
+        return "Vitals took no action."
     sentences = [why.decided(view) for view in _few(incident.decisions)]
     sentences += _others(incident.decisions, "decision")
     skipped = [event.text for event in incident.events if event.kind == "DataWindowSkipped"]
@@ -282,29 +310,30 @@ def _decided(incident: StoryFacts) -> str:
 
 
 def _ended(incident: StoryFacts) -> str:
-    last = f"its last trouble was at step {incident.last}"
+    last = f"last bad step {incident.last}"
     halted = any(
         view.decision.action == "halt" and view.decision.acted for view in incident.decisions
     )
-    run = f"the run is {incident.run.state}, at step {incident.run.last_step}"
+    run = f"the run is {incident.run.state} at step {incident.run.last_step}"
     if halted:
-        return f"It ended with the run halted; {last}."
+        return f"Ended with the run halted; {last}."
     if incident.is_open:
-        return f"It is open: {last}, and {run}."
+        return f"Still open: {last}; {run}."
     if incident.run.last_step > incident.last:
         healthy = incident.run.last_step - incident.last
-        return f"It is over: {last}, and the run went {healthy} steps beyond it without it."
-    return f"It is over: {last}, and {run}."
+        steps = "healthy step" if healthy == 1 else "healthy steps"
+        return f"Resolved: {healthy} {steps} since step {incident.last}."
+    return f"Resolved: {last}; {run}."
 
 
 def _cost(incident: StoryFacts) -> str:
     evidence = incident.evidence
     if not evidence.cost_steps:
-        return "It cost no step."
+        return "Lost work: none."
     steps = f"{evidence.cost_steps} step" + ("s" if evidence.cost_steps > 1 else "")
     if evidence.cost_seconds is None:
-        return f"It cost {steps}; how long they took is not known."
-    return f"It cost {steps} trained in vain, {evidence.cost_seconds:.6g} seconds on rank 0."
+        return f"Lost work: {steps}."
+    return f"Lost work: {steps}, {evidence.cost_seconds:.3g} s on each rank."
 
 
 def _few(things: Sequence[_T]) -> Sequence[_T]:
@@ -313,14 +342,14 @@ def _few(things: Sequence[_T]) -> Sequence[_T]:
 
 def _others(things: Sequence[object], name: str) -> list[str]:
     more = len(things) - MAX_TOLD
-    return [f"Further of this kind ({name}): {more}."] if more > 0 else []
+    return [f"And {more} more {name}{'' if more == 1 else 's'}."] if more > 0 else []
 
 
 def _moment(time_unix_ns: int) -> str:
     try:
         when = datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC)
     except (OverflowError, ValueError, OSError):
-        return "at a moment that is not known"
+        return "at an unknown time"
     return f"at {when:%Y-%m-%d %H:%M:%S} UTC"
 
 

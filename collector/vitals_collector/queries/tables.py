@@ -81,7 +81,7 @@ def _check(request: TableQuestion) -> None:
         )
     if request.table in _OF_STEPS and not request.run_id:
         raise UsageError(
-            f"run_id is empty; {request.table} are asked of one run",
+            f"run_id is empty; {request.table} need one run",
             hint="the table runs has the ids",
         )
 

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from trainvitals.cli.output import printable
 from trainvitals.io.sample_ids import samples_of
-from trainvitals.policy.rungs import RULES
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -19,6 +18,7 @@ from trainvitals.records import (
     OVERFLOW,
     RANK_FAILED,
     WITHHELD,
+    ActionName,
     BatchNoted,
 )
 from trainvitals.views import (
@@ -34,8 +34,10 @@ from vitals_collector.ingest.projections import samples
 from vitals_collector.queries.user_alerts import Episode
 
 _VERDICT = (
+    (BAD_LOSS | BAD_GRADIENTS, "the loss and the gradients were not finite"),
     (BAD_LOSS, "the loss was not finite"),
     (BAD_GRADIENTS, "the gradients were not finite"),
+    (LOSS_OUTLIER | NORM_OUTLIER, "the loss and the gradient norm were above their limits"),
     (LOSS_OUTLIER, "the loss was above its limit"),
     (NORM_OUTLIER, "the gradient norm was above its limit"),
     (OVERFLOW, "the loss scaler overflowed"),
@@ -43,13 +45,28 @@ _VERDICT = (
 )
 _NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
 
+_DONE: dict[ActionName, str] = {
+    "skip_step": "update skipped",
+    "rollback": "rolled back",
+    "halt": "run halted",
+    "accept_level": "new level accepted",
+    "continue": "none",
+}
+_NOT_DONE: dict[ActionName, str] = {
+    "skip_step": "none (observe mode); would have skipped the update",
+    "rollback": "none (observe mode); would have rolled back",
+    "halt": "none (observe mode); would have halted the run",
+    "accept_level": "none (observe mode); would have accepted a new level",
+    "continue": "none",
+}
+
 FOLLOWING = 8
 """Steps after it whose losses say how a step came out."""
 
 _HINDSIGHT = {
-    "needed": "As the run went on, it would have been needed.",
-    "unneeded": "As the run went on, it would not have been needed.",
-    "open": "Whether it would have been needed cannot be told yet.",
+    "needed": "Hindsight: it would have helped.",
+    "unneeded": "Hindsight: it was not needed.",
+    "open": "Hindsight: too early to say.",
 }
 
 
@@ -72,27 +89,29 @@ def explain(
     attempts = sorted({row.attempt for row in view.rows})
     times = {attempt: ordinal for ordinal, attempt in enumerate(attempts, start=1)}
     parts = [f"Step {view.step} of {run.name or 'run'} ({run.run_id})."]
-    if len(attempts) > 1:
-        parts.append(f"Trained {len(attempts)} times.")
     for attempt, ordinal in times.items():
-        which = f"Time {ordinal}: " if len(attempts) > 1 else ""
+        which = f"{_ordinal(ordinal, len(attempts))}: " if len(attempts) > 1 else ""
         parts += [which + of_attempt(view, attempt), *_votes(view, attempt)]
     if not attempts:
         parts.append("No row of it is stored.")
     parts += _thinned(view)
-    parts += [_found(raised) for raised in view.findings if not raised.finding.severity]
+    reasons = " ".join(entry.decision.reason for entry in view.decisions)
+    # A decision quotes the finding that led to it: nothing is said twice.
+    ours = [entry for entry in view.findings if not entry.finding.severity]
+    parts += [_found(entry) for entry in ours if entry.finding.reason not in reasons]
     own_alerts = [_held(a) for a in alerts if a.onset <= view.step <= a.last]
     parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
-    parts += [decided(decision) for decision in view.decisions]
+    for entry in view.decisions:
+        parts += [decided(entry), *_lost(entry)]
     if attempts and not (view.findings or view.decisions or own_alerts):
-        parts.append("No detector raised anything about it and nothing was decided.")
+        parts.append("No findings at this step.")
         parts += _nearest(view.step, ledger)
     parts += _rolled_back(view.step, ledger)
     parts += _followed(after)
     for step_data in view.data:
         which = (
-            f"time {times[step_data.attempt]}, "
+            f"{_ordinal(times[step_data.attempt], len(times))}: "
             if len(times) > 1 and step_data.attempt in times
             else ""
         )
@@ -101,8 +120,14 @@ def explain(
     return fill(printable(words), width=96, break_long_words=False)
 
 
+def _ordinal(ordinal: int, num: int) -> str:
+    words = ("First", "Second", "Third")
+    name = f"{words[ordinal - 1]} attempt" if ordinal <= len(words) else f"Attempt {ordinal}"
+    return name if ordinal == num else f"{name} (discarded)"
+
+
 def _votes(view: StepView, attempt: int) -> list[str]:
-    """Say what each rank brought to the verdict: its own loss, as far as rows of ranks are left."""
+    """Return the range of the ranks' own losses, as far as rows of ranks are left."""
     losses: dict[int, float] = {}
     for row in view.rows:
         if row.attempt != attempt or not row.source.startswith("rank:"):
@@ -115,16 +140,15 @@ def _votes(view: StepView, attempt: int) -> list[str]:
     bad = [rank for rank, loss in losses.items() if not math.isfinite(loss)]
     if len(losses) < 2:
         return []
+    if len(bad) == 1 and any(row.values.get("culprit_rank") == bad[0] for row in view.rows):
+        return []  # it is named as the cause
     if bad:
         named = ", ".join(map(str, bad[:8])) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
         named = f"rank {named}" if len(bad) == 1 else f"ranks {named}"
-        return [f"Of its {len(losses)} ranks, {len(bad)} had a loss that is not finite: {named}."]
+        return [f"The local loss was not finite on {len(bad)} of {len(losses)} ranks: {named}."]
     least, most = min(losses.values()), max(losses.values())
     where = max(losses, key=losses.__getitem__)
-    return [
-        f"Its {len(losses)} ranks' own losses lay from {least:.6g} to {most:.6g}, the greatest on "
-        f"rank {where}."
-    ]
+    return [f"Per-rank loss {least:.6g} to {most:.6g} (highest: rank {where})."]
 
 
 def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
@@ -133,11 +157,11 @@ def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
         (entry.decision for entry in ledger), key=lambda d: abs(d.step - step), default=None
     )
     if nearest is None:
-        return ["Nothing was ever decided in this run."]
+        return ["Vitals took no action in this run."]
     away = abs(nearest.step - step)
     which = "later" if nearest.step > step else "earlier"
     away_words = f"{away} step{'' if away == 1 else 's'} {which}"
-    return [f"The nearest decision is {nearest.action} at step {nearest.step}, {away_words}."]
+    return [f"No action; the nearest is {nearest.action} at step {nearest.step}, {away_words}."]
 
 
 def _followed(after: SeriesReply | None) -> list[str]:
@@ -146,14 +170,14 @@ def _followed(after: SeriesReply | None) -> list[str]:
         return []
     finite = [value for value in after.value if value is not None]
     steps = "step" if after.num_total == 1 else f"{after.num_total} steps"
-    words = f"In the {steps} that followed the loss was "
+    words = f"Loss over the next {steps}: "
     if finite:
         words += f"{min(finite):.6g}" + (
             f" to {max(finite):.6g}" if max(finite) > min(finite) else ""
         )
-        lost = f", and not finite in {after.num_nonfinite}" if after.num_nonfinite else ""
+        lost = f", not finite in {after.num_nonfinite}" if after.num_nonfinite else ""
         return [f"{words}{lost}."]
-    return [f"{words}never finite."]
+    return [f"{words}not finite in any."]
 
 
 def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
@@ -184,20 +208,27 @@ def of_attempt(view: StepView, attempt: int) -> str:
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values
     words = [
-        f"the loss was {_number(head, 'loss')}{_limit(head, 'loss_limit')}, "
-        f"the gradient norm {_number(head, 'grad_norm')}{_limit(head, 'grad_norm_limit')}"
+        f"loss {_number(head, 'loss')}{_limit(head, 'loss_limit')}, "
+        f"gradient norm {_number(head, 'grad_norm')}{_limit(head, 'grad_norm_limit')}"
     ]
     if rates := learning_rates(values):
-        words.append(f"the learning rate{'s' if len(rates.split()) > 1 else ''} {rates}")
+        words[0] += f", learning rate{'s' if len(rates.split()) > 1 else ''} {rates}"
     bits = int(values.get("verdict") or 0)
-    verdict = [text for bit, text in _VERDICT if bits & bit]
+    verdict, left = [], bits
+    for mask, text in _VERDICT:
+        if left & mask == mask:
+            verdict.append(text)
+            left &= ~mask
+    is_skipped = bool(values.get("skipped"))
+    outcome = "the update was " + _outcome(bits, is_skipped=is_skipped)
     if verdict:
-        words.append("verdict: " + " and ".join(verdict))
-    words.append("the update was " + _outcome(bits, is_skipped=bool(values.get("skipped"))))
+        so = ", so " if is_skipped else "; "
+        outcome = " and ".join(verdict) + so + outcome
+    words.append(outcome)
     culprit = int(values.get("culprit_rank", -1) or 0)
     if bits & ~CLIPS and culprit >= 0:
-        words.append(f"rank {culprit} alone made it bad{_culprit(rows, culprit)}")
-    return "; ".join(words) + "."
+        words.append(f"caused by rank {culprit}{_culprit(rows, culprit)}")
+    return words[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in words[1:])
 
 
 _MAX_RATES = 4
@@ -222,7 +253,7 @@ def _outcome(bits: int, *, is_skipped: bool) -> str:
     if is_skipped:
         return "withheld" if bits & WITHHELD and not bits & (_NOT_FINITE | OVERFLOW) else "skipped"
     if bits & (LOSS_OUTLIER | NORM_OUTLIER) and bits & CLIPS and not bits & WITHHELD:
-        return "applied: left to the loop's clip"
+        return "applied after clipping"
     return "applied"
 
 
@@ -236,8 +267,8 @@ def _thinned(view: StepView) -> list[str]:
         if num_left >= num_ranks:
             continue
         longest = over.values.get("step_duration_seconds:max")
-        words = "" if longest is None else f"; on the slowest of them the step took {longest:.6g} s"
-        left = f"of {num_ranks} ranks beside 0, {num_left} have rows of their own left"
+        words = "" if longest is None else f"; the slowest took {longest:.6g} s for the step"
+        left = f"{num_left} of {num_ranks} ranks besides rank 0 still have their own rows"
         sentences.append(f"Thinned: {left}{words}.")
     return sentences
 
@@ -246,29 +277,27 @@ def _culprit(rows: Sequence[StepRow], rank: int) -> str:
     row = next((row for row in rows if row.source == f"rank:{rank}"), None)
     if row is None:
         return ""
-    clause = f" (its own loss was {_number(row, 'rank_loss')}"
+    clause = f" (its local loss was {_number(row, 'rank_loss')}"
     if row.values.get("batch_index") is not None:
-        clause += (
-            f", fed by batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
-        )
+        clause += f", from batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
     return clause + ")"
 
 
 def fed(step_data: StepData, tells_attempt: bool) -> str:
-    """Return which samples fed a rank."""
+    """Return which samples a rank trained on."""
     batch = step_data.batch
     sentence = step_data.source.replace(":", " ") + (
         f" in attempt {step_data.attempt}" if tells_attempt else ""
     )
     num = "batch" if batch.num_batches == 1 else f"{batch.num_batches} batches from"
-    sentence += f" was fed by {num} {batch.first_batch} of epoch {batch.epoch}: {samples(batch)}"
-    return sentence + (f"; kept in {batch.file}." if batch.file else ".")
+    sentence += f" trained on {num} {batch.first_batch} of epoch {batch.epoch}: {samples(batch)}"
+    return sentence + (f"; saved in {batch.file}." if batch.file else ".")
 
 
 def _number(row: StepRow, name: str) -> str:
     for mark in row.nonfinite:
         if mark.startswith(f"{name}="):
-            return mark.partition("=")[2]
+            return mark.partition("=")[2].replace("nan", "NaN")
     value = row.values.get(name)
     return "not measured" if value is None else f"{value:.6g}"
 
@@ -279,8 +308,8 @@ def _limit(row: StepRow, name: str) -> str:
 
 def _found(view: FindingView) -> str:
     finding = view.finding
-    level_note = " (told only)" if finding.level == "advisory" else ""
-    return f"The detector {finding.detector} found {finding.kind}{level_note}: {finding.reason}."
+    level_note = " (advisory)" if finding.level == "advisory" else ""
+    return f"Finding{level_note}: {finding.reason}."
 
 
 def _held(alert: Episode) -> str:
@@ -291,39 +320,34 @@ def _held(alert: Episode) -> str:
 
 
 def decided(view: DecisionView) -> str:
-    """Return what was decided, by which rule, when and why."""
+    """Return what was decided, by which rule, why, and the budget that is left."""
     decision = view.decision
-    acted = "" if decision.acted else " (observe mode: recorded, not done)"
-    parts = [
-        f"Decision {decision.ledger_seq}{acted}: {decision.action} by rule {_rule(decision.rule)}, "
-        f"taken at step {decision.decided_at_step}: {decision.reason}."
-    ]
+    words = (_DONE if decision.acted else _NOT_DONE)[decision.action]
     if decision.action == "rollback":
-        parts.append(
-            f"Training went back to step {decision.rollback_to_step} "
-            f"(checkpoint {decision.checkpoint_id})."
-        )
+        words += f" to step {decision.rollback_to_step}"
+    parts = [f"Action: {words} (rule: {decision.rule}): {decision.reason}."]
     if decision.lr_factor != 1.0:
         parts.append(f"The learning rate was multiplied by {decision.lr_factor:g}.")
-    if decision.acted and decision.cost_steps > 1:
-        parts.append(f"It cost {decision.cost_steps} steps.")
     if view.hindsight:
         parts.append(_HINDSIGHT[view.hindsight])
-    if decision.budget_left >= 0:
-        parts.append(f"Budget left: {decision.budget_left}.")
+    left = decision.budget_left
+    if left >= 0:
+        num = f"{left} rollback{'' if left == 1 else 's'} left"
+        parts.append(f"{num}." if left else "Rollback budget used up.")
     return " ".join(parts)
 
 
-def _rule(rule: str) -> str:
-    words = RULES.get(rule, "")
-    return f"{rule} ({words})" if words else rule
+def _lost(view: DecisionView) -> list[str]:
+    decision = view.decision
+    is_costly = decision.acted and decision.cost_steps > 1
+    return [f"Lost work: {decision.cost_steps} steps."] if is_costly else []
 
 
 def _rolled_back(step: int, ledger: Sequence[DecisionView]) -> list[str]:
     """Name the rollbacks about other steps that took this one back."""
     return [
-        f"A rollback about step {entry.decision.step} took this step back: training went on from "
-        f"step {entry.decision.rollback_to_step}."
+        f"This step was discarded: the rollback for step {entry.decision.step} went back to step "
+        f"{entry.decision.rollback_to_step}."
         for entry in ledger
         if entry.decision.action == "rollback"
         and entry.decision.acted

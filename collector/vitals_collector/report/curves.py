@@ -78,7 +78,7 @@ KINDS = {
     "rollback": ("R", "rollback"),
     "skip_step": ("s", "step skipped"),
     "accept_level": ("a", "new level accepted"),
-    "continue": ("c", "told, went on"),
+    "continue": ("c", "reported only"),
     "observed": ("o", "observed, not done"),
 }
 """Kinds of marks, the gravest first: their letter and their words."""

@@ -60,7 +60,7 @@ def draw(
 def legend(marks: Iterable[CurveMark]) -> str:
     """Return what the letters below the axes say, and how often."""
     counts = Counter(mark.kind for mark in marks)
-    entries = [f"{NONFINITE} not finite", f"{LEFT} left behind by a rollback"]
+    entries = [f"{NONFINITE} not finite", f"{LEFT} discarded by rollback"]
     entries += [
         f"{letter} {words} ({counts[kind]})"
         for kind, (letter, words) in KINDS.items()

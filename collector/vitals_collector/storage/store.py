@@ -253,8 +253,8 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
     low = message.lower()
     if "disk is full" in low or "no space left" in low or "disk quota" in low:
         return StorageError(
-            f"{where} has no room left: {message}",
-            hint="free space there; agents keep their spools and send again by themselves",
+            f"{where} has no disk space left: {message}",
+            hint="free space there; agents keep their spools and retry by themselves",
             code=FULL,
         )
     if "locked" in low or "lock timeout" in low:

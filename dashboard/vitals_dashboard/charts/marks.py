@@ -85,7 +85,7 @@ def mark_text(view: DecisionView) -> str:
     """Return a decision in words: what was done, when, and why."""
     decision = view.decision
     look = ACTIONS[decision.action]
-    done = look.word if decision.acted else f"{look.word} (observed only)"
+    done = look.word if decision.acted else f"{look.word}  (observed, not done)"
     where = f" to step {decision.rollback_to_step:,}" if decision.rollback_to_step >= 0 else ""
     return formatting.plain(f"{done}{where} at step {decision.step:,}: {decision.reason}", MAX_TEXT)
 

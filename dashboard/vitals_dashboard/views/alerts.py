@@ -9,7 +9,7 @@ from trainvitals.io.client import CollectorClient
 from trainvitals.views import AckRequest, AlertsQuestion, AlertView, RunsQuestion
 from vitals_dashboard import formatting, layout, tables
 from vitals_dashboard.source import Source
-from vitals_dashboard.theme import SEVERITY_BADGES
+from vitals_dashboard.theme import SEVERITY_BADGES, SEVERITY_WORDS
 
 MAX_CARDS = 40
 SILENCES = {"15 min": 900.0, "1 h": 3_600.0, "8 h": 28_800.0, "24 h": 86_400.0, "7 d": 604_800.0}
@@ -61,16 +61,16 @@ def _body(source: Source, shown: str, text: str) -> None:
     rest = [a for a in alerts if a.state != "firing"]
     if source.control is None and (firing or silenced):
         st.caption(
-            "This dashboard can only look: it was started without a control token, so alerts cannot"
+            "This dashboard is read-only: it was started without a control token, so alerts cannot"
             " be acknowledged or silenced here. Give it the collector's token file with"
             " --token-file, or use `vitals alerts ack`."
         )
     elif source.of_folder and (firing or silenced):
         st.caption(OF_FOLDER)
     if shown in ("firing", "all"):
-        _cards(source, firing, names, title="Firing", empty="Nothing fires.")
+        _cards(source, firing, names, title="Firing", empty="No firing alerts.")
     if shown in ("silenced", "all"):
-        _cards(source, silenced, names, title="Silenced", empty="Nothing is silenced.")
+        _cards(source, silenced, names, title="Silenced", empty="No silences.")
     elif silenced:
         st.caption(
             f"{formatting.count(len(silenced), 'firing alert')} silenced; see Silenced above."
@@ -108,7 +108,8 @@ def _card(source: Source, alert: AlertView, names: dict[str, str]) -> None:
         text, acts = st.columns([3, 2], vertical_alignment="center")
         with text, st.container(key=f"alert_text_{key}", gap="xxsmall"):
             with st.container(horizontal=True, vertical_alignment="center"):
-                st.badge(alert.severity, color=SEVERITY_BADGES[alert.severity])  # type: ignore[arg-type]
+                word, color = SEVERITY_WORDS[alert.severity], SEVERITY_BADGES[alert.severity]
+                st.badge(word, color=color)  # type: ignore[arg-type]
                 st.text(formatting.plain(alert.title, 60))
                 if alert.acknowledged_by:
                     st.badge("acknowledged", color="gray")
@@ -177,7 +178,8 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
         message = None
         if st.form_submit_button("Silence", type="primary"):
             if not reason.strip():
-                message = "A silence needs a reason: others will ask why nobody was told."
+                message = "A silence needs a reason: others must be able to see why no alert was "
+                "sent."
             else:
                 request = AckRequest(
                     by=person.strip() or "dashboard",

@@ -50,14 +50,14 @@ def _body(source: Source, run: RunSummary) -> None:
             placeholder="Anywhere", label_visibility="collapsed", width=170,
         )  # fmt: skip
     shown = [c for c in every if state in (None, c.state) and where in (None, c.where)]
-    st.caption(f"{len(shown):,} of {len(every):,}; select one to go back to it.")
+    st.caption(f"{len(shown):,} of {len(every):,}; select one to roll back to it.")
     rows = tables.checkpoint_rows(shown)
     newest = sorted(shown, key=lambda c: c.time_unix_ns, reverse=True)
     for row, checkpoint in zip(rows, newest, strict=True):
         row["Next"] = "\N{LEFTWARDS ARROW} rollback" if is_running and checkpoint == target else ""
     picked = layout.table(
         rows,
-        "None is like that.",
+        "No checkpoint matches.",
         key=f"checkpoints_{len(every)}_{len(shown)}",
         height=520,
         select=True,
@@ -105,7 +105,7 @@ def _target(
 ) -> None:
     with st.container(border=True, key="prose_target", gap="small"):
         if target is None:
-            st.text("None is healthy, so nothing can be gone back to: a rollback would be refused.")
+            st.text("No checkpoint is healthy: a rollback would be refused.")
             return
         back = max(0, run.last_step + 1 - target.step)
         st.text(
@@ -119,19 +119,19 @@ def _target(
 
 def _left(target: CheckpointView | None) -> None:
     with st.container(border=True, key="prose_target", gap="small"):
-        left = "None on disk is healthy."
+        left = "No healthy checkpoint on disk."
         if target is not None:
             left = (
                 f"The newest healthy one on disk is {formatting.plain(target.checkpoint_id, 60)},"
                 f" before step {target.step:,}."
             )
-        st.text(f"The run does not run: its snapshots in memory are gone. {left}")
+        st.text(f"The run has stopped, so its in-memory snapshots are gone. {left}")
 
 
 def _own_choice(detail: RunDetail) -> str:
     margin = detail.info.judge.get("ladder", {}).get("margin")
     steps = f"{margin} steps" if isinstance(margin, int) else "a margin"
-    return f"The run's own ladder takes the newest healthy one at least {steps} before the onset."
+    return f"An automatic rollback takes the newest healthy one at least {steps} before the onset."
 
 
 def _chosen(source: Source, run: RunSummary, checkpoint: CheckpointView) -> None:
@@ -142,7 +142,9 @@ def _chosen(source: Source, run: RunSummary, checkpoint: CheckpointView) -> None
             f" before step {checkpoint.step:,}. {formatting.plain(checkpoint.detail, 400)}"
         )
         if checkpoint.state != "healthy":
-            st.caption("Only a healthy one can be gone back to: the collector refuses others.")
+            st.caption(
+                "Only a healthy checkpoint can be rolled back to; the collector refuses others."
+            )
             return
         commands.command(
             source, run, "rollback", label="Roll back to this", key="rollback_chosen",

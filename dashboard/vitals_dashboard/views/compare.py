@@ -78,7 +78,7 @@ def _body(source: Source, chosen: Controls) -> None:
     names = compare.distinct_names(details)
     metric = _metric(details)
     if metric is None:
-        st.caption("None of these runs has recorded a number yet.")
+        st.caption("None of these runs has recorded a metric yet.")
         return
     lines = _lines(source, details, names, metric, chosen)
     replies: list[DifferenceReply] = []
@@ -90,9 +90,9 @@ def _body(source: Source, chosen: Controls) -> None:
     _table("Last values", compare.value_rows(source, details, names, metric), "compare_values")
     differing = compare.config_rows(details, names)
     if differing:
-        _table("Set differently", differing, "compare_config")
+        _table("Different settings", differing, "compare_config")
     else:
-        st.caption("Nothing that is recorded of these runs was set differently.")
+        st.caption("These runs have the same recorded settings.")
 
 
 def _choose(runs: Sequence[RunSummary]) -> list[str]:
@@ -203,8 +203,6 @@ def _draw(
     for i, (alt, spec) in enumerate(specs.items()):
         height = charts.DIFFERENCE_HEIGHT if i else charts.RUNS_HEIGHT
         st.echarts_chart(spec, key=f"chart_compare_{i}", height=height, alt=alt)
-    num_points = sum(map(charts.num_points, specs.values()))
-    st.caption(f"{num_points:,} points and marks in this refresh.")
 
 
 def _table(title: str, rows: list[tables.Row], key: str) -> None:

@@ -74,7 +74,7 @@ def draw() -> Controls:
             value=True,
             key="discarded",
             bind="query-params",
-            help="Steps that a rollback left behind, drawn faint.",
+            help="Steps discarded by a rollback, drawn faint.",
         )
         st.space("stretch")
         live = layout.live_toggle()

@@ -67,12 +67,9 @@ class Payload:
         return True
 
     def words(self) -> str:
-        """Say how much it is."""
-        text = f"{self.num_points:,} points and marks in this refresh, at most {MAX_POINTS:,}."
-        if self.num_left_out:
-            left_out = formatting.count(self.num_left_out, "chart")
-            text += f" {left_out} did not fit: choose fewer metrics."
-        return text
+        """Say how many charts did not fit."""
+        left_out = formatting.count(self.num_left_out, "chart")
+        return f"{left_out} did not fit (at most {MAX_POINTS:,} points): choose fewer metrics."
 
 
 Span = tuple[int, int]
@@ -332,7 +329,7 @@ def stands_still(view: View) -> bool:
 
 def _nothing(view: View) -> str:
     if view.asked == (None, None) or view.detail.summary.last_step < 0:
-        return "No step has been recorded yet; curves begin with the first one."
+        return "No step has been recorded yet."
     first, last = view.extent
     return (
         f"No step of this run is between {first:,} and {last:,};"

@@ -35,17 +35,17 @@ def _body(source: Source, run: RunSummary) -> None:
     num_all = formatting.count(len(ledger), "decision")
     count = f"{len(shown):,} of {num_all}; select one for its evidence."
     if shadow := tally(view.hindsight or None for view in ledger):
-        count += f" Of what was only observed, {shadow}."
+        count += f"  Of the observed decisions, {shadow}."
     st.caption(count)
     rows = tables.decision_rows(shown)
     newest = sorted(shown, key=lambda view: view.decision.ledger_seq, reverse=True)
     remarks = [commands.word_of(view, notes) for view in newest]
     if any(remarks):
         rows = [
-            {"Step": row["Step"], "Action": row["Action"], "Word of a person": word} | row
+            {"Step": row["Step"], "Action": row["Action"], "Manual override": word} | row
             for row, word in zip(rows, remarks, strict=True)
         ]
-    empty = "No decision is like that." if ledger else "No decision was needed so far."
+    empty = "No decision matches." if ledger else "Vitals took no action."
     picked = layout.table(
         rows, empty, key=f"ledger_{len(ledger)}_{len(shown)}", height=430, select=True
     )
@@ -53,7 +53,7 @@ def _body(source: Source, run: RunSummary) -> None:
     if picked is not None:
         _evidence(source, run, newest[picked], notes)
     elif waiting:
-        _evidence(source, run, waiting[0], notes, head="The newest that was only proposed")
+        _evidence(source, run, waiting[0], notes, head="Newest proposal")
     _commands(source, run)
 
 
@@ -73,7 +73,7 @@ def _filtered(ledger: Sequence[DecisionView]) -> list[DecisionView]:
         )
         first, last = layout.step_range()
         text = st.text_input(
-            "Reason holds", key="why", bind="query-params", max_chars=200, width=220
+            "Reason contains", key="why", bind="query-params", max_chars=200, width=220
         )
     needle = str(text or "").strip().casefold()
     return [
@@ -112,7 +112,7 @@ def _evidence(
                 )
             )
         if remark := commands.word_of(view, notes):
-            st.text(f"A person's word: {remark}")
+            st.text(f"Manual override: {remark}")
         with st.container(horizontal=True, vertical_alignment="center"):
             st.page_link(
                 layout.RUN,
@@ -165,5 +165,5 @@ def _numbers(view: DecisionView) -> list[str]:
 
 def _commands(source: Source, run: RunSummary) -> None:
     sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
-    st.markdown(f"**Commands of people** ({len(sent):,})")
-    layout.table(tables.command_rows(sent), "Nobody has sent this run a command.", key="commands")
+    st.markdown(f"**Manual commands** ({len(sent):,})")
+    layout.table(tables.command_rows(sent), "Manual commands: none.", key="commands")

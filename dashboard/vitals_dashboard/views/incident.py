@@ -15,7 +15,7 @@ from trainvitals.views import (
 )
 from vitals_dashboard import charts, commands, formatting, heatmap_page, layout, tables
 from vitals_dashboard.source import Source, series_of
-from vitals_dashboard.theme import SEVERITY_BADGES
+from vitals_dashboard.theme import SEVERITY_BADGES, SEVERITY_WORDS
 from vitals_dashboard.views.layers import movers
 from vitals_dashboard.views.ranks import row_names
 
@@ -39,8 +39,7 @@ def _body(source: Source, run: RunSummary) -> None:
     every = source.client.ask(IncidentsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
-            "No incident in this run. One begins with the first finding that the ladder acted on,"
-            " or that a person was told of."
+            "No incidents. One begins with the first finding that leads to an action or an alert."
         )
         return
     rows = tables.incident_rows(every)
@@ -54,9 +53,7 @@ def _body(source: Source, run: RunSummary) -> None:
     chosen = next((incident for incident in every if incident.incident_id == asked), None)
     if chosen is None:
         if asked:
-            st.caption(
-                "The address asks for an incident that this run has not; here is the newest."
-            )
+            st.caption("This run has no such incident; showing the newest.")
         chosen = every[0]
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     steps = (max(0, chosen.onset_step - BEFORE), chosen.last_step + AFTER)
@@ -78,7 +75,8 @@ def _story(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
             with st.container(key="incident_title", width="content"):
                 st.text(formatting.plain(incident.title, 200))
-            st.badge(incident.severity, color=SEVERITY_BADGES[incident.severity])  # type: ignore[arg-type]
+            word, color = SEVERITY_WORDS[incident.severity], SEVERITY_BADGES[incident.severity]
+            st.badge(word, color=color)  # type: ignore[arg-type]
             st.badge(
                 "open" if incident.is_open else "over",
                 color="orange" if incident.is_open else "green",
@@ -184,18 +182,18 @@ def _map(
 
 def _tables(incident: IncidentView, run: RunSummary) -> None:
     parts = (
-        ("What was decided", tables.decision_rows(incident.decisions), "Nothing was decided."),
-        ("What was found", tables.finding_rows(incident.findings), "Nothing was found."),
-        ("Alerts", tables.alert_rows(incident.alerts, {run.run_id: run.name}), "Nobody was told."),
+        ("Actions", tables.decision_rows(incident.decisions), "Vitals took no action."),
+        ("Findings", tables.finding_rows(incident.findings), "No findings."),
+        ("Alerts", tables.alert_rows(incident.alerts, {run.run_id: run.name}), "No alerts."),
         (
-            "GPUs, nodes and what else happened",
+            "GPU, node and other events",
             tables.event_rows(incident.events),
-            "Nothing else happened in these steps.",
+            "No other events in these steps.",
         ),
         (
             "Batches and samples of the bad steps",
             tables.data_rows(incident.data),
-            "No batch was noted: the loader is not wrapped by `monitor.batches`.",
+            "No batches recorded: wrap the loader in `monitor.batches`.",
         ),
     )
     for number, (title, rows, empty) in enumerate(parts):

@@ -47,12 +47,9 @@ def _body(source: Source, run: RunSummary) -> None:
 
 def _why_nothing(detail: RunDetail, chosen: Choice) -> str:
     if not any(metric.startswith("layers.") for metric in detail.metrics):
-        return (
-            "No layer has been measured in this run. Norms of layers come every 10th step:"
-            " a run that has just begun has none yet."
-        )
+        return "No layer metrics in this run yet. Layer norms are measured every 10th step."
     if chosen.metric == "layers.grad_norm":
-        return "No layer was measured in these steps: they are, every 10th step."
+        return "No layer metrics in these steps: they are measured every 10th step."
     return (
         "This run does not measure it. Weights, updates and activations of layers are opt-in: see"
         " `layer_stats` in the settings."
@@ -65,11 +62,13 @@ def movers(source: Source, run: RunSummary, step: int | None) -> None:
     if at < 0:
         return
     moved = source.client.ask(MoversQuestion(run_id=run.run_id, step=at))
-    st.markdown(f"**What moved most up to step {at:,}**")
-    st.caption("Against its own median before, in robust standard deviations; set To step above.")
+    st.markdown(f"**Largest changes up to step {at:,}**")
+    st.caption(
+        "In robust standard deviations (sigma) from its own earlier median; set To step above."
+    )
     layout.table(
         tables.mover_rows(moved),
-        "Nothing moved, or nothing was measured there.",
+        "Nothing unusual, or no measurements there.",
         key="movers",
-        columns={"How far": st.column_config.NumberColumn(format="%.1f")},
+        columns={"Sigma": st.column_config.NumberColumn(format="%.1f")},
     )

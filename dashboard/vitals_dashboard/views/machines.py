@@ -56,11 +56,11 @@ def draw(view: View, loss: Sequence[Line] = ()) -> None:
     notes = _notes(view, gpus, nodes)
     if times is not None and chosen and not any(by_metric):
         what = "a GPU" if gpus else "the host"
-        notes.append(f"No sample of {what} was taken while these steps were trained.")
+        notes.append(f"No sample of {what} was taken during these steps.")
     if times is not None and any(line.role == "discarded" for line in loss):
         notes.append(
-            "Some of these steps were trained more than once: shown is the time from the first"
-            " attempt to the last; without rolled-back branches, that of the last."
+            "Some of these steps were trained more than once: the time axis spans all attempts, or"
+            " the last one only where rolled-back branches are off."
         )
     if notes:
         st.caption(" ".join(notes))
@@ -78,7 +78,7 @@ def times_of(lines: Sequence[Line]) -> Span | None:
 
 def _notes(view: View, gpus: list[str], nodes: list[str]) -> list[str]:
     if not gpus and not nodes:
-        return ["Neither a GPU nor a host reports for this run: no agent has seen it."]
+        return ["No GPU or host reports for this run: no agent has served it."]
     notes = [] if gpus else ["No GPU reports for this run; the host is shown."]
     for sources, what in ((view.sources("rank"), "rank"), (gpus, "GPU"), (nodes, "host")):
         if len(sources) > MAX_SOURCES and (what != "host" or not gpus):

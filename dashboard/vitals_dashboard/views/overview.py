@@ -105,7 +105,7 @@ def _list(source: Source, runs: Sequence[RunSummary]) -> None:
     loss = column.TextColumn(width=70) if is_text else column.NumberColumn(format="%.4g", width=70)
     chosen = layout.table(
         rows,
-        "No run is like that. Take something out of the search above.",
+        "No run matches. Clear part of the search above.",
         key="runs",
         height=38 + 35 * PAGE_SIZE,
         select=True,

@@ -90,7 +90,7 @@ def _asked(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
         branch = _branch_choice() if name in OF_ONE_RUN else "all"
         steps = layout.step_range() if name != "runs" else (None, None)
         limit = st.number_input(
-            "Rows at most", min_value=1, max_value=MAX_ROWS, value=1_000, step=1_000,
+            "Maximum rows", min_value=1, max_value=MAX_ROWS, value=1_000, step=1_000,
             key="limit", bind="query-params", width=110,
         )  # fmt: skip
         newest = st.toggle("Newest first", key="newest", bind="query-params")
@@ -101,7 +101,7 @@ def _asked(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
         states.no_such_run(st.query_params.get("run") or "")
         return None, live
     if run_id == ALL_RUNS and name in OF_ONE_RUN:
-        st.caption("Steps and ranks are asked of one run: choose it above.")
+        st.caption("Pick a run to query its steps or ranks.")
         return None, live
     request = TableQuestion(
         table=name,
@@ -165,9 +165,9 @@ def _answer(request: TableQuestion, reply: TableReply) -> None:
     num = len(reply.data[0]) if reply.data else 0
     with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
         cut = "; raise the number of rows to see more" if num < reply.num_total else ""
-        unseen = f"; {formatting.count(reply.num_discarded, 'rolled-back row')} not looked at"
+        unseen = f"; {formatting.count(reply.num_discarded, 'rolled-back row')} left out"
         remark = cut + (unseen if reply.num_discarded else "")
-        st.caption(f"{num:,} of {formatting.count(reply.num_total, 'row')} that meet this{remark}")
+        st.caption(f"{num:,} of {formatting.count(reply.num_total, 'row')} match{remark}")
         st.space("stretch")
         name = f"vitals_{request.table}{'_' + request.run_id if request.run_id else ''}"
         st.download_button(
@@ -180,7 +180,7 @@ def _answer(request: TableQuestion, reply: TableReply) -> None:
             on_click="ignore", disabled=not num,
         )  # fmt: skip
     if not num:
-        st.caption("No row meets all conditions.")
+        st.caption("No row matches all conditions.")
         return
     st.dataframe(
         as_frame(reply),

@@ -50,7 +50,7 @@ def _body(source: Source, run: RunSummary) -> None:
 
 def _why_nothing(chosen: Choice) -> str:
     if chosen.metric.startswith(("gpu.", "node.")):
-        return "No agent has reported this for the run: without an agent, only ranks are seen."
+        return "No agent has reported this for the run; without an agent only ranks report."
     return "No rank measured this in these steps."
 
 
@@ -96,18 +96,18 @@ def _findings(source: Source, run: RunSummary) -> None:
         for view in source.client.ask(FindingsQuestion(run_id=run.run_id))
         if view.finding.kind in ABOUT_MACHINES
     ]
-    st.markdown(f"**Told about ranks and machines** ({len(findings):,})")
+    st.markdown(f"**Rank and node findings** ({len(findings):,})")
     layout.table(
         tables.finding_rows(findings),
-        "The detectors have told nothing about ranks, GPUs or nodes.",
+        "Rank and node findings: none.",
         key="rank_findings",
     )
 
 
 def _sources(source: Source, detail: RunDetail) -> None:
-    st.markdown(f"**Who reports** ({len(detail.sources):,})")
+    st.markdown(f"**Reporting processes** ({len(detail.sources):,})")
     layout.table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),
-        "Nobody has reported yet.",
+        "No process has reported yet.",
         key="sources",
     )

@@ -49,7 +49,8 @@ def _body(source: Source, chosen: Controls) -> None:
     view = _view(source, detail, chosen, decisions, checkpoints)
     loss = curves.draw(view, own)
     machines.draw(view, loss)
-    st.caption(view.payload.words())
+    if view.payload.num_left_out:
+        st.caption(view.payload.words())
     _below(detail, decisions, checkpoints, _readings(source, detail, decisions))
 
 
@@ -164,7 +165,7 @@ def _numbers(source: Source, detail: RunDetail) -> None:
         ("Step", f"{summary.last_step:,}"),
         ("Grad norm", formatting.number(summary.grad_norm)),
         ("Learning rate", formatting.number(last.learning_rate, 3)),
-        ("Tokens/s", formatting.number(last.tokens_per_second, 3)),
+        ("Tokens/s", formatting.rate(last.tokens_per_second)),
         ("MFU", "n/a" if last.mfu is None else f"{last.mfu * 100:.1f} %"),
         ("Skips", f"{summary.num_skips:,}"),
         ("Rollbacks", f"{summary.num_rollbacks:,}"),
@@ -200,10 +201,10 @@ def _below(
 ) -> None:
     st.markdown(f"**Decisions** ({len(decisions):,})")
     if shadow := tally(view.hindsight or None for view in decisions):
-        st.caption(f"Of what was only observed, {shadow}.")
-    layout.table(tables.decision_rows(decisions), "No decision was needed so far.", key="decisions")
+        st.caption(f" Of the observed decisions, {shadow}.")
+    layout.table(tables.decision_rows(decisions), "Vitals took no action.", key="decisions")
     if readings:
-        st.markdown(f"**What the state said** ({len(readings):,})")
+        st.markdown(f"**Probe and evaluation results** ({len(readings):,})")
         layout.table(tables.event_rows(readings), "", key="readings")
     left, right = st.columns(2)
     with left:

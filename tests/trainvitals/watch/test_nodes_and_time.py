@@ -42,8 +42,8 @@ def test_an_xid_is_told_in_words_and_only_when_it_comes_up() -> None:
     (finding,) = [f for row in rows for f in watcher.update(row)]
     assert ("gpu_xid", "xid_fatal", 79) == (finding.kind, finding.cause, finding.value)
     assert (
-        "GPU G of node a reported Xid 79: it has fallen off the bus; the GPU must be reset or "
-        "taken out" == finding.reason
+        "GPU G of node a reported Xid 79: it has fallen off the bus; reset the GPU or drain "
+        "the node" == finding.reason
     )
 
 
@@ -65,7 +65,7 @@ def test_all_gpus_of_a_node_together_are_one_finding() -> None:
     both = {"G": {"power_watts": 1.0}, "H": {"power_watts": 1.0}}
     rows = samples(both, *[{}] * 30)
     (finding,) = [f for row in rows for f in watcher.update(row)]
-    assert "none of the 2 GPUs of node a answers any more" == finding.reason
+    assert "all 2 GPUs of node a stopped responding" == finding.reason
 
 
 # -------------------------------------------------------------------------- not in time

@@ -20,8 +20,8 @@ def test_a_jump_of_the_rate_is_told_at_its_step_with_its_numbers() -> None:
         finding.step, finding.value, finding.limit, finding.cause,
     )  # fmt: skip
     assert (
-        "the learning rate jumped from 0.001 to 0.01 in one step, 10 times as high; "
-        "its highest in the schedule so far was 0.001"
+        "the learning rate jumped from 0.001 to 0.01 in one step, 10x; "
+        "the schedule's highest so far was 0.001"
     ) == finding.reason
 
 
@@ -142,8 +142,8 @@ def test_the_layer_is_named() -> None:
     (finding,) = watched(LayerGradientWatcher(), course)
     assert 40 == finding.step
     assert (
-        "the gradient norm of layer h.2 is 500, 500 times its course of 1 beyond what all "
-        "6 layers do" == finding.reason
+        "the gradient norm of layer h.2 is 500: 500x its usual 1, after dividing out what all "
+        "6 layers share" == finding.reason
     )
 
 
@@ -161,7 +161,7 @@ def test_activations_are_told_once_per_order_of_magnitude() -> None:
     course = "mlp:activation_rms 1x60 20x100 2000x100"
     found = watched(ActivationWatcher(), course)
     assert {62: ["activation"], 162: ["activation"]} == causes(found)
-    assert found[0].reason.startswith("the root mean square of the output of mlp is 20, 20 times")
+    assert found[0].reason.startswith("the output of mlp has a root mean square of 20, 20x")
 
 
 # -------------------------------------------------------------------------- speed
@@ -172,14 +172,14 @@ def test_throughput_is_told_in_words() -> None:
     (finding,) = watched(ThroughputWatcher(), course)
     assert (439, 400) == (finding.step, finding.onset_step)
     assert (
-        "throughput fell to 40 k tokens a second, 80% of the run's best course of 50 k, for 40 "
-        "steps, evaluations and checkpoints left out" == finding.reason
+        "throughput fell to 40 k tokens/s, 80% of the run's best (50 k tokens/s), over 40 steps "
+        "(not counting evaluations and checkpoints)" == finding.reason
     )
 
 
 def test_without_tokens_the_duration_serves() -> None:
     (finding,) = watched(ThroughputWatcher(), "step_duration_seconds[0] 1x400 1.4x400")
-    assert finding.reason.startswith("steps take 1.4 s, 1.4 times as long as the 1 s")
+    assert finding.reason.startswith("steps take 1.4 s, 1.4x the run's best (1 s)")
 
 
 def test_a_fall_by_five_per_cent_is_not_told() -> None:
@@ -246,7 +246,10 @@ def test_the_rank_the_others_wait_for_is_named() -> None:
     )
     (finding,) = watched(StragglerWatcher(), course, ranks=4)
     assert (3, 19, 0) == (finding.rank, finding.step, finding.onset_step)
-    assert "3 other ranks wait 290 ms, 29% of a step, for rank 3, since step 0" == finding.reason
+    assert (
+        "rank 3 is late by 290 ms a step (29% of it) since step 0; 3 other ranks wait for it"
+        == finding.reason
+    )
 
 
 def test_of_two_ranks_the_one_that_waits_least_is_slow() -> None:
@@ -277,7 +280,7 @@ def test_a_whole_slow_node_is_one_finding() -> None:
     lines = ["step_duration_seconds[*] 1x60", "communication_seconds[*] 0.3x60"]
     lines += [f"communication_seconds[{rank}] 0.0{rank}x60" for rank in (1, 2, 3)]
     (finding,) = watched(StragglerWatcher(), ";".join(lines), ranks=8)
-    assert "for rank 1, as for ranks 2, 3, since" in finding.reason
+    assert "7 other ranks wait for it; ranks 2, 3 are late as well" in finding.reason
 
 
 # -------------------------------------------------------------------------- memory, losses
@@ -288,8 +291,8 @@ def test_a_leak_is_told_with_the_steps_that_are_left() -> None:
     (finding,) = watched(memory_watcher(), rows)
     assert finding.value is not None
     assert abs(finding.step + finding.value - 4000) < 50
-    assert "rank 0 creeps up by 10.25 MiB a step" in finding.reason
-    assert "80 GiB are used up in" in finding.reason
+    assert "rank 0 grows by 10.25 MiB a step" in finding.reason
+    assert "80 GiB run out in" in finding.reason
 
 
 def test_a_slow_leak_is_found_at_a_larger_scale() -> None:

@@ -132,7 +132,7 @@ def promote(run: _Run, checkpoint: _Id, directory: _Dir = _RUNS) -> None:
 def quarantine(
     run: _Run,
     checkpoint: _Id,
-    reason: Annotated[str, typer.Option(help="Why: kept with it.")] = "set aside by a person",
+    reason: Annotated[str, typer.Option(help="Why: kept with it.")] = "set aside manually",
     directory: _Dir = _RUNS,
 ) -> None:
     """Set a checkpoint aside: nothing loads it any more, and nothing deletes it."""

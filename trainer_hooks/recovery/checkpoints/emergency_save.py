@@ -81,10 +81,10 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
                 _merge(folder, parts, run_id)
                 adopted.append(parts.name)
         except VitalsError as error:
-            _LOG.warning("vitals: the parts of %s make no checkpoint: %s", parts.name, error.text)
+            _LOG.warning("vitals: the parts of %s are incomplete: %s", parts.name, error.text)
             folder.note(parts.name, "bad", detail=f"written by each rank alone: {error.text}")
         except OSError as error:
-            _LOG.warning("vitals: the parts of %s are left for now: %s", parts.name, error)
+            _LOG.warning("vitals: the parts of %s are kept for now: %s", parts.name, error)
             folder.discard(parts.name)
             continue
         shutil.rmtree(parts, ignore_errors=True)

@@ -290,7 +290,7 @@ class CheckpointFolder:
             if not bad.is_symlink():
                 manifests.put(bad / manifests.BAD_MARK, self.path, msgspec.json.encode(mark))
         except OSError as error:  # the index says it too, and the name alone is what counts
-            _LOG.warning("vitals: why %s was set aside is not written: %s", bad, error)
+            _LOG.warning("vitals: cannot save why %s was set aside: %s", bad, error)
         self._index.write()
 
     # ------------------------------------------------------------------------------- looking
@@ -396,7 +396,7 @@ class CheckpointFolder:
             except (CheckpointCorruptError, NewerVersionError, OSError) as error:
                 if name not in self._told:
                     self._told = {name, *(self._told & set(self.names()))}
-                    _LOG.warning("vitals: checkpoint %s is left out: %s", name, error)
+                    _LOG.warning("vitals: checkpoint %s is ignored: %s", name, error)
                 continue
             if content.run_id == self._run_id:
                 by_id[name] = content

@@ -290,7 +290,7 @@ class CheckpointStore:
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         self.num_failed += 1
         text = error.text if isinstance(error, VitalsError) else f"{type(error).__name__}: {error}"
-        _LOG.warning("vitals: checkpoint %s was not saved, training goes on: %s", name, text)
+        _LOG.warning("vitals: checkpoint %s was not saved, training continues: %s", name, text)
         self.folder.note(name, "bad", detail=f"not saved: {text}")
 
     def write_alone(self, snapshot: Snapshot) -> bool:
@@ -377,7 +377,7 @@ class CheckpointStore:
             try:
                 return self.load(ref.id)
             except (CheckpointCorruptError, UsageError) as error:
-                _LOG.warning("vitals: checkpoint %s, trying an older: %s", ref.id, error)
+                _LOG.warning("vitals: checkpoint %s failed, trying an older one: %s", ref.id, error)
         if refs:
             raise CheckpointError(
                 f"none of {len(refs)} checkpoints in {self.folder.path} can be loaded",

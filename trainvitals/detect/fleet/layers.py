@@ -182,14 +182,15 @@ class LayerOutlierWatcher(Watcher):
             return ()
         own, layer = max(confirmed)
         course = self._courses[layer]
-        others = f", and so are {len(confirmed) - 1} more" if len(confirmed) > 1 else ""
+        others = f"; {len(confirmed) - 1} more layers are unusual" if len(confirmed) > 1 else ""
         usual = _exp(course.center)
         return (
             tell(
                 self.name,
                 step,
-                f"{self.label} of layer {layer} is {numbers[layer]:.4g}, {_exp(own):.3g} times its "
-                f"course of {usual:.4g} beyond what all {len(numbers)} layers do{others}",
+                f"{self.label} of layer {layer} is {numbers[layer]:.4g}: {_exp(own):.3g}x its "
+                f"usual {usual:.4g}, after dividing out what all {len(numbers)} layers "
+                f"share{others}",
                 value=numbers[layer],
                 limit=usual * self._config.weak_ratio,
             ),
@@ -297,13 +298,13 @@ class ActivationWatcher(Watcher):
             return ()
         growth, label, layer, value = max(grown)
         limits = {named: limit for _, named, limit in self._columns}
-        others = f", and {len(grown) - 1} more grew so" if len(grown) > 1 else ""
+        others = f"; {len(grown) - 1} more grew as much" if len(grown) > 1 else ""
         return (
             tell(
                 self.name,
                 merged.step,
-                f"the {label} of the output of {layer} is {value:.4g}, {_exp(growth):.3g} times "
-                f"the {value / _exp(growth):.4g} it was after warm-up{others}",
+                f"the output of {layer} has a {label} of {value:.4g}, {_exp(growth):.3g}x the "
+                f"{value / _exp(growth):.4g} after warm-up{others}",
                 value=value,
                 limit=value * _exp(limits[label] - growth),
             ),

@@ -175,8 +175,8 @@ class MemoryCreepWatcher(Watcher):
         return tell(
             self.name,
             step,
-            f"memory of rank {rank} creeps up by {humanize_bytes(slope)} a step since step "
-            f"{max(0, onset)}; at that pace its {humanize_bytes(self._total)} are used up in "
+            f"memory of rank {rank} grows by {humanize_bytes(slope)} a step since step "
+            f"{max(0, onset)}; at that rate its {humanize_bytes(self._total)} run out in "
             f"{left:,.0f} steps",
             rank=rank,
             value=left,

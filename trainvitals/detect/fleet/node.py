@@ -39,10 +39,10 @@ FATAL_XIDS: dict[int, str] = {
     74: "an NVLink error",
     79: "it has fallen off the bus",
     95: "an uncontained memory error",
-    119: "its system processor does not answer",
+    119: "its system processor does not respond",
     120: "an error of its system processor",
     140: "an unrecovered memory error",
-    143: "it could not be initialised",
+    143: "it could not be initialized",
 }
 """Xids after which NVIDIA's catalogue of Xid errors asks for a reset, a restart or a check of the
 GPU; with these the fault is not the program's."""
@@ -127,21 +127,21 @@ class GpuThrottleWatcher(NodeWatcher):
         begins_cap = clocks.cap.begins(clocks.capped >= config.cap_samples)
         if begins_hot:
             return _WORDS[_cause(mask)]
-        return "is held far below its clock by its power cap" if begins_cap else ""
+        return "runs far below its usual clock because of its power limit" if begins_cap else ""
 
 
 THROTTLES: dict[int, str] = {
     HARDWARE_SLOWDOWN: "hardware slowdown",
-    SOFTWARE_HEAT: "heat, told by the driver",
-    HARDWARE_HEAT: "heat, told by the hardware",
-    POWER_BRAKE: "brake of the power supply",
+    SOFTWARE_HEAT: "heat (driver)",
+    HARDWARE_HEAT: "heat (hardware)",
+    POWER_BRAKE: "power brake",
 }
 """Reasons that slow clocks down against the program's wish; a power cap is normal under load."""
 _SLOWED = sum(THROTTLES)
 _WORDS = {
-    "gpu_thermal": "is slowed down for its heat",
-    "gpu_power_brake": "is slowed down by the power supply",
-    "gpu_slowdown": "is slowed down by its hardware (heat or power)",
+    "gpu_thermal": "is throttled for heat",
+    "gpu_power_brake": "is throttled by the power supply",
+    "gpu_slowdown": "is throttled by its hardware (heat or power)",
 }
 
 
@@ -228,7 +228,8 @@ class GpuErrorWatcher(NodeWatcher):
         kept.uncorrected = count
         if not kept.ecc.begins(new > 0):
             return ()
-        text = f"{_gpu(sample, uuid)} had {new} uncorrected memory error(s): its numbers are lost"
+        text = f"{_gpu(sample, uuid)} had {new} uncorrected memory error(s): data in its memory "
+        "was lost"
         return (
             tell(self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new),
         )
@@ -267,7 +268,7 @@ class GpuErrorWatcher(NodeWatcher):
         meaning = FATAL_XIDS.get(code) or XIDS.get(code) or "see NVIDIA's catalogue"
         text = f"{_gpu(sample, uuid)} reported Xid {code}: {meaning}"
         if is_fatal:
-            text += "; the GPU must be reset or taken out"
+            text += "; reset the GPU or drain the node"
         return (
             tell(
                 self.name,
@@ -326,9 +327,9 @@ class GpuLostWatcher(NodeWatcher):
         if not lost:
             return ()
         if not answering and len(lost) > 1:
-            text = f"none of the {len(lost)} GPUs of node {sample.node} answers any more"
+            text = f"all {len(lost)} GPUs of node {sample.node} stopped responding"
             return (tell(self.name, sample.step, text, value=float(len(lost))),)
-        words = "does not answer any more: it may have fallen off the bus"
+        words = "stopped responding: it may have fallen off the bus"
         return tuple(tell(self.name, sample.step, f"{_gpu(sample, uuid)} {words}") for uuid in lost)
 
 

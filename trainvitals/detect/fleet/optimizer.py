@@ -131,12 +131,12 @@ class LearningRateWatcher(Watcher):
         return tuple(findings)
 
     def _told_jump(self, step: int, last: float, rate: float) -> Finding:
-        times = f"{rate / last:.3g} times as high" if last > 0.0 else "after 0"
+        times = f"{rate / last:.3g}x" if last > 0.0 else "from 0"
         return tell(
             self.name,
             step,
             f"the learning rate jumped from {last:.4g} to {rate:.4g} in one step, {times}; "
-            f"its highest in the schedule so far was {self._peak:.4g}",
+            f"the schedule's highest so far was {self._peak:.4g}",
             cause="lr_jump",
             value=rate,
             limit=min(last * self._config.max_rise, 1e308),
@@ -182,7 +182,8 @@ class LearningRateWatcher(Watcher):
             tell(
                 self.name,
                 merged.step,
-                f"the learning rate has been 0 since step {self._zero_since}: nothing is learnt",
+                f"the learning rate has been 0 since step {self._zero_since}: the model does not "
+                "learn",
                 cause="lr_zero",
                 value=0.0,
                 onset_step=self._zero_since,
@@ -213,8 +214,8 @@ class LearningRateWatcher(Watcher):
             tell(
                 self.name,
                 step,
-                f"the learning rate resumed at {rate:.4g}; the attempt before had {high:.4g} at "
-                f"step {step}: the schedule was not restored",
+                f"the learning rate resumed at {rate:.4g}, but the previous attempt had {high:.4g} "
+                f"at step {step}: the schedule was not restored",
                 cause="lr_forgotten",
                 value=rate,
                 limit=high,
@@ -377,8 +378,8 @@ class LossScaleWatcher(Watcher):
                     self.name,
                     step,
                     f"{self._in_row} overflows in a row: the loss scale fell from "
-                    f"{self._before:.4g} to {scale:.4g}; one at a time, every 2000 steps or so, "
-                    "is normal",
+                    f"{self._before:.4g} to {scale:.4g}; a single one about every 2,000 steps is "
+                    "normal",
                     cause="loss_scale_collapse",
                     value=float(self._in_row),
                     limit=float(config.overflows_in_row),
@@ -400,8 +401,8 @@ class LossScaleWatcher(Watcher):
             tell(
                 self.name,
                 step,
-                f"{num} of the last {_WINDOW} steps overflowed and were not applied; "
-                f"{limit:.0%} is the limit, 1 in 2000 is normal",
+                f"{num} of the last {_WINDOW} steps overflowed and were skipped (limit "
+                f"{limit:.0%}; 1 in 2,000 is normal)",
                 cause="overflow_rate",
                 value=ratio,
                 limit=limit,

@@ -226,15 +226,16 @@ class StragglerWatcher(Watcher):
         late, rank = max(latecomers)
         late, since = min(late, LONGEST_SECONDS), self._late[rank][1]
         more = sorted(other for _, other in latecomers if other != rank)
-        others = f", as for {_names(more)}" if more else ""
+        verb = "is" if len(more) == 1 else "are"
+        others = f"; {_names(more)} {verb} late as well" if more else ""
         of_data = _is_late_by_data(merged, rank, late)
-        why = ", as it waits for its data" if of_data else ""
+        why = "; it waits for its data" if of_data else ""
         share = late / duration
         return tell(
             self.name,
             merged.step,
-            f"{len(ranks) - 1} other ranks wait {humanize_seconds(late)}, {share:.0%} of a step, "
-            f"for rank {rank}{others}, since step {since}{why}",
+            f"rank {rank} is late by {humanize_seconds(late)} a step ({share:.0%} of it) since "
+            f"step {since}; {len(ranks) - 1} other ranks wait for it{others}{why}",
             rank=rank,
             value=share,
             limit=self._config.late,
@@ -402,9 +403,9 @@ class RankLossWatcher(Watcher):
         return tell(
             self.name,
             step,
-            f"the loss of rank {rank} lies {side} the other ranks' nearly always since step "
-            f"{since}, now {loss:.4g} with a median of {middle:.4g}: its data differ, or the rank "
-            "is broken",
+            f"the loss of rank {rank} has been {side} the other ranks' on nearly every step since "
+            f"step {since}, now {loss:.4g} against a median of {middle:.4g}: check its data and "
+            "its hardware",
             rank=rank,
             value=loss,
             limit=middle,

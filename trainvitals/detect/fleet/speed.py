@@ -245,17 +245,17 @@ class ThroughputWatcher(Watcher):
 
     def _told(self, step: int, cost: float, best: float, allowed: float) -> Finding:
         part, num = _exp(best - cost), self._low_blocks * self._config.block
-        for_steps = f"for {num} steps, evaluations and checkpoints left out"
+        for_steps = f"over {num} steps (not counting evaluations and checkpoints)"
         now, was, limit = _exp(-cost), _exp(-best), _exp(-best - allowed)
         if self._per_token:
             reason = (
-                f"throughput fell to {humanize(now, 'tokens')} tokens a second, {part:.0%} of the "
-                f"run's best course of {humanize(was, 'tokens')}, {for_steps}"
+                f"throughput fell to {humanize(now, 'tokens')} tokens/s, {part:.0%} of the "
+                f"run's best ({humanize(was, 'tokens')} tokens/s), {for_steps}"
             )
         else:
             reason = (
-                f"steps take {humanize_seconds(_exp(cost))}, {_exp(cost - best):.3g} times as long "
-                f"as the {humanize_seconds(_exp(best))} of the run's best course, {for_steps}"
+                f"steps take {humanize_seconds(_exp(cost))}, {_exp(cost - best):.3g}x the run's "
+                f"best ({humanize_seconds(_exp(best))}), {for_steps}"
             )
         return tell(self.name, step, reason, value=now, limit=limit, onset_step=self._onset)
 
@@ -320,8 +320,8 @@ def stalled(
     return tell(
         "stalled",
         last_step,
-        f"no step for {humanize_seconds(silent)} after step {last_step}; a step usually takes "
-        f"{humanize_seconds(typical_seconds)}, and {humanize_seconds(limit)} is the limit",
+        f"no step has finished for {humanize_seconds(silent)} since step {last_step}; a step "
+        f"usually takes {humanize_seconds(typical_seconds)} (limit {humanize_seconds(limit)})",
         value=silent,
         limit=limit,
     )
@@ -350,8 +350,8 @@ def checkpoint_overdue(
     return tell(
         "checkpoint_overdue",
         step,
-        f"the newest checkpoint is of step {newest_checkpoint_step}, {age} steps ago; one comes "
-        f"every {interval} steps",
+        f"the newest checkpoint is {age} steps old (step {newest_checkpoint_step}); the usual "
+        f"interval is {interval} steps",
         value=float(age),
         limit=limit,
         onset_step=newest_checkpoint_step + interval,

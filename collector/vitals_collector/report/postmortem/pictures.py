@@ -51,7 +51,7 @@ def caption(curve: Curve) -> str:
     words = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
     words += f"{series.num_total} steps, {series.num_nonfinite} of them not finite"
     if curve.discarded is not None and curve.discarded.num_total:
-        words += f"; {curve.discarded.num_total} left behind by rollbacks"
+        words += f"; {curve.discarded.num_total} discarded by rollbacks"
     return words
 
 

@@ -49,18 +49,14 @@ def _short(name: str) -> str:
 
 def _in_short(facts: ReportData) -> str:
     summary, num = facts.detail.summary, len(facts.all_incidents)
-    ended = "is running" if summary.state == "running" else f"is {summary.state}"
-    words = f"The run {ended} at step {summary.last_step}, its health is {summary.health}. "
+    words = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
     if not num:
-        return words + "It never had an incident."
+        return words + "No incidents."
     open_now = sum(incident.is_open for incident in facts.all_incidents)
     steps, seconds = _cost(facts.all_incidents)
-    words += f"It had {_num(num, 'incident')}"
-    if num == 1:
-        words += ", which is not over" if open_now else ", which is over"
-    else:
-        words += f", {open_now} of them not over" if open_now else ", all of them over"
-    return words + f". Trained in vain: {_num(steps, 'step')}, {seconds:.4g} seconds."
+    words += _num(num, "incident") + (f", {open_now} still open" if open_now else ", all resolved")
+    ranks = _num(summary.world_size, "rank")
+    return words + f". Lost work: {_num(steps, 'step')} ({seconds:.3g} s x {ranks})."
 
 
 def _cost(incidents: Sequence[IncidentView]) -> tuple[int, float]:
@@ -88,7 +84,7 @@ def _about(facts: ReportData) -> list[Row]:
         ("loss, gradient norm", _pair(summary.loss, summary.grad_norm)),
         ("skips, rollbacks", f"{summary.num_skips}, {summary.num_rollbacks}"),
         ("attempts", len(facts.detail.attempts)),
-        ("rows lost on the way", sum(source.num_lost_rows for source in facts.detail.sources)),
+        ("rows lost in transit", sum(source.num_lost_rows for source in facts.detail.sources)),
         ("git commit", info.git_commit),
         ("torch", info.torch_version),
         ("folder", info.run_dir),
@@ -107,7 +103,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
     yield Heading(2, "Incidents")
     shown = facts.all_incidents[:MAX_LINES]
     yield Table(
-        ("incident", "what", "severity", "steps", "began", "state", "in vain"),
+        ("incident", "what", "severity", "steps", "began", "state", "lost work"),
         [
             (
                 incident.incident_id,
@@ -115,7 +111,7 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
                 incident.severity,
                 _steps(incident),
                 moment(incident.started_unix_ns),
-                "open" if incident.is_open else "over",
+                "open" if incident.is_open else "resolved",
                 _num(incident.cost_steps, "step"),
             )
             for incident in shown
@@ -123,7 +119,9 @@ def _incidents(facts: ReportData) -> Iterator[Block]:
     )
     yield from _left_out(len(facts.all_incidents) - len(shown), "older incidents")
     if len(facts.incidents) < len(facts.all_incidents):
-        yield Words(f"Told whole below: {len(facts.incidents)}; --incident ID tells another.")
+        yield Words(
+            f"Details of {len(facts.incidents)} of them follow; for another: --incident ID."
+        )
 
 
 def _steps(incident: IncidentView) -> str:
@@ -136,7 +134,7 @@ def _num(num: int, what: str) -> str:
 
 
 def _left_out(num: int, what: str) -> list[Block]:
-    return [Words(f"{num} {what} are left out here.")] if num > 0 else []
+    return [Words(f"and {num} more {what}")] if num > 0 else []
 
 
 def _incident(
@@ -144,8 +142,8 @@ def _incident(
 ) -> Iterator[Block]:
     incident = incident_facts.incident
     yield Heading(2, incident.title or f"Incident {incident.incident_id}")
-    state = "not over" if incident.is_open else "over"
-    yield Words(f"Incident {incident.incident_id}, of severity {incident.severity}, {state}.")
+    state = "open" if incident.is_open else "resolved"
+    yield Words(f"Incident {incident.incident_id}. Severity: {incident.severity}. State: {state}.")
     for paragraph in incident.story:
         yield Words(paragraph)
     span = (incident.onset_step, incident.last_step)
@@ -155,7 +153,7 @@ def _incident(
         yield HeatMap(HEAT_MAPS.get(reply.metric, reply.metric), reply, incident.onset_step)
     if incident_facts.movers:
         yield Heading(3, "What moved first")
-        header = ("layer or rank", "metric", "before", "peak", "at step", "scales away")
+        header = ("layer or rank", "metric", "before", "peak", "at step", "sigma")
         yield Table(
             header,
             [
@@ -177,14 +175,14 @@ def _score(mover: MoverView) -> float | None:
 
 def _evidence(incident: IncidentView) -> Iterator[Block]:
     if incident.decisions:
-        yield Heading(3, "Decisions and their evidence")
+        yield Heading(3, "Actions and their evidence")
         yield Table(_DECIDED, [_decided(view) for view in incident.decisions[:MAX_LINES]])
-        yield from _left_out(len(incident.decisions) - MAX_LINES, "decisions")
+        yield from _left_out(len(incident.decisions) - MAX_LINES, "actions")
     if incident.findings:
         yield Heading(3, "Findings")
         findings = [view.finding for view in incident.findings[:MAX_LINES]]
         yield Table(
-            ("step", "level", "found", "rank", "value", "limit", "reason"),
+            ("step", "level", "finding", "rank", "value", "limit", "reason"),
             [
                 (f.step, f.level, f.kind, _rank(f.rank), f.value, f.limit, f.reason)
                 for f in findings
@@ -210,7 +208,7 @@ def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Bl
     if incident.events:
         yield Heading(3, "Events")
         yield Table(
-            ("time", "source", "step", "what was said"),
+            ("time", "source", "step", "message"),
             [
                 (moment(e.time_unix_ns), e.source, e.step, e.text)
                 for e in incident.events[:MAX_LINES]
@@ -218,7 +216,7 @@ def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Bl
         )
         yield from _left_out(len(incident.events) - MAX_LINES, "events")
     if incident.data:
-        yield Heading(3, "What fed the bad steps")
+        yield Heading(3, "Batches of the bad steps")
         yield Table(
             ("source", "attempt", "epoch", "batch", "samples", "file"),
             [
@@ -236,7 +234,7 @@ def _of_time(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Bl
         yield from _left_out(len(incident.data) - MAX_LINES, "batches")
 
 
-_DECIDED = ("step", "decision", "because of", "rank", "done", "reason", "evidence", "budget left")
+_DECIDED = ("step", "action", "rule", "rank", "done", "reason", "evidence", "rollbacks left")
 
 
 def _decided(view: DecisionView) -> Row:
@@ -244,7 +242,7 @@ def _decided(view: DecisionView) -> Row:
     done = "yes" if decision.acted else f"observed, {_HINDSIGHT.get(view.hindsight, 'not done')}"
     evidence = [f"{name} {value:.6g}" for name, value in decision.evidence.items()]
     if decision.rollback_to_step >= 0:
-        evidence.append(f"back to step {decision.rollback_to_step} by {decision.checkpoint_id}")
+        evidence.append(f"rollback to step {decision.rollback_to_step} ({decision.checkpoint_id})")
     budget = decision.budget_left if decision.budget_left >= 0 else None
     rank = _rank(decision.rank)
     because = rule_words(decision.rule)
@@ -261,9 +259,9 @@ def _decided(view: DecisionView) -> Row:
 
 
 _HINDSIGHT = {
-    "needed": "would have been needed",
-    "unneeded": "would not have been needed",
-    "open": "cannot be told yet",
+    "needed": "would have helped",
+    "unneeded": "not needed",
+    "open": "too early to say",
 }
 
 
@@ -272,12 +270,12 @@ def _rank(rank: int) -> object:
 
 
 def _decisions(facts: ReportData) -> Iterator[Block]:
-    yield Heading(2, "All decisions")
+    yield Heading(2, "All actions")
     if not facts.ledger:
-        yield Words("Nothing was ever decided.")
+        yield Words("Vitals took no action.")
         return
     yield Table(_DECIDED, [_decided(view) for view in facts.ledger[-MAX_LINES:]])
-    yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier decisions")
+    yield from _left_out(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
 def _timeline(facts: ReportData) -> Iterator[Block]:
@@ -291,9 +289,9 @@ def _timeline(facts: ReportData) -> Iterator[Block]:
     ]
     alerts = {a.fingerprint: a for incident in facts.all_incidents for a in incident.alerts}
     for alert in alerts.values():
-        rows.append((alert.started_unix_ns, "alert", alert.step, f"{alert.name} is firing"))
+        rows.append((alert.started_unix_ns, "alert", alert.step, f"{alert.name} firing"))
         if alert.ended_unix_ns:
-            rows.append((alert.ended_unix_ns, "alert", -1, f"{alert.name} is resolved"))
+            rows.append((alert.ended_unix_ns, "alert", -1, f"{alert.name} resolved"))
     rows.sort(key=lambda row: row[0])
     if not rows:
         return
@@ -303,7 +301,7 @@ def _timeline(facts: ReportData) -> Iterator[Block]:
         (moment(time), who, step if step >= 0 else None, text)
         for time, who, step, text in rows[-MAX_LINES:]
     ]
-    yield Table(("time", "who", "step", "what"), shown)
+    yield Table(("time", "source", "step", "message"), shown)
 
 
 def _checkpoints(facts: ReportData) -> Iterator[Block]:
@@ -333,7 +331,7 @@ def _settings(facts: ReportData) -> Iterator[Block]:
         else:
             judged.append((section, settings))
     if judged:
-        yield Heading(2, "Judged by")
+        yield Heading(2, "Detector settings")
         yield Table(("setting", "value"), judged[:MAX_LINES])
 
 
