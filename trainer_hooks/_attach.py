@@ -1,6 +1,6 @@
 """``attach``: guards a loop that keeps its own clip, ``optimizer.step()`` and ``zero_grad()``.
 
-    attached = trainer_hooks.attach(model, optimizer)
+    attached = trainvitals.attach(model, optimizer)
 
 The first ``optimizer.step()`` of a round measures, exchanges and judges for all optimizers; the
 order is that of ``Monitor.step``.
@@ -86,7 +86,7 @@ def attach(
     if cast(str, mode) == "heal":
         raise UsageError(
             "attach() cannot roll back: the loop's own state is not in its hands",
-            hint="use monitor = trainer_hooks.watch(..., mode='heal', checkpoints=True) and "
+            hint="use monitor = trainvitals.watch(..., mode='heal', checkpoints=True) and "
             "monitor.step(loss)",
         )
     refuse_max_norm(max_norm)

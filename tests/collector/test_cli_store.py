@@ -72,7 +72,7 @@ def test_forget_asks_first_and_leaves_an_audit(data: Path):
         assert ["delete"] == list(connection.execute(select(audit.c.action)).scalars())
     store.close()
     unknown = vitals("delete", RUN, "--yes", "--data", data)
-    assert "fits 0 runs" in str(unknown.exception)
+    assert "matches 0 runs" in str(unknown.exception)
 
 
 def test_a_run_is_lost_after_the_silence_that_the_collector_was_told(tmp_path: Path):

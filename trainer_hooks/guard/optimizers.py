@@ -374,7 +374,7 @@ class OwnSteps:
             "guarded",
             hint="monitor.step() replaces optimizer.step(), and with watch(..., scaler=scaler) "
             "also scaler.step() and scaler.update(): take them out of the loop, or keep them and "
-            "use trainer_hooks.attach() in place of watch()",
+            "use trainvitals.attach() in place of watch()",
         )
         if not self._any:
             raise error

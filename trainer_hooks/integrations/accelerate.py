@@ -31,7 +31,7 @@ OLDEST = "1.4"
 _ELSEWHERE = {
     "DEEPSPEED": "accelerator.prepare() makes the engine that does: call attach() after it; in "
     "Hugging Face's Trainer, trainer.add_callback(VitalsCallback(trainer)) finds it",
-    "MEGATRON_LM": "guard Megatron's own loop with trainer_hooks.attach()",
+    "MEGATRON_LM": "guard Megatron's own loop with trainvitals.attach()",
     "XLA": "trainer_hooks guards CPU and CUDA devices only",
 }
 

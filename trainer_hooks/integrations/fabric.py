@@ -102,7 +102,7 @@ def _refuse(fabric: Any, loss_divisor: float) -> None:
         raise UsageError(
             "this Fabric is guarded already, and cannot tell which losses belong to which guard",
             hint="attached.close() ends the first. Where updates alternate (GANs), guard each with "
-            "trainer_hooks.attach(model, optimizer.optimizer), and give it its losses yourself",
+            "trainvitals.attach(model, optimizer.optimizer), and give it its losses yourself",
         )
 
 

@@ -80,7 +80,7 @@ def _refuse(trainer: Any) -> None:
         raise UsageError(
             f"{name} has no {', '.join(missing)}: it is no torchtitan Trainer",
             hint="attach(trainer) before trainer.train(); a loop of your own is guarded by "
-            "trainer_hooks.attach(model, optimizer)",
+            "trainvitals.attach(model, optimizer)",
         )
     if getattr(trainer.train, "__name__", "") == _TRAIN:
         raise UsageError(f"this {name} is guarded already", hint="call attach(trainer) once")

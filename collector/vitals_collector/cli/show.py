@@ -46,9 +46,11 @@ def register(app: typer.Typer) -> None:
 def show(
     run: Run = "",
     folder: Dir = None,
-    metric: Annotated[str, typer.Option(help="A curve instead, such as steps.loss.")] = "",
-    source: Annotated[str, typer.Option(help="Whose curve: rank:N, gpu:UUID, node:ID.")] = "",
-    points: Annotated[int, typer.Option(help="At most about this many points.")] = 1_000,
+    metric: Annotated[str, typer.Option(help="Print this metric only, such as steps.loss.")] = "",
+    source: Annotated[
+        str, typer.Option(help="Source of the metric: rank:N, gpu:UUID or node:ID.")
+    ] = "",
+    points: Annotated[int, typer.Option(help="Approximate number of points.")] = 1_000,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: TableForm = TableFormat.TABLE,
@@ -57,12 +59,12 @@ def show(
 ) -> None:
     """Show one run: its curves, attempts, decisions and checkpoints, or one curve as data.
 
-    Below the curves' axes stand what was not finite and what was decided. With NO_COLOR, or where
-    stdout is no terminal, nothing is colored.
+    Marks below the curves show non-finite values and decisions. No color with NO_COLOR, or when
+    stdout is not a terminal.
     """
     if form is TableFormat.PARQUET and not metric:
         raise UsageError(
-            "--format is parquet, which holds one table; a run is several",
+            "--format parquet holds one table, and a run has several",
             hint="add --metric steps.loss, or ask for a table with `vitals query`",
         )
     with open_run(run, folder, collector, token_file) as (opened, summary):

@@ -76,7 +76,7 @@ def test_a_run_with_a_damaged_marker_can_be_resumed(tmp_path, capsys):
         ([], ("my-run",), "there is no run 'my-run' in"),
         ([True], ("another",), "there is no run 'another' in"),
         ([True], ("",), "there is no run '' in"),
-        ([True, True], ("my-run",), "2 runs that fit are halted"),
+        ([True, True], ("my-run",), "2 runs match and are halted"),
         ([False, False], ("my-run",), "none of the 2 runs"),
     ],
 )
