@@ -69,7 +69,7 @@ def choose_run(opened: Opened, run: str) -> RunSummary:
             run_id = meant[-1]
             raise StorageError(
                 f"run {run_id} cannot be read: {unreadable[run_id]}",
-                hint="check who may read the file; if it is damaged, restore the folder from a backup",
+                hint="check who may read it; if it is damaged, restore the folder from a backup",
             ) from error
         if opened.folder is None or opened.reader.ask(RunsQuestion()):
             raise

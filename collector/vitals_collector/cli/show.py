@@ -101,7 +101,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
         write_json(body, to=to)
         return
     facts = [*_facts(detail), *_shadow(ledger)]
-    write_rows(("what", "value"), facts, Format(form.value), to=to)
+    write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
         return
     to.write("\n" + "".join(f"{line}\n" for line in _pictures(reader, detail, ledger, to)))
@@ -119,7 +119,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
             [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes) for c in saved],
         ),
         (
-            ("time", "source", "step", "what was said"),
+            ("time", "source", "step", "message"),
             [(moment(e.time_unix_ns), e.source, e.step, e.text) for e in events[-MAX_EVENTS:]],
         ),
     ):
@@ -146,7 +146,7 @@ def _pictures(
     for curve in curves.curves(reader, detail.summary.run_id, detail.metrics):
         lines += [*text_plot.draw(curve, marks, width=width, has_braille=has_braille), ""]
     if not lines:
-        return ["no loss and no gradient norm is stored"]
+        return ["no loss and no gradient norm recorded"]
     if to.isatty() and not os.environ.get("NO_COLOR"):
         lines = [_colored(line) for line in lines]
     return [*lines, text_plot.legend(marks)]
@@ -178,7 +178,7 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
     if volume is None:
         return []
     cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
-    kept = ", kept whatever its age" if volume.is_pinned else ""
+    kept = ", pinned" if volume.is_pinned else ""
     lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{kept}")]
     for thinning in volume.thinned:
         until = (
@@ -187,8 +187,8 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
             else f"to {moment(thinning.to_unix_ns)}"
         )
         words = (
-            f"{thinning.num_rows} rows {until} for their {thinning.reason}; "
-            f"left are {thinning.rule}"
+            f"{thinning.num_rows} rows {until} removed for their {thinning.reason}; "
+            f"kept: {thinning.rule}"
         )
         lines.append((f"thinned {thinning.stream}", words))
     return lines
