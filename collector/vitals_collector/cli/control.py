@@ -273,7 +273,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
         for v in views
     ]
     header = (
-        "fingerprint", "severity", "state", "alert", "run", "step", "since", "taken by", "summary",
+        "fingerprint", "severity", "state", "alert", "run", "step", "since", "handled", "summary",
     )  # fmt: skip
     write_rows(header, rows, form)
 
