@@ -1,6 +1,6 @@
 """``attach``: guards a loop that keeps its own clip, ``optimizer.step()`` and ``zero_grad()``.
 
-    attached = trainer_hooks.attach(model, optimizer)
+    attached = trainvitals.attach(model, optimizer)
 
 The first ``optimizer.step()`` of a round measures, exchanges and judges for all optimizers; the
 order is that of ``Monitor.step``.

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _Dir = Annotated[
     Path,
-    typer.Option("--dir", envvar="VITALS_DIR", help="Where run directories lie.", file_okay=False),
+    typer.Option(
+        "--dir", envvar="VITALS_DIR", help="Folder with run directories.", file_okay=False
+    ),
 ]
 _Run = Annotated[str, typer.Option("--run", help="Serve only this run.")]
 _Collector = Annotated[
@@ -25,8 +27,8 @@ _Collector = Annotated[
     typer.Option(
         "--collector",
         envvar="VITALS_COLLECTOR_URL",
-        help="Address or data folder of a collector to ship to. Without it the run directory keeps "
-        "everything, and this user's own collector gets it too, while there is one.",
+        help="Address or data folder of the collector to forward to. Without it, metrics stay in "
+        "the run directory, and also go to your own collector while one runs.",
     ),
 ]
 _TokenFile = Annotated[
@@ -34,13 +36,16 @@ _TokenFile = Annotated[
     typer.Option("--token-file", envvar="VITALS_TOKEN_FILE", help="The collector's tokens (0600)."),
 ]
 _Listen = Annotated[
-    str, typer.Option("--listen", help="Address of /metrics and /healthz; port 0 takes a free one.")
+    str,
+    typer.Option("--listen", help="Address of /metrics and /healthz; port 0 picks a free port."),
 ]
 _Node = Annotated[
-    str, typer.Option("--node", envvar="VITALS_NODE", help="This node's id; else its host name.")
+    str,
+    typer.Option("--node", envvar="VITALS_NODE", help="This node's id [default: its host name]."),
 ]
 _Once = Annotated[
-    bool, typer.Option("--once", help="Take up what ranks that are gone left here, and end.")
+    bool,
+    typer.Option("--once", help="Store what ranks that have ended left on this node, then exit."),
 ]
 _Child = Annotated[bool, typer.Option("--child", hidden=True)]
 
@@ -117,7 +122,7 @@ def _address(listen: str) -> tuple[str, int]:
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(
-            f"--listen is {listen!r}; it must be HOST:PORT", hint="127.0.0.1:0 takes a free port"
+            f"--listen is {listen!r}; it must be HOST:PORT", hint="127.0.0.1:0 picks a free port"
         )
     return host.strip("[]"), int(port)
 

@@ -32,12 +32,12 @@ def dashboard(
     token_file: Annotated[
         Path | None, typer.Option(help="That collector's tokens.json (mode 0600).")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 picks a free port.")] = 0,
     open_browser: Annotated[
         bool, typer.Option("--open", help="Open the address in a browser.")
     ] = False,
 ) -> None:
-    """Show runs live in a browser; prints its one-click address, Ctrl-C stops it."""
+    """Show runs live in a browser. Prints the address to open; Ctrl-C stops it."""
     import os
 
     if find_spec("streamlit") is None:
@@ -83,7 +83,7 @@ def _named(url: str, token_file: Path | None, environ: dict[str, str]) -> "launc
     path = str(token_file) if token_file is not None else environ.get("VITALS_TOKEN_FILE", "")
     if not path:
         raise UsageError(
-            "a collector is given but no token for it",
+            "the address of a collector is given without a token",
             hint="add --token-file FILE: the tokens.json in the collector's data folder",
         )
     read_tokens(path)  # says now what is wrong with it

@@ -129,7 +129,7 @@ def free_port(port: int) -> int:
             why = getattr(error, "strerror", None) or "it must be 0 to 65535"
             raise UsageError(
                 f"port {port} on {HOST} cannot be used: {why}",
-                hint="leave out --port to take a free one",
+                hint="leave out --port to pick a free one",
             ) from None
         return int(probe.getsockname()[1])
 
@@ -172,7 +172,7 @@ def place_on(data: Path, token_file: str) -> CollectorPlace:
     place = read_collector_file(data / "collector.json")
     if place is None:
         raise UsageError(
-            f"no collector is known: {data / 'collector.json'} is not there",
+            f"no collector is known: there is no {data / 'collector.json'}",
             hint="read a folder of runs with `vitals dashboard DIR`, start `vitals collector`,"
             " or name one with --collector URL --token-file FILE",
         )
@@ -269,7 +269,7 @@ def wait_for(child: Program, probe: Callable[[], T | None]) -> T:
     raise TransportError(
         f"the {child.name} did not answer within {START_SECONDS:.0f} seconds:\n"
         f"{child.last_words()}",
-        hint="is the machine very busy? try again",
+        hint="the machine may be very busy; try again",
     )
 
 

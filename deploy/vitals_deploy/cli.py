@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
         "slurm": (deploy_slurm, "vitals deploy slurm --nodes 4 --gpus 8 --script x.py"),
         "all": (deploy_all, "vitals deploy all --output deploy"),
     }
-    about = "Write what Prometheus, Grafana, Alertmanager, systemd and Slurm need."
+    about = "Write configuration for Prometheus, Grafana, Alertmanager, systemd and Slurm."
     example = "vitals deploy prometheus --output /etc/prometheus"
     add_group(app, "deploy", commands, about=about, example=example)
 
@@ -107,10 +107,10 @@ def deploy_grafana(
 def deploy_alertmanager(
     output: Output = Path("vitals-deploy/alertmanager"),
     page_url: Annotated[
-        str, typer.Option(help="Webhook for what a human must act on.")
+        str, typer.Option(help="Webhook for alerts that a human must act on (page).")
     ] = "http://127.0.0.1:9095/page",
     notify_url: Annotated[
-        str, typer.Option(help="Webhook for what is good to know.")
+        str, typer.Option(help="Webhook for notices.")
     ] = "http://127.0.0.1:9095/notify",
     force: Force = False,
 ) -> None:
@@ -214,7 +214,7 @@ def write_files(directory: Path, files: Mapping[str, str], *, force: bool = Fals
         changed = [p for p, text in texts.items() if p.exists() and p.read_text() != text]
         if changed and not force:
             raise UsageError(
-                f"{changed[0]} exists with another content",
+                f"{changed[0]} exists and its content differs",
                 hint="write to another --output, or overwrite it with --force",
             )
         for path, text in texts.items():

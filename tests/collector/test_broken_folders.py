@@ -75,7 +75,7 @@ def test_a_run_without_rows_is_listed_as_such(tmp_path: Path, capsys: pytest.Cap
     assert [RUN, "no", "rows"] == capsys.readouterr().out.splitlines()[1].split()
     assert 2 == vitals("show", tmp_path / RUN)
     said = capsys.readouterr().err
-    assert "has no rows of any run" in said
+    assert "there are no metrics of any run in" in said
     assert "agent.log" in said
 
 
@@ -83,7 +83,7 @@ def test_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 0 == vitals("runs", tmp_path)
     assert f"there are no runs in {tmp_path}" in capsys.readouterr().err
     assert 2 == vitals("show", "--dir", tmp_path)
-    assert f"{tmp_path} has no rows of any run" in capsys.readouterr().err
+    assert f"there are no metrics of any run in {tmp_path}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])

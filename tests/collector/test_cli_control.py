@@ -126,7 +126,7 @@ def test_a_step_is_accepted_as_healthy_in_a_folder(run_dir: RunDir, capsys):
 def test_nobody_is_told_that_an_ended_run_will_take_a_command(run_dir: RunDir, capsys):
     spool_of(run_dir, [Writer().events(RunEnded(state="finished"))])
     assert 2 == run_cli("command", str(run_dir.path), "halt", "--reason", "x")
-    assert "is finished; nobody is there" in capsys.readouterr().err
+    assert "is finished, so it cannot take a command" in capsys.readouterr().err
     assert not (run_dir.path / "commands").exists()
 
 

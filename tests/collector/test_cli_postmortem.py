@@ -193,7 +193,7 @@ def test_a_file_that_is_there_stays_unless_it_is_forced(
     assert 1 == vitals("postmortem", runs, "--html", tmp_path / "no" / "x.html")
     assert "cannot be written" in capsys.readouterr().err
     assert 2 == vitals("postmortem", runs, "--html", file, "--md", file)
-    assert "must be two files" in capsys.readouterr().err
+    assert "give two different files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

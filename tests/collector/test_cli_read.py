@@ -258,7 +258,7 @@ def test_a_beginning_that_fits_two_runs_asks_for_more(tmp_path: Path):
         spool.close()
     with open_reader(tmp_path) as opened:
         assert RUN == find_run(opened.reader, RUN).run_id
-        with pytest.raises(UsageError, match="fits 2 runs"):
+        with pytest.raises(UsageError, match="matches 2 runs"):
             find_run(opened.reader, RUN[:10])
         with pytest.raises(UsageError, match="there is no run 'nope'"):
             find_run(opened.reader, "nope")

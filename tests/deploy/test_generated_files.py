@@ -41,7 +41,7 @@ def test_nothing_else_is_committed_there(name):
 def test_a_file_that_somebody_changed_is_not_overwritten(tmp_path):
     write_files(tmp_path, {"a": "one", "b/c": "two"})
     (tmp_path / "b" / "c").write_text("mine")
-    with pytest.raises(UsageError, match="exists with another content"):
+    with pytest.raises(UsageError, match="exists and its content differs"):
         write_files(tmp_path, {"a": "new", "b/c": "new"})
     assert ("one", "mine") == ((tmp_path / "a").read_text(), (tmp_path / "b" / "c").read_text())
     write_files(tmp_path, {"a": "new", "b/c": "new"}, force=True)

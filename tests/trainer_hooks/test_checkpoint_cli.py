@@ -289,7 +289,7 @@ def test_without_torch_all_works_and_verify_says_what_it_could_not_look_at(path)
     shown, promoted, aside, verified, _ = done.stdout.split("exit code 0\n")
     assert NEW in shown
     assert f"{NEW} is healthy now; {LATER}\n" == promoted
-    assert f"{OLD} is set aside" in aside
+    assert f"{OLD} is quarantined" in aside
     (result,) = json.loads(verified)
     assert ("ok", "unknown") == (result["checksums"], result["finite"])
     assert "there is no torch here" in result["note"]

@@ -1,7 +1,7 @@
 """``EMA``: the exponential moving average of the weights, which a skipped step leaves alone.
 
     ema = trainer_hooks.EMA(model)
-    with trainer_hooks.watch(model, optimizer, state={"ema": ema}) as monitor:
+    with trainvitals.watch(model, optimizer, state={"ema": ema}) as monitor:
         ...
         with ema.swap():
             validate(model)

@@ -146,24 +146,27 @@ def register(app: typer.Typer) -> None:
     def demo(
         directory: Annotated[
             Path | None,
-            typer.Option("--dir", help="Folder for runs and store; else a temporary one."),
+            typer.Option("--dir", help="Folder for runs and store [default: a temporary one]."),
         ] = None,
         compare: Annotated[
-            bool, typer.Option("--compare", help="Also train each fault alone, unguarded.")
+            bool,
+            typer.Option("--compare", help="Also train with each fault alone, without Vitals."),
         ] = False,
         keep: Annotated[
-            bool, typer.Option("--keep", help="Serve the dashboard until Ctrl-C, however long.")
+            bool,
+            typer.Option("--keep", help="Serve the dashboard until Ctrl-C, without a time limit."),
         ] = False,
         headless: Annotated[
-            bool, typer.Option("--headless", help="No progress bars, and end at once; for CI.")
+            bool,
+            typer.Option("--headless", help="No progress bars, no dashboard at the end; for CI."),
         ] = False,
         ranks: Annotated[int, typer.Option("--ranks", min=2, help="Ranks to train on.")] = 2,
     ) -> None:
-        """Train a small GPT twice, clean and with three faults, and show what was decided.
+        """Train a small GPT twice, clean and with three faults, and show how Vitals reacts.
 
-        Exits 0 only if every decision matches its fault in kind, rank and step, none is too many,
-        and the loss ends within 2 % of the clean run's. On a terminal the dashboard stays up until
-        Ctrl-C, or until no browser has been connected for ten minutes.
+        Exits 0 only if every decision matches its fault in kind, rank and step, there are no false
+        alarms, and the loss ends within 2 % of the clean run's. On a terminal the dashboard stays
+        up until Ctrl-C, or until no browser has been connected for ten minutes.
         """
         home = directory or Path(tempfile.mkdtemp(prefix="vitals-demo-"))
         console = Console(stderr=True, highlight=False)

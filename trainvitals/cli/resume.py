@@ -12,11 +12,11 @@ from trainvitals.io.rundir import HaltMarker, RunDir, is_run_id
 _Run = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="Id, beginning of an id, name, or a folder: a run's or of runs."
+        metavar="RUN", help="Run id or its beginning, name, or folder (a run's, or one with runs)."
     ),
 ]
 _Dir = Annotated[
-    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Where run directories lie.")
+    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
 ]
 
 
@@ -25,10 +25,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(epilog="Example: vitals resume my-run")
     def resume(run: _Run, directory: _Dir = Path("vitals_runs")) -> None:
-        """Let a halted run start again, after saying why it was stopped.
+        """Allow a halted run to start again; shows why it was stopped.
 
-        Nothing is started, and no budget is given back: the next start of the run goes on with what
-        is left.
+        Starts nothing and resets no budget: the next start continues with the budget that is left.
         """
         run_dir = find_halted(run, directory)
         marker = run_dir.halted()
@@ -43,9 +42,9 @@ def register(app: typer.Typer) -> None:
         except OSError as error:
             raise StorageError(
                 f"{run_dir.path / 'HALTED'} cannot be removed: {error.strerror}",
-                hint="only who may write the run directory can resume the run",
+                hint="you need write permission to the run directory to resume the run",
             ) from error
-        typer.echo(f"it may start again: set VITALS_RUN_ID={run_dir.run_id} for its training")
+        typer.echo(f"the run may start again: set VITALS_RUN_ID={run_dir.run_id} for its training")
 
 
 def find_halted(run: str, vitals_dir: Path) -> RunDir:
@@ -63,10 +62,10 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
     if len(halted) == 1 or len(fitting) == 1:
         return (halted or fitting)[0]
     if not halted:
-        raise UsageError(f"none of the {len(fitting)} runs that fit is halted")
+        raise UsageError(f"none of the {len(fitting)} matching runs is halted")
     ids = ", ".join(run_dir.run_id for run_dir in halted[:3])
     raise UsageError(
-        f"{len(halted)} runs that fit are halted: {ids}",
+        f"{len(halted)} runs match and are halted: {ids}",
         hint="give the id of one",
     )
 

@@ -13,7 +13,7 @@ from trainvitals.errors import TransportError, UsageError
 _Dir = Annotated[
     Path, typer.Option("--dir", help="Folder for runs, store and logs.", file_okay=False)
 ]
-_Port = Annotated[int, typer.Option("--port", help="The dashboard's port; 0 takes a free one.")]
+_Port = Annotated[int, typer.Option("--port", help="The dashboard's port; 0 picks a free port.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,13 +42,13 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Run a training command with collector, agent and dashboard around it.
 
-        Keeps the command's output and exit code (128 + N after signal N). What cannot be started,
-        such as a dashboard that is not installed, is said in a line, and the command runs without.
+        Keeps the command's output and exit code (128 + N after signal N). If the collector or the
+        dashboard cannot start, prints one line about it and runs the command without it.
         """
         if shutil.which(command[0]) is None:
             raise UsageError(
-                f"{command[0]!r} cannot be run: there is no such command",
-                hint="vitals run -- torchrun --nproc-per-node 8 train.py",
+                f"{command[0]!r} cannot be run: command not found",
+                hint="write the training command after --: vitals run -- torchrun train.py",
             )
         with Stack(directory, environ_of_this_process()) as stack:
             _start_what_can(stack, port)

@@ -123,7 +123,7 @@ class CollectorClient:
         if len(replies) != len(raws):
             raise TransportError(
                 f"{self.url}/v1/ingest gave {len(replies)} replies to {len(raws)} batches",
-                hint="is this a collector of this version?",
+                hint="check that agent and collector have the same version",
             )
         return replies
 
@@ -188,8 +188,8 @@ class CollectorClient:
             return from_json(raw, answer)
         except msgspec.DecodeError as error:
             raise TransportError(
-                f"{self.url}{path} answered something else than a collector would: {error}",
-                hint="is this a collector's address, and of this version?",
+                f"{self.url}{path} did not answer like a collector: {error}",
+                hint="check that this is a collector's address and that both have the same version",
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:

@@ -56,7 +56,7 @@ def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
         raise UsageError(
             f"{'--collector' if named else 'VITALS_COLLECTOR_URL'} is {folder}, and no collector "
             "runs on that folder",
-            hint="give the folder that the collector has as --data, or its address",
+            hint="give the folder that `vitals collector --data` was started with, or its address",
         )
     return collector.url, collector
 
@@ -104,15 +104,16 @@ def choose_run(runs: Sequence[R], id_or_name: str) -> R:
         UsageError: there is none, or the beginning of an id fits several.
     """
     if not runs:
-        raise UsageError("there are no runs yet", hint="`vitals demo` makes one")
+        raise UsageError("there are no runs yet", hint="`vitals demo` trains one")
     if not id_or_name:
         return runs[0]
     by_name = [run for run in runs if id_or_name == run.name]
     by_id = [run for run in runs if run.run_id.startswith(id_or_name.upper())]
     if len(by_id) > 1:
         raise UsageError(
-            f"{id_or_name!r} fits {len(by_id)} runs: {', '.join(run.run_id for run in by_id[:3])}",
-            hint="give more of the id",
+            f"{id_or_name!r} matches {len(by_id)} runs: "
+            f"{', '.join(run.run_id for run in by_id[:3])}",
+            hint="give more characters of the id",
         )
     for matching in (by_id, by_name):  # of several runs of one name, the newest
         if matching:

@@ -106,7 +106,7 @@ def check_request(request: CommandRequest) -> None:
     if not 0 < len(request.reason.strip()) <= MAX_REASON or not request.reason.isprintable():
         raise UsageError(
             f"reason has {len(request.reason)} characters; give 1 to {MAX_REASON} printable ones",
-            hint="the reason is kept in the run's ledger",
+            hint="say why, with --reason on the command line; it is recorded in the run",
         )
     if not (math.isfinite(request.ttl_seconds) and 0 < request.ttl_seconds <= MAX_TTL_SECONDS):
         raise UsageError(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from vitals_collector.api.serve import ListenSettings
 
 Data = Annotated[
-    Path | None, typer.Option(help="Its own folder [default: ~/.local/share/trainvitals].")
+    Path | None,
+    typer.Option(help="The collector's data folder [default: ~/.local/share/trainvitals]."),
 ]
 Database = Annotated[
     str,
@@ -22,35 +23,46 @@ Database = Annotated[
         envvar="VITALS_COLLECTOR_DATABASE",  # a password belongs there, not on a command line
     ),
 ]
-Listen = Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one.")]
+Listen = Annotated[str, typer.Option(help="HOST:PORT; port 0 picks a free port.")]
 Folders = Annotated[
-    list[Path] | None, typer.Option(help="Also read run directories below it; repeatable.")
+    list[Path] | None,
+    typer.Option(help="Also read the run directories in this folder; repeatable."),
 ]
 AllowHosts = Annotated[
-    list[str] | None, typer.Option(help="Another name it is called by; repeatable.")
+    list[str] | None, typer.Option(help="Another host name that clients use for it; repeatable.")
 ]
 AllowRemote = Annotated[
-    bool, typer.Option("--allow-remote", help="Listen beyond this machine; asks for TLS.")
+    bool, typer.Option("--allow-remote", help="Listen beyond this machine; requires TLS.")
 ]
 AllowPlain = Annotated[
-    bool, typer.Option("--allow-plain", help="Without TLS: a proxy in front ends it.")
+    bool,
+    typer.Option(
+        "--allow-plain",
+        help="Allow plain HTTP beyond this machine: a proxy in front terminates TLS.",
+    ),
 ]
-TlsCert = Annotated[Path | None, typer.Option(help="Certificate, PEM.")]
-TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM.")]
+TlsCert = Annotated[Path | None, typer.Option(help="TLS certificate, PEM.")]
+TlsKey = Annotated[Path | None, typer.Option(help="Private key of the certificate, PEM.")]
 Webhooks = Annotated[
     list[str] | None,
-    typer.Option(help="Post alerts there as JSON; repeatable.", envvar="VITALS_COLLECTOR_WEBHOOK"),
+    typer.Option(
+        help="Post alerts to this URL as JSON; repeatable.", envvar="VITALS_COLLECTOR_WEBHOOK"
+    ),
 ]
 Alertmanager = Annotated[
     str,
-    typer.Option(help="Hand alerts to this Alertmanager.", envvar="VITALS_COLLECTOR_ALERTMANAGER"),
+    typer.Option(
+        help="Send alerts to this Alertmanager, which then routes them.",
+        envvar="VITALS_COLLECTOR_ALERTMANAGER",
+    ),
 ]
 KeepHours = Annotated[
-    float, typer.Option(help="Hours until rows of ranks and hosts are thinned.", min=0.0)
+    float,
+    typer.Option(help="Hours that every row of ranks and hosts is kept before thinning.", min=0.0),
 ]
 KeepDays = Annotated[
     float,
-    typer.Option(help="Remove runs so long after their end; 0 keeps them for ever.", min=0.0),
+    typer.Option(help="Days after its end when a run is removed; 0 keeps runs forever.", min=0.0),
 ]
 
 

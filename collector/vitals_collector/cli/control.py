@@ -36,14 +36,14 @@ from vitals_collector.cli.opening import as_folder, choose_run
 from vitals_collector.cli.replay import folder_here
 from vitals_collector.queries.open import Reader, find_run, open_folder, open_reader
 
-Run = Annotated[str, typer.Argument(help="Id, beginning of an id, name, or a run's folder.")]
+Run = Annotated[str, typer.Argument(help="Run id or its beginning, name, or the run's folder.")]
 Dir = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
 Collector = Annotated[
     str, typer.Option("--collector", help="Address or data folder of a collector.")
 ]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The collector's tokens.")]
 Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
-By = Annotated[str, typer.Option("--by", help="Who does it [default: this user].")]
+By = Annotated[str, typer.Option("--by", help="Your name [default: this user].")]
 Which = Annotated[
     str,
     typer.Argument(
@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
             'vitals alerts silence "reward hacked" --hours 2 --reason "known"',
         ),
     }
-    about = "Show the inbox of alerts; acknowledge or silence one."
+    about = "List alerts; acknowledge or silence one."
     example = "vitals alerts list --state firing"
     alerts = add_group(app, "alerts", commands, about=about, example=example)
     alerts.callback(invoke_without_command=True, no_args_is_help=False)(_alerts)
@@ -88,24 +88,24 @@ def register(app: typer.Typer) -> None:
 
 def command(
     run: Run,
-    action: Annotated[Action, typer.Argument(help="What to propose; list shows what was asked.")],
+    action: Annotated[Action, typer.Argument(help="What to ask for; list shows earlier commands.")],
     step: Annotated[
-        int | None, typer.Argument(help="With accept: the step that was healthy.")
+        int | None, typer.Argument(help="For accept: the step that was healthy.")
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why: kept in the run's ledger.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, recorded in the run.")] = "",
     checkpoint: Annotated[
-        str, typer.Option(help="Id to go back to [default: the newest healthy one].")
+        str, typer.Option(help="Checkpoint to roll back to [default: the newest healthy one].")
     ] = "",
-    ttl: Annotated[float, typer.Option(help="Seconds until the command is void.")] = 60.0,
+    ttl: Annotated[float, typer.Option(help="Seconds until the command expires.")] = 60.0,
     folder: Dir = None,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Propose a halt or a rollback to a run, or accept a step as healthy.
+    """Ask a run to halt or to roll back, or mark a step as healthy.
 
-    The run's own policy decides, and answers; `accept STEP` says that what Vitals took for an
-    outlier, a rise or a state to blame at that step was healthy, and stays so.
+    The run's escalation policy accepts or refuses, and answers. `accept STEP` says that what Vitals
+    took for an outlier, a rise or a damaged state at that step was healthy, then and later.
     """
     folder, run = as_folder(run, folder)
     if folder is None and action is not Action.LIST:
@@ -207,14 +207,14 @@ def _alerts(context: typer.Context) -> None:
 
 
 def list_alerts(
-    run: Annotated[str, typer.Option(help="Only this run's.")] = "",
+    run: Annotated[str, typer.Option(help="Only alerts of this run.")] = "",
     state: Annotated[str, typer.Option(help="pending, firing or resolved.")] = "",
     folder: Dir = None,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Show the inbox, newest first."""
+    """List alerts, newest first."""
     if state not in ("", "pending", "firing", "resolved"):
         raise UsageError(f"--state is {state!r}; it must be pending, firing or resolved")
     folder = folder or _default_folder(collector)
@@ -236,12 +236,12 @@ def ack(
     alert: Which,
     by: By = "",
     run: OfRun = "",
-    reason: Annotated[str, typer.Option(help="What is done about it.")] = "",
+    reason: Annotated[str, typer.Option(help="What you are doing about it.")] = "",
     collector: Collector = "",
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Say that somebody looks after an alert."""
+    """Acknowledge an alert: somebody is working on it."""
     request = AckRequest(by=by or _user(), reason=reason)
     with _control(collector, token_file, needs="control") as client:
         fingerprint = _fingerprint(client, alert, run)
@@ -250,7 +250,7 @@ def ack(
 
 def silence(
     alert: Which,
-    reason: Annotated[str, typer.Option(help="Why nobody is to be told.")],
+    reason: Annotated[str, typer.Option(help="Reason.")],
     hours: Annotated[float, typer.Option(help="For how long.", min=0.01)] = 1.0,
     by: By = "",
     run: OfRun = "",
@@ -258,7 +258,7 @@ def silence(
     token_file: TokenFile = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Tell nobody of an alert for some hours; it stays in the inbox."""
+    """Silence the notifications of an alert for some hours; it stays listed."""
     request = AckRequest(by=by or _user(), reason=reason, silence_seconds=hours * 3600.0)
     with _control(collector, token_file, needs="control") as client:
         fingerprint = _fingerprint(client, alert, run)
@@ -310,7 +310,7 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
         for v in views
     ]
     header = (
-        "fingerprint", "severity", "state", "alert", "run", "step", "since", "taken by", "summary",
+        "fingerprint", "severity", "state", "alert", "run", "step", "since", "handled", "summary",
     )  # fmt: skip
     write_rows(header, rows, form)
 

@@ -15,9 +15,7 @@ from vitals_collector.queries.open import Opened, find_run, open_reader
 
 Run = Annotated[
     str,
-    typer.Argument(
-        help="Id, beginning of an id, name, or folder; of a folder, or if absent, the newest run."
-    ),
+    typer.Argument(help="Run id or its beginning, name, or folder [default: the newest run]."),
 ]
 # Not checked by typer: our own errors name the way out.
 Dir = Annotated[
@@ -71,14 +69,14 @@ def choose_run(opened: Opened, run: str) -> RunSummary:
             run_id = meant[-1]
             raise StorageError(
                 f"run {run_id} cannot be read: {unreadable[run_id]}",
-                hint="the files must be readable for you, and as the node's agent left them",
+                hint="check who may read it; if it is damaged, restore the folder from a backup",
             ) from error
         if opened.folder is None or opened.reader.ask(RunsQuestion()):
             raise
         raise UsageError(
-            f"{opened.folder} has no rows of any run",
-            hint="the first rows come within seconds of a run's first step; if none come, "
-            "RUN/agents/NODE/agent.log says why",
+            f"there are no metrics of any run in {opened.folder}",
+            hint="a run's first metrics come within seconds of its first step; if none come, look "
+            "into RUN/agents/NODE/agent.log",
         ) from error
     if not run:  # a newer one may have been meant
         newer = {run_id: why for run_id, why in unreadable.items() if run_id > summary.run_id}

@@ -32,16 +32,16 @@ def postmortem(
     collector: Collector = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Tell what went wrong in a run: when, where, what was done about it, and what it cost.
+    """Report what went wrong in a run: when, where, what Vitals did, and the cost.
 
-    The page needs nothing but itself: no script, no picture beside it, nothing from a network.
+    The page is self-contained: no scripts, no other files, no network.
     """
     from vitals_collector.report.postmortem import markdown, page
     from vitals_collector.report.postmortem.report_data import gather
     from vitals_collector.report.postmortem.story import tell
 
     if html is not None and html == md:
-        raise UsageError(f"--html and --md are both {html}; they must be two files")
+        raise UsageError(f"--html and --md are both {html}; give two different files")
     with open_run(run, folder, collector, token_file) as (opened, summary):
         facts = gather(
             opened.reader, summary.run_id, now_unix_ns=time.time_ns(), incident_id=incident

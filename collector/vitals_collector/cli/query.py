@@ -35,7 +35,7 @@ Where = Annotated[
     list[str] | None,
     typer.Option("--where", help='A condition, such as "loss > 3" or "name ~ gpt"; repeatable.'),
 ]
-Columns = Annotated[str, typer.Option(help="Columns wanted, by commas [default: all].")]
+Columns = Annotated[str, typer.Option(help="Columns to write, separated by commas [default: all].")]
 OfBranch = Annotated[
     Branch,
     typer.Option(
@@ -44,10 +44,10 @@ OfBranch = Annotated[
         "(only that).",
     ),
 ]
-FromStep = Annotated[int | None, typer.Option(help="First step wanted.")]
-ToStep = Annotated[int | None, typer.Option(help="Last step wanted, inclusive.")]
-NewestFirst = Annotated[bool, typer.Option("--newest-first", help="Turn the order over.")]
-Limit = Annotated[int, typer.Option(help="At most so many rows.", min=1)]
+FromStep = Annotated[int | None, typer.Option(help="First step.")]
+ToStep = Annotated[int | None, typer.Option(help="Last step, inclusive.")]
+NewestFirst = Annotated[bool, typer.Option("--newest-first", help="Newest rows first.")]
+Limit = Annotated[int, typer.Option(help="Maximum number of rows.", min=1)]
 
 
 def register(app: typer.Typer) -> None:
@@ -73,7 +73,7 @@ def query(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Filter what is stored and write it as a table. All conditions must hold."""
+    """Filter stored rows and write them as a table. All conditions must hold."""
     table_names = get_args(TableName)
     if table not in table_names:
         raise UsageError(

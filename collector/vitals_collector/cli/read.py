@@ -61,7 +61,7 @@ def list_runs(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="Folder with run directories; else a collector is asked.", readable=False
+            help="Folder with run directories [default: ask the collector].", readable=False
         ),
     ] = None,
     collector: Collector = "",
@@ -106,7 +106,7 @@ def _without_rows(opened: Opened, listed: Collection[str]) -> dict[str, str]:
 
 def why(
     run: Annotated[
-        str, typer.Argument(help="Id, beginning of an id, name, or a folder (its newest run).")
+        str, typer.Argument(help="Run id or its beginning, name, or folder (its newest run).")
     ],
     step: Annotated[int, typer.Argument(help="The step.", min=0)],
     folder: Dir = None,
@@ -116,7 +116,7 @@ def why(
         TextFormat, typer.Option("--format", help="text is a paragraph to read.")
     ] = TextFormat.TEXT,
 ) -> None:
-    """Say what happened at a step: numbers, limits, findings, the decision and its reason."""
+    """Explain one step: its numbers, limits, findings, the decision and the reason."""
     from vitals_collector.queries.user_alerts import episodes
     from vitals_collector.queries.why import FOLLOWING, explain, with_kept_samples
 
@@ -139,7 +139,7 @@ def why(
     view = with_kept_samples(view, kept_in, Path(run), detail.info.run_dir)
     if not (view.rows or view.findings or view.decisions):
         raise UsageError(
-            f"nothing is stored of step {step}; the last step of {summary.run_id} is "
+            f"no rows are stored for step {step}; the last step of {summary.run_id} is "
             f"{summary.last_step}",
             hint="`vitals tail RUN` shows the newest steps",
         )
@@ -161,12 +161,17 @@ def why(
 def tail(
     run: Run = "",
     folder: Dir = None,
-    num: Annotated[int, typer.Option("-n", help="Steps to begin with.", min=1, max=10_000)] = 20,
+    num: Annotated[
+        int,
+        typer.Option(
+            "-n", help="Number of newest steps to show, without --follow.", min=1, max=10_000
+        ),
+    ] = 20,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends or Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow the run until it ends or Ctrl-C.")
     ] = False,
     every: Annotated[
-        int, typer.Option(help="With --follow and no terminal: steps between two lines.", min=1)
+        int, typer.Option(help="With --follow in a pipe: steps between two lines.", min=1)
     ] = 10,
     collector: Collector = "",
     token_file: TokenFile = None,
@@ -174,16 +179,16 @@ def tail(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Show the newest steps, or with --follow the run as it goes on.
+    """Show the newest steps, or with --follow the running run.
 
-    In a terminal --follow is a panel that is drawn again in place; elsewhere it is a line every so
-    many steps, and one for each action. It waits for a run that has not begun, goes on over
-    rollbacks and restarts, and ends with the run. With --format csv or json every step is a line.
+    In a terminal, --follow shows a panel that updates in place; in a pipe, one line every few steps
+    and one per action. It waits for a run that has not started, continues through rollbacks and
+    restarts, and exits when the run ends. With --format csv or json, every step is a line.
     """
     if follow and (output is not None or form is TableFormat.PARQUET):
         raise UsageError(
-            "--follow never ends, and a file is written as a whole",
-            hint="leave --follow out, or send its lines to a file: --format csv > FILE",
+            "--follow writes lines as they come, but --output and parquet write one complete file",
+            hint="leave out --follow, or redirect its lines: --format csv > FILE",
         )
     if follow and form is TableFormat.TABLE:
         show_progress(run, folder, collector, token_file, every=every)

@@ -65,12 +65,10 @@ RunOrLog = Annotated[
     ),
 ]
 Folder = Annotated[Path | None, typer.Option("--dir", help="Folder with run directories.")]
-Data = Annotated[
-    Path | None, typer.Option(help="A collector's own folder, where no --dir is given.")
-]
+Data = Annotated[Path | None, typer.Option(help="A collector's data folder, instead of --dir.")]
 ModeOption = Annotated[
     ModeName | None,
-    typer.Option(help="Mode to judge a log in [default: heal]."),
+    typer.Option(help="Mode to replay a log in [default: heal]."),
 ]
 Config = Annotated[
     Path | None,
@@ -79,33 +77,33 @@ Config = Annotated[
 LossKindOption = Annotated[
     LossKindName | None,
     typer.Option(
-        help="What a log's loss is good for, as watch(loss_kind=...); of rl and adversarial the "
-        "norms are judged [default: minimize]."
+        help="What the loss of a log means, as watch(loss_kind=...); with rl and adversarial the "
+        "gradient norms are judged [default: minimize]."
     ),
 ]
 NoClip = Annotated[
     bool,
     typer.Option(
         "--no-clip",
-        help="The loop that wrote the log does not clip: a single outlier is withheld, too.",
+        help="The loop that wrote the log does not clip: even a single outlier is skipped.",
     ),
 ]
 Expect = Annotated[
     list[int] | None,
     typer.Option(
         metavar="STEP",
-        help="A change was planned at this step, as if monitor.expect had said so. Repeatable.",
+        help="A change was planned at this step, as with monitor.expect(). Repeatable.",
     ),
 ]
-StepColumn = Annotated[str | None, typer.Option(help="A log's column of steps.")]
-LossColumn = Annotated[str | None, typer.Option(help="A log's column of losses.")]
-NormColumn = Annotated[str | None, typer.Option(help="A log's column of gradient norms.")]
-LrColumn = Annotated[str | None, typer.Option(help="A log's column of learning rates.")]
-ScaleColumn = Annotated[str | None, typer.Option(help="A log's column of loss scales.")]
-SecondsColumn = Annotated[str | None, typer.Option(help="A log's column of seconds a step took.")]
-SpeedColumn = Annotated[str | None, typer.Option(help="A log's column of tokens per second.")]
+StepColumn = Annotated[str | None, typer.Option(help="Column of the steps in the log.")]
+LossColumn = Annotated[str | None, typer.Option(help="Column of the losses.")]
+NormColumn = Annotated[str | None, typer.Option(help="Column of the gradient norms.")]
+LrColumn = Annotated[str | None, typer.Option(help="Column of the learning rates.")]
+ScaleColumn = Annotated[str | None, typer.Option(help="Column of the loss scales.")]
+SecondsColumn = Annotated[str | None, typer.Option(help="Column of the seconds per step.")]
+SpeedColumn = Annotated[str | None, typer.Option(help="Column of the tokens per second.")]
 DataColumn = Annotated[
-    str | None, typer.Option(help="A log's column of seconds that a step waited for its data.")
+    str | None, typer.Option(help="Column of the seconds a step waited for data.")
 ]
 Plot = Annotated[
     Path | None, typer.Option(help="Also draw curves, findings and decisions: FILE.svg.")
@@ -140,7 +138,10 @@ def replay(
     plot: Plot = None,
     form: Form = Format.TABLE,
 ) -> None:
-    """Judge a run or a log again: what would be found and done. Exit 1: a run's differs."""
+    """Replay a run or a log through the detectors: what they find, what Vitals does.
+
+    Exits 1 if a decision differs from the one that the run recorded.
+    """
     from vitals_collector.importers import ColumnChoice, holds_runs, read_history
 
     if form is Format.CSV:
@@ -185,7 +186,7 @@ def replay(
 def _refuse_for_runs(named: Sequence[str]) -> None:
     if named:
         raise UsageError(
-            f"{', '.join(named)}: only for a log; a run recorded its own",
+            f"{', '.join(named)} apply to a log only; a run has these recorded",
             hint="give the log's file or folder as the first argument",
         )
 

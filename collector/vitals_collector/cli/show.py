@@ -51,9 +51,11 @@ def register(app: typer.Typer) -> None:
 def show(
     run: Run = "",
     folder: Dir = None,
-    metric: Annotated[str, typer.Option(help="A curve instead, such as steps.loss.")] = "",
-    source: Annotated[str, typer.Option(help="Whose curve: rank:N, gpu:UUID, node:ID.")] = "",
-    points: Annotated[int, typer.Option(help="At most about this many points.")] = 1_000,
+    metric: Annotated[str, typer.Option(help="Print this metric only, such as steps.loss.")] = "",
+    source: Annotated[
+        str, typer.Option(help="Source of the metric: rank:N, gpu:UUID or node:ID.")
+    ] = "",
+    points: Annotated[int, typer.Option(help="Approximate number of points.")] = 1_000,
     collector: Collector = "",
     token_file: TokenFile = None,
     form: TableForm = TableFormat.TABLE,
@@ -62,12 +64,12 @@ def show(
 ) -> None:
     """Show one run: its curves, attempts, decisions and checkpoints, or one curve as data.
 
-    Below the curves' axes stand what was not finite and what was decided. With NO_COLOR, or where
-    stdout is no terminal, nothing is colored.
+    Marks below the curves show non-finite values and decisions. No color with NO_COLOR, or when
+    stdout is not a terminal.
     """
     if form is TableFormat.PARQUET and not metric:
         raise UsageError(
-            "--format is parquet, which holds one table; a run is several",
+            "--format parquet holds one table, and a run has several",
             hint="add --metric steps.loss, or ask for a table with `vitals query`",
         )
     with open_run(run, folder, collector, token_file) as (opened, summary):
@@ -105,7 +107,7 @@ def write_run(reader: Reader, run_id: str, form: TableFormat, to: TextIO) -> Non
         write_json(body, to=to)
         return
     facts = [*_facts(detail, _learning_rates(reader, detail.summary)), *_shadow(ledger)]
-    write_rows(("what", "value"), facts, Format(form.value), to=to)
+    write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
         return
     to.write("\n" + "".join(f"{line}\n" for line in _pictures(reader, detail, ledger, to)))
@@ -165,7 +167,7 @@ def _pictures(
     for curve in curves.curves(reader, detail.summary.run_id, detail.metrics):
         lines += [*text_plot.draw(curve, marks, width=width, has_braille=has_braille), ""]
     if not lines:
-        return ["no loss and no gradient norm is stored"]
+        return ["no loss and no gradient norm recorded"]
     if to.isatty() and not os.environ.get("NO_COLOR"):
         lines = [_colored(line) for line in lines]
     return [*lines, text_plot.legend(marks)]
@@ -196,7 +198,7 @@ def _shadow(ledger: Sequence[DecisionView]) -> list[tuple[str, object]]:
 def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
     if volume is None:
         return []
-    cap = f"  of at most {volume.max_bytes}" if volume.max_bytes else ""
+    cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
     kept = ", pinned" if volume.is_pinned else ""
     lines: list[tuple[str, object]] = [("bytes", f"{volume.num_bytes}{cap}{kept}")]
     for thinning in volume.thinned:
@@ -206,8 +208,8 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
             else f"to {moment(thinning.to_unix_ns)}"
         )
         words = (
-            f"{thinning.num_rows} rows {until} for their {thinning.reason}; "
-            f"left are {thinning.rule}"
+            f"{thinning.num_rows} rows {until} removed for their {thinning.reason}; "
+            f"kept: {thinning.rule}"
         )
         lines.append((f"thinned {thinning.stream}", words))
     return lines

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 CapGigabytes = Annotated[
     float,
     typer.Option(
-        help="Thin a run sooner where it takes more GB (1e9 bytes); 0 is no cap.",
+        help="Thin a run early when it exceeds this many GB (1e9 bytes); 0 is no cap.",
         envvar="VITALS_COLLECTOR_CAP_GB",
         min=0.0,
     ),
 ]
 LostAfter = Annotated[
-    float, typer.Option(help="Seconds of silence after which a run is lost.", min=1.0)
+    float, typer.Option(help="Seconds without data after which a run counts as lost.", min=1.0)
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="The collector's own folder [default: ~/.local/share/trainvitals]."),
+    typer.Option(help="The collector's data folder [default: ~/.local/share/trainvitals]."),
 ]
 Database = Annotated[
     str,
@@ -42,7 +42,7 @@ Database = Annotated[
         envvar="VITALS_COLLECTOR_DATABASE",
     ),
 ]
-Run = Annotated[str, typer.Argument(help="Id, beginning of an id, or name.")]
+Run = Annotated[str, typer.Argument(help="Run id or its beginning, or name.")]
 Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 
 
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
         "delete": (delete, "vitals store delete 01JD00 --yes"),
         "pin": (pin, "vitals store pin 01JD00"),
     }
-    about = "Look after the collector's store: sizes, copies, and what is removed."
+    about = "Manage the collector's store: sizes, backups, removal."
     add_group(app, "store", commands, about=about, example="vitals store size")
 
 
@@ -66,7 +66,7 @@ def size(
     cap_gb: CapGigabytes = 5.0,
     form: Form = Format.TABLE,
 ) -> None:
-    """Show what every run takes, what was thinned of it, and which are above the cap."""
+    """Show the size of every run, what was thinned, and which runs are above the cap."""
     from vitals_collector.retention.rollup import VolumeSettings
     from vitals_collector.retention.sizes import measure, store_size
 
@@ -98,10 +98,10 @@ def size(
 
 
 def check(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
-    """Hold all rows against their checksums; exit with 1 where some are damaged.
+    """Verify the checksums of all rows; exits 1 if some are damaged.
 
-    What is damaged is left out of every answer. The run directories may still hold it: where they
-    do, a new data directory read in with --folder has it whole.
+    Answers leave damaged rows out. The run directories may still have them: a new data folder that
+    reads them with --folder is complete again.
     """
     from vitals_collector.retention.fsck import Damaged
     from vitals_collector.retention.fsck import check as check_all
@@ -124,9 +124,9 @@ def copy(
     file: Annotated[Path, typer.Argument(help="The copy's name; its folder must exist.")],
     data: Data = None,
     database: Database = "",
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Copy the store as it is at one moment, while a collector writes to it.
+    """Write a consistent copy of the store; the collector may keep running.
 
     To restore, put the file as vitals.db into an empty data directory (mode 0700), and first run
     `vitals collector --data DIR --folder RUNS` on a port that no agent knows, until it has read
@@ -137,16 +137,16 @@ def copy(
 
     if database:
         raise UsageError(
-            "a PostgreSQL database is copied by its own tool, at one moment and while it is used",
+            "a PostgreSQL database is backed up with pg_dump, not with this command",
             hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE"; '
-            "pg_restore --dbname=URL FILE brings it back",
+            "restore with pg_restore --dbname=URL FILE",
         )
     made = backup(data_dir(data), file, force=force)
     _say(f"{made.file}: {made.num_bytes} bytes, tables of version {made.version}")
 
 
 def compact(data: Data = None, database: Database = "", cap_gb: CapGigabytes = 5.0) -> None:
-    """Compact and thin everything now, and give free room back to the disk. Stop the collector."""
+    """Compact and thin everything now and free disk space. Stop the collector first."""
     import time
 
     from vitals_collector.api.serve import only_one
@@ -170,10 +170,10 @@ def delete(
     run: Run,
     data: Data = None,
     database: Database = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     lost_after: LostAfter = 60.0,
 ) -> None:
-    """Remove a run that ended, for good: also what late agents still send of it."""
+    """Delete a run that has ended, for good, including rows that agents still send."""
     import time
 
     from vitals_collector.live.run_status import Liveness
@@ -193,9 +193,9 @@ def pin(
     run: Run,
     data: Data = None,
     database: Database = "",
-    off: Annotated[bool, typer.Option("--off", help="Let it go with its time again.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Unpin: remove it by age again.")] = False,
 ) -> None:
-    """Keep a run whatever its age, as the tag `keep` does."""
+    """Keep a run regardless of age, like the tag `keep`."""
     import time
 
     from vitals_collector.retention.removal import pin
@@ -253,8 +253,8 @@ def _room_told() -> Iterator[None]:
             raise
         raise StorageError(
             error.text,
-            hint="to remove a run a few MB of room are needed first, for the journal: free so much "
-            "there, and say it again; what was removed already stays so",
+            hint="deleting needs a few MB of free space for the journal: free some, then run the "
+            "command again; what was deleted stays deleted",
             code=FULL,
         ) from error
 
@@ -285,7 +285,7 @@ def _find(store: "Store", id_or_name: str) -> str:
     matches = by_id or [run_id for run_id, name in names.items() if name == id_or_name]
     if len(matches) != 1 or not id_or_name:
         raise UsageError(
-            f"{id_or_name!r} fits {len(matches)} runs; it must be one",
+            f"{id_or_name!r} matches {len(matches)} runs; it must match one",
             hint="`vitals runs` lists ids and names",
             code=UNKNOWN,
         )

@@ -28,10 +28,10 @@ class TableFormat(StrEnum):
 
 
 TableForm = Annotated[TableFormat, typer.Option("--format", help="How to write the data.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Write to this file, not stdout.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Overwrite a file that is there with another content.")
+Output = Annotated[
+    Path | None, typer.Option("--output", help="Write to this file [default: stdout].")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file whose content differs.")]
 
 
 def write_columns(
@@ -54,7 +54,7 @@ def write_columns(
     if form is TableFormat.PARQUET:
         if output is None:
             raise UsageError(
-                "--format is parquet, which is no text; it is written to a file only",
+                "--format parquet is binary, so it cannot be written to stdout",
                 hint="add --output FILE.parquet",
             )
         write_file(output, _parquet(columns), force=force)
@@ -92,14 +92,14 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
             return
         if path.exists() and not force and path.read_bytes() != content:
             raise UsageError(
-                f"{path} exists with another content",
+                f"{path} exists and its content differs",
                 hint="write to another file, or overwrite it with --force",
             )
         _replace(path.resolve(), content)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror or error}",
-            hint="choose a file in a folder that is there and that you may write to",
+            hint="choose a file in an existing folder that you may write to",
         ) from error
 
 

@@ -76,8 +76,8 @@ def test_a_run_with_a_damaged_marker_can_be_resumed(tmp_path, capsys):
         ([], ("my-run",), "there is no run 'my-run' in"),
         ([True], ("another",), "there is no run 'another' in"),
         ([True], ("",), "there is no run '' in"),
-        ([True, True], ("my-run",), "2 runs that fit are halted"),
-        ([False, False], ("my-run",), "none of the 2 runs"),
+        ([True, True], ("my-run",), "2 runs match and are halted"),
+        ([False, False], ("my-run",), "none of the 2 matching runs"),
     ],
 )
 def test_what_cannot_be_resumed_is_said(tmp_path, capsys, states, words, expected):

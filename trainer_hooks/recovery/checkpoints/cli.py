@@ -37,7 +37,7 @@ _Run = Annotated[
 ]
 _Id = Annotated[str, typer.Argument(metavar="ID", help="As `vitals checkpoints list` shows it.")]
 _Dir = Annotated[
-    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Where run directories lie.")
+    Path, typer.Option("--dir", envvar="VITALS_DIR", help="Folder with run directories.")
 ]
 _Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 _RUNS = Path("vitals_runs")
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
             f'vitals checkpoints quarantine {arguments} --reason "trained on bad data"',
         ),
     }
-    about = "Show a run's checkpoints; verify, promote or set one aside."
+    about = "Show a run's checkpoints; verify, promote or quarantine one."
     add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
 
 
@@ -64,7 +64,7 @@ def register(app: typer.Typer) -> None:
 
 
 def show(run: _Run, directory: _Dir = _RUNS, form: _Form = Format.TABLE) -> None:
-    """List what is saved, what it is worth, and what was removed or set aside."""
+    """List checkpoints with their status, including removed and quarantined ones."""
     checkpoints = _find(run, directory)
     entries = checkpoints.entries()
     if form is Format.JSON:
@@ -94,10 +94,10 @@ def verify(
     directory: _Dir = _RUNS,
     form: _Form = Format.TABLE,
 ) -> None:
-    """Read checkpoints back: every byte by its checksum, every tensor by its finiteness.
+    """Read checkpoints back: verify checksums and that all tensors are finite.
 
-    Changes nothing: a damaged one is set aside by the training that meets it, or by `vitals
-    checkpoints quarantine`. Without torch the checksums are verified and the tensors are not.
+    Changes nothing: training quarantines a damaged one when it meets it, and so does `vitals
+    checkpoints quarantine`. Without torch, only checksums are verified.
     """
     checkpoints = _find(run, directory)
     names = [entry.id for entry in checkpoints.entries() if entry.state in ("verified", "healthy")]
@@ -116,9 +116,9 @@ def verify(
 
 
 def promote(run: _Run, checkpoint: _Id, directory: _Dir = _RUNS) -> None:
-    """Mark a verified checkpoint healthy, after its checksums: a rollback may go there then.
+    """Verify a checkpoint and mark it healthy, so that a rollback may use it.
 
-    Rotation keeps the newest healthy one, so an older one may be removed after this.
+    Rotation keeps only the newest healthy one, so an older one may be removed afterwards.
     """
     checkpoints = _find(run, directory)
     entry = checkpoints.require(checkpoint)
@@ -132,16 +132,18 @@ def promote(run: _Run, checkpoint: _Id, directory: _Dir = _RUNS) -> None:
 def quarantine(
     run: _Run,
     checkpoint: _Id,
-    reason: Annotated[str, typer.Option(help="Why: kept with it.")] = "set aside manually",
+    reason: Annotated[
+        str, typer.Option(help="Reason, kept with the checkpoint.")
+    ] = "quarantined by hand",
     directory: _Dir = _RUNS,
 ) -> None:
-    """Set a checkpoint aside: nothing loads it any more, and nothing deletes it."""
+    """Quarantine a checkpoint: it is never loaded and never deleted."""
     checkpoints = _find(run, directory)
     checkpoints.require(checkpoint)
     checkpoints.folder(checkpoint).quarantine(checkpoint, reason)
     healthy = [entry.id for entry in checkpoints.entries() if entry.state == "healthy"]
     left = f"the newest healthy one is {healthy[-1]}" if healthy else "no healthy one is left"
-    typer.echo(f"{checkpoint} is set aside in {checkpoints.path}; {left}; {_LATER}")
+    typer.echo(f"{checkpoint} is quarantined in {checkpoints.path}; {left}; {_LATER}")
 
 
 # -------------------------------------------------------------------------------------- finding
@@ -198,7 +200,7 @@ def _find(run: str, vitals_dir: Path) -> _Found:
         )
     ids = _some(run_dir.run_id for run_dir in saved)
     raise UsageError(
-        f"{len(saved)} runs that fit have checkpoints: {ids}",
+        f"{len(saved)} matching runs have checkpoints: {ids}",
         hint="give the id of one",
     )
 
