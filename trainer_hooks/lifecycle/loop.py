@@ -148,7 +148,8 @@ class Loop:
             UsageError: before the first update only: an argument cannot work. Later it is said in
                 the log, and training goes on.
         """
-        faults, numbers = self._controller.faults, (when, value)
+        faults = self._controller.faults
+        numbers: tuple[Tensor | float | None, Tensor | float | None] = (when, value)
         if self._step == self._first_step:
             refuse_alert(name, level)
             numbers = self._plain(when, value)
