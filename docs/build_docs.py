@@ -146,7 +146,7 @@ def _rules() -> Iterator[str]:
     yield "Alerts of your own, one table `[[rules]]` for each ([guide](guides/alerts.md))."
     yield from ("", "| key | default | meaning |", "|---|---|---|")
     for field in msgspec.structs.fields(Rule):
-        default = "" if field.default is msgspec.NODEFAULT else repr(field.default)
+        default = "required" if field.default is msgspec.NODEFAULT else repr(field.default)
         yield f"| `{field.encode_name}` | {default} | {texts[field.name]} |"
     yield from ("", f"A condition is {GRAMMAR}.", "")
     yield from ("| function | what is held against the number |", "|---|---|")

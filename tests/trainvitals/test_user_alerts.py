@@ -109,6 +109,13 @@ def test_rules_stand_in_the_settings_file_beside_the_sections(tmp_path):
     assert () == load_judge_config({}).rules
 
 
+def test_the_rules_of_the_guide_are_rules(tmp_path):
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "alerts.md"
+    text = guide.read_text().partition("<!-- test: rules -->\n```toml\n")[2].partition("```")[0]
+    rules = load_rules(write(tmp_path, text))
+    assert ["reward hacked", "loss is NaN too often"] == [rule.name for rule in rules]
+
+
 @pytest.mark.parametrize(
     ("table", "expected"),
     [

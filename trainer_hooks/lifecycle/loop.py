@@ -155,7 +155,7 @@ class Loop:
                 the log, and training goes on.
         """
         faults = self._controller.faults
-        numbers: tuple[Any, Any] = (when, value)
+        numbers: tuple[Tensor | float | None, Tensor | float | None] = (when, value)
         if self._step == self._first_step:
             refuse_alert(name, level)
             numbers = self._plain(when, value)
