@@ -1,5 +1,6 @@
 """Every snippet of the README is run, and everything it names is there; it stays short."""
 
+import ast
 import json
 import re
 import sys
@@ -8,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.pages import GUARANTEES, GUIDES, README, ROOT, after, block, blocks, execute
+from tests.house.pages import (
+    FENCE,
+    GUARANTEES,
+    GUIDES,
+    README,
+    ROOT,
+    after,
+    block,
+    blocks,
+    execute,
+)
 from tests.house.pages import run_program as run
 from tests.house.test_docs import COMMANDS
 
@@ -136,10 +147,14 @@ def test_every_promise_names_a_test_that_is_there():
     assert named
 
 
-@pytest.mark.parametrize("page", [README, GUARANTEES, *GUIDES], ids=lambda page: page.stem)
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page):
     wrong = []
-    for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+    text = FENCE.sub("", page.read_text())
+    for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
         target = page.parent / link if link else page
         if "://" not in link and not (target.exists() and (not place or place in places(target))):
             wrong.append(f"{link}#{place}")
@@ -150,6 +165,27 @@ def places(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_snippet_can_be_read(page):
+    """Most are run as well, each by the test that its mark names; a diff in hunks is applied."""
+    for b in blocks(page):
+        if b.language == "python":
+            ast.parse(b.body)
+        elif b.language == "diff" and not b.mark.startswith("test: loop"):
+            for sign in "+-":
+                ast.parse("\n".join(line[1:] for line in b.body.splitlines() if line[:1] != sign))
+        elif b.language == "toml":
+            tomllib.loads(b.body)
+        elif b.language == "json":
+            json.loads(b.body)
+        else:
+            assert b.language in KNOWN_LANGUAGES, b
+
+
+KNOWN_LANGUAGES = ("", "bash", "sh", "console", "diff", "text", "yaml")
+"""What is not read here: outputs, and what a shell or a cluster reads."""
 
 
 def test_every_guide_is_reached_from_the_readme():

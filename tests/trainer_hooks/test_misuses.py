@@ -354,7 +354,7 @@ REFUSED = {
     a_number_as_the_checkpoints: ("checkpoints is an int; it must be True, a folder or", "=True"),
     heal_without_the_step: (r"attach\(\) cannot roll back", r"trainvitals.watch\("),
     epochs_that_are_no_whole_number: ("epochs is 1.5; it must be a whole number", "epochs=3"),
-    a_number_as_the_probe: ("probe is 1; it must be a function", "probe=loss_of"),
+    a_number_as_the_probe: ("probe is a int; it must be a function", "probe=loss_of"),
     a_number_as_the_scaler: ("scaler is a float; it must be a torch.amp.GradScaler", ORDER),
     an_unknown_mode: (
         "mode is 'gaurd'; it must be one of off, observe, guard, heal",

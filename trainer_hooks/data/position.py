@@ -297,7 +297,7 @@ class DataPosition:
 def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
     if probe is not None and not callable(probe):
         raise UsageError(
-            f"probe is {probe!r:.100}; it must be a function",
+            f"probe is a {type(probe).__name__}; it must be a function",
             hint="probe=loss_of, where loss_of(batch) gives the loss that the loop trains on",
         )
     if after_rollback not in ("move_on", "replay"):
