@@ -294,8 +294,8 @@ class StepController:
             line: the loop's line that would give a probe.
         """
         if self.mode != "observe" and not self.probe.has_loss:
-            text = "no probe, so Vitals cannot check whether the weights are damaged. Add one: "
-            f"{line}"
+            text = "no probe, so Vitals cannot check whether the weights are damaged; add one: "
+            text += line
             self._note("no_probe", text, max(self.first_step, 0), "info")
 
     def _announced(self, steps: int) -> None:
@@ -412,8 +412,7 @@ class StepController:
             self._tell_person(decision, None)
             self._halt(decision)
         if restored.step != decision.rollback_to_step:
-            text = f"{decision.checkpoint_id} could not be read: rolled back to {restored.id} "
-            "instead"
+            text = f"{decision.checkpoint_id} could not be read; used {restored.id} instead"
             self._note("older_checkpoint", text, decision.step, "warning")
             self.plan.add(self.judge.facts, branch=_branch_of(decision, restored.step))
         self.take_meta(restored.meta)
