@@ -5,6 +5,7 @@ How long a file or a function may be is no rule: what it costs to follow one eve
 """
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +75,30 @@ def test_everything_is_annotated(source):
         bare = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
         assert [] == bare, f"{source.name}:{function.name}"
         assert function.returns is not None, f"{source.name}:{function.name}"
+
+
+def test_no_half_of_a_text_is_left_behind(source):
+    """A string alone on its line is the other half of the one before, without the parentheses."""
+    left = [
+        second.lineno
+        for function in functions(source.tree)
+        for node in ast.walk(function)
+        for field in ("body", "orelse", "finalbody")
+        for first, second in itertools.pairwise(getattr(node, field, None) or ())
+        if is_text(first) and is_text(second)
+    ]
+    assert left == []
+
+
+def is_text(statement) -> bool:
+    """Whether it is a string, or sets one to a local name: an attribute's may be documented."""
+    value = getattr(statement, "value", None)
+    if isinstance(statement, ast.Assign) and not isinstance(statement.targets[0], ast.Name):
+        return False
+    is_string = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return isinstance(statement, ast.Assign | ast.Expr) and (
+        is_string or isinstance(value, ast.JoinedStr)
+    )
 
 
 def test_every_folder_of_tests_is_a_package():

@@ -178,8 +178,7 @@ def _act(control: CollectorClient, alert: AlertView) -> None:
         message = None
         if st.form_submit_button("Silence", type="primary"):
             if not reason.strip():
-                message = "A silence needs a reason: others must be able to see why no alert was "
-                "sent."
+                message = "A silence needs a reason, so that others see why no alert was sent."
             else:
                 request = AckRequest(
                     by=person.strip() or "dashboard",
