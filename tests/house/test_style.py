@@ -84,8 +84,9 @@ def test_no_half_of_a_text_is_left_behind(source):
         for function in functions(source.tree)
         for node in ast.walk(function)
         for field in ("body", "orelse", "finalbody")
-        for first, second in itertools.pairwise(getattr(node, field, None) or ())
-        if is_text(first) and is_text(second)
+        if isinstance(block := getattr(node, field, None), list)
+        for first, second in itertools.pairwise(block)
+        if is_text(first) and is_text(second) and isinstance(second, ast.Expr)
     ]
     assert left == []
 

@@ -228,8 +228,7 @@ class GpuErrorWatcher(NodeWatcher):
         kept.uncorrected = count
         if not kept.ecc.begins(new > 0):
             return ()
-        text = f"{_gpu(sample, uuid)} had {new} uncorrected memory error(s): data in its memory "
-        "was lost"
+        text = f"{_gpu(sample, uuid)} had {new} uncorrected memory error(s): its data was lost"
         return (
             tell(self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new),
         )
