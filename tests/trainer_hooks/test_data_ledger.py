@@ -314,7 +314,7 @@ def test_a_replay_feeds_the_same_batches_and_never_the_window_again(few_batches)
     windows = [(e.first_batch, e.last_batch) for _, e in run.told(DataWindowSkipped)]
     assert [(27, 36)] == windows  # 30 to 32 were seen, and three on either side
     texts = [e.text for _, e in run.told(Note) if e.code == "data"]
-    assert [f"data: exact, from batch {back} of epoch 0"] == texts
+    assert [f"data: continues exactly at batch {back} of epoch 0"] == texts
 
 
 def test_moving_on_goes_on_ahead_of_the_window(few_batches):
@@ -324,7 +324,7 @@ def test_moving_on_goes_on_ahead_of_the_window(few_batches):
     assert places == sorted(set(places))
     assert [(0, 36)] == [places[places.index((0, 36))]]
     texts = [e.text for _, e in run.told(Note) if e.code == "data"]
-    assert ["data: moved on to batch 36 of epoch 0: the loop is not to replay"] == texts
+    assert ["data: continues at batch 36 of epoch 0 (not exact: the loop is not to replay)"] == texts
 
 
 def test_a_relaunch_goes_on_with_the_next_batch_and_passes_over_what_was_poisoned(few_batches):
@@ -340,7 +340,7 @@ def test_a_relaunch_goes_on_with_the_next_batch_and_passes_over_what_was_poisone
     assert [seen[place] for place in common] == [dict(second.order)[place] for place in common]
     assert not POISON & {place for place, _ in second.order}
     texts = [e.text for _, e in second.told(Note) if e.code == "data"]
-    assert texts[0].startswith("data: exact, from batch ")
+    assert texts[0].startswith("data: continues exactly at batch ")
 
 
 def test_arguments_that_cannot_be_are_refused():
