@@ -98,8 +98,8 @@ class Monitor(Loop):
         Owns the epochs and calls ``sampler.set_epoch``. A relaunch goes on with the next batch, in
         the order that the epoch had. Over a map-style ``DataLoader`` what is passed over is never
         loaded; a loader with ``state_dict`` and ``load_state_dict`` goes back by those; where
-        neither can be exact, the run's events say ``not exact`` and why. What workers draw at random
-        for themselves is not part of that.
+        neither can be exact, the run's events say ``not exact`` and why. What workers draw at
+        random for themselves is not part of that.
 
         Args:
             loader: any iterable of batches.

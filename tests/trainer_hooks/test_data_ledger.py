@@ -324,7 +324,8 @@ def test_moving_on_goes_on_ahead_of_the_window(few_batches):
     assert places == sorted(set(places))
     assert [(0, 36)] == [places[places.index((0, 36))]]
     texts = [e.text for _, e in run.told(Note) if e.code == "data"]
-    assert ["data: continues at batch 36 of epoch 0 (not exact: the loop is not to replay)"] == texts
+    where = "data: continues at batch 36 of epoch 0 (not exact: the loop is not to replay)"
+    assert [where] == texts
 
 
 def test_a_relaunch_goes_on_with_the_next_batch_and_passes_over_what_was_poisoned(few_batches):

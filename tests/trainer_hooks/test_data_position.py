@@ -79,7 +79,7 @@ def test_two_loops_that_feed_the_same_steps_do_not_go_back_and_say_so(loop):
     assert 1 == sum(step is not None for step in back)
     (text,) = [e.text for e in said if isinstance(e, Note) and e.code == "data"]
     assert "not exact: " in text and text.startswith("data: continues at batch ")
-    assert text.endswith("another loop over data feeds the same steps")
+    assert text.endswith("another loop over data feeds the same steps)")
 
 
 @pytest.mark.parametrize("after", ["move_on", "replay"])

@@ -221,7 +221,7 @@ def test_an_evaluation_before_the_last_one_is_decided_counts_but_its_state_is_no
     rank.train()
     assert [2.0] == [saved.best[1] for saved in rank.store.saved]
     assert 1.0 == rank.evaluations.state_dict()["best"]
-    assert "evaluated at step 0 is not decided yet" in rank.emitter.notes[0][2]
+    assert "evaluation of step 0 is not decided yet" in rank.emitter.notes[0][2]
 
 
 def test_the_last_value_before_a_step_counts():
@@ -393,7 +393,7 @@ def test_a_best_that_could_not_be_kept_is_told_when_an_older_one_comes_back():
     rank.train()
     rank.train()
     assert 2.0 == rank.restore_best().value
-    assert "that of step 2 (1) was not kept" in rank.emitter.notes[-1][2]
+    assert "of step 2 (1) was not kept" in rank.emitter.notes[-1][2]
 
 
 def test_without_a_best_there_is_nothing_to_restore():
