@@ -163,7 +163,7 @@ def test_what_cannot_be_read_says_so(
     monkeypatch.setenv("VITALS_DIR", str(tmp_path / "none"))
     with pytest.raises(UsageError, match=r"no folder .*none"):
         Client()
-    with pytest.raises(UsageError, match="is not a folder"):
+    with pytest.raises(UsageError, match="there is no folder"):
         Client(tmp_path / "none")
     with Client(served.url, "wrong") as client, pytest.raises(UnauthorizedError):
         client.runs()
