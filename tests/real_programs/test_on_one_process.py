@@ -122,7 +122,7 @@ def test_few_lines_are_changed():
         "imagenet": 5,
         "litgpt": 8,
         "mingpt": 5,
-        "nanogpt": 3,
+        "nanogpt": 4,
         "ppo": 6,
         "timm_train": 4,
         "word_language_model": 8,
