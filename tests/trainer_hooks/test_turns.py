@@ -96,6 +96,16 @@ def test_each_has_its_own_curves_and_the_first_one_s_are_the_run_s(tmp_path):
         "discriminator: loss is nan on rank 0",
     )
 
+    def vitals(*command):
+        command = [sys.executable, "-m", "trainvitals", *command, "--dir", tmp_path / "runs"]
+        ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        return ended.stdout + ended.stderr
+
+    assert "all as recorded" in vitals("replay", run_id)
+    why = " ".join(vitals("why", run_id, "40").split())
+    assert "Loss/discriminator NaN" in why and "Loss/discriminator over the next 4 steps" in why
+    assert "not measured" not in why
+
 
 def test_an_average_follows_the_verdict_of_its_own_model_s_step():
     """Both averages are updated after the generator's step, whoever's update was dropped."""

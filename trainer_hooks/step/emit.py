@@ -19,7 +19,13 @@ from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.step.gradients import ALL
 from trainer_hooks.step.reduce_vector import Derived, Reduced, rank_losses
-from trainvitals.catalog import LAYERS_SCHEMA, MAX_GROUPS, SCALARS_SCHEMA, steps_schema
+from trainvitals.catalog import (
+    LAYERS_SCHEMA,
+    MAX_GROUPS,
+    SCALARS_SCHEMA,
+    TURN_METRICS,
+    steps_schema,
+)
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.io.journal import JournalWriter, StreamWriter
@@ -452,14 +458,8 @@ _OF_THE_RUN = ("rank_loss", "loss_spread")
 
 def _by_name(record: StepRecord, name: str) -> dict[str, float]:
     """Return an optimizer's own numbers as scalars."""
-    numbers = {
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
-        "loss_limit": record.loss_limit,
-        "grad_norm_limit": record.grad_norm_limit,
-        "skipped": float(record.skipped),
-    }
-    return {f"{key}/{name}": number for key, number in numbers.items() if number is not None}
+    numbers = ((key, getattr(record, key)) for key in TURN_METRICS)
+    return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
 
 def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
