@@ -185,6 +185,29 @@ def test_a_rollback_within_a_batch_leaves_out_the_rest_of_it_and_ends_as_the_cle
     assert_same(Gan().bare(), state)
 
 
+def test_a_loop_that_is_left_where_a_rollback_came_trains_on(tmp_path):
+    """The rest of that batch is not trained on; what follows without a loader is no part of it."""
+    gan, back = Gan(), []
+    settings = trainvitals.CheckpointSettings(directory=tmp_path / "kept", snapshot_every=10)
+    models, optimizers = [gan.g, gan.d], [gan.of_g, gan.of_d]
+    with trainvitals.watch(models, optimizers, mode="heal", checkpoints=settings) as monitor:
+
+        def step(optimizer, loss):
+            outcome = monitor.step(loss, optimizer=optimizer)
+            back.extend([] if outcome.rolled_back_to is None else [outcome.rolled_back_to])
+            if outcome.step == 40 and not back:
+                with torch.no_grad():
+                    next(gan.d.parameters()).fill_(NAN)
+
+        for real in monitor.batches(gan.data):
+            gan.play(real, step)
+            if back:
+                break
+        for real in gan.data[:5]:
+            gan.play(real, step)
+        assert monitor.step_index == back[0] + 10
+
+
 def test_a_relaunch_goes_on_exactly(tmp_path, monkeypatch):
     settings = trainvitals.CheckpointSettings(
         directory=tmp_path / "kept", snapshot_every=21, save_every=30
