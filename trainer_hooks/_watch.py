@@ -222,7 +222,9 @@ def _emitter(
         is_rank0=ranks.rank == 0,
         num_groups=sum(len(o.param_groups) for o in device.optimizers),
         layers=Layers(
-            device.norms.names, () if device.sampler is None else device.sampler.activation_names
+            device.norms.names,
+            () if device.sampler is None else device.sampler.activation_names,
+            tuple(turn.part for turn in device.turns),
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, cast, get_args
@@ -143,7 +144,8 @@ def _check_kinds(given: Arguments) -> None:
                 hint=f"optimizer = {optimizer.__name__}(model.parameters(), ...)",
             )
         other = isinstance(optimizer, nn.Module | LRScheduler | torch.amp.GradScaler)
-        if other or not hasattr(optimizer, "step"):
+        odd = given.engine is None and not _has_groups(optimizer)
+        if other or odd or not hasattr(optimizer, "step"):
             raise UsageError(
                 f"optimizers holds {_kind(optimizer)}; each must be a torch.optim.Optimizer",
                 hint=by_hand if isinstance(optimizer, torch.Tensor) else hint,
@@ -157,6 +159,13 @@ def _check_kinds(given: Arguments) -> None:
                 hint=f"{hint}; several optimizers as a list: watch(model, [opt_a, opt_b])",
             )
     _check_scaler(given.scaler, hint)
+
+
+def _has_groups(optimizer: Any) -> bool:
+    groups = getattr(optimizer, "param_groups", None)
+    return isinstance(groups, Sequence) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Iterable) for group in groups
+    )
 
 
 def _check_scaler(scaler: object, hint: str) -> None:
@@ -340,8 +349,10 @@ def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
                 owners |= {id(param): name for param in one.parameters()}
     names = []
     for i, optimizer in enumerate(optimizers):
-        groups = getattr(optimizer, "param_groups", ())
-        of = {owners.get(id(p), "") for group in groups for p in group["params"]} - {""}
+        of: set[str] = set()
+        with suppress(TypeError, KeyError):  # of what is no optimizer: all ranks hear of it later
+            groups = getattr(optimizer, "param_groups", ())
+            of = {owners.get(id(p), "") for group in groups for p in group["params"]} - {""}
         names.append(of.pop() if len(of) == 1 else f"optimizer{i}")
     unique = len(set(names)) == len(names)
     return names if unique else [f"optimizer{i}" for i in range(len(names))]

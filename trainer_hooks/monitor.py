@@ -131,12 +131,17 @@ class Monitor(Loop):
 
     def _until_stopped(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Pass the batches on, and end once a step was made of a run that shall end."""
-        for batch in stream:
-            step = self._step
-            yield batch
-            self._end_batch()
-            if self.should_stop and self._step != step:
-                return
+        try:
+            for batch in stream:
+                step = self._step
+                yield batch
+                self._end_batch()
+                if self.should_stop and self._step != step:
+                    return
+        finally:
+            # Left in the middle of a batch: what is stepped from now on is none of its updates.
+            if self._void is not None and not self._closed:
+                self._end_batch()
 
     def micro(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
         """Add one micro-batch's loss to the step; call once per backward when accumulating.

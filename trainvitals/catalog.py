@@ -47,6 +47,11 @@ SCALARS_SCHEMA = Schema("scalars", (*ROW_COLUMNS, Column("name", "i8"), Column("
 """The sparse stream of ``Monitor.observe`` and ``Monitor.evaluate``."""
 
 
+TURN_METRICS = ("loss", "grad_norm", "loss_limit", "grad_norm_limit", "skipped")
+"""Of a step that moved one of several optimizers, its own numbers are the scalars ``METRIC/NAME``;
+``skipped/NAME`` is there in each of them."""
+
+
 def _host(
     scope: Scope,
     column: str,

@@ -49,11 +49,21 @@ def wrong_on_rank_1(rank, **wrong):
     model = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     begin = trainer_hooks.attach if wrong.pop("attach", False) else trainer_hooks.watch
+    given = {"optimizers": optimizer, **(wrong if rank == 1 else {})}
     try:
-        begin(model, optimizer, **(wrong if rank == 1 else {})).close()
+        begin(model, given.pop("optimizers"), **given).close()
     except VitalsError as raised:
         return {"error": str(raised)}
     return {"error": ""}
+
+
+class NoOptimizer:
+    """Has what is looked at first, and nothing in it."""
+
+    param_groups = ({},)
+
+    def step(self):
+        """Do nothing."""
 
 
 def checkpoints_refused_on_rank_1(rank, folder):
@@ -80,6 +90,7 @@ WRONG = {
     "run is an int": {"run": 1},
     "state is a list": {"state": [1]},
     "signals is a dict": {"signals": {}},
+    "optimizers holds a NoOptimizer": {"optimizers": NoOptimizer()},
 }
 """What an error says, and the argument that is wrong on rank 1 alone."""
 

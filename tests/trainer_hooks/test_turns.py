@@ -1,5 +1,6 @@
 """Several models and optimizers in one watch: each step moves one, and is judged by its own."""
 
+import copy
 import math
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import trainvitals
 from tests.trainer_hooks import ranks_taking_turns
@@ -19,12 +21,15 @@ from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.views import DecisionsQuestion, SeriesQuestion
 
 
-def watched(gan, *, each=lambda monitor, outcome: None, **watch):
+def watched(gan, *, each=lambda monitor, outcome: None, weight=None, **watch):
     """Train under watch; return the state at the end and the monitor."""
     models, optimizers = [gan.g, gan.d], [gan.of_g, gan.of_d]
     with trainvitals.watch(models, optimizers, gan.schedules, **watch) as monitor:
         for real in monitor.batches(gan.data):
-            gan.play(real, lambda o, loss: each(monitor, monitor.step(loss, optimizer=o)))
+            gan.play(
+                real,
+                lambda o, loss: each(monitor, monitor.step(loss, optimizer=o, weight=weight)),
+            )
     assert monitor.swallowed_errors == {}
     return gan.state(), monitor
 
@@ -58,7 +63,7 @@ ALONE = """
 from tests.trainer_hooks.gan import Gan
 from tests.trainer_hooks.test_turns import watched
 
-watched(Gan(bad={40}))
+watched(Gan(bad={40}), weight=16)
 """
 
 
@@ -78,6 +83,11 @@ def test_each_has_its_own_curves_and_the_first_one_s_are_the_run_s(tmp_path):
         generator, discriminator = range(1, 2 * BATCHES, 2), range(0, 2 * BATCHES, 2)
         assert steps_of("steps.loss") == steps_of("scalars.loss/generator") == [*generator]
         assert steps_of("scalars.grad_norm/generator") == [*generator]
+        # The rows of a layer are those of steps that move it.
+        of_g, of_d = steps_of("layers.generator.0"), steps_of("layers.discriminator.0")
+        assert of_g[:4] == [1, 11, 21, 31] and set(of_g) <= {*generator}
+        assert of_d[:4] == [0, 10, 20, 30] and set(of_d) <= {*discriminator}
+        assert steps_of("steps.tokens_seen") == steps_of("steps.perplexity") == [*generator]
         norms = steps_of("scalars.grad_norm/discriminator")
         assert norms == [step for step in discriminator if step != 40]
         (skip,) = reader.ask(DecisionsQuestion(run_id=run_id))
@@ -85,6 +95,62 @@ def test_each_has_its_own_curves_and_the_first_one_s_are_the_run_s(tmp_path):
         40,
         "discriminator: loss is nan on rank 0",
     )
+
+    def vitals(*command):
+        command = [sys.executable, "-m", "trainvitals", *command, "--dir", tmp_path / "runs"]
+        ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        return ended.stdout + ended.stderr
+
+    assert "all as recorded" in vitals("replay", run_id)
+    why = " ".join(vitals("why", run_id, "40").split())
+    assert "Loss/discriminator NaN" in why and "Loss/discriminator over the next 4 steps" in why
+    assert "not measured" not in why
+
+
+def test_an_average_follows_the_verdict_of_its_own_model_s_step():
+    """Both averages are updated after the generator's step, whoever's update was dropped."""
+    bad = {20, 31, 50, 51}
+
+    def averaged(gan, play):
+        pairs = [(AveragedModel(gan.g), gan.of_g, gan.g), (AveragedModel(gan.d), gan.of_d, gan.d)]
+        play(pairs)
+        return {i: copy.deepcopy(average.state_dict()) for i, (average, *_) in enumerate(pairs)}
+
+    gan = Gan(bad=bad)
+
+    def bare(pairs):
+        applied = {}
+
+        def step(optimizer, _loss):
+            applied[optimizer] = gan.updates - 1 not in bad
+            if applied[optimizer]:
+                optimizer.step()
+            gan.of_g.zero_grad()
+            gan.of_d.zero_grad()
+
+        for real in gan.data:
+            buffers = [buffer.clone() for buffer in gan.g.buffers()]
+            gan.play(real, step)
+            if not applied[gan.of_d]:  # its forward came before the discriminator's step
+                for buffer, before in zip(gan.g.buffers(), buffers, strict=True):
+                    buffer.copy_(before)
+            for average, optimizer, model in pairs:
+                if applied[optimizer]:
+                    average.update_parameters(model)
+
+    expected = averaged(gan, bare)
+    gan = Gan(bad=bad)
+    gan.schedules = []
+
+    def guarded(pairs):
+        state = {"g": pairs[0][0], "d": pairs[1][0]}
+        with trainvitals.watch([gan.g, gan.d], [gan.of_g, gan.of_d], state=state) as monitor:
+            for real in gan.data:
+                gan.play(real, lambda o, loss: monitor.step(loss, optimizer=o))
+                for average, _, model in pairs:
+                    average.update_parameters(model)
+
+    assert_same(expected, averaged(gan, guarded))
 
 
 def test_gradients_left_in_the_other_s_parameters_are_not_its_own():
@@ -117,6 +183,29 @@ def test_a_rollback_within_a_batch_leaves_out_the_rest_of_it_and_ends_as_the_cle
     assert len(back) == 1
     assert back[0][1] % 2 == 0  # a state to go back to lies between two batches
     assert_same(Gan().bare(), state)
+
+
+def test_a_loop_that_is_left_where_a_rollback_came_trains_on(tmp_path):
+    """The rest of that batch is not trained on; what follows without a loader is no part of it."""
+    gan, back = Gan(), []
+    settings = trainvitals.CheckpointSettings(directory=tmp_path / "kept", snapshot_every=10)
+    models, optimizers = [gan.g, gan.d], [gan.of_g, gan.of_d]
+    with trainvitals.watch(models, optimizers, mode="heal", checkpoints=settings) as monitor:
+
+        def step(optimizer, loss):
+            outcome = monitor.step(loss, optimizer=optimizer)
+            back.extend([] if outcome.rolled_back_to is None else [outcome.rolled_back_to])
+            if outcome.step == 40 and not back:
+                with torch.no_grad():
+                    next(gan.d.parameters()).fill_(NAN)
+
+        for real in monitor.batches(gan.data):
+            gan.play(real, step)
+            if back:
+                break
+        for real in gan.data[:5]:
+            gan.play(real, step)
+        assert monitor.step_index == back[0] + 10
 
 
 def test_a_relaunch_goes_on_exactly(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Averages:
             for optimizer in optimizers
         }
         self._updates = [
-            _GuardedUpdate(averaged)
+            _GuardedUpdate(averaged, optimizers)
             for averaged in state.values()
             if isinstance(averaged, AveragedModel)
         ]
@@ -63,7 +64,7 @@ class Averages:
             optimizers: those that the step moves.
         """
         for update in self._updates:
-            update.judged(bad)
+            update.judged(bad, optimizers)
         for i, ema in enumerate(self._emas):
             if any(self._names[id(optimizer)][i] for optimizer in optimizers):
                 ema.begin(bad)
@@ -121,12 +122,19 @@ def _held_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
+_ENGINE = 0
+"""Stands for the optimizers of a framework's engine, which we do not hold."""
+
+
 class _GuardedUpdate:
     """Stands in for one average's ``update_parameters``."""
 
-    def __init__(self, average: AveragedModel) -> None:
+    def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
         self._average = average
-        self._bad: Tensor | None = None
+        self._held = {id(o): {*map(id, _held_by([o]))} for o in optimizers} or {_ENGINE: set()}
+        self._bad: dict[int, Tensor] = {}
+        """The verdict of each optimizer's last step, the newest last."""
+        self._owners: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._late: AsyncCopy[tuple[Tensor, Tensor]] | None = None
         self._waits = False
         average.update_parameters = self  # type: ignore[method-assign]
@@ -138,7 +146,8 @@ class _GuardedUpdate:
     def __call__(self, model: nn.Module) -> None:
         """Average the model in, unless its last step was skipped; waits for nothing."""
         plain = type(self._average).update_parameters
-        if self._bad is None:
+        verdict = self._verdict_of(model)
+        if verdict is None:
             plain(self._average, model)
             return
         with torch.no_grad():
@@ -146,11 +155,23 @@ class _GuardedUpdate:
             kept = [tensor.clone() for tensor in live]
             plain(self._average, model)
             for tensor, before in zip(live, kept, strict=True):
-                if is_far_counter(tensor, self._bad):
-                    self._settle_later(tensor, before, self._bad)
+                if is_far_counter(tensor, verdict):
+                    self._settle_later(tensor, before, verdict)
                 else:
-                    bad = self._bad.to(tensor.device) != 0
+                    bad = verdict.to(tensor.device) != 0
                     tensor.copy_(torch.where(bad, before, tensor))
+
+    def _verdict_of(self, model: nn.Module) -> Tensor | None:
+        """Return the verdict of the newest step that moved the model; None before the first.
+
+        Of optimizers that take turns, the last one's may be of another model.
+        """
+        if model not in self._owners:
+            params = {id(param) for param in model.parameters()}
+            owners = {one for one, held in self._held.items() if not held.isdisjoint(params)}
+            self._owners[model] = owners or {*self._held}
+        owners = self._owners[model]
+        return next((bad for one, bad in reversed(self._bad.items()) if one in owners), None)
 
     def _settle_later(self, counter: Tensor, before: Tensor, bad: Tensor) -> None:
         """Torch keeps ``n_averaged`` on the host: it is put right when the verdict is there."""
@@ -160,18 +181,19 @@ class _GuardedUpdate:
             self._late.push(bad.reshape(1), (counter, before))
             self._waits = True
 
-    def judged(self, bad: Tensor) -> None:
+    def judged(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
         """Put right what waited for the verdict before this one, and take this one."""
         self._settle()
-        self._bad = bad
+        for one in [*map(id, optimizers)] or [_ENGINE]:
+            self._bad.pop(one, None)
+            self._bad[one] = bad
 
     def rolled_back(self) -> None:
         """Drop what waited for a verdict, and let nothing in until the next one."""
         if self._late is not None:
             self._late.pop()
             self._waits = False
-        if self._bad is not None:
-            self._bad = torch.ones_like(self._bad)
+        self._bad = {one: torch.ones_like(bad) for one, bad in self._bad.items()}
 
     def _settle(self, patience_seconds: float | None = None) -> None:
         """Take back the counter of a step that was skipped; waits for that step alone, not this."""

@@ -530,10 +530,13 @@ class StepController:
 
 
 def of_turn(judgement: Judgement, name: str) -> Judgement:
-    """Return what was said about one optimizer's step with its name in front."""
+    """Return what was said about one optimizer's step with its name in front.
+
+    What a person asks for, but for a word about a step, is of the run.
+    """
     findings = tuple(replace(f, reason=f"{name}: {f.reason}") for f in judgement.findings)
     decision = judgement.decision
-    if decision is not None:
+    if decision is not None and decision.rule != "command":
         decision = replace(decision, reason=f"{name}: {decision.reason}")
     return judgement._replace(findings=findings, decision=decision)
 

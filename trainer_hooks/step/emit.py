@@ -17,8 +17,15 @@ from msgspec.structs import replace
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
+from trainer_hooks.step.gradients import ALL
 from trainer_hooks.step.reduce_vector import Derived, Reduced, rank_losses
-from trainvitals.catalog import LAYERS_SCHEMA, MAX_GROUPS, SCALARS_SCHEMA, steps_schema
+from trainvitals.catalog import (
+    LAYERS_SCHEMA,
+    MAX_GROUPS,
+    SCALARS_SCHEMA,
+    TURN_METRICS,
+    steps_schema,
+)
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.io.journal import JournalWriter, StreamWriter
@@ -177,6 +184,10 @@ class Emitter:
         self._scalar_ids: dict[str, int] = {}
         self._refused_scalars: set[str] = set()
         self._layers_until = -1
+        self._layers_at: dict[int, int] = {}
+        """Of each optimizer that takes turns, the ten steps in which its layers were written."""
+        self._turn = 0
+        """Whose the step before was."""
         self._layers_named = False
         self._depth = 0
         self._main_thread = threading.main_thread().ident
@@ -304,10 +315,19 @@ class Emitter:
         *,
         has_finding: bool,
     ) -> None:
-        """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled."""
+        """Write the layers' rows on rank 0: every tenth step, near a finding, and when sampled.
+
+        Optimizers that take turns have each their own first step among ten: in every tenth of the
+        run's it might be always the same one's.
+        """
         if has_finding:
             self._layers_until = measured.step + LAYERS_AFTER_FINDING
+        turn, before, self._turn = measured.turn, self._turn, measured.turn
         due = not measured.step % LAYERS_EVERY or measured.step <= self._layers_until
+        if turn:
+            tenth = measured.step // LAYERS_EVERY
+            due |= self._layers_at.get(turn) != tenth
+            self._layers_at[turn] = tenth
         if not self._is_rank0 or not (due or (samples is not None and samples.by_layer)):
             return
         stream = self._stream(LAYERS_SCHEMA)
@@ -320,7 +340,7 @@ class Emitter:
             self.event(event, step=measured.step, attempt=measured.attempt)
         head = [measured.step, measured.attempt, measured.time_unix_ns, measured.monotonic_ns]
         squares = None if measured.after_clip else reduced.squares
-        for row in self._layers.rows(squares, samples):
+        for row in self._layers.rows(squares, samples, turn=turn, before=before):
             stream.append([*head, *row])
 
     def _tell_losses(self, stream: StreamWriter) -> None:
@@ -385,7 +405,10 @@ class StepLog:
         ``name`` is that of an optimizer that was stepped by itself. Its numbers are scalars then,
         such as ``loss/generator``; those of the first one are the run's too.
         """
+        of_run = measured.turn <= 1
         tokens = measured.tokens if measured.tokens is not None else _tokens(measured, reduced)
+        if not of_run:
+            tokens = None  # all train on the first one's batches: each token counts once
         if tokens is not None:
             self.tokens.seen += tokens
             self.tokens.trained += 0 if record.skipped else tokens
@@ -402,7 +425,7 @@ class StepLog:
         if name:
             if self._is_rank0:
                 emitter.scalars(_by_name(record, name), step=step, attempt=attempt)
-            if measured.turn > 1:
+            if not of_run:
                 record = replace(
                     record,
                     loss=None,
@@ -429,20 +452,14 @@ class StepLog:
             emitter.of_run(reading, step=step, attempt=attempt)
 
 
-_OF_THE_RUN = ("rank_loss",)
+_OF_THE_RUN = ("rank_loss", "loss_spread")
 """Columns beside the record's that are missing where the step is not the first optimizer's."""
 
 
 def _by_name(record: StepRecord, name: str) -> dict[str, float]:
     """Return an optimizer's own numbers as scalars."""
-    numbers = {
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
-        "loss_limit": record.loss_limit,
-        "grad_norm_limit": record.grad_norm_limit,
-        "skipped": float(record.skipped),
-    }
-    return {f"{key}/{name}": number for key, number in numbers.items() if number is not None}
+    numbers = ((key, getattr(record, key)) for key in TURN_METRICS)
+    return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
 
 def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
@@ -456,7 +473,10 @@ def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
 class Layers:
     """Adds up squares by layer, a parameter's name without its last part; modules may be added."""
 
-    def __init__(self, names: Sequence[str], modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, names: Sequence[str], modules: Sequence[str] = (), parts: Sequence[slice] = (ALL,)
+    ) -> None:
+        self._parts = parts
         owners = [name.rpartition(".")[0] or name for name in names]
         of_parameters = tuple(dict.fromkeys(owners))
         self._num_layers = len(of_parameters)
@@ -464,23 +484,32 @@ class Layers:
         position = {name: i for i, name in enumerate(self.names)}
         self._owner = [position[owner] for owner in owners]
 
-    def norms(self, squares: Sequence[float]) -> list[float]:
-        """Return the L2 norm of each layer that has parameters."""
-        sums = [0.0] * self._num_layers
-        for owner, square in zip(self._owner, squares, strict=True):
-            sums[owner] += square
-        return [math.sqrt(s) if s >= 0 else math.nan for s in sums]
+    def norms(self, squares: Sequence[float], part: slice = ALL) -> list[float | None]:
+        """Return the L2 norm of each layer that has parameters, and has some in ``part``."""
+        sums: list[float | None] = [None] * self._num_layers
+        for owner, square in zip(self._owner[part], squares[part], strict=True):
+            sums[owner] = (sums[owner] or 0.0) + square
+        return [None if s is None else math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
     def rows(
-        self, grad_squares: Sequence[float] | None, samples: Samples | None
+        self,
+        grad_squares: Sequence[float] | None,
+        samples: Samples | None,
+        *,
+        turn: int = 0,
+        before: int = 0,
     ) -> Iterator[list[Value]]:
         """Yield, of each layer that has one, its id and values in the order of LAYER_METRICS.
 
-        Without squares the gradients' norms are missing.
+        Without squares the gradients' norms are missing. Of optimizers that take turns, only the
+        parameters of one have gradients in the step (``turn``), and an update by the one before.
         """
         samples = samples or Samples()
         squares = (grad_squares, samples.weight_squares, samples.update_squares)
-        by_layer = [None if s is None else self.norms(s) for s in squares]
+        parts = (self._parts[turn], ALL, self._parts[before])
+        by_layer = [
+            None if s is None else self.norms(s, of) for s, of in zip(squares, parts, strict=True)
+        ]
         for layer, name in enumerate(self.names):
             has_parameters = layer < self._num_layers
             norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]

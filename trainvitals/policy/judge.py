@@ -488,7 +488,8 @@ class Judge:
         """Return 32 bits that are equal on two ranks which judged alike; exact in a float64."""
         facts, limits = self._ladder.facts, self.limits()
         numbers = struct.pack(
-            "<qqqqdd",
+            "<qqqqqdd",
+            self._turn,
             facts.attempt,
             facts.ledger_seq,
             facts.last_command,

@@ -118,7 +118,7 @@ def why(
 ) -> None:
     """Explain one step: its numbers, limits, findings, the decision and the reason."""
     from vitals_collector.queries.user_alerts import episodes
-    from vitals_collector.queries.why import FOLLOWING, explain, with_kept_samples
+    from vitals_collector.queries.why import FOLLOWING, explain, loss_of, with_kept_samples
 
     with open_run(run, folder, collector, token_file) as (opened, summary):
         view = opened.reader.ask(StepQuestion(run_id=summary.run_id, step=step))
@@ -130,7 +130,7 @@ def why(
             after = opened.reader.ask(
                 SeriesQuestion(
                     run_id=summary.run_id,
-                    metric="steps.loss",
+                    metric=loss_of(view),
                     from_step=step + 1,
                     to_step=step + FOLLOWING,
                 )

@@ -2,13 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from sqlalchemy import Connection, Row, func, select
 
+from trainvitals.catalog import TURN_METRICS
 from trainvitals.identity import Source
 from trainvitals.records import BatchNoted, Decision, Finding, StateRead
 from trainvitals.rows import Schema
@@ -38,6 +39,7 @@ from vitals_collector.storage.schema import (
     decisions,
     events,
     findings,
+    names,
     runs,
     sources,
     streams,
@@ -260,12 +262,46 @@ def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
 def step_rows(
     connection: Connection, run_id: str, step: int, stream: str = "steps"
 ) -> tuple[StepRow, ...]:
-    """Return the sources' rows of a step; of one written again, the newest."""
+    """Return the sources' rows of a step; of one written again, the newest.
+
+    Rank 0's row has the numbers of an optimizer that was stepped alone as well, which are scalars:
+    ``loss/NAME`` and so on.
+    """
     newest: dict[tuple[str, int], StepRow] = {}
     for page, row in rows_at_step(connection, run_id, step, stream):
         step_row = _step_row(page.schema, row, page.source, page.incarnation)
         newest[step_row.source, step_row.attempt] = step_row  # of one written again, the newest
+    if stream == "steps":
+        for row in _rows_of_turns(connection, run_id, step):
+            whole_row = newest.get((row.source, row.attempt))
+            if whole_row is not None:
+                newest[row.source, row.attempt] = msgspec.structs.replace(
+                    whole_row,
+                    values={**whole_row.values, **row.values},
+                    nonfinite=(*whole_row.nonfinite, *row.nonfinite),
+                )
     return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
+
+
+def _rows_of_turns(connection: Connection, run_id: str, step: int) -> Iterator[StepRow]:
+    """Yield, of a step that one of several optimizers made, each number of its own as a row."""
+    query = select(names.c.incarnation, names.c.id, names.c.name).where(
+        names.c.run_id == run_id, names.c.stream == "scalars"
+    )
+    of_turns = {
+        (incarnation, key): name
+        for incarnation, key, name in connection.execute(query)
+        if name.partition("/")[0] in TURN_METRICS and "/" in name
+    }
+    if not any(name.startswith("skipped/") for name in of_turns.values()):
+        return
+    for page, raw in rows_at_step(connection, run_id, step, "scalars"):
+        row = _step_row(page.schema, raw, page.source, page.incarnation)
+        name = of_turns.get((page.incarnation, int(row.values.get("name") or 0)))
+        if name is not None and row.source == "rank:0":
+            marks = tuple(mark.replace("value=", f"{name}=", 1) for mark in row.nonfinite)
+            value = row.values.get("value")
+            yield msgspec.structs.replace(row, values={name: value}, nonfinite=marks)
 
 
 def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:

@@ -170,7 +170,8 @@ def _followed(after: SeriesReply | None) -> list[str]:
         return []
     finite = [value for value in after.value if value is not None]
     steps = "step" if after.num_total == 1 else f"{after.num_total} steps"
-    words = f"Loss over the next {steps}: "
+    name = after.metric.partition(".")[2]
+    words = f"{name} over the next {steps}: "
     if finite:
         words += f"{min(finite):.6g}" + (
             f" to {max(finite):.6g}" if max(finite) > min(finite) else ""
@@ -207,9 +208,11 @@ def of_attempt(view: StepView, attempt: int) -> str:
     rows = [row for row in view.rows if row.attempt == attempt]
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values
+    turn = turn_of(head)
+    at = f"/{turn}" if turn else ""
     words = [
-        f"loss {_number(head, 'loss')}{_limit(head, 'loss_limit')}, "
-        f"gradient norm {_number(head, 'grad_norm')}{_limit(head, 'grad_norm_limit')}"
+        f"loss{at} {_number(head, 'loss' + at)}{_limit(head, 'loss_limit' + at)}, "
+        f"gradient norm {_number(head, 'grad_norm' + at)}{_limit(head, 'grad_norm_limit' + at)}"
     ]
     if rates := learning_rates(values):
         words[0] += f", learning rate{'s' if len(rates.split()) > 1 else ''} {rates}"
@@ -229,6 +232,18 @@ def of_attempt(view: StepView, attempt: int) -> str:
     if bits & ~CLIPS and culprit >= 0:
         words.append(f"caused by rank {culprit}{_culprit(rows, culprit)}")
     return words[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in words[1:])
+
+
+def turn_of(row: StepRow) -> str:
+    """Return the name of the optimizer that the step moved alone; "" where it moved all."""
+    names = [name.partition("/")[2] for name in row.values if name.startswith("skipped/")]
+    return names[0] if names else ""
+
+
+def loss_of(view: StepView) -> str:
+    """Return the series of the losses that the step's is one of."""
+    turn = next(filter(None, map(turn_of, view.rows)), "")
+    return f"scalars.loss/{turn}" if turn else "steps.loss"
 
 
 _MAX_RATES = 4
@@ -277,10 +292,13 @@ def _culprit(rows: Sequence[StepRow], rank: int) -> str:
     row = next((row for row in rows if row.source == f"rank:{rank}"), None)
     if row is None:
         return ""
-    clause = f" (its local loss was {_number(row, 'rank_loss')}"
+    clauses = []
+    if "rank_loss" in row.values:  # of the first optimizer's steps alone, where they take turns
+        clauses.append(f"its local loss was {_number(row, 'rank_loss')}")
     if row.values.get("batch_index") is not None:
-        clause += f", from batch {row.values['batch_index']} of epoch {row.values.get('epoch', 0)}"
-    return clause + ")"
+        batch, epoch = row.values["batch_index"], row.values.get("epoch", 0)
+        clauses.append(f"from batch {batch} of epoch {epoch}")
+    return f" ({', '.join(clauses)})" if clauses else ""
 
 
 def fed(step_data: StepData, tells_attempt: bool) -> str:

@@ -8,13 +8,14 @@ decisions; the recorded ones are compared with them and never used to make them.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 from sqlalchemy import Connection, func, select
 
+from trainvitals.catalog import TURN_METRICS
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.policy import CheckpointRef, Judge, JudgeConfig, Judgement, Mode, Proposal
@@ -40,7 +41,7 @@ from trainvitals.records import (
 from trainvitals.rows import Value
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.storage.read_rows import read_pages, rows_at_step
-from vitals_collector.storage.schema import batches, events, sources, streams, thinned
+from vitals_collector.storage.schema import batches, events, names, sources, streams, thinned
 from vitals_collector.storage.store import Store
 
 COMPARED = (
@@ -302,7 +303,7 @@ class _Replayer:
 
     def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
         """Limits are every digit of the detectors' memory: equal ones are equal windows."""
-        mine = Limits() if self._is_expecting(record) else judge.limits()
+        mine = Limits() if self._is_expecting(record) else judge.limits(record.turn)
         theirs = Limits(record.loss_limit, record.grad_norm_limit)
         if self._knows_limits and record.attempt == judge.attempt and mine != theirs:
             self.other_limits.append(record.step)
@@ -425,12 +426,14 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
 
 
 def _records(connection: Connection, run_id: str, incarnation: str) -> Iterator[StepRecord]:
-    table = batches.c
+    table, turns = batches.c, _turns(connection, run_id, incarnation)
     mine = (table.run_id == run_id, table.incarnation == incarnation, table.stream == "steps")
     for page in read_pages(connection, *mine):
         view, size = memoryview(page.rows.tobytes()), page.schema.row_size
         for start in range(0, len(view), size):
-            yield step_record(connection, run_id, page.schema.unpack(view[start : start + size]))
+            yield step_record(
+                connection, run_id, page.schema.unpack(view[start : start + size]), turns
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +444,58 @@ class _Ranks:
     failed: tuple[int, ...] = ()
 
 
-def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> StepRecord:
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """An optimizer's own numbers of a step that moved it alone."""
+
+    turn: int
+    numbers: dict[str, float]
+
+
+_Turns = Mapping[tuple[int, int], _Own]
+"""By step and attempt."""
+
+
+def _turns(connection: Connection, run_id: str, incarnation: str) -> _Turns:
+    """Return which steps were made by one of several optimizers, and its own numbers there.
+
+    The run's own columns are the first one's: which is the first shows where they are filled. The
+    others are judged alike, in whatever order they are counted.
+    """
+    query = select(names.c.id, names.c.name).where(
+        names.c.run_id == run_id,
+        names.c.incarnation == incarnation,
+        names.c.stream == "scalars",
+    )
+    of_turns = {
+        key: (metric, turn)
+        for key, name in connection.execute(query)
+        for metric, _, turn in [name.partition("/")]
+        if turn and metric in TURN_METRICS
+    }
+    turns = sorted({turn for metric, turn in of_turns.values() if metric == "skipped"})
+    if not turns:
+        return {}
+    number = {turn: 2 + i for i, turn in enumerate(turns)}
+    own: dict[tuple[int, int], _Own] = {}
+    table = batches.c
+    mine = (table.run_id == run_id, table.incarnation == incarnation, table.stream == "scalars")
+    for page in read_pages(connection, *mine):
+        view, size = memoryview(page.rows.tobytes()), page.schema.row_size
+        for start in range(0, len(view), size):
+            row = page.schema.unpack(view[start : start + size])
+            metric, turn = of_turns.get(_int(row, "name", -1), ("", ""))
+            value = _float(row, "value")
+            if turn in number and value is not None:
+                place = _int(row, "step", 0), _int(row, "attempt", 0)
+                entry = own.setdefault(place, _Own(number[turn], {}))
+                entry.numbers[metric] = value
+    return own
+
+
+def step_record(
+    connection: Connection, run_id: str, row: dict[str, Value], turns: _Turns | None = None
+) -> StepRecord:
     """Return the step as detectors saw it: rank 0's reduced row, merged with the ranks' own."""
     step, attempt = _int(row, "step", 0), _int(row, "attempt", 0)
     bits, culprit = _int(row, "verdict", 0), _int(row, "culprit_rank", -1)
@@ -454,6 +508,13 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
             failed=own_ranks.failed if bits & RANK_FAILED else (),
         )
     factor = _float(row, "lr_factor")
+    own = (turns or {}).get((step, attempt))
+    if own is not None and _float(row, "grad_norm") is None and _float(row, "loss") is None:
+        numbers = {key: value for key, value in own.numbers.items() if key != "skipped"}
+        row = {**row, "learning_rate": None, "loss_max": numbers.get("loss"), **numbers}
+        turn = own.turn
+    else:
+        turn = 0 if own is None else 1
     return StepRecord(
         step=step,
         attempt=attempt,
@@ -472,6 +533,7 @@ def step_record(connection: Connection, run_id: str, row: dict[str, Value]) -> S
         learning_rate=_float(row, "learning_rate"),
         lr_factor=1.0 if factor is None else factor,
         clips=bool(bits & CLIPS),
+        turn=turn,
     )
 
 
