@@ -242,7 +242,7 @@ def test_named_scalars_can_be_asked_for_by_name(served: Served):
 
 def test_a_wrong_folder_is_said_before_anything_starts(tmp_path: Path):
     settings = CollectorSettings(data=tmp_path / "data", folders=(tmp_path / "none",))
-    with pytest.raises(UsageError, match="is not a folder"):
+    with pytest.raises(UsageError, match="there is no folder"):
         create_app(settings)
 
 

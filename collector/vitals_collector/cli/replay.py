@@ -18,8 +18,6 @@ from trainvitals.clock import SystemClock
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.client import default_data_dir
 from trainvitals.io.lookup import DEFAULT_DIR
-from vitals_collector.cli.opening import choose_run
-from vitals_collector.queries.open import Opened
 
 if TYPE_CHECKING:
     from trainvitals.policy import JudgeConfig
@@ -225,8 +223,10 @@ def _replay_run(
     plot: Path | None,
     form: Format,
 ) -> None:
+    from vitals_collector.cli.opening import choose_run
     from vitals_collector.ingest.folder import FolderIngest
     from vitals_collector.ingest.staging import recover
+    from vitals_collector.queries.open import Opened
     from vitals_collector.queries.query import Query
     from vitals_collector.report.replay import replay as judge_again
     from vitals_collector.storage.store import open_data_store, open_store

@@ -75,7 +75,7 @@ def _title(curve: Curve, scale: Scale) -> str:
     if series.num_nonfinite:
         words += f", {series.num_nonfinite} not finite"
     if curve.discarded is not None and curve.discarded.num_total:
-        words += f"; {curve.discarded.num_total} left behind"
+        words += f"; {curve.discarded.num_total} discarded by rollbacks"
     return f"{'':>{LABEL}}  {words}"
 
 
