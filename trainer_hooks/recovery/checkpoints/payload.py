@@ -7,7 +7,7 @@ runs what is in it; it knows no checksum (see ``manifest``).
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,9 +82,9 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointCorruptError(f"{folder.name}/.metadata cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointCorruptError(f"{folder.name}/.metadata is no metadata")
-    for info in (metadata.storage_data or {}).values():
-        if "/" in info.relative_path or not (folder / info.relative_path).is_file():
-            raise CheckpointCorruptError(f"{folder.name}: data in {info.relative_path!r}")
+    for path in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+        if "/" in path or not (folder / path).is_file():
+            raise CheckpointCorruptError(f"{folder.name}: data in {path!r}")
     return metadata
 
 
@@ -172,6 +172,16 @@ def scan(
         VitalsError: what ``show`` raised.
     """
     _read(folder, BoxScanner(show, only))
+
+
+def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
+    """Return the boxes that lie in these files.
+
+    Raises:
+        CheckpointCorruptError: as ``read_metadata``.
+    """
+    places = read_metadata(folder).storage_data or {}
+    return [index for index, info in places.items() if info.relative_path in names]
 
 
 def _read(folder: Path, planner: LoadPlanner) -> None:
