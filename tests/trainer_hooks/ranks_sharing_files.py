@@ -18,8 +18,8 @@ from tests.trainer_hooks.ranks_resharding import Trainee, _join, _leave
 from tests.trainer_hooks.saving import load_newest
 from tests.trainer_hooks.test_checkpoint_damage import flip
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
+from trainer_hooks.recovery.checkpoints import agreement, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
-from trainer_hooks.recovery.checkpoints import store as stores
 from trainvitals.errors import VitalsError
 
 
@@ -82,10 +82,10 @@ def lying(measure):
     return lie
 
 
-def slow_for(seconds, measure):
-    def slowly(folder, names=None):
+def slow_for(seconds, call):
+    def slowly(*args):
         time.sleep(seconds)
-        return measure(folder, names)
+        return call(*args)
 
     return slowly
 
@@ -97,14 +97,17 @@ def with_short_timeout(ranks, seconds):
 
 
 def saves_slowly(trainee, ranks, folder, *, meet_seconds):
-    """Save while rank 1 takes three times as long as gloo waits; return how many were saved."""
+    """Save while rank 1 writes, and hashes, for twice as long as gloo waits; return how many were
+    saved.
+    """
     trainee.ranks = with_short_timeout(ranks, 2)
     store = trainee.store(folder)
-    measure = manifests.measure
-    slowly = slow_for(6, measure) if ranks.rank == 1 else measure
+    seconds = 4 * ranks.rank
+    write = payload._Writer.write_data
     with (
-        mock.patch.object(stores, "MEET_SECONDS", meet_seconds),
-        mock.patch.object(manifests, "measure", slowly),
+        mock.patch.object(agreement, "MEET_SECONDS", meet_seconds),
+        mock.patch.object(manifests, "measure", slow_for(seconds, manifests.measure)),
+        mock.patch.object(payload._Writer, "write_data", slow_for(seconds, write)),
     ):
         store.save(trainee.snapshot())
         assert store.wait()

@@ -122,7 +122,7 @@ def test_one_file_that_does_not_match_sends_all_ranks_to_the_older_checkpoint(fo
 
 
 @pytest.mark.dist
-def test_a_rank_that_hashes_for_longer_than_gloo_waits_ends_nobody(of_two):
+def test_a_rank_that_writes_and_hashes_for_longer_than_gloo_waits_ends_nobody(of_two):
     assert [1, 1] == [one["slow"] for one in of_two]
     assert 0 == of_two[0]["waiting"], "without the meetings in between it would have"
 
@@ -133,9 +133,10 @@ def test_a_rank_that_hashes_for_longer_than_gloo_waits_ends_nobody(of_two):
 def test_what_was_hashed_and_not_sealed_is_no_checkpoint_after_a_kill(tmp_path):
     script = """
 import os, signal, sys
+from pathlib import Path
 from tests.trainer_hooks.saving import Run
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
-run = Run(sys.argv[1])
+run = Run(Path(sys.argv[1]))
 run.save()
 CheckpointFolder.publish = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 run.save()

@@ -221,7 +221,7 @@ class Evaluations:
             CheckpointCorruptError: it is damaged; nothing has changed.
             CheckpointError: it could not be read on some rank.
         """
-        from trainer_hooks.recovery.checkpoints.store import Agreement
+        from trainer_hooks.recovery.checkpoints.agreement import Agreement
 
         ring, store = self._ring, self._store
         if ring is None or store is None:

@@ -525,7 +525,8 @@ class RecoveryManager:
             StorageError: the folder cannot be written; raised on all.
         """
         # Half a second of torch.distributed.checkpoint: paid by those who heal.
-        from trainer_hooks.recovery.checkpoints.store import Agreement, CheckpointStore
+        from trainer_hooks.recovery.checkpoints.agreement import Agreement
+        from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
         state = TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra

@@ -59,7 +59,7 @@ def write_part(folder: Path, content: Manifest, rank: int, boxes: Sequence[Box])
         being_written.mkdir(mode=0o700)
         part.mkdir(mode=0o700)
 
-    written = payload.write(part, boxes, None, make_room=make_room, alone=True)
+    written = payload.write(part, boxes, None, make_room=make_room)
     files = manifests.measure(part)
     manifests.seal(part, msgspec.structs.replace(content, num_bytes=written.num_bytes, files=files))
     being_written.rename(home / name)
