@@ -1,13 +1,17 @@
 """Each rank hashes what it wrote, and verifies its share: the cost per rank stays flat."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests.trainer_hooks.ranks_sharing_files import counted_reads, four, hashed, two
 from tests.trainer_hooks.saving import ROOT, Run, another_process, ids, load_newest
@@ -43,37 +47,66 @@ def written(path, world_size, num_bytes):
     return by_rank
 
 
+@contextmanager
+def counted_by_torch():
+    """Yield a list of one number: the bytes of tensors that torch's own reader has read."""
+    total, real = [0], FileSystem.create_stream
+
+    class Counting(io.FileIO):
+        def read(self, size=-1):
+            raw = super().read(size)
+            total[0] += len(raw)
+            return raw
+
+        def readinto(self, buffer):
+            size = super().readinto(buffer)
+            total[0] += size
+            return size
+
+    @contextmanager
+    def create_stream(self, path, mode):
+        assert mode == "rb"
+        with Counting(path, "rb") as stream:
+            yield stream
+
+    with mock.patch.object(FileSystem, "create_stream", create_stream):
+        yield total
+    assert FileSystem.create_stream is real
+
+
 def verified(path, world_size):
-    """Let so many virtual ranks verify their share; return how often each file was hashed, and the
-    bytes of each rank.
+    """Let so many virtual ranks verify their share; return the bytes that each hashed, and those
+    that it read once more to look into them. No file is anybody's but one rank's.
     """
-    content, files, by_rank = manifests.read(path / NAME), [], []
+    content, files, by_rank, looked_into = manifests.read(path / NAME), [], [], []
     for rank in range(world_size):
         store = CheckpointStore.__new__(CheckpointStore)
         store.folder = CheckpointFolder(path, run_id="run")
         store._ranks = Ranks(rank, world_size, 0, None)
-        with counted_reads() as counts:
+        with counted_reads() as counts, counted_by_torch() as total:
             store._verify_share(content)
+        looked_into += total
         files += hashed(counts)
         by_rank.append(sum(hashed(counts).values()))
     assert sorted(content.files.keys() - {manifests.METADATA}) == sorted(files)
-    return by_rank
+    return by_rank, looked_into
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 64, 256])
 def test_with_the_model_each_rank_s_cost_is_its_share_from_2_to_256_ranks(tmp_path, world_size):
-    """The same 8 MiB on more and more ranks; each file carries some KiB of names."""
-    total, names = 8 * MIB, 4096
+    """The same 8 MiB on more and more ranks; each file carries some KiB that are no tensors."""
+    total, names = 8 * MIB, 8192
     saving = written(tmp_path, world_size, total)
     folder = CheckpointFolder(tmp_path, run_id="run")
     with counted_reads() as counts:
         folder.prepare()
         assert [NAME] == emergency_save.adopt(folder, "run")
     assert {} == hashed(counts), "rank 0 reads nobody's tensors"
-    loading = verified(tmp_path, world_size)
+    loading, looked_into = verified(tmp_path, world_size)
     assert max(saving) <= total // world_size + names
     assert max(loading) <= total // world_size + names
     assert saving == loading
+    assert max(looked_into) <= total // world_size + names
 
 
 @pytest.mark.parametrize(("wrote", "loads"), [(8, 3), (8, 8), (3, 8), (64, 5)])
@@ -82,7 +115,7 @@ def test_with_another_number_of_ranks_each_file_is_verified_by_one(tmp_path, wro
     folder = CheckpointFolder(tmp_path, run_id="run")
     folder.prepare()
     emergency_save.adopt(folder, "run")
-    by_rank = verified(tmp_path, loads)
+    by_rank, _ = verified(tmp_path, loads)
     assert max(by_rank) <= -(-wrote // loads) * (MIB // wrote + 4096)
 
 
