@@ -56,6 +56,23 @@ class Ranks:
         dist.all_gather_object(out, value, group=self.side)
         return out
 
+    def gather_on_root(self, value: T) -> list[T] | None:
+        """Return every rank's value on rank 0, in rank order, and None elsewhere."""
+        if self.side is None:
+            return [value]
+        out: list[T] | None = [value] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, out, dst=0, group=self.side)
+        return out
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this rank's one of the values that rank 0 has for each."""
+        if self.side is None:
+            assert values is not None, "a single process is rank 0"
+            return values[0]
+        out: list[T | None] = [None]
+        dist.scatter_object_list(out, None if values is None else [*values], 0, self.side)
+        return cast(T, out[0])
+
     def reduce(self, pack: torch.Tensor) -> None:
         """Sum ``pack`` over the training's own group, in place: the one collective of a step."""
         if self.world_size > 1:

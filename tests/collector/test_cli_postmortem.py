@@ -84,7 +84,9 @@ def test_a_page_tells_the_whole_story_and_can_do_nothing(runs: Path, tmp_path: P
     ):
         assert words in page.text, words
     assert {"nan", "line", "left", "skip_step", "rollback", "incident"} <= page.classes()
-    assert "loss, logarithmic: 120 steps, 1 of them not finite; 30 discarded by rollbacks" in page.text
+    assert (
+        "loss, logarithmic: 120 steps, 1 of them not finite; 30 discarded by rollbacks" in page.text
+    )
     assert "prefers-color-scheme: dark" in page.html
     assert "@media print" in page.html
 

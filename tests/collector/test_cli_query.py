@@ -215,4 +215,4 @@ def test_only_a_terminal_that_wants_colors_gets_them_and_a_plain_one_plain_chara
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert "s step skipped (1)" in said
-    assert "120 steps, 1 not finite; 30 left behind" in said
+    assert "120 steps, 1 not finite; 30 discarded by rollbacks" in said

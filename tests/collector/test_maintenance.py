@@ -105,7 +105,7 @@ def test_a_thinned_step_says_so_and_tells_the_numbers_over_all_ranks(tmp_path: P
     )
     assert ["rank:0", "rank:10", "rank:11"] == [row.source for row in thinned.rows]
     summary = query.ask(RunsQuestion())[0]
-    assert "Thinned: of 11 ranks beside 0, 2 have" in " ".join(
+    assert "Thinned: 2 of 11 ranks besides rank 0 still have their own rows" in " ".join(
         explain(summary, thinned, ()).split()
     )
     assert "Thinned" not in explain(summary, whole, ())

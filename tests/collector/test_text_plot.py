@@ -75,7 +75,7 @@ def test_of_decisions_in_one_place_the_gravest_is_shown_and_all_are_counted():
 def test_what_a_rollback_left_behind_is_seen_and_joined_to_no_other_branch():
     left = {50: 9.0, 51: 9.0}
     lines = draw(curve(dict.fromkeys(range(100), 1.0), left), [], width=112)
-    assert "; 2 left behind" in lines[0]
+    assert "; 2 discarded by rollbacks" in lines[0]
     assert "~" in lines[1]
     assert "~" not in "".join(lines[2:])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
-from trainer_hooks.recovery.checkpoints.manifest import Manifest, checkpoint_id
+from trainer_hooks.recovery.checkpoints.manifest import Manifest, checkpoint_id, measure
 
 CHANGING = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime", "open")
 READING = ("listdir", "scandir", "stat", "lstat", "fstat")
@@ -105,7 +105,7 @@ def save(folder, step, *, state="verified", attempt=7, run_id="run", size=64):
     folder.publish(
         Manifest(
             id=name, run_id=run_id, step=step, attempt=attempt, state=state, world_size=1,
-            torch_version="2", num_bytes=2 * size, files={},
+            torch_version="2", num_bytes=2 * size, files=measure(folder.partial(name)),
         )
     )  # fmt: skip
     return name

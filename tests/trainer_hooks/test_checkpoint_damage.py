@@ -160,7 +160,7 @@ def reseal(folder):
     path = folder / "manifest.json"
     content = msgspec.json.decode(path.read_bytes(), type=manifests.Manifest)
     path.unlink()
-    manifests.seal(folder, content)
+    manifests.seal(folder, msgspec.structs.replace(content, files=manifests.measure(folder)))
 
 
 def spoil(folder):

@@ -287,7 +287,7 @@ def drop_rank(part):
 
 
 def flip_rank(part):
-    flip(next(part.glob("*/*.distcp")))
+    flip(next(part.glob("*/.metadata")))
 
 
 def be_unfinished(part):
@@ -308,6 +308,19 @@ def test_parts_that_are_not_all_there_and_sound_make_none_and_go(trained, tmp_pa
     assert [] == [p for p in (tmp_path / "copy").iterdir() if p.name != "index.json"]
     change = store.take_changes()[-1]
     assert ("bad", True) == (change.state, "written by each rank alone" in change.detail)
+
+
+def test_a_part_whose_tensors_are_damaged_is_found_by_the_load_and_set_aside(trained, tmp_path):
+    """Rank 0 reads back no tensors of others: the load does, each rank its share."""
+    shutil.copytree(trained / "alone" / "fsdp2 nested", tmp_path / "copy")
+    flip(next((tmp_path / "copy").glob(".alone-*/*/rank-1-of-2/*/*.distcp")))
+    trainee = twin()
+    store = trainee.store(tmp_path / "copy")
+    assert ["verified"] == [ref.state for ref in store.folder.refs()]
+    with pytest.raises(CheckpointError, match="none of 1 checkpoints"):
+        store.load_newest(store.loadable_refs())
+    assert () == store.folder.refs()
+    assert 1 == len(list((tmp_path / "copy").glob("bad-*")))
 
 
 def test_parts_of_what_was_saved_after_all_are_removed(trained, tmp_path):

@@ -21,7 +21,6 @@ from trainer_hooks.step.reduce_vector import (
     clip_divisor,
     culprits,
     judge_on_device,
-    rank_losses,
     step_record,
 )
 from trainvitals.detect.outliers import Limits
@@ -86,19 +85,19 @@ def test_one_rank_with_nonfinite_gradients_makes_the_step_bad_and_is_named(value
     layout, pack = summed({}, {"squares": (1.0, value)}, {}, {})
     reduced = Reduced(layout, pack.tolist())
     assert int(judge_on_device(layout, pack, NO_ROW).bits) == BAD_GRADIENTS
-    assert culprits(reduced, rank_losses(reduced)) == (1,)
+    assert culprits(reduced, reduced.losses()) == (1,)
 
 
 def test_nobody_is_named_where_all_ranks_hold_the_same_bad_gradients():
     layout, pack = summed({"squares": (NAN, 1.0)}, {"squares": (NAN, 1.0)})
     reduced = Reduced(layout, pack.tolist())
-    assert culprits(reduced, rank_losses(reduced)) == ()
+    assert culprits(reduced, reduced.losses()) == ()
 
 
 def test_a_nan_loss_names_its_rank_though_all_gradients_are_nan_by_then():
     layout, pack = summed({"squares": (NAN, 1.0)}, {"squares": (NAN, 1.0), "loss": NAN})
     reduced = Reduced(layout, pack.tolist())
-    assert culprits(reduced, rank_losses(reduced)) == (1,)
+    assert culprits(reduced, reduced.losses()) == (1,)
 
 
 def test_finite_outliers_are_judged_by_the_limits_of_rank_0():

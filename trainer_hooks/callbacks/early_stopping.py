@@ -141,7 +141,7 @@ class Evaluations:
 
     def returned(self, reduced: Reduced, *, step: int, attempt: int) -> None:
         """Take in what all ranks said with ``step``, which is a step of the present branch."""
-        holders = int(sum(reduced.by_rank("holds_evaluated")))
+        holders = int(reduced.total("holds_evaluated"))
         value = reduced.root["evaluation"] if reduced.root["evaluated"] else None
         if value is not None or holders:
             self._take_in(value, holders, step, attempt)
@@ -221,7 +221,7 @@ class Evaluations:
             CheckpointCorruptError: it is damaged; nothing has changed.
             CheckpointError: it could not be read on some rank.
         """
-        from trainer_hooks.recovery.checkpoints.store import Agreement
+        from trainer_hooks.recovery.checkpoints.agreement import Agreement
 
         ring, store = self._ring, self._store
         if ring is None or store is None:

@@ -525,7 +525,8 @@ class RecoveryManager:
             StorageError: the folder cannot be written; raised on all.
         """
         # Half a second of torch.distributed.checkpoint: paid by those who heal.
-        from trainer_hooks.recovery.checkpoints.store import Agreement, CheckpointStore
+        from trainer_hooks.recovery.checkpoints.agreement import Agreement
+        from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
         state = TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra
@@ -640,8 +641,8 @@ class RecoveryManager:
     def returned(self, reduced: Reduced, *, step: int) -> None:
         """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk."""
         # A rank that could not measure the step could not speak for its copy either.
-        silent = sum(reduced.by_rank("failed"))
-        self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) + silent == 0.0)
+        silent = reduced.total("failed")
+        self._ring.commit(step, ok=reduced.total("snapshot_wrong") + silent == 0.0)
         due = bool(reduced.root["save_due"])
         # Steps that were under way when a save began say it once more.
         self._time_is_up = self._time_is_up or (due and not self._was_due)

@@ -32,8 +32,7 @@ from trainer_hooks.step.reduce_vector import (
     PackLayout,
     Rank0Values,
     Reduced,
-    agreed,
-    rank_losses,
+    dissenters,
     step_record,
 )
 from trainer_hooks.step.user_alerts import RankAlerts
@@ -253,11 +252,11 @@ class StepController:
         # checkpoints, and asks the probe, as all ranks know them by this step.
         if self.recovery is not None:
             self.recovery.returned(reduced, step=measured.step)
-            self.stopping = bool(reduced.ranks_where("terminating"))
+            self.stopping = reduced.total("terminating") != 0
         if self.evaluations is not None:
             self.evaluations.returned(reduced, step=measured.step, attempt=measured.attempt)
         if self.probe.has_loss:
-            self.probe.returned(sum(reduced.by_rank("probe_ready")))
+            self.probe.returned(reduced.total("probe_ready"))
         self._announced(int(reduced.root["expect_steps"]))
         judgement = self.judge.judge(
             record,
@@ -281,8 +280,8 @@ class StepController:
         """Return whether the norm is that before the clip; the row is told the one after it."""
         if self.owns_clip or measured.before_clip:
             return True
-        is_given = bool(reduced.ranks_where("norm_before_clip"))
-        after = reduced.by_rank("norm_before_clip")[self.layout.slot]
+        is_given = reduced.total("norm_before_clip") != 0
+        after = reduced.of_slot("norm_before_clip")
         measured.norm_after_clip = after if is_given else derived.grad_norm
         measured.after_clip = not is_given
         return is_given
@@ -315,14 +314,15 @@ class StepController:
             if bad or record.skipped:
                 self.probe.dropped(record.step)
             else:
-                own_loss = rank_losses(reduced)[self.layout.slot]
+                own_loss = reduced.losses()[self.layout.rank]
                 self.probe.accepted(record.step, record.attempt, own_loss)
-        if not self._disagreed and not agreed(reduced):
+        if not self._disagreed and (others := dissenters(reduced)):
             self._disagreed = True
+            shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
             self._note(
                 "split_verdict",
-                f"ranks disagree on the verdict of step {record.step - 1}: digests "
-                f"{reduced.by_rank('digest')[:8]}",
+                f"{len(others)} of {self.layout.world_size} ranks disagree with the others on the "
+                f"verdict of step {record.step - 1}: {shown}",
                 record.step,
                 "error",
             )

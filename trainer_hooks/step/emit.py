@@ -18,7 +18,7 @@ from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import Sampler, Samples
 from trainer_hooks.step.gradients import ALL
-from trainer_hooks.step.reduce_vector import Derived, Reduced, rank_losses
+from trainer_hooks.step.reduce_vector import Derived, Reduced
 from trainvitals.catalog import (
     LAYERS_SCHEMA,
     MAX_GROUPS,
@@ -412,8 +412,8 @@ class StepLog:
         if tokens is not None:
             self.tokens.seen += tokens
             self.tokens.trained += 0 if record.skipped else tokens
-        losses = rank_losses(reduced)
-        extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.slot]}
+        losses = reduced.losses()
+        extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank]}
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
             if self._is_rank0:
@@ -463,7 +463,7 @@ def _by_name(record: StepRecord, name: str) -> dict[str, float]:
 
 
 def _tokens(measured: HostMeasurements, reduced: Reduced) -> int | None:
-    total = sum(reduced.by_rank("weight"))
+    total = reduced.total("weight")
     return int(total) if measured.weighted and math.isfinite(total) else None
 
 

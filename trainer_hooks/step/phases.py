@@ -36,7 +36,6 @@ from trainer_hooks.step.reduce_vector import (
     Verdict,
     clip_divisor,
     judge_on_device,
-    rank_losses,
 )
 from trainvitals.errors import UsageError
 
@@ -293,7 +292,7 @@ class StepPhases:
     def own_loss(self) -> float | None:
         """Return this rank's loss of the step that was exchanged last; waits for the device."""
         packer = self._device.packer
-        return rank_losses(Reduced(packer.layout, packer.pack.tolist()))[packer.layout.slot]
+        return Reduced(packer.layout, packer.pack.tolist()).losses()[packer.layout.rank]
 
     def orders(
         self, verdict: Verdict, prepared: Prepared, step: int, max_norm: float | None

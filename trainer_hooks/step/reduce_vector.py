@@ -5,7 +5,13 @@
 The last part is there where signals were opted in (``trainer_hooks.measures.sampled``).
 
 A rank writes its own slots and leaves the others zero, so a sum is also a gather: maximum, spread
-and culprit come out of the same collective. Above MAX_SLOTS ranks, neighbours share a slot.
+and culprit come out of the same collective. Above MAX_SLOTS ranks, neighbours share a slot, which
+holds the sum of what they bring, and a second part says who brought what:
+
+    RANK_FIELDS of slot 0 | of slot 1 ... | the same as bits | OWN_FIELDS of rank 0 | of rank 1 ...
+
+In the bits the i-th rank of a slot adds 2**i where its number is not zero: such a sum is exact, and
+names each of them. What no bit can carry has a place for each rank: 16 bytes instead of 104.
 
 The verdict is taken on the device from the reduced numbers, and so is the same on every rank. The
 numbers come to the host a fixed number of steps late, so that nothing waits for the GPU, and become
@@ -17,7 +23,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -38,6 +45,9 @@ from trainvitals.records import (
 )
 
 MAX_SLOTS = 1024
+"""Up to so many ranks each have a slot to themselves."""
+MAX_SHARED = 48
+"""Ranks of one slot: a float64 holds so many bits exactly, and as many digests' sum."""
 
 RANK_FIELDS = (
     "weighted_loss",  # loss times weight
@@ -73,6 +83,8 @@ ROOT_FIELDS = (
     "evaluation_ratio",  # an evaluation's loss over the one before; 0: there was none
     "stepped_twice",  # rank 0's loop steps a scheduler that monitor.step() steps too
 )
+OWN_FIELDS = ("loss", "digest")
+"""What each rank has a place for where slots are shared."""
 RankField = Literal[
     "weighted_loss",
     "weight",
@@ -99,13 +111,15 @@ class PackLayout:
     slot: int
     world_size: int = 1
     num_sampled: int = 0
+    rank: int = 0
 
     @classmethod
     def of(cls, num_params: int, ranks: Ranks, num_sampled: int = 0) -> PackLayout:
         """Return the layout for this job and this rank's slot in it."""
-        slots = min(ranks.world_size, MAX_SLOTS)
-        slot = ranks.rank * slots // ranks.world_size
-        return cls(num_params, slots, slot, ranks.world_size, num_sampled)
+        rank, world_size = ranks.rank, ranks.world_size
+        slots = min(world_size, max(MAX_SLOTS, -(-world_size // MAX_SHARED)))
+        slot = rank * slots // world_size
+        return cls(num_params, slots, slot, world_size, num_sampled, rank)
 
     @property
     def root(self) -> int:
@@ -118,9 +132,24 @@ class PackLayout:
         return self.num_params + len(ROOT_FIELDS)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether there are more ranks than slots."""
+        return self.num_slots < self.world_size
+
+    @property
+    def bits(self) -> int:
+        """First of the bits that say whose a number in a shared slot is."""
+        return self.ranks + self.num_slots * len(RANK_FIELDS)
+
+    @property
+    def own(self) -> int:
+        """First of what each rank has a place for where slots are shared."""
+        return self.bits + self.is_shared * self.num_slots * len(RANK_FIELDS)
+
+    @property
     def sampled(self) -> int:
         """First of the sampled signals."""
-        return self.ranks + self.num_slots * len(RANK_FIELDS)
+        return self.own + self.is_shared * self.world_size * len(OWN_FIELDS)
 
     @property
     def size(self) -> int:
@@ -131,9 +160,17 @@ class PackLayout:
         """Position of this rank's ``field``."""
         return self.ranks + self.slot * len(RANK_FIELDS) + RANK_FIELDS.index(field)
 
+    def mine_of_own(self, field: Literal["loss", "digest"]) -> int:
+        """Position of this rank's ``field`` where slots are shared."""
+        return self.own + self.rank * len(OWN_FIELDS) + OWN_FIELDS.index(field)
+
+    def first_of(self, slot: int) -> int:
+        """Return the first rank of a slot, which is also the end of the slot before."""
+        return -(-slot * self.world_size // self.num_slots)
+
     def slots(self, pack: Tensor) -> Tensor:
         """Return the rank slots as a view of shape (num_slots, fields)."""
-        return pack[self.ranks : self.sampled].view(self.num_slots, len(RANK_FIELDS))
+        return pack[self.ranks : self.bits].view(self.num_slots, len(RANK_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +282,8 @@ class ReduceVector:
         }
         for field, number in numbers.items():
             controller[layout.mine(field) - base] = number
+        if layout.is_shared:
+            controller[layout.mine_of_own("digest") - base] = float(local.digest)
         if root is not None:
             controller[: len(ROOT_FIELDS)] = torch.tensor(
                 root.words(), dtype=torch.float64, device="cpu"
@@ -254,6 +293,8 @@ class ReduceVector:
             self.pack[layout.mine("overflow")] = local.overflow.reshape(())
         if not local.failed:
             self._fill_tensors(local)
+        if layout.is_shared:
+            self._sign()
 
     def _fill_tensors(self, local: RankContribution) -> None:
         pack, layout = self.pack, self.layout
@@ -268,6 +309,16 @@ class ReduceVector:
             pack[layout.mine("nonfinite_params")] = local.nonfinite_params
         bad = ~torch.isfinite(self.squares).all()
         pack[layout.mine("bad_squares")] = bad.to(torch.float64)
+
+    def _sign(self) -> None:
+        """Say which numbers of a shared slot are this rank's, and what its own loss is."""
+        pack, layout = self.pack, self.layout
+        begin, width = layout.slot * len(RANK_FIELDS), len(RANK_FIELDS)
+        slot = pack[layout.ranks + begin : layout.ranks + begin + width]
+        bit = 2.0 ** (layout.rank - layout.first_of(layout.slot))
+        pack[layout.bits + begin : layout.bits + begin + width] = (slot != 0) * bit
+        loss = pack[layout.mine("weighted_loss")] / pack[layout.mine("weight")]
+        pack[layout.mine_of_own("loss")] = loss
 
     def undo_clip(self) -> None:
         """Scale the summed squares to those before the loop's own clip, where it gave the norm.
@@ -294,28 +345,58 @@ class Reduced:
         self.layout = layout
         self.squares = numbers[: layout.num_params]
         self.root = dict(zip(ROOT_FIELDS, numbers[layout.root : layout.ranks], strict=True))
-        width = len(RANK_FIELDS)
-        flat = numbers[layout.ranks : layout.sampled]
         self.sampled = numbers[layout.sampled : layout.size]
-        self._by_field = {field: flat[i::width] for i, field in enumerate(RANK_FIELDS)}
+        self._sums = _by_field(numbers[layout.ranks : layout.bits], RANK_FIELDS)
+        self._bits = _by_field(numbers[layout.bits : layout.own], RANK_FIELDS)
+        self._own = _by_field(numbers[layout.own : layout.sampled], OWN_FIELDS)
 
     @property
     def has_gradients(self) -> bool:
         """Whether any rank had a gradient."""
-        return any(self._by_field["num_gradients"])
+        return any(self._sums["num_gradients"])
 
-    def by_rank(self, field: RankField) -> list[float]:
-        """Return the field's value of every slot, in rank order."""
-        return self._by_field[field]
+    def total(self, field: RankField) -> float:
+        """Return the sum of the field over all ranks."""
+        return sum(self._sums[field])
+
+    def of_slot(self, field: RankField) -> float:
+        """Return the sum of the field over this rank's slot: its own up to MAX_SLOTS ranks."""
+        return self._sums[field][self.layout.slot]
 
     def ranks_where(self, field: RankField) -> tuple[int, ...]:
-        """Return the slots whose value is not zero."""
-        return tuple(r for r, value in enumerate(self._by_field[field]) if value != 0.0)
+        """Return the ranks whose value is not zero."""
+        if not self.layout.is_shared:
+            return tuple(r for r, value in enumerate(self._sums[field]) if value != 0.0)
+        return tuple(
+            self.layout.first_of(slot) + i
+            for slot, bits in enumerate(self._bits[field])
+            if bits
+            for i in range(MAX_SHARED)
+            if int(bits) >> i & 1
+        )
+
+    def losses(self) -> list[float | None]:
+        """Return each rank's own loss, None where it gave none."""
+        if self.layout.is_shared:
+            losses: list[float | None] = [None] * self.layout.world_size
+            for rank in self.ranks_where("weight"):
+                losses[rank] = self._own["loss"][rank]
+            return losses
+        pairs = zip(self._sums["weighted_loss"], self._sums["weight"], strict=True)
+        return [loss / weight if weight else None for loss, weight in pairs]
+
+    def digests(self) -> list[float]:
+        """Return each rank's digest of its last verdict."""
+        return (self._own if self.layout.is_shared else self._sums)["digest"]
 
     def limit(self, field: Literal["loss_limit", "grad_norm_limit"]) -> float | None:
         """Return the limit that was in force, None where there was none."""
         value = self.root[field]
         return None if math.isinf(value) else value
+
+
+def _by_field(flat: list[float], fields: Sequence[str]) -> dict[str, list[float]]:
+    return {field: flat[i :: len(fields)] for i, field in enumerate(fields)}
 
 
 # ----------------------------------------------------------- the verdict, on the device
@@ -516,12 +597,6 @@ class Derived:
         return self.bits | (CLIPS if clips else 0)
 
 
-def rank_losses(reduced: Reduced) -> list[float | None]:
-    """Return each rank's own loss, None where it gave none."""
-    pairs = zip(reduced.by_rank("weighted_loss"), reduced.by_rank("weight"), strict=True)
-    return [loss / weight if weight else None for loss, weight in pairs]
-
-
 def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
     """Return the ranks that made the step non-finite, as far as the numbers can tell.
 
@@ -533,8 +608,8 @@ def culprits(reduced: Reduced, losses: list[float | None]) -> tuple[int, ...]:
     if by_loss:
         return by_loss
     by_squares = reduced.ranks_where("bad_squares")
-    everyone = len(by_squares) == reduced.layout.num_slots
-    return () if everyone and reduced.layout.num_slots > 1 else by_squares
+    everyone = len(by_squares) == reduced.layout.world_size
+    return () if everyone and reduced.layout.world_size > 1 else by_squares
 
 
 def _largest(losses: list[float | None]) -> tuple[float | None, int]:
@@ -562,7 +637,7 @@ def step_record(
     Unknown is not zero: with no gradient on any rank the norm is None, and so is the loss where no
     rank gave one. One that was not measured ``before_clip`` says nothing unless it is not finite.
     """
-    losses = rank_losses(reduced)
+    losses = reduced.losses()
     loss_max, loss_max_rank = _largest(losses)
     has_norm = reduced.has_gradients and (before_clip or not math.isfinite(derived.grad_norm))
     nonfinite = bool(derived.bits & (BAD_LOSS | BAD_GRADIENTS))
@@ -588,7 +663,13 @@ def step_record(
     )
 
 
-def agreed(reduced: Reduced) -> bool:
-    """Return whether all ranks reported the same digest of their last verdict."""
-    digests = reduced.by_rank("digest")
-    return all(d == digests[0] for d in digests)
+def dissenters(reduced: Reduced) -> tuple[int, ...]:
+    """Return the ranks whose digest of their last verdict is not that of most; () where all agree.
+
+    Of two halves, the one with rank 0 is taken to be right.
+    """
+    digests = reduced.digests()
+    if min(digests) == max(digests):
+        return ()
+    usual = Counter(digests).most_common(1)[0][0]
+    return tuple(rank for rank, digest in enumerate(digests) if digest != usual)

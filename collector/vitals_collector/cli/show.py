@@ -35,7 +35,6 @@ from vitals_collector.cli.writing import (
 )
 from vitals_collector.queries.open import Reader
 from vitals_collector.queries.user_alerts import Episode, episodes
-from vitals_collector.queries.why import learning_rates
 
 MAX_EVENTS = 20
 """The newest events that ``show`` writes; ``--format json`` has all."""
@@ -217,6 +216,8 @@ def _volume(volume: RunVolume | None) -> list[tuple[str, object]]:
 
 def _learning_rates(reader: Reader, run: RunSummary) -> str:
     """Return the rates of all groups at the last step."""
+    from vitals_collector.queries.why import learning_rates  # brings the store's packages
+
     if run.last_step < 0:
         return ""
     rows = reader.ask(StepQuestion(run_id=run.run_id, step=run.last_step)).rows

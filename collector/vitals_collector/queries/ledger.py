@@ -272,13 +272,13 @@ def step_rows(
         step_row = _step_row(page.schema, row, page.source, page.incarnation)
         newest[step_row.source, step_row.attempt] = step_row  # of one written again, the newest
     if stream == "steps":
-        for row in _rows_of_turns(connection, run_id, step):
-            whole_row = newest.get((row.source, row.attempt))
+        for own in _rows_of_turns(connection, run_id, step):
+            whole_row = newest.get((own.source, own.attempt))
             if whole_row is not None:
-                newest[row.source, row.attempt] = msgspec.structs.replace(
+                newest[own.source, own.attempt] = msgspec.structs.replace(
                     whole_row,
-                    values={**whole_row.values, **row.values},
-                    nonfinite=(*whole_row.nonfinite, *row.nonfinite),
+                    values={**whole_row.values, **own.values},
+                    nonfinite=(*whole_row.nonfinite, *own.nonfinite),
                 )
     return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
 

@@ -24,7 +24,7 @@ from tests.trainer_hooks.wrappings.models import (
     not_syncing,
 )
 from trainer_hooks.step.gradients import local_tensor, shards_of
-from trainer_hooks.step.reduce_vector import Reduced, culprits, rank_losses
+from trainer_hooks.step.reduce_vector import Reduced, culprits
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}
 PLACES = ("loss", "element", "all")
@@ -257,7 +257,7 @@ def fault(loop: Loop, place: str, kind: str) -> dict[str, Any]:
         "kept": len(before) == len(after) and all(map(torch.equal, before, after)),
         "same_rng": same_rng,
         "scale": [None if s is None else s["scale"] for s in (scale_before, scale_after)],
-        "culprits": culprits(reduced, rank_losses(reduced)),
+        "culprits": culprits(reduced, reduced.losses()),
         "poisoned": poisoned,
         "bad_names": [name for name, x in squares.items() if x - x != 0.0],
         "trained": not all(map(torch.equal, after, trained)),

@@ -59,8 +59,9 @@ def write_part(folder: Path, content: Manifest, rank: int, boxes: Sequence[Box])
         being_written.mkdir(mode=0o700)
         part.mkdir(mode=0o700)
 
-    written = payload.write(part, boxes, None, make_room=make_room, alone=True)
-    manifests.seal(part, msgspec.structs.replace(content, num_bytes=written.num_bytes))
+    written = payload.write(part, boxes, None, make_room=make_room)
+    files = manifests.measure(part)
+    manifests.seal(part, msgspec.structs.replace(content, num_bytes=written.num_bytes, files=files))
     being_written.rename(home / name)
     manifests.sync_folder(home)
 
@@ -106,12 +107,16 @@ def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
     partial = folder.partial(parts.name)
     partial.mkdir(mode=0o700)
     try:
+        files = {}
         for rank, (part, content) in enumerate(checked):
-            for name in sorted(content.files.keys() - {".metadata"}):
+            for name in sorted(content.files.keys() - {manifests.METADATA}):
                 _link(part / name, partial / _renamed(name, rank))
+                files[_renamed(name, rank)] = content.files[name]
         payload.write_metadata(partial, merged)
+        files |= manifests.measure(partial, [manifests.METADATA])
         size = num_bytes(merged)
-        folder.publish(msgspec.structs.replace(first, num_bytes=size, state="verified"))
+        content = msgspec.structs.replace(first, num_bytes=size, state="verified", files=files)
+        folder.publish(content)
     except BaseException:
         folder.discard(parts.name)
         raise
@@ -119,7 +124,10 @@ def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
 
 
 def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
-    """Return every rank's part and its manifest, once every byte of all of them matches."""
+    """Return every rank's part and its manifest, once all are there.
+
+    Of each the metadata is read back here; the tensors, at the next load, by many ranks at once.
+    """
     paths = {p.name: p for p in parts.iterdir() if _PART.match(p.name) and not p.is_symlink()}
     if not paths:
         raise CheckpointError("no rank finished its part")
@@ -129,12 +137,14 @@ def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
         raise CheckpointError(
             f"{len(paths)} parts are there of {world_size}; they differ in {', '.join(missing[:8])}"
         )
-    checked = [
-        (paths[name] / parts.name, manifests.check(paths[name] / parts.name)) for name in names
-    ]
-    for name, (_, content) in zip(names, checked, strict=True):
+    checked = []
+    for name in names:
+        part = paths[name] / parts.name
+        content = manifests.examine(part)
         if (content.run_id, content.world_size) != (run_id, world_size):
             raise CheckpointCorruptError(f"{name} is a part of another checkpoint")
+        manifests.check_files(part, content, [manifests.METADATA])
+        checked.append((part, content))
     return checked
 
 
@@ -172,3 +182,5 @@ def _link(old: Path, new: Path) -> None:
         os.link(old, new, follow_symlinks=False)
     except OSError:  # a file system without links
         shutil.copyfile(old, new, follow_symlinks=False)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())

@@ -155,7 +155,10 @@ class CheckpointFolder:
         self._index.write()
 
     def publish(self, content: Manifest) -> None:
-        """Seal what was written and give it its name: only now it is a checkpoint."""
+        """Seal what was written and give it its name: only now it is a checkpoint.
+
+        ``content.files`` is what those who wrote the files have measured.
+        """
         partial = self.partial(content.id)
         manifests.seal(partial, content)
         partial.rename(self.path / content.id)
@@ -352,16 +355,30 @@ class CheckpointFolder:
         """Return the manifest once every byte matches it, and it is ours and this run's.
 
         Raises:
+            CheckpointCorruptError, CheckpointError, InsecurePathError, NewerVersionError,
+            UsageError: as ``examine``.
+        """
+        return self._check(checkpoint_id, manifests.check)
+
+    def examine(self, checkpoint_id: str) -> Manifest:
+        """Return the manifest of what is ours and this run's, and has its files in their sizes.
+
+        None of them is read.
+
+        Raises:
             CheckpointCorruptError: something does not hold.
             CheckpointError: it is another run's.
             InsecurePathError: another user made it, or could have changed it.
             NewerVersionError: a newer Vitals wrote it.
             UsageError: there is no such checkpoint.
         """
+        return self._check(checkpoint_id, manifests.examine)
+
+    def _check(self, checkpoint_id: str, read: Callable[[Path], Manifest]) -> Manifest:
         folder = self.folder(checkpoint_id)
         try:
             self.check_owner(checkpoint_id)
-            content = manifests.check(folder)
+            content = read(folder)
         except OSError as error:
             raise CheckpointError(
                 f"{folder} cannot be read: {error.strerror}",

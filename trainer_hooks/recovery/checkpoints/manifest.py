@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -35,11 +35,13 @@ BEST_MARK = "best"
 BAD_MARK = "bad"
 """A file beside the manifest: why the checkpoint was set aside, and when."""
 
+METADATA = ".metadata"
+"""What lies where; torch's own, small, and read by every rank."""
 TEMPORARY = ".tmp-"
 """Beginning of names that hold nothing which counts; ``prepare`` removes them."""
 
 _ID = re.compile(r"step-(\d{8,12})-(\d{1,20})\Z")
-_FILE = re.compile(r"(\.metadata|__\d+_\d+\.distcp)\Z")
+_FILE = re.compile(r"(\.metadata|__(\d+)_\d+\.distcp)\Z")
 _CHUNK = 1 << 20
 _MAX_SMALL = 64 << 20
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
@@ -105,10 +107,24 @@ def is_id(name: str) -> bool:
     return _ID.match(name) is not None
 
 
+def measure(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileEntry]:
+    """Return sizes and checksums of these files, or of all; their bytes are on disk after."""
+    names = [path.name for path in folder.iterdir()] if names is None else names
+    return {name: _measure(folder / name) for name in sorted(names)}
+
+
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Checksum every file of the folder, then write the manifest; all of it is on disk after."""
-    files = {path.name: _measure(path) for path in sorted(folder.iterdir())}
-    body = msgspec.to_builtins(msgspec.structs.replace(manifest, files=files, checksum=""))
+    """Write the manifest, last of all; it is on disk after, and so are the names in the folder.
+
+    Who wrote a file has measured it (``measure``); it is not read once more here.
+
+    Raises:
+        CheckpointCorruptError: the folder holds other files than were measured, or other sizes.
+    """
+    _check_names(folder, manifest)
+    for name, entry in manifest.files.items():
+        _check_size(folder, name, entry)
+    body = msgspec.to_builtins(msgspec.structs.replace(manifest, checksum=""))
     body["checksum"] = _checksum(body)
     write_new(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(body)))
     sync_folder(folder)
@@ -170,15 +186,26 @@ def glance(folder: Path) -> Manifest:
     """
     manifest = read(folder)
     for name, entry in manifest.files.items():
-        try:
-            size = (folder / name).lstat().st_size
-        except OSError as error:
-            raise CheckpointCorruptError(f"{folder.name}/{name}: {error.strerror}") from error
-        if size != entry.size:
-            raise CheckpointCorruptError(
-                f"{folder.name}/{name}: {size} bytes; the manifest says {entry.size}"
-            )
+        _check_size(folder, name, entry)
     return manifest
+
+
+def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
+    try:
+        size = (folder / name).lstat().st_size
+    except OSError as error:
+        raise CheckpointCorruptError(f"{folder.name}/{name}: {error.strerror}") from error
+    if size != entry.size:
+        raise CheckpointCorruptError(
+            f"{folder.name}/{name}: {size} bytes; the manifest says {entry.size}"
+        )
+
+
+def _check_names(folder: Path, manifest: Manifest) -> None:
+    there = {path.name for path in folder.iterdir()} - {MANIFEST, HEALTHY_MARK, BEST_MARK, BAD_MARK}
+    if there != set(manifest.files):
+        odd = ", ".join(sorted(there ^ set(manifest.files)))
+        raise CheckpointCorruptError(f"{folder.name}: the manifest and the folder differ in {odd}")
 
 
 def check(folder: Path) -> Manifest:
@@ -188,22 +215,57 @@ def check(folder: Path) -> Manifest:
         CheckpointCorruptError: a file is missing, more, a link, truncated or changed.
         NewerVersionError: a newer Vitals wrote it.
     """
-    manifest = read(folder)
-    there = {path.name for path in folder.iterdir()} - {MANIFEST, HEALTHY_MARK, BEST_MARK, BAD_MARK}
-    if there != set(manifest.files):
-        odd = ", ".join(sorted(there ^ set(manifest.files)))
-        raise CheckpointCorruptError(f"{folder.name}: the manifest and the folder differ in {odd}")
-    for name, entry in manifest.files.items():
-        try:
-            measured = _measure(folder / name)
-        except OSError as error:
-            raise CheckpointCorruptError(f"{folder.name}/{name}: {error.strerror}") from error
+    manifest = examine(folder)
+    try:
+        check_files(folder, manifest, manifest.files)
+    except OSError as error:
+        raise CheckpointCorruptError(
+            f"{folder.name}/{Path(error.filename or '').name}: {error.strerror}"
+        ) from error
+    return manifest
+
+
+def examine(folder: Path) -> Manifest:
+    """Return the manifest once the folder holds its files, each of its size, and no other.
+
+    Raises:
+        CheckpointCorruptError: a file is missing, more or of another size.
+        NewerVersionError: a newer Vitals wrote it.
+    """
+    manifest = glance(folder)
+    _check_names(folder, manifest)
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files and compare them with the manifest.
+
+    Raises:
+        CheckpointCorruptError: one is truncated or changed.
+        OSError: one cannot be read, or is a link.
+    """
+    for name in names:
+        entry, measured = manifest.files[name], _measure(folder / name)
         if measured != entry:
             raise CheckpointCorruptError(
                 f"{folder.name}/{name}: {measured.size} bytes with checksum {measured.sha256[:8]}; "
                 f"the manifest says {entry.size} bytes with {entry.sha256[:8]}"
             )
-    return manifest
+
+
+def written_by(name: str) -> int | None:
+    """Return the rank that wrote a file; None of the metadata, which rank 0 wrote for all."""
+    match = _FILE.match(name)
+    return None if match is None or match[2] is None else int(match[2])
+
+
+def share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
+    """Return the files that a rank reads back for all: each file but the metadata is one rank's.
+
+    With as many ranks as wrote it, they are those that it wrote.
+    """
+    writers = ((name, written_by(name)) for name in names)
+    return sorted(name for name, by in writers if by is not None and by % world_size == rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,25 @@
 """The tensors of a checkpoint, through torch.distributed.checkpoint, with its traps disarmed.
 
-Three of them: its ``CheckpointException`` is no ``Exception``; its ``.metadata`` is a pickle, which
-runs what is in it; it knows no checksum (see ``manifest``).
+Three of them: its ``save`` waits in a collective for the slowest writer; its ``.metadata`` is a
+pickle, which runs what is in it; it knows no checksum (see ``manifest``).
 """
 
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.checkpoints.agreement import Agreement
 from trainer_hooks.recovery.checkpoints.planner import (
     Box,
     BoxReader,
@@ -82,9 +82,9 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointCorruptError(f"{folder.name}/.metadata cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointCorruptError(f"{folder.name}/.metadata is no metadata")
-    for info in (metadata.storage_data or {}).values():
-        if "/" in info.relative_path or not (folder / info.relative_path).is_file():
-            raise CheckpointCorruptError(f"{folder.name}: data in {info.relative_path!r}")
+    for path in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+        if "/" in path or not (folder / path).is_file():
+            raise CheckpointCorruptError(f"{folder.name}: data in {path!r}")
     return metadata
 
 
@@ -100,45 +100,52 @@ class Written(NamedTuple):
 def write(
     folder: Path,
     boxes: Sequence[Box],
-    group: dist.ProcessGroup | None,
+    agree: Agreement | None,
     *,
     make_room: Callable[[int], None],
-    alone: bool = False,
 ) -> Written:
-    """Write what this rank holds, each box once; fsynced. Collective on ``group``.
+    """Write what this rank holds, each box once; fsynced. Collective.
 
     Args:
         folder: where to; ``make_room`` makes it.
         boxes: what this rank holds.
-        group: the ranks that write together; None for one that is by itself.
+        agree: of the ranks that write together; None writes a part, to be merged with others: no
+            collective.
         make_room: called on rank 0 before anything is written, with the bytes of all.
-        alone: write a part of a checkpoint, to be merged with others: no collective.
 
     Raises:
         CheckpointError: on every rank, if one of them could not.
     """
-    planner = BoxWriter(boxes, make_room=make_room, alone=alone)
+    planner = BoxWriter(boxes, make_room=make_room, alone=agree is None)
     writer = _Writer(folder, sync_files=True)
-    try:
-        if alone or group is None:
-            _write_by_itself(writer, planner)
-        else:
-            save({}, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        causes = {f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items()}
-        raise CheckpointError("; ".join(sorted(causes))) from error
+    _write(writer, planner, agree or Agreement(Ranks(0, 1, 0, None)))
     return Written(planner.written(), planner.num_bytes)
 
 
-def _write_by_itself(writer: _Writer, planner: BoxWriter) -> None:
-    """Take the steps that ``save`` takes, whatever other ranks there are."""
-    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner)
-    results.wait()
-    writer.finish(metadata, [results.value()])
+def _write(writer: _Writer, planner: BoxWriter, agree: Agreement) -> None:
+    """Take the steps that torch's ``save`` takes, none of which a slow rank lets time out."""
+    ranks, is_root = agree.ranks, agree.ranks.rank == 0
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=is_root)
+    writer.set_up_storage_writer(is_root)
+    local = ranks.gather_on_root(planner.create_local_plan())
+    whole: list[tuple[list[SavePlan], Metadata]] = []
+    written: list[list[WriteResult]] = []
+
+    def plan_all() -> None:
+        assert local is not None, "this is rank 0"
+        plans, metadata = planner.create_global_plan(local)
+        whole.append((writer.prepare_global_plan(plans), metadata))
+
+    def write_own() -> None:
+        results = writer.write_data(plan, planner)
+        results.wait()
+        written.append(results.value())
+
+    agree.on_root(plan_all)
+    plan = planner.finish_plan(ranks.scatter(whole[0][0] if is_root else None))
+    agree.on_all(write_own)
+    results = ranks.gather_on_root(written[0])
+    agree.on_root(lambda: writer.finish(whole[0][1], results or []))
 
 
 def specs(folder: Path) -> dict[str, Spec]:
@@ -172,6 +179,16 @@ def scan(
         VitalsError: what ``show`` raised.
     """
     _read(folder, BoxScanner(show, only))
+
+
+def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
+    """Return the boxes that lie in these files.
+
+    Raises:
+        CheckpointCorruptError: as ``read_metadata``.
+    """
+    places = read_metadata(folder).storage_data or {}
+    return [index for index, info in places.items() if info.relative_path in names]
 
 
 def _read(folder: Path, planner: LoadPlanner) -> None:

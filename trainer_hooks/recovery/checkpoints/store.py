@@ -5,7 +5,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from trainer_hooks.ranks import Ranks, named
+from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import emergency_save, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
+from trainer_hooks.recovery.checkpoints.agreement import Agreement, caught
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import OnBranch
 from trainer_hooks.recovery.checkpoints.layout import Layout
-from trainer_hooks.recovery.checkpoints.manifest import Manifest
+from trainer_hooks.recovery.checkpoints.manifest import FileEntry, Manifest
 from trainer_hooks.recovery.checkpoints.planner import Box
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, cut
 from trainer_hooks.recovery.finite import bytes_of, is_finite
@@ -28,42 +28,6 @@ from trainer_hooks.recovery.state import HostState, Spec, TrainingState
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Runs a call on one or all ranks; every rank then raises alike, or none does."""
-
-    ranks: Ranks
-
-    def on_root(self, call: Callable[[], object]) -> None:
-        """Run on rank 0; what it raises there is raised on all ranks."""
-        _raise(self.ranks.broadcast(caught(call) if self.ranks.rank == 0 else None))
-
-    def on_all(self, call: Callable[[], object]) -> None:
-        """Run on every rank; the first rank's error is raised on all."""
-        errors = self.ranks.gather(caught(call))
-        failed = [rank for rank, error in enumerate(errors) if error is not None]
-        for error in errors:
-            if error is not None:
-                raise named(error, failed, self.ranks.world_size)
-
-
-def caught(call: Callable[[], object]) -> VitalsError | None:
-    """Run the call and return its error as one that can travel; None where all went well."""
-    try:
-        call()
-    except VitalsError as error:
-        return error
-    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    return None
-
-
-def _raise(error: VitalsError | None) -> None:
-    if error is not None:
-        raise error
-
 
 # ----------------------------------------------------------------------- what is queued
 
@@ -186,7 +150,10 @@ class CheckpointStore:
             snapshot.release()
 
     def _save(self, snapshot: Snapshot) -> None:
-        """Write, read back, seal and rename; each stage ends in one verdict for all ranks."""
+        """Write, read back, seal and rename; each stage ends in one verdict for all ranks.
+
+        A rank reads back and measures what it wrote itself; rank 0 gets the checksums.
+        """
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         if self._ranks.broadcast(self._is_rank0 and (self.folder.path / name).exists()):
             self._mark(name, snapshot)
@@ -197,12 +164,14 @@ class CheckpointStore:
         written = payload.write(
             partial,
             boxes,
-            self._ranks.side,
+            self._agree,
             make_room=lambda size: self.folder.make_room(name, size),
         )
-        self._agree.on_all(lambda: self._read_back(partial, written.boxes))
+        own: dict[str, FileEntry] = {}
+        self._agree.on_all(lambda: own.update(self._read_back(partial, written.boxes)))
+        files = {name: entry for part in self._ranks.gather(own) for name, entry in part.items()}
         size = self._ranks.broadcast(written.num_bytes)
-        self._agree.on_root(lambda: self._publish(snapshot, size))
+        self._agree.on_root(lambda: self._publish(snapshot, size, files))
         self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
@@ -248,7 +217,8 @@ class CheckpointStore:
                     if not alone or held is None or held.writes(part.name, part.offsets):
                         yield part
 
-    def _read_back(self, partial: Path, written: list[Box]) -> None:
+    def _read_back(self, partial: Path, written: list[Box]) -> dict[str, FileEntry]:
+        """Compare this rank's files with the snapshot; return what they are measured to be."""
         expected = {box.key: box.tensor for box in written}
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
@@ -257,15 +227,20 @@ class CheckpointStore:
             self._check_finite(index.fqn, tensor)
 
         payload.scan(partial, check, list(expected))
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        own = manifests.share((path.name for path in partial.iterdir()), rank, world_size)
+        return manifests.measure(partial, [*own, *([manifests.METADATA] if rank == 0 else [])])
 
     def _check_finite(self, key: str, tensor: Tensor) -> None:
         if self._must_be_finite(key) and not is_finite(tensor):
             raise CheckpointCorruptError(f"{key} is not finite")
 
-    def _publish(self, snapshot: Snapshot, size: int) -> None:
-        self.folder.publish(self._manifest(snapshot, size))
+    def _publish(self, snapshot: Snapshot, size: int, files: dict[str, FileEntry]) -> None:
+        self.folder.publish(self._manifest(snapshot, size, files))
 
-    def _manifest(self, snapshot: Snapshot, size: int = 0) -> Manifest:
+    def _manifest(
+        self, snapshot: Snapshot, size: int = 0, files: dict[str, FileEntry] | None = None
+    ) -> Manifest:
         return Manifest(
             id=manifests.checkpoint_id(snapshot.step, snapshot.attempt),
             run_id=self._run_id,
@@ -278,7 +253,7 @@ class CheckpointStore:
             may_be_nonfinite=tuple(
                 sorted(k for k in snapshot.tensors() if not self._state.must_be_finite(k))
             ),
-            files={},
+            files=files or {},
         )
 
     def _failed(self, snapshot: Snapshot, error: BaseException) -> None:
@@ -326,24 +301,52 @@ class CheckpointStore:
     def verify(self, checkpoint_id: str) -> Manifest:
         """Return the manifest after reading everything back: checksums, then finiteness.
 
+        Not collective: for one who looks at a folder. A load shares the files out.
+
         Raises:
             CheckpointCorruptError: something does not hold.
             CheckpointError: it is another run's.
             UsageError: there is no such checkpoint.
         """
         content = self.folder.check(checkpoint_id)
-        folder = self.folder.folder(checkpoint_id)
+        self._scan(content)
+        return content
+
+    def _scan(self, content: Manifest, only: Sequence[MetadataIndex] | None = None) -> None:
+        """Refuse what is stored and not finite, in all boxes or in these."""
         exempt = set(content.may_be_nonfinite)
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
             if _plain(index.fqn) not in exempt and not is_finite(tensor):
-                raise CheckpointCorruptError(f"{checkpoint_id}: {index.fqn} is not finite")
+                raise CheckpointCorruptError(f"{content.id}: {index.fqn} is not finite")
 
-        payload.scan(folder, check)
-        return content
+        payload.scan(self.folder.path / content.id, check, only)
+
+    def _verify_share(self, content: Manifest) -> None:
+        """Verify the files that are this rank's to verify, and the metadata, which all read.
+
+        The bytes first and what is in them after, so that nothing is opened which is not what was
+        written; the second pass finds them in the page cache where they fit.
+
+        Raises:
+            CheckpointCorruptError: something does not hold.
+            CheckpointError: they cannot be read here, which says nothing of the checkpoint.
+        """
+        folder = self.folder.path / content.id
+        names = manifests.share(content.files, self._ranks.rank, self._ranks.world_size)
+        try:
+            manifests.check_files(folder, content, [manifests.METADATA, *names])
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename or folder} cannot be read: {error.strerror}",
+                hint="look at who may read it: ls -la, and at the disk",
+            ) from error
+        self._scan(content, payload.stored_in(folder, names))
 
     def load(self, checkpoint_id: str) -> Restored:
         """Verify a checkpoint and make the live state equal to it, bit for bit. Collective.
+
+        Each file is verified by one rank, all at once, before any rank takes anything from it.
 
         Raises:
             CheckpointCorruptError: it is damaged; nothing has changed, and it is set aside.
@@ -351,7 +354,11 @@ class CheckpointStore:
             UsageError: there is no such checkpoint.
         """
         try:
-            self._agree.on_root(lambda: self.verify(checkpoint_id))
+            content: list[Manifest] = []
+            self._agree.on_root(lambda: content.append(self.folder.examine(checkpoint_id)))
+            manifest = self._ranks.broadcast(content[0] if content else None)
+            assert manifest is not None, "rank 0 raised, and so did all"
+            self._agree.on_all(lambda: self._verify_share(manifest))
         except CheckpointCorruptError as error:
             reason = error.text
             self._agree.on_root(lambda: self.folder.set_aside(checkpoint_id, reason))
