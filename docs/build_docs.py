@@ -145,7 +145,7 @@ def _rules() -> Iterator[str]:
     """Yield the lines about a person's own rules: keys, functions and operators."""
     texts = meanings(Rule)
     yield from ("", "## rules", "")
-    yield "Alerts of your own, one table `[[rules]]` for each ([guide](guides/alerts.md))."
+    yield "Custom alerts, one table `[[rules]]` for each ([guide](guides/alerts.md))."
     yield from ("", "| key | default | meaning |", "|---|---|---|")
     for field in msgspec.structs.fields(Rule):
         default = "required" if field.default is msgspec.NODEFAULT else repr(field.default)

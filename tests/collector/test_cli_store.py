@@ -56,7 +56,7 @@ def test_backup_copies_the_store(data: Path, tmp_path: Path):
     assert 0 == done.exit_code, done.output
     assert (tmp_path / "copy.db").is_file()
     again = vitals("backup", tmp_path / "copy.db", "--data", data)
-    assert "exists already" in str(again.exception)
+    assert "already exists" in str(again.exception)
     url = vitals("backup", tmp_path / "other.db", "--database", "postgresql://ann@host/db")
     assert "pg_dump" in str(url.exception)
 

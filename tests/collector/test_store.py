@@ -57,7 +57,7 @@ def test_an_old_directory_of_ours_is_made_private_again(tmp_path: Path):
 def test_a_directory_with_other_things_is_not_taken_over(tmp_path: Path):
     (tmp_path / "thesis.tex").touch()
     tmp_path.chmod(0o755)
-    with pytest.raises(InsecurePathError, match="holds other things"):
+    with pytest.raises(InsecurePathError, match="holds other files"):
         open_data_store(tmp_path)
     assert 0o755 == stat.S_IMODE(tmp_path.stat().st_mode)
 

@@ -358,7 +358,7 @@ def test_a_manifest_that_names_a_path_is_refused(folder, file):
     (folder.path / "secret").write_bytes(b"key")
     entry = {"size": 3, "sha256": "0" * 64}
     rewrite(folder, name, files={file: entry})
-    with pytest.raises(CheckpointCorruptError, match="no file of a checkpoint"):
+    with pytest.raises(CheckpointCorruptError, match="not a file of a checkpoint"):
         folder.check(name)
 
 

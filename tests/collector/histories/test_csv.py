@@ -109,8 +109,8 @@ def test_a_value_beyond_every_float_is_infinite(tmp_path):
     [
         ("", FormatError, "is empty; looked for a CSV file"),
         ("\n\n  \n", FormatError, "is empty; a CSV file begins with the names"),
-        ("step,loss\n", UsageError, "nothing to judge"),
-        ("step,loss\n,\n", UsageError, "nothing to judge"),
+        ("step,loss\n", UsageError, "nothing to replay"),
+        ("step,loss\n,\n", UsageError, "nothing to replay"),
         ("a,b\n1,2\n", UsageError, "no column is the step; looked for global_step"),
         ("step,b\n1,2\n", UsageError, "no column is the loss or gradient norm"),
         ("0,3.5\n1,3.4\n", UsageError, "no column is the step"),
