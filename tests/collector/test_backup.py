@@ -156,5 +156,5 @@ def test_a_full_disk_leaves_nothing_and_is_said(tmp_path: Path, monkeypatch):
 
 
 def test_a_place_without_a_store_is_said(tmp_path: Path):
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         backup(tmp_path, tmp_path / "copy.db")

@@ -132,7 +132,7 @@ def test_what_a_log_does_not_tell_of_its_loop_is_told_by_its_owner(
     assert 0 == run_cli("replay", str(raised(log, norm=norm)), *arguments, "--format", "json")
     said = capsys.readouterr()
     assert list(rows) == [d["row"] for d in document_of(said.out)["decisions"]]
-    assert f"taken {'not ' if '--no-clip' in arguments else ''}to clip" in said.err
+    assert f"assumed {'not ' if '--no-clip' in arguments else ''}to clip" in said.err
 
 
 def test_the_kind_of_the_loss_and_announced_changes_are_said(log: Path, capsys):

@@ -217,7 +217,7 @@ def test_one_that_others_may_change_is_proven_but_refused(tmp_path, capsys):
     (tmp_path / name).chmod(0o777)
     code, found = verified(capsys, tmp_path)
     assert (0, "ok", "ok") == (code, found[name]["checksums"], found[name]["finite"])
-    assert "others may write there" in found[name]["note"]
+    assert "other users can write there" in found[name]["note"]
     code, _, err = vitals(capsys, "promote", tmp_path, name)
     assert (1, True) == (code, f"chmod -R go-w {tmp_path / name}" in err)
 
@@ -292,4 +292,4 @@ def test_without_torch_all_works_and_verify_says_what_it_could_not_look_at(path)
     assert f"{OLD} is quarantined" in aside
     (result,) = json.loads(verified)
     assert ("ok", "unknown") == (result["checksums"], result["finite"])
-    assert "there is no torch here" in result["note"]
+    assert "torch is not installed" in result["note"]

@@ -404,7 +404,7 @@ def test_no_single_damaged_byte_of_a_manifest_passes_or_crashes(folder):
 def test_a_checkpoint_where_others_may_write_is_refused_with_a_way_out(folder, mode):
     name = save(folder, 10)
     (folder.path / name).chmod(mode)
-    with pytest.raises(InsecurePathError, match="others may write") as caught:
+    with pytest.raises(InsecurePathError, match="other users can write") as caught:
         folder.check(name)
     assert f"chmod -R go-w {folder.path / name}" in caught.value.hint
     assert [name] == folder.names(), "refused is not damaged"

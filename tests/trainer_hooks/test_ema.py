@@ -296,7 +296,7 @@ def test_what_would_not_move_or_move_twice_is_refused_and_leaves_the_optimizer_f
     with trainer_hooks.watch(model, optimizer, state={"ema": ema, "twice": ema}):
         with pytest.raises(UsageError, match="already registered"):
             trainer_hooks.watch(model, optimizer, state={"ema": ema})
-        with pytest.raises(UsageError, match="monitor updates"):
+        with pytest.raises(UsageError, match="monitor already updates"):
             ema.update()
     ema.update()
     assert bits(ema)["num_steps"].item() == 1
