@@ -271,9 +271,9 @@ class Attached(Loop):
     def _say_what_is_not_judged(self) -> None:
         if not self._controller.owns_clip and self._norm is None:
             text = (
-                "outliers of the gradient norm are not judged: after the loop's own clip they "
-                "cannot be seen. Call attached.before_clip() before it, give its result to "
-                "attached.grad_norm(), or attach(max_norm=...) and no clip of your own"
+                "gradient-norm outliers are not judged, because the loop's own clip hides them. "
+                "Call attached.before_clip() before the clip, or pass the clip's result to "
+                "attached.grad_norm(), or use attach(max_norm=...) and remove your clip"
             )
             self._controller.emitter.note(
                 "norm_unknown", text, step=self._step, attempt=self.attempt
@@ -291,10 +291,10 @@ class Attached(Loop):
         pairs = zip(now, measured, strict=True)
         if any(current() is not None and current() is not was() for current, was in pairs):
             raise UsageError(
-                f"optimizer {index} got its gradients after optimizer.step() of another one: they "
-                "were not measured with the step",
-                hint="where updates alternate (GANs, actor and critic), call attach() once for "
-                "each optimizer",
+                f"optimizer {index} got its gradients after optimizer.step() of another one, so "
+                "they were not measured with the step",
+                hint="if updates alternate (GANs, actor and critic), call attach() once per "
+                "optimizer",
             )
 
     def _release(self) -> None:

@@ -115,8 +115,8 @@ def _check_kinds(given: Arguments) -> None:
     # What a person gives may be of any type, whatever is asked for.
     model: Any = given.model
     optimizers: tuple[Any, ...] = given.optimizers
-    order = "watch(model, optimizer, scheduler, scaler=scaler) is the order, and attach(model, "
-    hint = f"{order}optimizer, scaler=scaler)"
+    order = "watch(model, optimizer, scheduler, scaler=scaler) is the order"
+    hint = f"{order}; attach(model, optimizer, scaler=scaler)"
     if isinstance(model, Optimizer) and any(isinstance(o, nn.Module) for o in optimizers):
         raise UsageError(
             f"the model is {_kind(model)}, and the optimizer is {_kind(optimizers[0])}: "
@@ -128,19 +128,19 @@ def _check_kinds(given: Arguments) -> None:
     if _are_several(model):
         raise UsageError(
             f"the model is {_kind(model)} of {len(model)}; it must be one module",
-            hint="watch([a, b], [opt_a, opt_b]) takes several; attach() guards one: give it "
+            hint="watch([a, b], [opt_a, opt_b]) takes several; attach() guards one model: pass "
             "nn.ModuleList([a, b])",
         )
     if not isinstance(model, nn.Module) and given.engine is None:
         raise UsageError(f"the model is {_kind(model)}; it must be an nn.Module", hint=hint)
     by_hand = (
-        f"{hint}; for a loop that writes its weights itself, "
-        "torch.optim.SGD(model.parameters(), lr=lr) makes the same update as p.add_(-lr * p.grad)"
+        f"{hint}; if the loop updates weights itself, torch.optim.SGD(model.parameters(), lr=lr) "
+        "makes the same update as p.add_(-lr * p.grad)"
     )
     for optimizer in optimizers:
         if isinstance(optimizer, type):
             raise UsageError(
-                f"optimizers holds the class {optimizer.__name__}; each must be made of parameters",
+                f"optimizers holds the class {optimizer.__name__}; each must be an instance",
                 hint=f"optimizer = {optimizer.__name__}(model.parameters(), ...)",
             )
         other = isinstance(optimizer, nn.Module | LRScheduler | torch.amp.GradScaler)
@@ -190,7 +190,7 @@ def _check_loss_kind(given: object) -> None:
     if given not in get_args(LossKind):
         raise UsageError(
             f"loss_kind is {given!r}; it must be one of {', '.join(get_args(LossKind))}",
-            hint="'minimize' for a loss whose fall is the aim; 'rl' and 'adversarial' for others",
+            hint="'minimize' for a loss that training minimizes, 'rl' or 'adversarial' otherwise",
         )
 
 
@@ -207,7 +207,7 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
     if choice not in ("auto", "off"):
         raise UsageError(
             f"VITALS_AGENT is {choice!r}; it must be auto or off",
-            hint="unset it to let the first rank of each node start its agent",
+            hint="unset it so that the first rank of each node starts the agent",
         )
 
 
@@ -218,11 +218,13 @@ def _check_words(given: Arguments) -> None:
     tags: Any = given.tags
     if run is not None and not isinstance(run, str):
         raise UsageError(
-            f"run is {_kind(run)}; it must be a name for people, in words",
+            f"run is {_kind(run)}; it must be a name (text)",
             hint="watch(..., run='my-experiment')",
         )
     if isinstance(tags, str) or not isinstance(tags, Iterable):
-        raise UsageError(f"tags is {tags!r:.100}; it must be several words", hint="tags=('demo',)")
+        raise UsageError(
+            f"tags is {tags!r:.100}; it must be a list or tuple of texts", hint="tags=('demo',)"
+        )
     if given.dir is not None and not isinstance(given.dir, str | Path):
         raise UsageError(
             f"dir is {_kind(given.dir)}; it must be a folder", hint="dir='runs', or VITALS_DIR"
@@ -243,8 +245,8 @@ def _mode(
     override = environ.get("VITALS_MODE") or None  # set and empty, as launchers pass it, is unset
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
-            f"VITALS_MODE is {override!r}; the environment can only say off or observe",
-            hint="guard and heal are chosen in the code: watch(..., mode='heal')",
+            f"VITALS_MODE is {override!r}; the environment can only set off or observe",
+            hint="choose guard and heal in the code: watch(..., mode='heal')",
         )
     if mode not in _MODES:
         raise UsageError(
@@ -253,14 +255,14 @@ def _mode(
         )
     if mode == "heal" and not owns_step:
         raise UsageError(
-            "attach() cannot roll back: the loop's own state is not in its hands",
+            "attach() cannot roll back, because it does not control the loop's own state",
             hint="use monitor = trainvitals.watch(..., mode='heal', checkpoints=True) and "
             "monitor.step(loss)",
         )
     chosen = mode if override is None else min(mode, override, key=_MODES.index)
     if chosen == "heal" and not checkpoints:
         raise UsageError(
-            "mode 'heal' rolls back, and needs checkpoints to go back to",
+            "mode 'heal' rolls back, so it needs checkpoints",
             hint="watch(..., mode='heal', checkpoints=True) keeps them in the run directory",
         )
     return cast(Mode, chosen)
@@ -271,7 +273,7 @@ def _check_torch() -> None:
     if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
         raise MissingDependencyError(
             f"torch is {torch.__version__}; at least 2.6 is needed",
-            hint="upgrade torch in the way your cluster installs it",
+            hint="upgrade torch the way your cluster installs it",
         )
 
 
@@ -281,7 +283,7 @@ def _tokens(value: float | None) -> int | None:
     if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
         raise UsageError(
             f"tokens_per_step is {value!r}; it must be a number above 0",
-            hint="the tokens of all ranks in one step; leave it out where they vary",
+            hint="the number of tokens of all ranks in one step; leave it out if it varies",
         )
     return int(value)
 
@@ -324,7 +326,8 @@ def _wrong_models(models: Any) -> UsageError | None:
             )
         if not _NAME.fullmatch(name) or hasattr(nn.ModuleDict, name):
             return UsageError(
-                f"a model is named {name!r}; a name is of letters, digits and _, and no method's",
+                f"a model is named {name!r}; a name has letters, digits and _, and must not be the "
+                "name of a method",
                 hint="watch({'generator': g, 'discriminator': d}, [opt_g, opt_d])",
             )
     return None

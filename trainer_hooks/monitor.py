@@ -305,8 +305,9 @@ class Monitor(Loop):
             )
         if self._best is not None:
             raise UsageError(
-                f"restore_best() has put back the state of step {self._best.step}: no step follows",
-                hint="call it once training is over",
+                f"restore_best() has restored the state of step {self._best.step}, so no step can "
+                "follow",
+                hint="call it after training",
             )
 
     def _prime(self) -> bool:
@@ -334,8 +335,8 @@ class Monitor(Loop):
         is_one = count > 1 and not self._parts.has_micro and is_of_one_backward(loss)
         if is_one:
             text = (
-                f"step {self._step} is the sum of {count} backwards, and monitor.step(loss) was "
-                "given the loss of one: only that one is recorded and judged; call "
+                f"step {self._step} is the sum of {count} backward passes, but monitor.step(loss) "
+                "got the loss of one, so only that one is recorded and judged; call "
                 "monitor.micro(loss) after each backward, and monitor.step() without a loss"
             )
             self._warn("micro_batches", text)
@@ -351,9 +352,9 @@ class Monitor(Loop):
                 return
             text = (
                 f"the first gradient norm is {grad_norm:.3g}, and a GradScaler (scale {scale:g}) "
-                "scales losses here that watch() was not given: gradients that are still scaled "
-                "are clipped, judged and stepped as they are; watch(..., scaler=scaler) unscales "
-                "them, and keep scaler.scale(loss).backward() in the loop"
+                "scales losses here that was not given to watch(): the gradients are clipped, "
+                "judged and applied while still scaled; pass watch(..., scaler=scaler), which "
+                "unscales them, and keep scaler.scale(loss).backward() in the loop"
             )
             self._warn("unknown_scaler", text)
 
@@ -418,7 +419,7 @@ class Monitor(Loop):
         self._take_in_what_is_left(patience_seconds=None)
         evaluations = self._controller.evaluations
         if evaluations is None:
-            raise nothing_kept("the run has no early stopping, which would know the best state")
+            raise nothing_kept("the run has no early stopping, so no best state is known")
         self._best = evaluations.restore_best(
             step=self._step, attempt=self.attempt, meta=self._evaluated
         )

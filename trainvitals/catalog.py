@@ -88,21 +88,26 @@ def _pressure(what: str, text: str) -> MetricSpec:
 
 
 GPU_METRICS: tuple[MetricSpec, ...] = (
-    _host("gpu", "utilization_ratio", "ratio", "Part of the time a kernel was running."),
+    _host("gpu", "utilization_ratio", "ratio", "Share of the time a kernel was running."),
     _host(
         "gpu",
         "memory_utilization_ratio",
         "ratio",
-        "Part of the time device memory was read or written.",
+        "Share of the time device memory was read or written.",
     ),
-    _host("gpu", "memory_used_bytes", "bytes", "Device memory in use, the driver's own excluded."),
-    _host("gpu", "memory_total_bytes", "bytes", "Device memory there is."),
-    _host("gpu", "memory_reserved_bytes", "bytes", "Device memory that the driver keeps."),
+    _host(
+        "gpu",
+        "memory_used_bytes",
+        "bytes",
+        "Device memory in use, without what the driver reserves.",
+    ),
+    _host("gpu", "memory_total_bytes", "bytes", "Total device memory."),
+    _host("gpu", "memory_reserved_bytes", "bytes", "Device memory reserved by the driver."),
     _host("gpu", "temperature_celsius", "celsius", "Core temperature."),
     _host("gpu", "memory_temperature_celsius", "celsius", "Temperature of the device memory."),
-    _host("gpu", "power_watts", "watts", "Power drawn."),
-    _host("gpu", "power_limit_watts", "watts", "Power limit in force."),
-    _host("gpu", "energy_joules", "joules", "Energy since the driver loaded.", kind="counter"),
+    _host("gpu", "power_watts", "watts", "Power draw."),
+    _host("gpu", "power_limit_watts", "watts", "Enforced power limit."),
+    _host("gpu", "energy_joules", "joules", "Energy used since the driver loaded.", kind="counter"),
     _host("gpu", "sm_clock_hertz", "hertz", "Clock of the streaming multiprocessors."),
     _host("gpu", "memory_clock_hertz", "hertz", "Clock of the device memory."),
     _host("gpu", "throttle_reasons", "", "NVML bit mask of clock throttle reasons.", dtype="i8"),
@@ -112,7 +117,7 @@ GPU_METRICS: tuple[MetricSpec, ...] = (
         "gpu",
         "last_xid",
         "",
-        "Xid of the GPU's last error; absent where none came since the agent started.",
+        "Xid of the GPU's last error; absent if none occurred since the agent started.",
         dtype="i8",
     ),
     _count("gpu", "remapped_rows_corrected", "Memory rows remapped after corrected errors."),
@@ -121,43 +126,43 @@ GPU_METRICS: tuple[MetricSpec, ...] = (
         "gpu",
         "row_remap_pending",
         "",
-        "1 while a memory row waits for the next reset to be remapped.",
+        "1 while a memory row waits for a GPU reset to be remapped.",
         dtype="i8",
     ),
-    _host("gpu", "row_remap_failed", "", "1 where a memory row could not be remapped.", dtype="i8"),
+    _host("gpu", "row_remap_failed", "", "1 if remapping a memory row failed.", dtype="i8"),
     _host(
         "gpu",
         "pcie_receive_bytes_per_second",
         "bytes",
-        "Bytes that came over PCIe in 20 milliseconds of the sample, per second.",
+        "PCIe receive rate, measured over 20 ms of the sample.",
     ),
     _host(
         "gpu",
         "pcie_transmit_bytes_per_second",
         "bytes",
-        "Bytes that went over PCIe in 20 milliseconds of the sample, per second.",
+        "PCIe transmit rate, measured over 20 ms of the sample.",
     ),
-    _count("gpu", "pcie_replays", "PCIe packets sent again."),
+    _count("gpu", "pcie_replays", "PCIe packets that were resent."),
     _host("gpu", "nvlink_receive_bytes", "bytes", "Bytes received, all NVLinks.", kind="counter"),
     _host("gpu", "nvlink_transmit_bytes", "bytes", "Bytes sent, all NVLinks.", kind="counter"),
-    _count("gpu", "nvlink_crc_errors", "Checksum errors of flow control, all NVLinks."),
-    _count("gpu", "nvlink_replay_errors", "Transmissions tried again, all NVLinks."),
-    _count("gpu", "nvlink_recovery_errors", "Links recovered from an error, all NVLinks."),
+    _count("gpu", "nvlink_crc_errors", "Flow-control CRC errors, all NVLinks."),
+    _count("gpu", "nvlink_replay_errors", "Retried transmissions, all NVLinks."),
+    _count("gpu", "nvlink_recovery_errors", "Link recoveries after an error, all NVLinks."),
 )
 
 NODE_METRICS: tuple[MetricSpec, ...] = (
-    _host("node", "cpu_ratio", "ratio", "Part of all cores in use."),
+    _host("node", "cpu_ratio", "ratio", "Share of all CPU cores in use."),
     _host("node", "load1", "", "Load average over one minute."),
-    _host("node", "memory_used_bytes", "bytes", "Memory in use, caches excluded."),
-    _host("node", "memory_total_bytes", "bytes", "Memory there is."),
+    _host("node", "memory_used_bytes", "bytes", "Memory in use, without caches."),
+    _host("node", "memory_total_bytes", "bytes", "Total memory."),
     _host("node", "swap_used_bytes", "bytes", "Swap in use."),
-    _host("node", "shm_free_bytes", "bytes", "Free bytes where the journals lie."),
+    _host("node", "shm_free_bytes", "bytes", "Free space in the journals' folder (shared memory)."),
     _host("node", "disk_read_bytes", "bytes", "Bytes read from local disks.", kind="counter"),
     _host("node", "disk_write_bytes", "bytes", "Bytes written to local disks.", kind="counter"),
     _host("node", "network_receive_bytes", "bytes", "Bytes received.", kind="counter"),
     _host("node", "network_transmit_bytes", "bytes", "Bytes sent.", kind="counter"),
-    _count("node", "network_receive_errors", "Packets received damaged, or dropped."),
-    _count("node", "network_transmit_errors", "Packets that could not be sent, or were dropped."),
+    _count("node", "network_receive_errors", "Received packets that were damaged or dropped."),
+    _count("node", "network_transmit_errors", "Packets that failed to send or were dropped."),
     _pressure("cpu_waiting", "Time in which some task waited for a processor."),
     _pressure("memory_waiting", "Time in which some task waited for memory."),
     _pressure("memory_stalled", "Time in which all tasks waited for memory."),
@@ -179,9 +184,13 @@ PROCESS_METRICS: tuple[MetricSpec, ...] = (
     _host("process", "open_fds", "", "Open file descriptors of the rank.", dtype="i8"),
     _host("process", "io_read_bytes", "bytes", "Bytes the rank read from disks.", kind="counter"),
     _host("process", "io_write_bytes", "bytes", "Bytes the rank wrote to disks.", kind="counter"),
-    _count("process", "major_page_faults", "Pages of the rank that had to be read from a disk."),
-    _count("process", "voluntary_context_switches", "Times the rank gave its core away to wait."),
-    _count("process", "involuntary_context_switches", "Times the rank's core was taken from it."),
+    _count("process", "major_page_faults", "Memory pages of the rank that were read from disk."),
+    _count("process", "voluntary_context_switches", "Times the rank gave up its CPU core to wait."),
+    _count(
+        "process",
+        "involuntary_context_switches",
+        "Times the kernel took the CPU core away from the rank.",
+    ),
 )
 
 
@@ -218,7 +227,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "train_run_state",
         "run",
-        "1 for the run's present state.",
+        "1 for the run's current state.",
         kind="gauge",
         labels=("run", "state"),
     ),
@@ -232,7 +241,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "train_swallowed_errors_total",
         "hooks",
-        "Errors of Vitals kept from the loop.",
+        "Internal errors of Vitals that were contained; training went on.",
         labels=("run", "where"),
     ),
     _plain(
@@ -253,79 +262,83 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "agent_corrupt_rows_total",
         "agent",
-        "Rows or batches set aside because a checksum did not hold.",
+        "Rows or batches set aside because of a checksum mismatch.",
     ),
-    _plain("agent_ship_errors_total", "agent", "Failed tries to reach the collector."),
-    _plain("agent_commands_total", "agent", "Commands put into mailboxes."),
+    _plain("agent_ship_errors_total", "agent", "Failed attempts to reach the collector."),
+    _plain("agent_commands_total", "agent", "Commands delivered to mailboxes."),
     _plain(
         "agent_part_failures_total",
         "agent",
-        "Failures that one part of the agent kept from the others.",
+        "Failures contained in one part of the agent; the other parts went on.",
         labels=("part",),
     ),
     _plain("collector_ingested_rows_total", "collector", "New rows stored."),
-    _plain("collector_duplicate_rows_total", "collector", "Rows received again and not stored."),
+    _plain(
+        "collector_duplicate_rows_total", "collector", "Duplicate rows received and not stored."
+    ),
     _plain(
         "collector_lost_rows_total",
         "collector",
-        "Rows that never came, or that a spool held and cannot be read.",
+        "Rows that never arrived or that cannot be read from a spool.",
         labels=(),
     ),
     _plain(
         "collector_damaged_stretches_total",
         "collector",
-        "Stretches of spools in followed folders that were damaged and passed over.",
+        "Damaged sections of spools in followed folders that were skipped.",
     ),
     _plain(
         "collector_damaged_batches_total",
         "collector",
-        "Stored batches, or columns of them, whose checksum did not hold: they are left out.",
+        "Stored batches or columns with a checksum mismatch; they are left out.",
     ),
     _plain(
         "collector_unmerged_rows_total",
         "collector",
-        "Rows of ranks that came after their step was merged, or never: the watchers judged "
+        "Per-rank rows that arrived after their step was merged, or never: the detectors ran "
         "without them.",
     ),
     _plain(
         "collector_rows_left_to_store_total",
         "collector",
-        "Rows that memory had no room for until the watchers looked: they read them from the "
-        "store.",
+        "Rows that did not fit in memory; the detectors read them from the store.",
     ),
     _plain(
         "collector_dropped_samples_total",
         "collector",
-        "Samples of GPUs that the watchers did not see: their node's own rows did not come.",
+        "GPU samples that the detectors did not see because their node's rows did not arrive.",
     ),
     _plain(
         "collector_thinned_rows_total",
         "collector",
-        "Rows taken away because they were old (age), or their run above its cap (size).",
+        "Rows removed by thinning because they were old (age) or their run was above its cap "
+        "(size).",
         labels=("stream", "reason"),
     ),
     _plain("collector_removed_runs_total", "collector", "Runs removed.", labels=("reason",)),
     _plain(
         "collector_forgotten_rows_total",
         "collector",
-        "Rows that came of removed runs, acknowledged and not stored.",
+        "Rows of removed runs that were acknowledged but not stored.",
     ),
     _plain(
         "collector_runs_over_cap",
         "collector",
-        "Runs above their cap though nothing more of them may be thinned.",
+        "Runs above their cap that cannot be thinned further.",
         kind="gauge",
     ),
-    _plain("collector_rejected_batches_total", "collector", "Batches refused.", labels=("reason",)),
+    _plain(
+        "collector_rejected_batches_total", "collector", "Batches rejected.", labels=("reason",)
+    ),
     _plain(
         "collector_deferred_bodies_total",
         "collector",
-        "Bodies sent away because no memory was left for them, to be sent again later.",
+        "Request bodies deferred for lack of memory; the agent sends them again.",
     ),
     _plain(
         "collector_part_failures_total",
         "collector",
-        "Failures that one part of the collector kept from the others; it tries again.",
+        "Failures contained in one part of the collector; it retries.",
         labels=("part",),
     ),
     _plain(
@@ -338,7 +351,7 @@ EXPOSED_METRICS: tuple[MetricSpec, ...] = (
     _plain(
         "collector_alerts_total",
         "collector",
-        "Alerts that began to fire.",
+        "Alerts that started firing.",
         labels=("alert", "severity"),
     ),
     _plain(

@@ -159,7 +159,7 @@ def _from_file(path: Path, sections: Sections, given: dict[str, dict[str, _Given
     except OSError as error:
         raise ConfigError(
             f"settings file {path}: {error.strerror}",
-            hint="VITALS_CONFIG names it; unset that to do without one",
+            hint="VITALS_CONFIG names it; unset VITALS_CONFIG to run without a settings file",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"settings file {path} is not UTF-8: {error}") from error

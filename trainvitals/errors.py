@@ -39,7 +39,7 @@ class VitalsError(Exception):
 
 
 class UsageError(VitalsError):
-    """What was asked for cannot be done as asked."""
+    """The call or command cannot be carried out as given."""
 
     code = "V100"
 
@@ -51,19 +51,19 @@ class ConfigError(UsageError):
 
 
 class MissingDependencyError(UsageError):
-    """An optional package is needed and not installed."""
+    """An optional package is required but not installed."""
 
     code = "V120"
 
 
 class FormatError(VitalsError):
-    """Bytes are damaged or are not of the expected format."""
+    """Data is damaged or not in the expected format."""
 
     code = "V200"
 
 
 class NewerVersionError(FormatError):
-    """Data was written by a newer version of Vitals than this one."""
+    """The data was written by a newer version of Vitals."""
 
     code = "V210"
 
@@ -81,13 +81,13 @@ class StorageError(VitalsError):
 
 
 class InsecurePathError(StorageError):
-    """A private path has the wrong owner or mode, or is a link."""
+    """A private path has the wrong owner or permissions, or is a symbolic link."""
 
     code = "V310"
 
 
 class TransportError(VitalsError):
-    """The other side did not answer, or refused."""
+    """The collector or another server did not answer, or rejected the request."""
 
     code = "V400"
     retry_after_seconds = 0.0
@@ -101,12 +101,12 @@ class UnauthorizedError(TransportError):
 
 
 class CheckpointError(VitalsError):
-    """No checkpoint can be saved, verified or restored."""
+    """A checkpoint cannot be saved, verified or restored."""
 
     code = "V500"
 
 
 class TrainingHalted(VitalsError):  # noqa: N818 - it is how a run ends, not a fault
-    """Vitals halted the run: a budget is used up, or by a manual command."""
+    """Vitals halted the run: the rollback budget is used up, or a manual command asked for it."""
 
     code = "V600"

@@ -56,14 +56,16 @@ def _step(
 
 STEP_METRICS: tuple[MetricSpec, ...] = (
     _step("loss", "", "Training loss of the step: weighted mean over all ranks."),
-    _step("loss_max", "", "Largest loss of a rank in the step."),
-    _step("loss_max_rank", "", "Rank with the largest or a non-finite loss.", dtype="i8"),
+    _step("loss_max", "", "Highest loss of any rank in the step."),
+    _step("loss_max_rank", "", "Rank with the highest, or a non-finite, loss.", dtype="i8"),
     _step("grad_norm", "", "L2 norm of all gradients before clipping."),
     _step("grad_norm_clipped", "", "L2 norm of all gradients after clipping."),
     _step("loss_limit", "", "Loss above which the step is an outlier; absent in warm-up."),
     _step("grad_norm_limit", "", "Gradient norm above which the step is an outlier."),
     _step("learning_rate", "", "Learning rate of the first parameter group, as applied."),
-    _step("lr_factor", "ratio", "Factor that Vitals puts on the learning rate; 1 is untouched."),
+    _step(
+        "lr_factor", "ratio", "Factor by which Vitals scales the learning rate; 1 means unchanged."
+    ),
     _step("loss_scale", "", "Loss scale of the gradient scaler."),
     _step(
         "verdict",
@@ -72,15 +74,17 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "16 scaler overflow, 32 a rank failed to prepare, 64 outlier withheld, 128 the loop clips.",
         dtype="i8",
     ),
-    _step("skipped", "", "1 where the update was not applied.", dtype="i8"),
-    _step("culprit_rank", "", "Rank that alone made the step bad, or -1.", dtype="i8"),
+    _step("skipped", "", "1 if the update was not applied.", dtype="i8"),
+    _step("culprit_rank", "", "Rank that alone caused the bad step, or -1.", dtype="i8"),
     _step(
         "nonfinite_params",
         "",
-        "Ranks that found non-finite parameters; measured after a bad step only.",
+        "Number of ranks with non-finite parameters; measured only after a bad step.",
         dtype="i8",
     ),
-    _step("readback_lag", "", "Steps between an update and its handling on the host.", dtype="i8"),
+    _step(
+        "readback_lag", "", "Steps between an update and the host's decision about it.", dtype="i8"
+    ),
     _step(
         "tokens_seen",
         "tokens",
@@ -102,45 +106,45 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         "mfu_ratio",
         "ratio",
         "Model FLOPs utilization, 0 to 1: of the FLOPs counted by `count_flops`, given as "
-        "`flops_per_token`, or 6 per parameter and token; absent where the peak of the device is "
+        "`flops_per_token`, or 6 per parameter and token; absent if the device's peak FLOPS are "
         "unknown.",
     ),
-    _step("rank_loss", "", "This rank's own loss.", scope="rank"),
+    _step("rank_loss", "", "This rank's local loss.", scope="rank"),
     _step(
         "step_duration_seconds",
         "seconds",
-        "Wall time from the end of the last step to the end of this one.",
+        "Wall time from the end of the previous step to the end of this one.",
         scope="rank",
     ),
     _step(
         "data_wait_seconds",
         "seconds",
-        "Part of the step spent waiting for the next batch.",
+        "Time of the step spent waiting for the next batch.",
         scope="rank",
     ),
     _step(
         "monitor_seconds",
         "seconds",
-        "Part of the step spent inside Vitals on the host, the ranks' exchange left out.",
+        "Host time of the step spent in Vitals, without the all-reduce.",
         scope="rank",
     ),
     _step(
         "memory_allocated_bytes",
         "bytes",
-        "Device memory in tensors at the end of the step.",
+        "Device memory allocated to tensors at the end of the step.",
         scope="rank",
     ),
     _step(
         "memory_peak_bytes",
         "bytes",
-        "Peak device memory in tensors since the run started.",
+        "Peak device memory allocated to tensors since the run started.",
         scope="rank",
     ),
     _step("epoch", "", "Epoch of the batch.", scope="rank", dtype="i8"),
     _step(
         "batch_index",
         "",
-        "Index of the batch in its epoch: which data fed this step. The last one, of several.",
+        "Index in the epoch of the batch that fed this step; with several, the last one.",
         scope="rank",
         dtype="i8",
     ),
@@ -154,9 +158,9 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "perplexity",
         "",
-        "Exponential of the loss, taken as nats per token; absent where tokens are not known.",
+        "exp(loss), with the loss in nats per token; absent without a token count.",
     ),
-    _step("loss_spread", "", "Largest less smallest loss of a rank; absent on one rank."),
+    _step("loss_spread", "", "Highest minus lowest per-rank loss; absent on one rank."),
     _step(
         "overflow_steps",
         "",
@@ -165,45 +169,49 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
         kind="counter",
         name="train_overflow_steps_total",
     ),
-    _step("overflow_ratio", "ratio", "Share of the last 100 steps in which the scaler overflowed."),
+    _step(
+        "overflow_ratio",
+        "ratio",
+        "Share of the last 100 steps in which the gradient scaler overflowed.",
+    ),
     _step(
         "samples_per_second",
         "",
-        "Samples of this rank's batches per second of the step; known with `Monitor.batches` over "
-        "a map-style DataLoader.",
+        "Samples of this rank's batches per second of the step; available with `Monitor.batches` "
+        "over a map-style DataLoader.",
         scope="rank",
     ),
     _step(
         "forward_backward_seconds",
         "seconds",
-        "Host time from the end of the last step to `Monitor.step`, less the wait for data where "
-        "that is known; a GPU runs behind.",
+        "Host time from the end of the previous step to `Monitor.step`, minus the wait for data "
+        "where it is measured; a GPU runs asynchronously behind.",
         scope="rank",
     ),
     _step(
         "optimizer_seconds",
         "seconds",
-        "Host time in the optimizers' and schedulers' steps; a GPU runs behind.",
+        "Host time in the optimizers' and schedulers' steps; a GPU runs asynchronously behind.",
         scope="rank",
     ),
     _step(
         "communication_seconds",
         "seconds",
-        "Time in the ranks' one exchange, the wait for the slowest rank included, on the device's "
-        "clock; absent on one rank.",
+        "Device time of the step's all-reduce between ranks, including the wait for the slowest "
+        "rank; absent on one rank.",
         scope="rank",
     ),
     _step(
         "memory_estimate_bytes",
         "bytes",
-        "Device memory that parameters, gradients, optimizer states and buffers need: what the "
-        "peak has beyond it is activations and workspace.",
+        "Device memory that parameters, gradients, optimizer states and buffers need; the rest of "
+        "the peak is activations and workspace.",
         scope="rank",
     ),
     _step(
         "memory_alloc_retries",
         "",
-        "Allocations that succeeded only after the allocator had freed its cache.",
+        "Allocations that succeeded only after the allocator freed its cache.",
         scope="rank",
         dtype="i8",
         kind="counter",
@@ -212,7 +220,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "memory_ooms",
         "",
-        "Allocations that failed for want of device memory.",
+        "Allocations that failed with out of memory.",
         scope="rank",
         dtype="i8",
         kind="counter",
@@ -221,25 +229,26 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step(
         "weight_norm",
         "",
-        "L2 norm of all parameters as the step began. Opt-in: one pass over them in each sampled "
+        "L2 norm of all parameters before the step. Opt-in: costs one pass over them per sampled "
         "step.",
     ),
     _step(
         "update_norm",
         "",
-        "L2 norm of the update that the step before made. Opt-in: a copy of the parameters, and "
-        "three passes over them in each sampled step.",
+        "L2 norm of the previous step's update. Opt-in: costs a copy of the parameters and three "
+        "passes over them per sampled step.",
     ),
     _step(
         "update_ratio",
         "ratio",
-        "Update norm through weight norm; it moves before the loss does. Opt-in, as `update_norm`.",
+        "Update norm divided by weight norm; it rises before the loss does. Opt-in, as "
+        "`update_norm`.",
     ),
     _step(
         "noise_scale_ratio",
         "ratio",
-        "Gradient noise scale as a multiple of all ranks' batch: above 1 a larger batch still "
-        "pays. Opt-in, DDP only: one pass over the gradients in each sampled step.",
+        "Gradient noise scale divided by the global batch size: above 1, a larger batch still pays "
+        "off. Opt-in, DDP only: costs one pass over the gradients per sampled step.",
     ),
     _step(
         "critical_batch_tokens",
@@ -268,22 +277,22 @@ LAYER_METRICS: tuple[MetricSpec, ...] = (
         "L2 norm of one layer's gradients before clipping; on /metrics as top-k only.",
     ),
     _layer("weight_norm", "", "L2 norm of one layer's parameters. Opt-in, as `weight_norm`."),
-    _layer("update_norm", "", "L2 norm of the last update of one layer. Opt-in, as `update_norm`."),
+    _layer("update_norm", "", "L2 norm of one layer's last update. Opt-in, as `update_norm`."),
     _layer(
         "activation_rms",
         "",
-        "Root mean square of a module's output on rank 0. Opt-in: a forward hook, and two passes "
-        "over the output in each sampled step.",
+        "Root mean square of a module's output on rank 0. Opt-in: costs a forward hook and two "
+        "passes over the output per sampled step.",
     ),
     _layer(
         "activation_max",
         "",
-        "Largest magnitude in a module's output on rank 0. Opt-in, as `activation_rms`.",
+        "Largest absolute value in a module's output on rank 0. Opt-in, as `activation_rms`.",
     ),
     _layer(
         "activation_dead_ratio",
         "ratio",
-        "Share of a module's features whose output is 0 for the whole batch of rank 0. Opt-in, as "
+        "Share of a module's features that output 0 for rank 0's whole batch. Opt-in, as "
         "`activation_rms`.",
     ),
 )

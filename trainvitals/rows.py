@@ -188,7 +188,7 @@ def rows_of(schema: Schema, raw: bytes) -> npt.NDArray[np.void]:
         FormatError: the length is not a whole number of rows.
     """
     if len(raw) % schema.row_size:
-        raise FormatError(f"{len(raw)} bytes are no whole number of {schema.row_size}-byte rows")
+        raise FormatError(f"{len(raw)} bytes are not a whole number of {schema.row_size}-byte rows")
     return np.frombuffer(raw, dtype=schema.dtype)
 
 

@@ -186,7 +186,7 @@ def decode_batch(raw: bytes) -> Batch:
     if len(raw) != size:
         raise FormatError(f"batch claims {size} bytes and has {len(raw)}")
     if crc != zlib.crc32(memoryview(raw)[CRC_FROM:]):
-        raise FormatError("the batch's checksum does not hold")
+        raise FormatError("the batch's checksum does not match")
     end = PREFIX.size + head_size
     head = raw[PREFIX.size : end]
     # Not called by its cached name for a long one: what is remembered must stay small.

@@ -103,8 +103,8 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": UID,
         "title": "Vitals: training runs",
-        "description": "Generated from the catalog of Vitals. Every step's truth is in Vitals' own "
-        "store; this shows the last scraped value.",
+        "description": "Generated from the Vitals metric catalog. It shows the last "
+        "scraped values; Vitals' own store has every step.",
         "tags": ["vitals", "training"],
         "schemaVersion": SCHEMA_VERSION,
         "version": 1,

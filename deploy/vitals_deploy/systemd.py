@@ -41,7 +41,7 @@ Type=exec
 ExecStart={command}
 Restart=on-failure
 RestartSec=2
-# Stopping writes what is in memory and ends by itself; ten seconds are plenty.
+# On stop it writes its memory to disk and exits; ten seconds are enough.
 TimeoutStopSec=10
 StateDirectory={name}
 MemoryMax={memory}

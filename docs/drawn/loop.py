@@ -80,11 +80,11 @@ def loss_spike() -> list[Panel]:
                   0.02, 6)  # fmt: skip
     return [
         in_loop("three poisoned batches", losses(poisoned), "loss_spike"),
-        in_loop("half as much again for five steps, at 10 % noise", losses(within), "loss_spike"),
+        in_loop("1.5 times the loss for five steps, at 10 % noise", losses(within), "loss_spike"),
         in_loop("hard batches that recur: reported three times", losses(hard),
                 "loss_spike", log=True),
         in_loop("silent: two kinds of batches", losses(bimodal), log=True),
-        in_loop("silent: a saw-tooth, as of data in order of their length", losses(epochs)),
+        in_loop("silent: a saw-tooth, as with data sorted by length", losses(epochs)),
         in_loop("silent: the learning rate is divided by ten", losses(decay)),
         _reinforcement(),
     ]  # fmt: skip
@@ -93,7 +93,7 @@ def loss_spike() -> list[Panel]:
 def _reinforcement() -> Panel:
     """Draw a value function's loss, which grows while the return improves."""
     grows = noisy([0.5 + 5.0 / (1.0 + math.exp(-(i - 500) / 80)) for i in range(1000)], 0.15, 14)
-    title = "silent, where the run says loss_kind=rl: a value loss that grows tenfold"
+    title = "silent with loss_kind=rl: a value loss that grows tenfold"
     return in_loop(title, losses(grows), every=4, loss_kind="rl")
 
 
@@ -156,8 +156,8 @@ def loss_level() -> list[Panel]:
     levels = {"median of 64 steps": _median_of_level, "lowest": lambda state: state["best"]}
     shown: dict[str, Any] = {"limit": False, "every": 3, "levels": levels, "of": "loss_level"}
     return [
-        in_loop("a slow walk away", losses(walk), "loss_level", **shown),
-        in_loop("3 % up, and never back", losses(shift), "loss_level", **shown),
+        in_loop("a slow divergence", losses(walk), "loss_level", **shown),
+        in_loop("3 % up, without recovery", losses(shift), "loss_level", **shown),
         in_loop("silent: 4 % up, but it recovers", losses(back), **shown),
     ]
 
@@ -179,9 +179,9 @@ def loss_drift() -> list[Panel]:
     by_heart = noisy(stairs + [0.4 * (1.0 + 0.1 * i / 400) for i in range(400)], 0.05, 17)
     shown: dict[str, Any] = {"limit": False, "every": 6}
     return [
-        in_loop("10 % up for good, at 10 % noise", losses(up), "loss_drift", **shown),
+        in_loop("a lasting rise of 10 %, at 10 % noise", losses(up), "loss_drift", **shown),
         in_loop("2 % in 100 steps, at 5 % noise", losses(ramp), "loss_drift", **shown),
-        in_loop("silent: epochs of a set that is learned by heart", losses(by_heart), **shown),
+        in_loop("silent: epochs over a memorized data set", losses(by_heart), **shown),
     ]
 
 
@@ -193,11 +193,11 @@ def loss_progress() -> list[Panel]:
     converged = noisy([2.0 + 5.0 * max(0.0, 1 - i / 20) for i in range(900)], 0.05, 21)
     shown: dict[str, Any] = {"limit": False, "every": 4}
     return [
-        in_loop("what was learned is lost", losses(lost), "loss_progress", **shown),
+        in_loop("progress is lost", losses(lost), "loss_progress", **shown),
         in_loop("a loss that never learns", losses(never), "loss_progress", **shown),
-        in_loop("a collapse: labels that leak, or a loss that is masked out", losses(collapsed),
+        in_loop("a collapse: leaking labels, or a masked loss", losses(collapsed),
                 "loss_progress", **shown),
-        in_loop("silent: all learned within 20 steps", losses(converged), **shown),
+        in_loop("silent: converged within 20 steps", losses(converged), **shown),
     ]  # fmt: skip
 
 
@@ -206,32 +206,32 @@ ENTRIES = (
         name="nonfinite",
         title="Non-finite numbers",
         owner=outliers.NonFiniteDetector,
-        needs="Nothing but the step itself: it speaks from the first one on. `rank_failed` is told "
-        "where a rank could not measure, which is unknown and not bad.",
-        good="Every kind of training, RL, GANs, curricula and large rates as well: it compares "
-        "with nothing that these could shift.",
-        bad="Damage that is still finite, in any of them.",
+        needs="Nothing but the step itself; it works from the first step on. `rank_failed` reports "
+        "that a rank could not measure the step: unknown, not bad.",
+        good="Every kind of training, including RL, GANs, curricula and large learning rates: it "
+        "compares with no reference that these could shift.",
+        bad="Damage whose values are still finite.",
         examples=nonfinite,
         notes=("MAX_OVERFLOWS",),
         source=outliers,
     ),
     Entry(
         name="loss_spike",
-        title="A loss that is high",
+        title="High loss",
         owner=spike.SpikeDetector,
-        finds="Finds steps whose loss is above what the steps before allow for, one by one or "
-        "several together.",
-        needs="`loss` of `warm_up` applied steps. Several steps are added up only where every loss "
-        "is positive, and where the loss is minimized.",
-        good="Outliers from 3x on at 15 % noise, 1.5x for 5 steps or more, and in a calm run less: "
-        "there is no fixed floor.",
-        bad="A level that changes often and for good reason: two tasks in blocks, a curriculum "
-        "that was not announced with `expect`. Each change is told, until it comes regularly."
-        " Single hard batches are told five times and epoch borders three times. In "
-        "reinforcement learning and for GANs say `loss_kind`: then only single outliers are "
-        "told, and around zero these must be ten times the whole range; rewards with heavy "
-        "tails are told all the same. Large optimizer spikes (AdamW at 3e-2) are told each "
-        "time, and whether one is damage the loss alone cannot say.",
+        finds="Finds steps whose loss is above the limit set by the previous steps: single steps, "
+        "or several together.",
+        needs="`loss` of `warm_up` applied steps. Several steps are added up only if every loss is "
+        "positive and the loss is minimized.",
+        good="At 15 % noise: single outliers of 3x or more, or 1.5x for 5 steps or more. In "
+        "low-noise runs smaller ones: there is no fixed floor.",
+        bad="A level that changes often for good reason: alternating tasks, a curriculum that was "
+        "not announced with `expect`. Each change is reported until the changes become regular. "
+        "Single hard batches are reported five times, epoch boundaries three times. For "
+        "reinforcement learning and GANs set `loss_kind`: then only single outliers are reported, "
+        "and near zero only above ten times the whole range; heavy-tailed rewards are still "
+        "reported. Large optimizer spikes (AdamW at 3e-2) are reported each time; the loss alone "
+        "cannot show whether one did damage.",
         examples=loss_spike,
         module=spike,
         more=rest_of(spike.SpikeDetector._refresh),
@@ -241,13 +241,13 @@ ENTRIES = (
         name="grad_norm_spike",
         title="Gradient-norm spike",
         owner=None,
-        finds="Finds steps whose gradient norm is above the limit of the steps before, by the rule "
-        "of a loss and with a wider limit.",
+        finds="Finds steps whose gradient norm is above the limit set by the previous steps: the "
+        "rule for the loss, with a wider limit.",
         needs="`grad_norm` of `warm_up` applied steps.",
-        good="Explosions, in any kind of training: 40 times the usual norm and more. In RL and for "
-        "GANs, whose loss says little, and under a large rate, whose spikes lie below it.",
-        bad="Anything smaller: clean runs show 15 times for one step, 35 times at worst. The first "
-        "steps of a curriculum's next part, where `expect` did not announce it.",
+        good="Explosions to 40 times the usual norm or more, in any kind of training: also RL and "
+        "GANs, whose loss says little, and large learning rates, whose spikes stay below that.",
+        bad="Anything smaller: clean runs show single steps at 15 times, at worst 35 times. The "
+        "first steps after a curriculum change that was not announced with `expect`.",
         examples=grad_norm_spike,
         config=spike.GradNormConfig,
         notes=("GRAD_NORM_DEFAULTS",),
@@ -257,13 +257,12 @@ ENTRIES = (
         name="grad_norm_burst",
         title="Gradient-norm burst",
         owner=spike.BurstDetector,
-        needs="`grad_norm` of `warm_up` steps, above zero; `loss`, where there is one, excuses a "
-        "norm that grows while the run learns.",
-        good="What announces a spike, two steps and more before the loss moves; lost optimizer "
-        "state, in RL, for GANs, in curricula and under a large rate alike.",
-        bad="Hard batches that come one after the other: told five times, then no more. A "
-        "curriculum's next part that was not announced, and the largest optimizer spikes: each "
-        "told once.",
+        needs="`grad_norm` of `warm_up` steps, above zero. If there is a `loss`, a norm that grows "
+        "while the loss falls is not reported.",
+        good="Early warning of a spike, two or more steps before the loss moves; lost optimizer "
+        "state, also in RL, GANs, curricula and with large learning rates.",
+        bad="Consecutive hard batches: reported five times, then no more. Unannounced curriculum "
+        "changes and the largest optimizer spikes: each reported once.",
         examples=grad_norm_burst,
         config=spike.BurstConfig,
     ),
@@ -271,14 +270,13 @@ ENTRIES = (
         name="loss_level",
         title="Level of the loss: divergence, failed recovery",
         owner=level.LevelDetector,
-        needs="`loss` of `window` steps, and noise: of a loss that never changes nothing is said. "
-        "Only where the loss is minimized.",
-        good="A walk away of six deviations of the noise and 5 %, and in calm runs a step up of "
-        "3 % that stays.",
-        bad="Curricula and new data that were not announced with `expect`: the rise is real, and "
-        "is told. A loss that goes up while the run improves, in RL, or wanders, as a GAN's: say "
-        "`loss_kind`, and it is silent, about faults too. Large optimizer spikes: a row of them is "
-        "a level, and is told.",
+        needs="`loss` of `window` steps with some noise: a constant loss is not judged. Only if "
+        "the loss is minimized.",
+        good="A divergence of 6 sigma and 5 %; in low-noise runs a lasting rise of 3 %.",
+        bad="Curricula and new data that were not announced with `expect`: the rise is real and is "
+        "reported. A loss that rises while the run improves (RL) or wanders (GANs): set "
+        "`loss_kind`, and this detector is off, for faults too. A series of large optimizer spikes "
+        "raises the level and is reported.",
         examples=loss_level,
         module=level,
         config=level.LevelConfig,
@@ -287,13 +285,13 @@ ENTRIES = (
         name="loss_drift",
         title="Drift of the loss within its noise",
         owner=level.DriftDetector,
-        needs="`loss` of 512 steps, above zero. Only where the loss is minimized.",
-        good="10 % for good at 15 % noise; 2 % in 100 steps, within some 400 while the noise is "
-        "5 %, later where it is more.",
-        bad="The first 500 steps, and as many after a sudden fall. Warm restarts and other slow "
-        "waves are told once or twice, until it is known how far they go. So are RL and GANs,"
-        " whose loss wanders, until `loss_kind` is said, and a curriculum that was not "
-        "announced. It has nothing to say of optimizer spikes.",
+        needs="`loss` of 512 steps, above zero. Only if the loss is minimized.",
+        good="A lasting rise of 10 % at 15 % noise; a drift of 2 % per 100 steps, found within "
+        "about 400 steps at 5 % noise, later with more noise.",
+        bad="The first 500 steps, and 500 steps after a sudden fall. Warm restarts and other slow "
+        "waves are reported once or twice, until their size is known. So are RL and GAN losses "
+        "unless `loss_kind` is set, and unannounced curriculum changes. It does not see optimizer "
+        "spikes.",
         examples=loss_drift,
         config=level.DriftConfig,
     ),
@@ -301,15 +299,13 @@ ENTRIES = (
         name="loss_progress",
         title="Lost progress, a loss that never learns, a collapse",
         owner=level.ProgressDetector,
-        needs="`loss`; `learning_rate`, where there is one, says when the warm-up is over. Only "
-        "where the loss is minimized.",
-        good="A run that is back where it began (90 % of its gain, for 100 steps), that never left "
-        "it in 500 steps, that is stuck after a restart, or whose loss drops below a third at "
-        "once.",
-        bad="Fine-tuning that begins where it ends: a loss that has nothing left to learn is told"
-        " once. A task that is suddenly easy, as a part of a curriculum may be, looks like a "
-        "collapse, and so may what follows a large optimizer spike. RL and GANs, where there "
-        "is no such progress: say `loss_kind`.",
+        needs="`loss`; a `learning_rate`, if present, shows when the warm-up ends. Only if the "
+        "loss is minimized.",
+        good="A run that lost 90 % of its improvement for 100 steps, that has not improved in 500 "
+        "steps, that is stuck after a restart, or whose loss suddenly drops below 30 %.",
+        bad="Fine-tuning that has nothing left to learn: reported once as not learning. A sudden "
+        "switch to an easy task, or the recovery from a large optimizer spike, can look like a "
+        "collapse. RL and GANs, whose loss shows no such progress: set `loss_kind`.",
         examples=loss_progress,
         config=level.ProgressConfig,
     ),

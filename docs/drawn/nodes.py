@@ -94,7 +94,7 @@ def _power(number: int, *, lost: bool) -> dict[str, dict[str, Value]]:
 ENTRIES = (
     Entry(
         name="gpu_throttle",
-        title="Slowed clocks of a GPU",
+        title="GPU throttling",
         owner=node.GpuThrottleWatcher,
         needs="`throttle_reasons` of the GPU; for a power cap `sm_clock_hertz` too.",
         examples=gpu_throttle,
@@ -103,7 +103,7 @@ ENTRIES = (
     ),
     Entry(
         name="gpu_error",
-        title="Memory errors and Xids of a GPU",
+        title="GPU memory errors and Xids",
         owner=node.GpuErrorWatcher,
         needs="`ecc_uncorrected_errors`, `ecc_corrected_errors`, `last_xid`: each by itself, "
         "compared with the sample before.",
@@ -116,7 +116,7 @@ ENTRIES = (
         name="gpu_lost",
         title="Lost GPU",
         owner=node.GpuLostWatcher,
-        needs="A sample in which the GPU answered.",
+        needs="An earlier sample in which the GPU responded.",
         examples=gpu_lost,
         config=node.GpuLostConfig,
     ),

@@ -155,7 +155,7 @@ def update_ratio() -> list[Panel]:
     fresh = _layers({}, weights)
     return [
         _ratio_panel(f"the updates of {BROKEN} grow", grows, BROKEN, "update_ratio"),
-        _ratio_panel("silent: a fresh head, always 50 times the others", fresh, "head"),
+        _ratio_panel("silent: a new head, always 50 times the others", fresh, "head"),
     ]
 
 
@@ -238,8 +238,8 @@ ENTRIES = (
         name="learning_rate",
         title="Learning rate",
         owner=optimizer.LearningRateWatcher,
-        needs="`learning_rate` of rank 0. Jumps: a warm-up that is over. A forgotten schedule: an "
-        "attempt before this one.",
+        needs="`learning_rate` of rank 0. For jumps: a finished warm-up. For a forgotten schedule: "
+        "an earlier attempt.",
         examples=learning_rate,
         config=optimizer.LearningRateConfig,
     ),
@@ -263,10 +263,10 @@ ENTRIES = (
     ),
     Entry(
         name="update_ratio",
-        title="Updates beside weights",
+        title="Update-to-weight ratio",
         owner=layers.UpdateRatioWatcher,
-        needs="`update_norm` and `weight_norm` of at least four layers; judged by the same rule "
-        "and settings as their gradients, less `least_share`.",
+        needs="`update_norm` and `weight_norm` of at least four layers; judged by the rule and "
+        "settings of the gradients, without `least_share`.",
         examples=update_ratio,
     ),
     Entry(

@@ -59,8 +59,8 @@ TRAININGS = (
         name="rl",
         of="ppo",
         title="Reinforcement learning",
-        about="PPO learns to balance a pole; its loss is the sum of the policy's and the value's, "
-        "and rises while the episodes get longer.",
+        about="PPO learns to balance a pole; its loss is the policy loss plus the value loss, and "
+        "rises while the episodes get longer.",
         loss_kind="rl",
         declared="loss_kind=rl",
     ),
@@ -69,8 +69,8 @@ TRAININGS = (
         of="gan",
         seed=1,
         title="GAN",
-        about="A generator learns a ring of eight points; the loss is both players' together, and "
-        "nobody wants it at zero.",
+        about="A generator learns a ring of eight points; the loss is the sum of both players' "
+        "losses and is not minimized.",
         loss_kind="adversarial",
         declared="loss_kind=adversarial",
     ),
@@ -78,7 +78,7 @@ TRAININGS = (
         name="curriculum",
         of="curriculum",
         title="Curriculum",
-        about="A small GPT on a series that is easy to continue, and from step 250 on real text.",
+        about="A small GPT trains on an easily predicted series, and from step 250 on real text.",
         change=250,
         declared="expect before step 250",
     ),
@@ -86,9 +86,9 @@ TRAININGS = (
         name="optimizer_spikes",
         of="spikes",
         title="Large optimizer spikes",
-        about="AdamW at a rate of 3e-2 on four batches that come again and again: the optimizer "
-        "itself spikes, for single steps or for dozens, up to 80 times the usual loss, and comes "
-        "back each time. There is nothing to declare.",
+        about="AdamW at a learning rate of 3e-2 on four repeating batches: the optimizer itself "
+        "causes spikes of one step to dozens of steps, up to 80 times the usual loss, and recovers "
+        "each time. There is nothing to declare.",
         log=True,
     ),
 )

@@ -234,7 +234,7 @@ def test_a_link_where_the_lock_should_be_is_refused(world, tmp_path):
     home = world.vitals_dir / "agents" / NODE
     home.mkdir(parents=True)
     (home / "agent.lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Exception, match="is a link"):
+    with pytest.raises(Exception, match="is a symbolic link"):
         world.agent()
     assert not (tmp_path / "elsewhere").exists()
 

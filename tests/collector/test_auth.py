@@ -91,7 +91,7 @@ def test_a_token_file_without_three_real_tokens_is_refused(tmp_path: Path, raw: 
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
-    with pytest.raises(StorageError, match="cannot be made"):
+    with pytest.raises(StorageError, match="cannot be created"):
         load_or_create_tokens(tmp_path / "absent" / "tokens.json")
 
 

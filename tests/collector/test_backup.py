@@ -103,7 +103,7 @@ def test_a_file_that_is_there_stays_unless_that_is_meant(tmp_path: Path):
     store.close()
     file = tmp_path / "copy.db"
     file.write_text("mine")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         backup(tmp_path / "data", file)
     assert "mine" == file.read_text()
     backup(tmp_path / "data", file, force=True)
@@ -121,7 +121,7 @@ def test_a_file_that_came_into_being_meanwhile_stays(tmp_path: Path):
 
 def test_the_store_itself_is_never_replaced(tmp_path: Path):
     open_data_store(tmp_path / "data").close()
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         backup(tmp_path / "data", tmp_path / "data" / DATABASE_FILE, force=True)
 
 
@@ -156,5 +156,5 @@ def test_a_full_disk_leaves_nothing_and_is_said(tmp_path: Path, monkeypatch):
 
 
 def test_a_place_without_a_store_is_said(tmp_path: Path):
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         backup(tmp_path, tmp_path / "copy.db")

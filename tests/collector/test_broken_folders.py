@@ -93,7 +93,7 @@ def test_a_file_and_a_path_that_leads_nowhere_are_told_apart(
     file = tmp_path / "train.log"
     file.write_text("")
     assert 2 == vitals(*(word.format(file) for word in command))
-    assert f"{file} is a file and not a folder" in capsys.readouterr().err
+    assert f"{file} is a file, not a folder" in capsys.readouterr().err
     assert 2 == vitals(*(word.format(tmp_path / "gone") for word in command))
     assert f"there is no folder {tmp_path / 'gone'}" in capsys.readouterr().err
 

@@ -91,7 +91,7 @@ def test_a_log_where_nothing_is_found_prints_nothing_and_says_so(tmp_path: Path,
     assert 0 == run_cli("replay", str(path))
     said = capsys.readouterr()
     assert "" == said.out
-    assert "0 findings to act on, 0 to tell; 0 decisions" in said.err
+    assert "0 actionable findings, 0 advisory; 0 decisions" in said.err
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_what_a_log_does_not_tell_of_its_loop_is_told_by_its_owner(
     assert 0 == run_cli("replay", str(raised(log, norm=norm)), *arguments, "--format", "json")
     said = capsys.readouterr()
     assert list(rows) == [d["row"] for d in document_of(said.out)["decisions"]]
-    assert f"taken {'not ' if '--no-clip' in arguments else ''}to clip" in said.err
+    assert f"assumed {'not ' if '--no-clip' in arguments else ''}to clip" in said.err
 
 
 def test_the_kind_of_the_loss_and_announced_changes_are_said(log: Path, capsys):
@@ -208,7 +208,7 @@ def test_overflows_of_a_scaler_are_told_from_a_faults_infinities(
     assert 0 == run_cli("replay", str(path), "--format", "json")
     said = capsys.readouterr()
     assert skipped == [decision["step"] for decision in document_of(said.out)["decisions"]]
-    assert ("taken for overflows of a loss scaler" in said.err) == (not skipped)
+    assert ("treated as overflows of a loss scaler" in said.err) == (not skipped)
 
 
 def test_steps_that_start_again_are_a_restart_and_its_forgotten_schedule_is_told(
@@ -218,7 +218,7 @@ def test_steps_that_start_again_are_a_restart_and_its_forgotten_schedule_is_told
     rates = {"lr": lambda row: 3e-4 * (1.0 - (row if row < 400 else row - 400) / 600)}
     assert 0 == run_cli("replay", str(written(tmp_path / "log.csv", steps=steps)))
     said = capsys.readouterr()
-    assert "the steps go back 1 times: each time a resumed run is assumed" in said.err
+    assert "the steps go back 1 times: each is treated as a resumed run" in said.err
     assert "" == said.out
     forgotten = written(tmp_path / "forgotten.csv", steps=steps, **rates)
     assert 0 == run_cli("replay", str(forgotten), "--format", "json")
@@ -297,11 +297,11 @@ def test_a_name_still_means_a_stored_run_and_a_folder_of_runs_too(run_dir: RunDi
         (("train.csv", "--format", "csv"), "a replay is written as table or json"),
         (("train.csv", "--loss", "objective"), "there is no such column"),
         (("train.csv", "--mode", "hope"), "'hope' is not one of"),
-        (("--mode", "guard"), "--mode apply to a log only"),
-        (("--loss-kind", "rl", "--no-clip"), "--loss-kind, --no-clip apply to a log only"),
-        (("--expect", "5"), "--expect apply to a log only"),
+        (("--mode", "guard"), "--mode apply only to a log"),
+        (("--loss-kind", "rl", "--no-clip"), "--loss-kind, --no-clip apply only to a log"),
+        (("--expect", "5"), "--expect apply only to a log"),
         (("train.csv", "--loss-kind", "hope"), "'hope' is not one of"),
-        (("--loss", "x", "--grad-norm", "y"), "--loss, --grad-norm apply to a log only"),
+        (("--loss", "x", "--grad-norm", "y"), "--loss, --grad-norm apply only to a log"),
         (("void",), "void holds no log; looked for run directories of Vitals"),
         (("train.csv", "--config", "absent.toml"), "settings file absent.toml"),
     ],
@@ -336,13 +336,15 @@ def test_what_a_log_has_of_odd_things_is_said(tmp_path: Path, capsys):
     path.write_text("step,loss\n" + "".join(f"{step},2.0\n" for step in steps))
     assert 0 == run_cli("replay", str(path))
     said = capsys.readouterr().err
-    assert "logged every 10 steps: windows, budgets and the reasons' numbers count records" in said
-    assert "the steps go back 1 times: each time a resumed run is assumed" in said
-    assert "1 records repeat the step before" in said
+    assert (
+        "logged every 10 steps: windows, budgets and step counts in reasons count records" in said
+    )
+    assert "the steps go back 1 times: each is treated as a resumed run" in said
+    assert "1 records repeat the previous step" in said
 
 
 def test_a_log_with_the_newest_record_first_is_told_to_be_one(tmp_path: Path, capsys):
     path = tmp_path / "reversed.csv"
     path.write_text("step,loss\n" + "".join(f"{step},2.0\n" for step in range(300, 0, -1)))
     assert 0 == run_cli("replay", str(path))
-    assert "is the newest record the first?" in capsys.readouterr().err
+    assert "if the newest record comes first" in capsys.readouterr().err

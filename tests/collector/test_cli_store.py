@@ -56,7 +56,7 @@ def test_backup_copies_the_store(data: Path, tmp_path: Path):
     assert 0 == done.exit_code, done.output
     assert (tmp_path / "copy.db").is_file()
     again = vitals("backup", tmp_path / "copy.db", "--data", data)
-    assert "exists already" in str(again.exception)
+    assert "already exists" in str(again.exception)
     url = vitals("backup", tmp_path / "other.db", "--database", "postgresql://ann@host/db")
     assert "pg_dump" in str(url.exception)
 
@@ -81,7 +81,7 @@ def test_a_run_is_lost_after_the_silence_that_the_collector_was_told(tmp_path: P
     ingest(store, Writer(started=heard).steps([0]), received_unix_ns=heard)
     store.close()
     running = vitals("delete", RUN, "--yes", "--data", tmp_path / "data")
-    assert "is running" in str(running.exception)
+    assert "is still running" in str(running.exception)
     lost = vitals("delete", RUN, "--yes", "--data", tmp_path / "data", "--lost-after", "10")
     assert 0 == lost.exit_code, lost.output
 

@@ -268,7 +268,7 @@ def test_a_name_that_none_of_the_runs_has_is_an_error_and_not_waited_for(
     file = training.run_dir.path.parent / "log"
     file.write_text("")
     assert 2 == vitals("tail", file, "--follow")
-    assert "is a file and not a folder" in capsys.readouterr().err
+    assert "is a file, not a folder" in capsys.readouterr().err
 
 
 def test_a_run_of_a_collector_is_followed_alike(served: Served, capsys: pytest.CaptureFixture[str]):

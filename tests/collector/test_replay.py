@@ -168,8 +168,8 @@ def test_a_row_that_was_changed_shows_in_the_limits_after_it(place: Place):
     said[40] = (msgspec.structs.replace(record, loss=2.9), judgement)
     write(place, Writer(), said)
     (words,) = replayed(place).differences()
-    assert words.startswith("other limits than recorded in")
-    assert "the first " in words
+    assert words.startswith("limits differ from the recorded ones in")
+    assert "first at " in words
 
 
 def test_other_settings_show_what_would_have_been_decided(place: Place):

@@ -97,7 +97,7 @@ def test_a_removal_that_died_in_between_is_ended_later(store: Store, monkeypatch
 def test_a_running_run_is_not_removed(store: Store):
     ingest(store, Writer().steps(range(5)))
     now = Liveness(now_unix_ns=START + 10 * SECOND)
-    with pytest.raises(UsageError, match="is running"):
+    with pytest.raises(UsageError, match="is still running"):
         delete_run(store, RUN, by="ann", when=now)
     with pytest.raises(UsageError, match="there is no run"):
         delete_run(store, OTHER_RUN, by="ann", when=now)

@@ -57,7 +57,7 @@ def test_an_old_directory_of_ours_is_made_private_again(tmp_path: Path):
 def test_a_directory_with_other_things_is_not_taken_over(tmp_path: Path):
     (tmp_path / "thesis.tex").touch()
     tmp_path.chmod(0o755)
-    with pytest.raises(InsecurePathError, match="holds other things"):
+    with pytest.raises(InsecurePathError, match="holds other files"):
         open_data_store(tmp_path)
     assert 0o755 == stat.S_IMODE(tmp_path.stat().st_mode)
 
@@ -162,7 +162,7 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_acknowledged_is_lost
     store = open_data_store(small_disk / "data")
     writer = Writer()
     acknowledged = 0
-    with pytest.raises(StorageError, match="no room left") as caught:
+    with pytest.raises(StorageError, match="no disk space left") as caught:
         for i in range(200):
             raw = writer.steps(range(i * 50, i * 50 + 50), loss=1.0)
             acknowledged += ingest(store, raw).num_new
@@ -192,7 +192,7 @@ def test_what_a_full_disk_holds_is_read_and_what_waits_is_placed_by_the_next_pro
     after = WriteAheadBuffer(store)
     assert num_placed == num_rows(store)
     raw = writer.steps(range(50), loss=1.0)
-    with pytest.raises(StorageError, match="no room left"):
+    with pytest.raises(StorageError, match="no disk space left"):
         after.ingest_bodies([[raw]], 5)
     grow(small_disk)
     assert num_sent == num_rows(store)

@@ -66,7 +66,7 @@ def test_the_targets_are_there():
 def test_every_extra_is_explained():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = (ROOT / "docs" / "guides" / "install.md").read_text()
-    table = page.partition("| extra | brings |")[2].partition("\n\n")[0]
+    table = page.partition("| extra | adds |")[2].partition("\n\n")[0]
     extras = set(re.findall(r"^\| `(\w+)` \|", table, re.M))
     assert set(project["optional-dependencies"]) == extras
 

@@ -100,7 +100,7 @@ _ENGINE_WAITS = "the engine does not step the schedule where it skips"
 _ENGINE_NORM = "the engine's norm is of float32, and infinite: it keeps the first back by itself"
 _ENGINE_FLAG = "the engine's norm is of float32: it takes the scale to be too high as well"
 _NO_BATCH = "by the loop: the adapter sees the number, not the batch"
-_UNPROVEN = "a skip was not shown to leave no trace there"
+_UNPROVEN = "a skip has not been shown to leave no trace there"
 
 FRAMEWORKS = (
     Framework(
@@ -296,12 +296,13 @@ FRAMEWORKS = (
             "ZeRO 3, bfloat16": Variant(rounded=True, schedule_waits=_ENGINE_WAITS),
         },
         refused={
-            "pipelines": "its ranks hold other layers, so they have no norm in common",
-            "experts (MoE)": "its ranks hold other parameters, so they have no norm in common",
+            "pipelines": "its ranks hold different layers, so there is no common gradient norm",
+            "experts (MoE)": "its ranks hold different parameters, so there is no common "
+            "gradient norm",
             "1-bit Adam, 1-bit LAMB, 0/1 Adam": "they exchange gradients within their step",
-            "Muon under ZeRO or in half precision": "its gradients are made into updates before "
-            "they can be measured",
-            "ZenFlow": "it updates outside of its step",
+            "Muon under ZeRO or in half precision": "it turns gradients into updates "
+            "before they can be measured",
+            "ZenFlow": "it updates outside its step",
             "float16 torch_autocast under ZeRO": "its scaler is updated within the step",
             "offload to the CPU or NVMe": _UNPROVEN,
             "tensor parallelism (mpu, autotp)": _UNPROVEN,

@@ -8,7 +8,7 @@ HEAD = """\
 # Frameworks
 
 NOTICE
-What each adapter owes, and what is out of its reach. `make test-integrations` trains with every one
+What each adapter guarantees, and what it cannot see. `make test-integrations` trains with every one
 of them on two ranks and holds it to this page: a fault on rank 1 alone, 12 kinds of it, and the
 signals of each step against a computation without any framework.
 
@@ -21,9 +21,9 @@ signals of each step against a computation without any framework.
 - *its own*: the framework's own skip, counted as such and not as a fault.
 - *held back*: nothing is clipped, or nobody knows to what, so the first outlier is held back too.
 
-A guarded run lies in `./vitals_runs` (elsewhere with `VITALS_DIR`): `vitals runs vitals_runs` lists
-it, `vitals show` has its curves and decisions, `vitals why vitals_runs STEP` explains one step, and
-`VITALS_MODE=observe` or `off` turns the guard down without touching the code.
+Vitals stores guarded runs in `./vitals_runs` (or `VITALS_DIR`): `vitals runs vitals_runs` lists
+them, `vitals show` has a run's curves and decisions, `vitals why vitals_runs STEP` explains one
+step, and `VITALS_MODE=observe` or `off` lowers the mode without touching the code.
 
 | framework | guide | adapter | tested with | from |
 |---|---|---|---|---|

@@ -225,7 +225,7 @@ class TestItsEnd:
 
     def test_lets_the_next_guard_in(self):
         loop = Loop()
-        with pytest.raises(UsageError, match="guarded already"):
+        with pytest.raises(UsageError, match="already guarded"):
             attach(loop.fabric, loop.model, loop.optimizer)
         loop.attached.close()
         with attach(loop.fabric, loop.model, loop.optimizer) as again:

@@ -364,7 +364,7 @@ def test_another_trainer_s_callback_and_a_second_one_are_refused(tmp_path):
         trainer.train()
     twice, _, _ = make(tmp_path)
     twice.add_callback(VitalsCallback(twice))
-    with pytest.raises(UsageError, match="guarded already"):
+    with pytest.raises(UsageError, match="already guarded"):
         twice.train()
 
 
@@ -375,7 +375,7 @@ def test_a_callback_that_the_trainer_made_anew_is_refused_and_not_left_without_i
     with pytest.raises(RuntimeError, match="stopped"):
         first.train()
     again, _, _ = make(tmp_path, restore_callback_states_from_checkpoint=True)
-    with pytest.raises(UsageError, match="made VitalsCallback anew"):
+    with pytest.raises(UsageError, match="created a new VitalsCallback"):
         again.train(resume_from_checkpoint=True)
 
 

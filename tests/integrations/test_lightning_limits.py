@@ -111,7 +111,7 @@ def test_deepspeed_s_strategy_is_refused(tmp_path):
     class DeepSpeedStrategy:
         pass
 
-    with pytest.raises(UsageError, match="engine of its own"):
+    with pytest.raises(UsageError, match="its own engine"):
         _refuse_strategy(type("Mine", (DeepSpeedStrategy,), {})())
 
 

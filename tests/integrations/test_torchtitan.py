@@ -280,11 +280,11 @@ def test_torchft_is_refused():
 def test_a_second_guard_is_refused(played):
     ranks, _, _ = played("failing")
     for rank in ranks:
-        assert "this Spoiled is guarded already" in rank["again"]
+        assert "this Spoiled is already guarded" in rank["again"]
 
 
 def test_what_is_no_trainer_is_refused():
-    with pytest.raises(UsageError, match="it is no torchtitan Trainer"):
+    with pytest.raises(UsageError, match="it is not a torchtitan Trainer"):
         adapter.attach(torch.nn.Linear(1, 1))
 
 

@@ -245,7 +245,7 @@ def test_alternating_updates_are_refused_as_one_round():
     model, optimizers = two(True)
     with (
         trainer_hooks.attach(model, optimizers),
-        pytest.raises(UsageError, match="once for each optimizer"),
+        pytest.raises(UsageError, match="once per optimizer"),
     ):
         alternate(model, optimizers, steps=1)
 
@@ -267,7 +267,7 @@ def test_gradients_that_took_the_place_of_measured_ones_are_refused_too(fused):
     model, optimizers = two(fused)
     with (
         trainer_hooks.attach(model, optimizers),
-        pytest.raises(UsageError, match="once for each optimizer"),
+        pytest.raises(UsageError, match="once per optimizer"),
     ):
         sum(part(torch.ones(2, 4)).sum() for part in model).backward()
         optimizers[0].step()

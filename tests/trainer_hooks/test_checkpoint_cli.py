@@ -21,7 +21,7 @@ from trainvitals.records import RunInfo
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = "step-00000010-7", "step-00000020-7"
-LATER = "a job of this run that is running now sees it at its next start"
+LATER = "a running job of this run picks it up at its next start"
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_one_that_others_may_change_is_proven_but_refused(tmp_path, capsys):
     (tmp_path / name).chmod(0o777)
     code, found = verified(capsys, tmp_path)
     assert (0, "ok", "ok") == (code, found[name]["checksums"], found[name]["finite"])
-    assert "others may write there" in found[name]["note"]
+    assert "other users can write there" in found[name]["note"]
     code, _, err = vitals(capsys, "promote", tmp_path, name)
     assert (1, True) == (code, f"chmod -R go-w {tmp_path / name}" in err)
 
@@ -227,9 +227,9 @@ def test_one_that_others_may_change_is_proven_but_refused(tmp_path, capsys):
 
 def test_a_verified_one_becomes_healthy_on_a_persons_word(path, capsys):
     code, out, _ = vitals(capsys, "promote", path, NEW)
-    assert (0, f"{NEW} is healthy now; {LATER}\n") == (code, out)
+    assert (0, f"{NEW} is now marked healthy; {LATER}\n") == (code, out)
     assert {OLD: "healthy", NEW: "healthy"} == states(relaunch(path))
-    assert (0, f"{NEW} is healthy already\n") == vitals(capsys, "promote", path, NEW)[:2]
+    assert (0, f"{NEW} is already marked healthy\n") == vitals(capsys, "promote", path, NEW)[:2]
 
 
 def test_a_damaged_one_cannot_be_promoted(path, capsys):
@@ -288,8 +288,8 @@ def test_without_torch_all_works_and_verify_says_what_it_could_not_look_at(path)
     assert (0, "") == (done.returncode, done.stderr)
     shown, promoted, aside, verified, _ = done.stdout.split("exit code 0\n")
     assert NEW in shown
-    assert f"{NEW} is healthy now; {LATER}\n" == promoted
+    assert f"{NEW} is now marked healthy; {LATER}\n" == promoted
     assert f"{OLD} is quarantined" in aside
     (result,) = json.loads(verified)
     assert ("ok", "unknown") == (result["checksums"], result["finite"])
-    assert "there is no torch here" in result["note"]
+    assert "torch is not installed" in result["note"]

@@ -140,7 +140,7 @@ def test_a_checkpoint_that_others_may_change_is_refused_and_left_where_it_is(run
     name = run.save()
     folder = run.store.folder.path / name
     folder.chmod(0o770)
-    with pytest.raises(InsecurePathError, match="others may write") as caught:
+    with pytest.raises(InsecurePathError, match="other users can write") as caught:
         load_newest(another_process(run).store)
     assert f"chmod -R go-w {folder}" in caught.value.hint
     folder.chmod(0o700)

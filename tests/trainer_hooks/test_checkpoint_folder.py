@@ -358,7 +358,7 @@ def test_a_manifest_that_names_a_path_is_refused(folder, file):
     (folder.path / "secret").write_bytes(b"key")
     entry = {"size": 3, "sha256": "0" * 64}
     rewrite(folder, name, files={file: entry})
-    with pytest.raises(CheckpointCorruptError, match="no file of a checkpoint"):
+    with pytest.raises(CheckpointCorruptError, match="not a file of a checkpoint"):
         folder.check(name)
 
 
@@ -404,7 +404,7 @@ def test_no_single_damaged_byte_of_a_manifest_passes_or_crashes(folder):
 def test_a_checkpoint_where_others_may_write_is_refused_with_a_way_out(folder, mode):
     name = save(folder, 10)
     (folder.path / name).chmod(mode)
-    with pytest.raises(InsecurePathError, match="others may write") as caught:
+    with pytest.raises(InsecurePathError, match="other users can write") as caught:
         folder.check(name)
     assert f"chmod -R go-w {folder.path / name}" in caught.value.hint
     assert [name] == folder.names(), "refused is not damaged"

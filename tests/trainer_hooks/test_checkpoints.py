@@ -156,7 +156,7 @@ def test_state_that_is_no_plain_value_is_told_by_name_and_training_goes_on(tmp_p
     run.save()
     change = run.store.take_changes()[0]
     assert "bad" == change.state
-    assert "'loader' is more than plain values" in change.detail
+    assert "'loader' contains objects other than plain values" in change.detail
     assert [] == list(tmp_path.glob("*step*"))
 
 

@@ -47,7 +47,7 @@ def test_the_batches_end_by_themselves_in_all_epochs_and_the_best_state_is_back(
         best = monitor.restore_best()
         assert ("loss", 1.0, 6) == (best.metric, best.value, best.step)
         assert_same(states[6], loop.state())
-        with pytest.raises(UsageError, match="put back the state of step 6: no step follows"):
+        with pytest.raises(UsageError, match="restored the state of step 6, so no step can follow"):
             step(loop)
     assert {} == monitor.swallowed_errors
 
@@ -145,7 +145,7 @@ def test_the_average_in_the_weights_place_is_not_kept_as_a_state_of_the_training
         for _ in range(2):
             monitor.step(_backward(model))
         (text,) = [e.text for e in said if isinstance(e, Note) and e.code == "best_not_kept"]
-        assert text.endswith("end `with ema.swap():` before evaluate()")
+        assert text.endswith("leave `with ema.swap():` before evaluate()")
         with pytest.raises(UsageError, match="no state was kept"):
             monitor.restore_best()
 

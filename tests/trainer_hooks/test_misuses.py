@@ -337,7 +337,7 @@ REFUSED = {
     ),
     a_step_of_an_optimizer_that_is_not_watched: (
         r"was given AdamW, which is none of the 1 optimizers given to watch",
-        r"give watch\(\) all optimizers",
+        r"pass all optimizers of the loop",
     ),
     all_backwards_before_the_steps_of_each_optimizer: (
         "no parameter of the optimizer 'model1' has a gradient at its first step",
@@ -347,9 +347,9 @@ REFUSED = {
     no_optimizer_at_all: ("no optimizer was given", r"torch.optim.SGD\(model.parameters"),
     an_optimizer_that_is_not_made: ("holds the class AdamW; each", r"AdamW\(model.parameters"),
     named_parameters_in_the_optimizers_place: ("optimizers holds a tuple; each must be", ORDER),
-    a_scheduler_that_is_not_made: ("schedulers holds the class StepLR", "a list where there are"),
+    a_scheduler_that_is_not_made: ("schedulers holds the class StepLR", "a list of schedulers"),
     a_run_that_is_no_name: ("run is an int; it must be a name", "run='my-experiment'"),
-    a_tag_alone: ("tags is 'baseline'; it must be several words", "tags="),
+    a_tag_alone: ("tags is 'baseline'; it must be a list or tuple of texts", "tags="),
     a_number_as_the_folder: ("dir is an int; it must be a folder", "VITALS_DIR"),
     a_number_as_the_checkpoints: ("checkpoints is an int; it must be True, a folder or", "=True"),
     heal_without_the_step: (r"attach\(\) cannot roll back", r"trainvitals.watch\("),
@@ -360,7 +360,7 @@ REFUSED = {
         "mode is 'gaurd'; it must be one of off, observe, guard, heal",
         "observe only records",
     ),
-    heal_without_checkpoints: ("mode 'heal' rolls back, and needs", "checkpoints=True"),
+    heal_without_checkpoints: ("mode 'heal' rolls back, so it needs", "checkpoints=True"),
     an_unknown_scheduler_every: (
         "scheduler_every is 'batch'; it must be 'step' or 'epoch'",
         "'epoch' for those that count epochs",
@@ -368,23 +368,23 @@ REFUSED = {
     a_scheduler_that_needs_a_metric: ("ReduceLROnPlateau needs a metric", "step it yourself"),
     a_scheduler_and_the_one_it_is_a_part_of: (
         "schedulers holds a StepLR twice, itself or as a part of another",
-        "give the outermost scheduler alone",
+        "pass only the outermost scheduler",
     ),
     a_parameter_in_two_optimizers: ("parameter '0.weight' is in two optimizers", "to one"),
     an_optimizer_that_needs_a_closure: (r"LBFGS.step\(\) needs closure", "takes no closure"),
-    watched_twice: ("the optimizer is guarded already", r"close\(\) the earlier monitor first"),
+    watched_twice: ("the optimizer is already guarded", r"close\(\) the earlier monitor first"),
     a_group_added_later: ("a parameter group was added after watch", "add all groups first"),
     early_stopping_by_its_name: ("early_stopping is a str", "EarlyStopping"),
     a_scheduler_stepped_by_the_loop_too: (
         r"StepLR.step\(\) was called by the loop before step 1, as well as by monitor.step\(\)",
-        r"take scheduler.step\(\) out of the loop",
+        r"remove scheduler.step\(\) from the loop",
     ),
     an_optimizer_stepped_by_the_loop_too: (
-        r"AdamW.step\(\) was called beside monitor.step\(\), so it is not guarded",
+        r"AdamW.step\(\) was called outside monitor.step\(\), so that update was not guarded",
         r"monitor.step\(\) replaces optimizer.step\(\), and",
     ),
     a_scaler_stepped_by_the_loop_too: (
-        r"AdamW.step\(\) was called beside monitor.step\(\), so it is not guarded",
+        r"AdamW.step\(\) was called outside monitor.step\(\), so that update was not guarded",
         r"with watch\(..., scaler=scaler\) also scaler.step\(\)",
     ),
     gradients_zeroed_before_the_step: (
@@ -394,10 +394,10 @@ REFUSED = {
     a_closure_as_the_loss: ("it takes no closure", r"loss.backward\(\); monitor.step\(loss\)"),
     a_norm_of_zero: ("max_norm is 0; it must be a number above 0", "leave it out"),
     a_step_after_the_end: ("this monitor is closed", "keep the loop inside"),
-    an_iterator_for_several_epochs: ("an iterator .* for 3 epochs", "give the loader itself"),
-    a_number_as_the_loader: ("given 100, which is no iterable of batches", "monitor.batches"),
+    an_iterator_for_several_epochs: ("an iterator .* for 3 epochs", "pass the loader itself"),
+    a_number_as_the_loader: ("given 100, which is not an iterable of batches", "monitor.batches"),
     an_epoch_ended_by_hand_with_a_schedule_of_updates: (
-        r"monitor.end_epoch\(\) was called, and the schedulers are stepped at every update",
+        r"monitor.end_epoch\(\) was called, but the schedulers are stepped at every update",
         "scheduler_every='epoch'",
     ),
     an_alert_of_a_level_that_is_none: ("level is 'critical'; it must be page, notify", "wakes"),
@@ -505,18 +505,18 @@ def an_alert_whose_name_changes_at_every_step(p):
 
 
 TOLD = {
-    a_scaler_that_was_not_given: "a GradScaler (scale 65536) scales losses here that watch() was",
-    micro_batches_of_which_one_is_given: "step 0 is the sum of 4 backwards, and monitor.step(loss)",
+    a_scaler_that_was_not_given: "a GradScaler (scale 65536) scales losses here that was not given",
+    micro_batches_of_which_one_is_given: "step 0 is the sum of 4 backward passes, but",
     a_schedule_of_epochs_stepped_each_update: "CosineAnnealingLR(T_max=5) is at its end after 5 "
     "updates, within the first epoch of 12",
     a_schedule_stepped_by_the_loop_each_epoch: "StepLR.step() was called by the loop before step "
     "12, as well as by monitor.step()",
     an_optimizer_of_another_model: "none of the parameters of AdamW is one of the model's",
     parameters_that_no_optimizer_has: "parameter 'scale' and 2 more of the model are in no",
-    a_scheduler_of_another_optimizer: "StepLR sets the rates of another SGD than those given to",
+    a_scheduler_of_another_optimizer: "StepLR sets the rates of another SGD than the one given to",
     losses_by_name_as_the_loss: "the loss is a dict; it must be one number",
     scalars_that_are_no_numbers: "accuracy is a list; a scalar must be one number",
-    a_group_slipped_past_the_guard: "the optimizers have 2 parameter groups, and had 1 at watch()",
+    a_group_slipped_past_the_guard: "the optimizers have 2 parameter groups, but had 1 at watch()",
     an_alert_whose_name_changes_at_every_step: "a run has 100 names of alerts at most",
 }
 

@@ -132,7 +132,7 @@ class TestCells:
 
     def test_a_monitor_of_an_earlier_cell_gives_way_and_it_is_said(self, session):
         printed, by_name = session
-        assert 2 == printed.count("the earlier monitor of this optimizer is closed")
+        assert 2 == printed.count("closed the earlier monitor of this optimizer")
         assert "interrupted" == by_name["attached"]
         assert "finished" == by_name["attached again"]
 
@@ -159,7 +159,7 @@ def test_a_program_that_watches_twice_is_refused_all_the_same(tmp_path):
         text=True,
         cwd=ROOT,
     )
-    assert "the optimizer is guarded already" in done.stderr
+    assert "the optimizer is already guarded" in done.stderr
 
 
 def test_a_real_kernel_is_interrupted_runs_the_cell_again_and_reads_as_lost_once_killed(

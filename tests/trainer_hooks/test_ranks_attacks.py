@@ -22,7 +22,7 @@ def found(tmp_path_factory):
         ("wrong on one", "VITALS_MODE"),
         ("agent on one", "VITALS_AGENT"),
         ("shm on one", "VITALS_SHM"),
-        ("dir on root", "cannot be made"),
+        ("dir on root", "cannot be created"),
         ("other lag", "found_inf=False"),
         ("other parameters", "parameters"),
         ("other checkpoints", "checkpoints"),

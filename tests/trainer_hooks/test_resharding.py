@@ -209,7 +209,7 @@ def test_moments_that_each_rank_has_for_itself_are_refused_elsewhere(trained, of
 
 
 def test_ranks_that_nothing_keeps_alike_are_not_taken_for_copies(trained, of_two):
-    assert "saved by each rank for itself" in of_two[0]["refused"]["by hand"]
+    assert "saved separately by each rank" in of_two[0]["refused"]["by hand"]
     with pytest.raises(CheckpointError, match="by each of 2 ranks for itself"):
         twin().load(trained / "by hand")
 
@@ -307,7 +307,7 @@ def test_parts_that_are_not_all_there_and_sound_make_none_and_go(trained, tmp_pa
     assert () == store.folder.refs()
     assert [] == [p for p in (tmp_path / "copy").iterdir() if p.name != "index.json"]
     change = store.take_changes()[-1]
-    assert ("bad", True) == (change.state, "written by each rank alone" in change.detail)
+    assert ("bad", True) == (change.state, "saved by each rank on its own" in change.detail)
 
 
 def test_a_part_whose_tensors_are_damaged_is_found_by_the_load_and_set_aside(trained, tmp_path):
@@ -353,7 +353,9 @@ def test_a_part_that_cannot_be_written_is_told_and_no_more(tmp_path):
 def test_metadata_with_a_hole_in_it_is_refused_at_the_load(trained):
     part = next((trained / "alone" / "fsdp2 nested").glob(".alone-*/*/rank-0-of-2/*"))
     whole = torch.empty(12, 6)
-    with pytest.raises(CheckpointCorruptError, match=r"model\.inp\.weight is not there in full"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"model\.inp\.weight is incomplete in the checkpoint"
+    ):
         payload.read(part, [Box.all_of("model.inp.weight", whole)])
 
 

@@ -215,9 +215,9 @@ def test_one_line_a_kind_and_second_and_no_skip_is_left_out_of_the_count(caplog,
             {
                 "action": "rollback",
                 "acted": False,
-                "reason": "nan; not done: the loop had ended",
+                "reason": "nan; not carried out: the loop had ended",
             },
-            "would roll back (guard mode): nan; not done: the loop had ended",
+            "would roll back (guard mode): nan; not carried out: the loop had ended",
         ),
         (
             {

@@ -120,7 +120,7 @@ def test_a_column_that_is_not_there_was_never_measured() -> None:
 
 def test_half_a_row_is_an_error() -> None:
     schema = Schema("steps", (Column("loss", "f8"),))
-    with pytest.raises(FormatError, match="no whole number"):
+    with pytest.raises(FormatError, match="not a whole number"):
         rows_of(schema, schema.pack(0, [1.0])[:-1])
 
 

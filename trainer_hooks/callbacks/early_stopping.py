@@ -185,8 +185,8 @@ class Evaluations:
             self._say("best_not_kept", f"{best}: {self._missed}", step, attempt, "warning")
         else:
             text = (
-                f"{best}: {holders} of {self._ranks.world_size} ranks have a copy of it; "
-                "monitor.evaluate() must be called on all of them"
+                f"{best}: {holders} of {self._ranks.world_size} ranks have a copy of it; call "
+                "monitor.evaluate() on all ranks"
             )
             self._say_once("best_not_on_all_ranks", text, step, attempt)
 
@@ -242,8 +242,8 @@ class Evaluations:
         if best is None or best[1].metric != metric:
             raise UsageError(
                 f"restore_best(): no state was kept as the best of {metric}",
-                hint=f"monitor.evaluate({metric}=...) must be called on all ranks, and be finite; "
-                "the run's events say where a state was not kept",
+                hint=f"monitor.evaluate({metric}=...) must be called on all ranks, with a finite "
+                "value; the run's events show where a state was not kept",
             )
         restored = store.load(best[0])
         self._tell_restored(restored.id, restored.step, best[1].value, step, attempt)
@@ -283,5 +283,5 @@ def nothing_kept(why: str) -> UsageError:
     return UsageError(
         f"restore_best(): {why}",
         hint="watch(..., checkpoints=True, early_stopping=EarlyStopping(keep_best=True)), and call "
-        "it at the end of the `with`",
+        "it at the end of the `with` block",
     )

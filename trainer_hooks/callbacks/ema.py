@@ -101,8 +101,9 @@ class EMA(nn.Module):
         """
         if self.is_watched:
             raise UsageError(
-                "ema.update() was called, and the monitor updates this average in each step",
-                hint="leave the call out, or leave the average out of watch(state=...)",
+                "ema.update() was called, but the monitor already updates this average in each "
+                "step",
+                hint="remove the call, or remove the average from watch(state=...)",
             )
         self.refuse_swapped()
         self.begin(torch.zeros((), device=next(iter(self._weights.values())).device))
@@ -290,7 +291,7 @@ class EMA(nn.Module):
         problem = _misfit(live, state_dict)
         if problem:
             raise CheckpointError(
-                f"the state is not of this average: {problem}",
+                f"the state does not belong to this average: {problem}",
                 hint="load what state_dict() of an average of the same model, sharded in the same "
                 "way, returned",
             )
@@ -317,7 +318,7 @@ class EMA(nn.Module):
         """
         if self._swapped:
             raise UsageError(
-                "the model holds its averages at the moment: a step would train them, and be lost",
+                "the model currently holds its averages: a step would train them and be lost",
                 hint="leave `with ema.swap():` before the next step, update or swap",
             )
 
@@ -331,14 +332,14 @@ class EMA(nn.Module):
         self.refuse_swapped()
         if self.is_watched:
             raise UsageError(
-                "the average is registered already: each step would update it twice",
+                "the average is already registered: each step would update it twice",
                 hint="register it once; close() the earlier monitor first",
             )
         if not self.names_of(params):
             raise UsageError(
-                "no optimizer holds a parameter of the average: it would never move",
-                hint="make the EMA after wrapping (fully_shard replaces the parameters), of the "
-                "model that the optimizers train",
+                "no optimizer holds a parameter of the average, so it would never change",
+                hint="create the EMA after wrapping (fully_shard replaces the parameters), from "
+                "the model that the optimizers train",
             )
 
     @torch.no_grad()
@@ -392,7 +393,7 @@ def _shape(tensor: Tensor) -> str:
 def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> None:
     if not 0.0 < decay < 1.0:
         raise UsageError(
-            f"decay is {decay!r}; it must lie between 0 and 1, both excluded",
+            f"decay is {decay!r}; it must be between 0 and 1, both excluded",
             hint="0.999 averages over about the last 1,000 updates, 0.9999 over 10,000",
         )
     if every < 1:
@@ -411,7 +412,7 @@ def _refuse_weights(weights: Mapping[str, Tensor]) -> None:
     odd += [_COUNTER] if _COUNTER in weights else []
     if odd:
         raise UsageError(
-            f"{odd[0]!r} cannot be averaged: it is sparse, on the meta device, kept by DeepSpeed's "
-            f"ZeRO-3, or named {_COUNTER!r} as the average's own counter",
+            f"{odd[0]!r} cannot be averaged: it is sparse, on the meta device, partitioned by "
+            f"DeepSpeed ZeRO-3, or named {_COUNTER!r} like the average's own counter",
             hint="average the rest: EMA(model.backbone), or make it after the weights exist",
         )

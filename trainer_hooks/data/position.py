@@ -298,7 +298,7 @@ def _check(after_rollback: str, sample_ids: object, probe: object) -> None:
     if probe is not None and not callable(probe):
         raise UsageError(
             f"probe is a {type(probe).__name__}; it must be a function",
-            hint="probe=loss_of, where loss_of(batch) gives the loss that the loop trains on",
+            hint="probe=loss_of, where loss_of(batch) returns the loss that the loop trains on",
         )
     if after_rollback not in ("move_on", "replay"):
         raise UsageError(
@@ -321,14 +321,14 @@ def _check_loader(loader: object, epochs: int) -> None:
         )
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise UsageError(
-            f"batches() was given {loader!r:.100}, which is no iterable of batches",
-            hint="monitor.batches(loader, epochs=3); any iterable of batches will do",
+            f"batches() was given {loader!r:.100}, which is not an iterable of batches",
+            hint="monitor.batches(loader, epochs=3); any iterable of batches works",
         )
     if isinstance(loader, Iterator) and epochs > 1:
         raise UsageError(
-            f"batches() was given an iterator ({type(loader).__name__}) for {epochs} epochs; after "
-            "the first one nothing is left in it",
-            hint="give the loader itself, not iter(loader) or a generator that was called",
+            f"batches() was given an iterator ({type(loader).__name__}) for {epochs} epochs; it is "
+            "exhausted after the first one",
+            hint="pass the loader itself, not iter(loader) or a generator",
         )
 
 
@@ -484,7 +484,9 @@ def _listed(ids: Any) -> list[Any]:
     """Return the ids as a list; never from a device, which the loop would have to wait for."""
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":
-            raise ValueError(f"sample_ids gave a tensor on {ids.device}; give numbers of the host")
+            raise ValueError(
+                f"sample_ids gave a tensor on {ids.device}; return numbers on the host"
+            )
         return [int(i) for i in ids.flatten().tolist()]
     return list(ids)
 

@@ -107,8 +107,9 @@ def refuse_averages(
     for ema in emas_in(state):
         if has_engine:
             raise UsageError(
-                "an EMA is registered, and a framework's engine makes the steps: it would not move",
-                hint="leave it out of state, and call ema.update() after each step of the engine",
+                "an EMA is registered, but a framework's engine makes the steps, so the average "
+                "would not be updated",
+                hint="remove it from state, and call ema.update() after each step of the engine",
             )
         ema.refuse_watch(_held_by(optimizers))
 

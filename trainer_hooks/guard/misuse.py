@@ -87,9 +87,9 @@ def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> lis
     """
     own = {id(param) for param in model.parameters()}
     return [
-        f"none of the parameters of {type(optimizer).__name__} is one of the model's: is this the "
-        "model that it trains? Make the optimizer of model.parameters(), after the model was "
-        "moved, wrapped and sharded"
+        f"none of the parameters of {type(optimizer).__name__} is one of the model's: does it "
+        "train this model? Create the optimizer from model.parameters() after the model was moved, "
+        "wrapped and sharded"
         for optimizer in optimizers
         if type(optimizer).__module__.startswith("torch.optim")
         and not any(id(p) in own for group in optimizer.param_groups for p in group["params"])
@@ -109,8 +109,8 @@ def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> li
         return []
     more = f" and {len(names) - 1} more of the model are" if len(names) > 1 else " of the model is"
     return [
-        f"parameter {names[0]!r}{more} in no optimizer, so not trained: give them to it, or freeze "
-        "them (requires_grad_(False)), which also spares their gradients"
+        f"parameter {names[0]!r}{more} in no optimizer, so not trained: add them, or freeze them "
+        "with requires_grad_(False), which also saves computing their gradients"
     ]
 
 
@@ -120,8 +120,9 @@ def foreign_schedulers(schedulers: Iterable[Any], optimizers: Sequence[Optimizer
     pairs = [(scheduler, getattr(scheduler, "optimizer", None)) for scheduler in schedulers]
     others = [(scheduler, other) for scheduler, other in pairs if isinstance(other, Optimizer)]
     return [
-        f"{type(scheduler).__name__} sets the rates of another {type(other).__name__} than those "
-        f"given to watch(), whose rates stay: make it of theirs, {type(scheduler).__name__}"
+        f"{type(scheduler).__name__} sets the rates of another {type(other).__name__} than the one "
+        "given to watch(), whose rates stay unchanged: create it from that one, "
+        f"{type(scheduler).__name__}"
         "(optimizer, ...)"
         for scheduler, other in others
         if not any(id(group) in own for group in other.param_groups)

@@ -394,11 +394,11 @@ class OwnSteps:
         if self._inside or fills_state(optimizer, kwargs):
             return
         error = UsageError(
-            f"{type(optimizer).__name__}.step() was called beside monitor.step(), so it is not "
-            "guarded",
+            f"{type(optimizer).__name__}.step() was called outside monitor.step(), so that update "
+            "was not guarded",
             hint="monitor.step() replaces optimizer.step(), and with watch(..., scaler=scaler) "
             "also scaler.step() and scaler.update(): take them out of the loop, or keep them and "
-            "use trainvitals.attach() in place of watch()",
+            "use trainvitals.attach() instead of watch()",
         )
         if not self._any:
             raise error

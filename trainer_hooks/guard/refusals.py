@@ -60,8 +60,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"optimizers holds a {name}; each must be a torch.optim.Optimizer",
-            hint="give the optimizer that it wraps, or derive the wrapper from "
-            "torch.optim.Optimizer: then its step() alone is called",
+            hint="pass the wrapped optimizer, or derive the wrapper from torch.optim.Optimizer",
         )
     # The class's step: a scheduler's wrapper in the instance shows `self` as one argument more.
     needed = [
@@ -72,8 +71,8 @@ def _refuse_optimizer(optimizer: Any) -> None:
     ]
     if needed:
         raise UsageError(
-            f"{name}.step() needs {', '.join(needed)}: a closure runs backward anew where no rank "
-            "can agree on what came out",
+            f"{name}.step() needs {', '.join(needed)}: a closure runs backward again inside the "
+            "step, where the ranks cannot agree on the result",
             hint="use an optimizer whose step() takes no closure",
         )
 
@@ -84,16 +83,16 @@ def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
         if is_class or not callable(getattr(scheduler, "step", None)):
             name = f"a {type(scheduler).__name__}, which has no step()"
             if is_class:
-                name = f"the class {scheduler.__name__}, which is not made yet"
+                name = f"the class {scheduler.__name__}, not an instance"
             raise UsageError(
                 f"schedulers holds {name}",
-                hint="watch(model, optimizer, scheduler), or a list where there are several",
+                hint="watch(model, optimizer, scheduler), or a list of schedulers",
             )
     if any(isinstance(s, torch.optim.lr_scheduler.ReduceLROnPlateau) for s in schedulers):
         raise UsageError(
-            "ReduceLROnPlateau needs a metric, and is not stepped at every update",
-            hint="leave it out of watch(), step it yourself after each evaluation, and name it in "
-            "watch(state={'plateau': scheduler}) so that a rollback brings it back",
+            "ReduceLROnPlateau needs a metric and is not stepped at every update",
+            hint="leave it out of watch(), step it yourself after each evaluation, and register it "
+            "with watch(state={'plateau': scheduler}) so that a rollback restores it",
         )
 
 
@@ -105,7 +104,7 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
                 raise UsageError(
                     f"schedulers holds a {type(part).__name__} twice, itself or as a part of "
                     "another: it would be stepped twice",
-                    hint="give the outermost scheduler alone: a SequentialLR or ChainedScheduler "
+                    hint="pass only the outermost scheduler: a SequentialLR or ChainedScheduler "
                     "steps its parts",
                 )
             seen.add(id(part))
@@ -117,8 +116,8 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     for what in _steppers_in_backward(model, optimizers):
         raise UsageError(
-            f"{what} steps an optimizer within backward: the update is made before any rank knows "
-            "whether the step is sound",
+            f"{what} steps an optimizer within backward: the update happens before the ranks can "
+            "check the step",
             hint="take the optimizer out of backward (one optimizer over all parameters, stepped "
             "by monitor.step()), or train this run with watch(..., mode='off')",
         )

@@ -122,7 +122,7 @@ class Route:
         if given:
             raise UsageError(
                 "optimizer.step() was given a closure or other arguments, which attach() does not "
-                "pass on",
+                "support",
                 hint="run forward and backward before optimizer.step(), and call it without them",
             )
         begins = not self._round or index in self._round
@@ -144,14 +144,14 @@ class Route:
             return
         name = type(optimizer).__name__
         error = UsageError(
-            f"{name}.step was taken from the optimizer before attach(), so it is not guarded",
+            f"{name}.step was saved before attach(), so it is not guarded",
             hint="call attach() first and torch.compile(optimizer.step) after it; or to keep the "
             "step itself compiled, optimizer.step = torch.compile(optimizer.step) and then "
             "attach()",
         )
         if getattr(optimizer, "found_inf", None) is not None:
             error = UsageError(
-                f"{name} is stepped by a gradient scaler that attach() does not know",
+                f"{name} is stepped by a gradient scaler that was not given to attach()",
                 hint="attach(model, optimizer, scaler=scaler)",
             )
         if not self._round:

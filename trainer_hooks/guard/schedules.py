@@ -190,9 +190,7 @@ class Schedules:
             end, name = end_of(scheduler), described(scheduler)
             if end is None or end * 2 >= per_epoch * num_epochs:
                 continue
-            way_out = (
-                "where it counts epochs, watch(..., scheduler_every='epoch') steps it once an epoch"
-            )
+            way_out = "if it counts epochs, use watch(..., scheduler_every='epoch')"
             if num_epochs > 1 and _is_planned_for(scheduler, num_epochs):
                 text = f"{name} looks planned for {num_epochs} epochs, and is stepped at every "
                 text += f"update ({per_epoch} an epoch); {way_out}"
@@ -211,16 +209,16 @@ def stepped_twice(name: str, every: str, step: int) -> UsageError:
     return UsageError(
         f"{name}.step() was called by the loop before step {step}, as well as by {ours}: its "
         "learning rate moves too fast",
-        hint="take scheduler.step() out of the loop, or leave the scheduler out of watch() and "
-        "name it in watch(state={'scheduler': scheduler}), so that a rollback brings it back",
+        hint="remove scheduler.step() from the loop, or leave the scheduler out of watch() and "
+        "register it with watch(state={'scheduler': scheduler}), so that a rollback restores it",
     )
 
 
 def every_update() -> UsageError:
     """Return what is said where an epoch is ended by hand, and the schedulers step by updates."""
     return UsageError(
-        "monitor.end_epoch() was called, and the schedulers are stepped at every update",
-        hint="watch(..., scheduler_every='epoch') steps them at monitor.end_epoch() alone",
+        "monitor.end_epoch() was called, but the schedulers are stepped at every update",
+        hint="watch(..., scheduler_every='epoch') steps them only at monitor.end_epoch()",
     )
 
 

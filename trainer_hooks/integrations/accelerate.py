@@ -143,7 +143,7 @@ def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
     kind = str(getattr(distributed_type, "value", distributed_type)).upper()
     if kind in _ELSEWHERE:
         raise UsageError(
-            f"Accelerate trains with {kind}, whose updates it does not make itself",
+            f"Accelerate trains with {kind}, which makes the updates itself",
             hint=_ELSEWHERE[kind],
         )
     if not all(hasattr(optimizer, "accelerator_state") for optimizer in optimizers):
@@ -156,14 +156,14 @@ def refuse(distributed_type: Any, optimizers: Sequence[Any]) -> None:
     if beside:
         raise UsageError(
             f"{beside.pop()} updates parameters within backward, before their gradients can be "
-            "judged",
-            hint="train with an optimizer whose step() makes the update",
+            "checked",
+            hint="use an optimizer whose step() makes the update",
         )
     scaled = any(getattr(optimizer, "scaler", None) is not None for optimizer in optimizers)
     if scaled and len(optimizers) > 1:
         raise UsageError(
-            f"{len(optimizers)} optimizers with one gradient scaler: Accelerate updates it after "
-            "each of them, and forgets what the others' gradients were scaled by",
+            f"{len(optimizers)} optimizers with one gradient scaler: Accelerate updates the scaler "
+            "after each of them, so the scale of the others' gradients is lost",
             hint="mixed_precision='bf16' needs no scaler; or give all parameters to one optimizer",
         )
 
@@ -304,7 +304,7 @@ class Hooks:
         error = UsageError(
             "the loop clips through the accelerator, and attach(max_norm=...) said that it does "
             "not",
-            hint="take max_norm out of attach(): what the loop clips to is seen",
+            hint="remove max_norm from attach(); the guard reads the loop's own clip",
         )
         if self._attached.step_index == self._attached._first_step:
             raise error

@@ -128,9 +128,9 @@ class DeepSpeedAttached(Attached):
         """
         if isinstance(self.holder, ZeroThree):
             raise UsageError(
-                "keep_batch() under ZeRO 3: a forward between the steps gathers parameters, and "
-                "the training was seen to go on with other roundings",
-                hint="leave keep_batch() out, or train with ZeRO 2",
+                "keep_batch() does not work with ZeRO 3: a forward between steps gathers "
+                "parameters and changes the rounding of the training",
+                hint="remove keep_batch(), or train with ZeRO 2",
             )
         super().keep_batch(batch, probe)
 
@@ -207,9 +207,9 @@ class DeepSpeedAttached(Attached):
             self._finish(judged)
             return
         error = UsageError(
-            "DeepSpeed's optimizer made a step without asking whether its gradients are sound, so "
-            "it is not guarded",
-            hint="the versions that are tested are in docs/integrations/deepspeed.md",
+            "DeepSpeed's optimizer made a step without checking its gradients, so that step was "
+            "not guarded",
+            hint="docs/integrations/deepspeed.md lists the tested versions",
         )
         if self._step == self._first_step:
             raise error
@@ -353,19 +353,19 @@ def _refuse(engine: Any) -> None:
     """
     if not hasattr(engine, "gradient_clipping") or not hasattr(engine, "optimizer"):
         raise UsageError(
-            f"attach() was given a {type(engine).__name__}, which is no DeepSpeed engine",
+            f"attach() was given a {type(engine).__name__}, which is not a DeepSpeed engine",
             hint="engine, *_ = deepspeed.initialize(...), and then attach(engine)",
         )
     for what, why in _reasons(engine):
         raise UsageError(
             f"DeepSpeed with {what} cannot be guarded: {why}",
-            hint="docs/integrations/deepspeed.md says what can; mode='off' (or VITALS_MODE=off) "
-            "trains this as before",
+            hint="docs/integrations/deepspeed.md lists what can; mode='off' (or VITALS_MODE=off) "
+            "trains without the guard",
         )
 
 
-_UNTESTED = "a skip was not shown to leave no trace there"
-_OTHER_PARTS = "its ranks hold other parameters, so they have no norm in common"
+_UNTESTED = "a skip has not been shown to leave no trace there"
+_OTHER_PARTS = "its ranks hold different parameters, so there is no common gradient norm"
 
 
 def _reasons(engine: Any) -> list[tuple[str, str]]:
@@ -379,7 +379,7 @@ def _reasons(engine: Any) -> list[tuple[str, str]]:
     seen = (
         (has("pipeline_parallelism"), "a pipeline", _OTHER_PARTS),
         (has("has_moe_layers"), "experts (MoE)", _OTHER_PARTS),
-        (has("zenflow"), "ZenFlow", "it updates outside of its step"),
+        (has("zenflow"), "ZenFlow", "it updates outside its step"),
         (has("mpu") or tensor_parallel > 1, "tensor parallelism (mpu, autotp)", _UNTESTED),
         (compiled, "DeepCompile", _UNTESTED),
         (type(engine).__name__ == "DeepSpeedHybridEngine", "its hybrid engine", _UNTESTED),
@@ -407,7 +407,7 @@ def _reasons_of(outer: Any) -> list[tuple[str, str]]:
         (
             "Muon" in name and not is_plain,
             "Muon under ZeRO or in half precision",
-            "its gradients are made into updates before they can be measured",
+            "it turns gradients into updates before they can be measured",
         ),
         (
             has("cpu_offload", "offload_optimizer", "offload_param"),

@@ -89,20 +89,22 @@ def _refuse(fabric: Any, loss_divisor: float) -> None:
     for name in (kind.__name__ for kind in type(fabric.strategy).__mro__):
         if name in ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy"):
             raise UsageError(
-                f"{name} makes the update in an engine of its own, where no step can be kept back",
+                f"{name} makes the update in its own engine, where Vitals cannot skip a step",
                 hint="use strategy='ddp', FSDPStrategy or ModelParallelStrategy; for DeepSpeed "
                 "without Fabric there is trainer_hooks.integrations.deepspeed",
             )
     if not 0 < loss_divisor < math.inf:
         raise UsageError(
             f"loss_divisor is {loss_divisor!r}; it must be a number above 0",
-            hint="the N of fabric.backward(loss / N); leave it out where losses are not divided",
+            hint="the N of fabric.backward(loss / N); leave it out if losses are not divided",
         )
     if _GUARDED in vars(fabric):
         raise UsageError(
-            "this Fabric is guarded already, and cannot tell which losses belong to which guard",
-            hint="attached.close() ends the first. Where updates alternate (GANs), guard each with "
-            "trainvitals.attach(model, optimizer.optimizer), and give it its losses yourself",
+            "this Fabric is already guarded, and its losses cannot be assigned to one of two "
+            "guards",
+            hint="attached.close() ends the first. If updates alternate (GANs), guard each with "
+            "trainvitals.attach(model, optimizer.optimizer) and pass its losses with "
+            "attached.loss(loss)",
         )
 
 
@@ -133,7 +135,7 @@ def _judge_before_clips(
             if refused:
                 raise UsageError(
                     "attach() was given max_norm, and the loop calls fabric.clip_gradients() too",
-                    hint="leave one of them out: without max_norm the loop's own clip is seen",
+                    hint="remove one of them; without max_norm the guard reads the loop's own clip",
                 )
             stepped = attached._route._round  # once for several, which may be stepped in between
             is_next = not stepped or place in stepped

@@ -66,7 +66,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
             UsageError: this way to train cannot be guarded; the text says which and what to do.
             TrainingHalted: this run was stopped by its ladder and not resumed by a person.
         """
-        self._end("failed", "another training began before this one had come to its end")
+        self._end("failed", "another training started before this one ended")
         self._refuse_copy()
         options = Options(**self._options)
         options.setdefault("run", args.run_name)
@@ -75,9 +75,9 @@ class VitalsCallback(TrainerCallback, ExportableState):
         if self._trainer is None and state.is_world_process_zero:
             _LOG.warning(
                 "vitals: VitalsCallback() does not know its trainer, so neither losses nor "
-                "outliers are judged: trainer.add_callback(VitalsCallback(trainer))"
+                "outliers are judged; use trainer.add_callback(VitalsCallback(trainer))"
             )
-        self.attached.left_open = ("failed", "the training raised, or was left, before its end")
+        self.attached.left_open = ("failed", "the training raised an error or was left early")
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name) if state.global_step else None
         # Without an entry the trainer cannot save: it has none where the run resumes from a
@@ -110,9 +110,9 @@ class VitalsCallback(TrainerCallback, ExportableState):
     def _refuse_copy(self) -> None:
         if self.kept is not None:
             raise UsageError(
-                "restore_callback_states_from_checkpoint made VitalsCallback anew, without its "
-                "trainer and its options",
-                hint="leave that argument off: VitalsCallback finds its state in the checkpoint "
+                "restore_callback_states_from_checkpoint created a new VitalsCallback without its "
+                "trainer and options",
+                hint="turn that argument off; VitalsCallback finds its state in the checkpoint "
                 "without it",
             )
 

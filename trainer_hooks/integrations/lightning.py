@@ -112,7 +112,7 @@ class VitalsCallback(_Callback):
                 f"the trainer has {len(optimizers)} optimizers, and VitalsCallback(optimizer="
                 f"{self._index}) does not say which of them to guard",
                 hint="callbacks=[VitalsCallback(optimizer=0), VitalsCallback(optimizer=1)] guard "
-                "two that are stepped in turns, each as a run of its own",
+                "two that are stepped in turns, each as its own run",
             )
         return optimizers[self._index]
 
@@ -215,7 +215,7 @@ def _refuse_strategy(strategy: Any) -> None:
     for name in (kind.__name__ for kind in type(strategy).__mro__):
         if name in ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"):
             raise UsageError(
-                f"{name} makes the update in an engine of its own, where no step can be kept back",
+                f"{name} makes the update in its own engine, where Vitals cannot skip a step",
                 hint="use strategy='ddp', FSDPStrategy or ModelParallelStrategy; for DeepSpeed "
                 "without Lightning there is trainer_hooks.integrations.deepspeed",
             )
@@ -225,10 +225,10 @@ def _refuse_unfreezing(callbacks: Iterable[Any]) -> None:
     for callback in callbacks:
         if any(kind.__name__ == "BaseFinetuning" for kind in type(callback).__mro__):
             raise UsageError(
-                f"{type(callback).__name__} adds parameter groups to the optimizer as training "
-                "goes on: what they hold would be neither measured nor guarded",
+                f"{type(callback).__name__} adds parameter groups to the optimizer during "
+                "training; their parameters would be neither measured nor guarded",
                 hint="give the optimizer all groups from the start; frozen parameters have no "
-                "gradients, and a rate of 0 keeps a group still",
+                "gradients, and a learning rate of 0 keeps a group unchanged",
             )
 
 

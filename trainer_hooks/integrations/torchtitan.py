@@ -30,7 +30,7 @@ _TRAIN = "guarded_train"
 _OWN_STEPS = {
     "OptimizersInBackwardContainer": "its optimizers step within backward; set "
     "optimizer.early_step_in_backward = false",
-    "FTOptimizersContainer": "torchft decides by itself whether a step is made; set "
+    "FTOptimizersContainer": "torchft decides whether a step is made; set "
     "fault_tolerance.enable = false",
 }
 
@@ -78,16 +78,16 @@ def _refuse(trainer: Any) -> None:
     missing = [word for word in needed if not hasattr(trainer, word)]
     if missing:
         raise UsageError(
-            f"{name} has no {', '.join(missing)}: it is no torchtitan Trainer",
-            hint="attach(trainer) before trainer.train(); a loop of your own is guarded by "
+            f"{name} has no {', '.join(missing)}: it is not a torchtitan Trainer",
+            hint="attach(trainer) before trainer.train(); guard your own loop with "
             "trainvitals.attach(model, optimizer)",
         )
     if getattr(trainer.train, "__name__", "") == _TRAIN:
-        raise UsageError(f"this {name} is guarded already", hint="call attach(trainer) once")
+        raise UsageError(f"this {name} is already guarded", hint="call attach(trainer) once")
     if trainer.parallel_dims.pp_enabled or len(trainer.model_parts) != 1:
         raise UsageError(
             f"{name} trains {len(trainer.model_parts)} model part(s) with pipeline parallelism: "
-            "its ranks hold other layers and most of them no loss, which is not guarded",
+            "its ranks hold different layers and most of them have no loss; this cannot be guarded",
             hint="parallelism.pipeline_parallel_degree = 1, or train without attach()",
         )
     for base in type(trainer.optimizers).__mro__:

@@ -159,10 +159,11 @@ class NodeAgent:
         if self._losses == len(WAITS_NS):
             minutes = WAITS_NS[-1] // 60_000_000_000
             text = (
-                f"{why}, the {self._losses}th in a row: unless another one serves this folder, "
-                "nothing of this node's ranks is kept or shipped, and old rows are overwritten, "
-                f"until it is tried again in {minutes} minutes. Its agent.log may say why; "
-                f"`vitals agent --dir {self._start.directory}` starts one by hand"
+                f"{why}, the {self._losses}th in a row: unless another agent serves this folder, "
+                "this node's metrics are neither stored nor shipped, and old rows are "
+                f"overwritten. Next attempt in {minutes} minutes. Its agent.log may show the "
+                "cause; "
+                f"`vitals agent --dir {self._start.directory}` starts one manually"
             )
             self._say("agent_gone", text, step, attempt)
 

@@ -31,8 +31,9 @@ def not_compiled(function: Function) -> Function:
     A graph that must be whole cannot hold it; the reason is what torch then prints.
     """
     reason = (
-        "monitor.step() talks to other ranks and reads clocks, so it stays outside of graphs: "
-        "compile the model or forward and backward, and leave the step out of fullgraph=True"
+        "monitor.step() talks to other ranks and reads clocks, so it must stay outside the "
+        "compiled graph: compile the model, or forward and backward, and keep monitor.step() out "
+        "of fullgraph=True"
     )
     disable: Any = torch.compiler.disable
     keywords = {"reason": reason} if "reason" in signature(disable).parameters else {}
@@ -189,7 +190,8 @@ class Loop:
         averages = self._device.averages
         if averages is not None and averages.is_swapped:
             raise UsageError(
-                "the model held its averages in the call: end `with ema.swap():` before evaluate()"
+                "the model held its averages during the call: leave `with ema.swap():` before "
+                "evaluate()"
             )
         return self._meta()
 
@@ -249,8 +251,8 @@ class Loop:
         if self._step:
             raise UsageError(
                 f"load_state_dict() was called at step {self._step}",
-                hint="call it before the first step; a run that resumed from a checkpoint of its "
-                "own has its limits from there",
+                hint="call it before the first step; a run that resumed from its own checkpoint "
+                "already has its limits",
             )
         kept = read_loop_state(state, controller.judge.config)
         if kept is None:

@@ -58,15 +58,15 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
     if not isinstance(version, int):
         keys = ", ".join(map(repr, list(state)[:6])) if isinstance(state, Mapping) else "none"
         raise FormatError(
-            f"load_state_dict() was given a {type(state).__name__} (keys: {keys}), which is no "
-            "state of a monitor",
-            hint="give it what monitor.state_dict() returned",
+            f"load_state_dict() was given a {type(state).__name__} (keys: {keys}), which is not a "
+            "monitor's state",
+            hint="pass what monitor.state_dict() returned",
         )
     if version > VERSION:
         raise NewerVersionError(
-            f"the monitor's state is of version {version}; this Vitals reads up to {VERSION}",
-            hint="install the Vitals that the checkpoint was made with, or leave the state out: "
-            "the limits then warm up anew",
+            f"the monitor's state has version {version}; this Vitals reads up to {VERSION}",
+            hint="install the version of Vitals that wrote the checkpoint, or leave the state out: "
+            "the limits then warm up again",
         )
     try:
         _try_out(Judge(config), state["detectors"])
@@ -83,7 +83,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
     except _DAMAGE as error:
         raise FormatError(
             f"the monitor's state is damaged: {type(error).__name__}: {error}",
-            hint="leave it out: the limits then warm up anew",
+            hint="leave it out: the limits then warm up again",
         ) from error
 
 

@@ -126,7 +126,7 @@ def _open_on_root(
     except OSError as error:
         raise StorageError(
             f"{run_dir.path}: the run's own files cannot be written: {error.strerror}",
-            hint="set VITALS_DIR to a folder that can be written",
+            hint="set VITALS_DIR to a writable folder",
         ) from error
     plan = _plan(run_dir)
     # A clock may have gone back since; a relaunch is newer than what it follows all the same.
@@ -140,7 +140,7 @@ def _plan(run_dir: RunDir) -> Plan:
         return read_plan(run_dir.read_plan())
     except msgspec.ValidationError as error:
         raise FormatError(
-            f"{run_dir.path / 'plan.jsonl'}: what the run has spent is damaged: {error}",
+            f"{run_dir.path / 'plan.jsonl'}: the record of used rollbacks is damaged: {error}",
             hint="restore the file from a backup, or start a new run",
         ) from error
 

@@ -178,7 +178,8 @@ def close_earlier(optimizers: Sequence[object]) -> None:
     for monitor in [m for m in _open if m.shutdown.is_ours]:
         if any(own is other for own in monitor.optimizers for other in optimizers):
             _LOG.warning(
-                "vitals: the earlier monitor of this optimizer is closed: here is a new one"
+                "vitals: closed the earlier monitor of this optimizer, because watch() made a new "
+                "one"
             )
             monitor.end("interrupted", "its optimizer was given to another monitor")
 

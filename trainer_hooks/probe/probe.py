@@ -222,7 +222,7 @@ class Probe:
                 self._switch_off(each, rank)
                 return
         if "again" in verdicts:
-            self._try_again("loss_of gives the same number for different batches")
+            self._try_again("loss_of returns the same number for different batches")
             return
         self.is_on = True
         self._earlier = None
@@ -399,7 +399,7 @@ def _number(value: object) -> float:
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
-            raise RefusedError("returned a loss with gradients: it switches them on by itself")
+            raise RefusedError("returned a loss with gradients: it enables them itself")
         placements = getattr(value, "placements", ())
         if value.numel() == 1 and all(p.is_replicate() for p in placements):
             to_local = getattr(value, "to_local", None)
@@ -430,7 +430,7 @@ def _verdict(results: Sequence[_Result], kept: Kept, num_read: int, loss: float)
         return ""
     return (
         f"loss_of gave {read:.6g} where step {kept.step} saw {loss:.6g} (within {tolerance:.3g}); "
-        "it must give the loss that monitor.step() or monitor.micro() is given"
+        "it must return the loss that is passed to monitor.step() or monitor.micro()"
     )
 
 

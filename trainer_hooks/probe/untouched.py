@@ -61,13 +61,13 @@ def untouched(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Cal
 
         def check() -> None:
             if torch.is_grad_enabled():
-                raise RefusedError("left gradients switched on")
+                raise RefusedError("left gradients enabled")
             if any(p.grad is not None for p in everything.values()):
                 raise RefusedError("left gradients in the parameters")
             if any(p.requires_grad != asks[key] for key, p in everything.items()):
                 raise RefusedError("changed requires_grad of parameters")
             if any(held[key]._version != version for key, version in versions.items()):
-                raise RefusedError("wrote to trained parameters, which cannot be put back")
+                raise RefusedError("changed trained parameters, which cannot be restored")
 
         yield check
 

@@ -604,7 +604,7 @@ class RecoveryManager:
         if bad:
             raise CheckpointError(
                 f"the state before step {step} is not finite, or could not be copied, on rank(s) "
-                f"{', '.join(map(str, bad[:8]))}: there would be no healthy state to roll back to",
+                f"{', '.join(map(str, bad[:8]))}: there is no healthy state to roll back to",
                 hint="look at the model's initialisation and the memory left; mode 'guard' needs "
                 "no snapshots",
             )

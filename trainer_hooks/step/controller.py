@@ -381,7 +381,7 @@ class StepController:
                 acted=False,
                 new_attempt=0,
                 cost_steps=0,
-                reason=f"{decision.reason}; not done: the loop had ended",
+                reason=f"{decision.reason}; not carried out: the loop had ended",
             )
             if ack is not None:
                 ack = replace(ack, status="refused", detail="the loop had ended")
@@ -431,7 +431,7 @@ class StepController:
         halted = TrainingHalted(
             f"halted by Vitals at step {decision.step}: {decision.reason}",
             hint=f"`vitals why {self.run_dir.run_id} {decision.step}` explains; "
-            f"`vitals resume {self.run_dir.run_id}` allows a new start",
+            f"`vitals resume {self.run_dir.run_id}` allows a restart",
         )
         if self.is_rank0 or decision.rule == "rollback_failed":
             marker = HaltMarker(

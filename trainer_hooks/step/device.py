@@ -100,7 +100,7 @@ class Device:
         raise UsageError(
             f"monitor.step(optimizer=...) was given {type(optimizer).__name__}, which is none of "
             f"the {len(self.optimizers)} optimizers given to watch()",
-            hint="give watch() all optimizers of the loop: watch([a, b], [opt_a, opt_b])",
+            hint="pass all optimizers of the loop: watch([a, b], [opt_a, opt_b])",
         )
 
     def release(self) -> None:
@@ -206,7 +206,7 @@ def _take_hold(
         return [f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in own.guards]
 
     kinds = on_every_rank(ranks, local)
-    check_same("optimizers", kinds, "make the same optimizers, fused or not, on all ranks")
+    check_same("optimizers", kinds, "create the same optimizers, fused or not, on all ranks")
     return engines[0]
 
 
@@ -257,7 +257,7 @@ def _refuse_signals(signals: object) -> None:
 def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
     if any(vars(optimizer).get("add_param_group") is _refuse_group for optimizer in optimizers):
         raise UsageError(
-            "the optimizer is guarded already: its step would be judged twice",
+            "the optimizer is already guarded: its step would be judged twice",
             hint="close() the earlier monitor first: monitor.close(), or leave its `with`",
         )
 
@@ -266,6 +266,6 @@ def _refuse_group(param_group: dict[str, Any]) -> None:
     """Stand in for ``add_param_group``: what it adds would be neither measured nor guarded."""
     raise UsageError(
         "a parameter group was added after watch()",
-        hint="add all groups first (a rate of 0 keeps one still), or close this monitor and watch "
-        "again",
+        hint="add all groups first (a learning rate of 0 keeps one unchanged), or close this "
+        "monitor and call watch() again",
     )

@@ -125,7 +125,7 @@ def not_a_number(name: str, value: object) -> UsageError:
     shown = f"a {kind} of shape {tuple(shape)}" if shape is not None else f"a {kind}"
     return UsageError(
         f"{name} is {shown}; a scalar must be one number, so it was not recorded",
-        hint="give one number, such as value.mean(); leave None out",
+        hint="pass one number, such as value.mean(); leave None out",
     )
 
 

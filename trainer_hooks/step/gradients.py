@@ -117,7 +117,7 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
                 if id(param) in seen:
                     raise UsageError(
                         f"parameter {names.get(id(param), i)!r} is in two optimizers or groups",
-                        hint="give each parameter to one optimizer: it would be stepped twice",
+                        hint="pass each parameter to one optimizer only: it would be updated twice",
                     )
                 seen.add(id(param))
                 place = f"optimizer{o}.group{g}.{i}"
@@ -309,7 +309,7 @@ def no_gradients(name: str = "") -> UsageError:
     return UsageError(
         "no parameter of the optimizers has a gradient at the first step",
         hint="step after loss.backward() and before zero_grad(), with the optimizers that hold the "
-        "model's parameters; a parameter that is frozen (requires_grad is False) gets none",
+        "model's parameters; frozen parameters (requires_grad=False) have none",
     )
 
 

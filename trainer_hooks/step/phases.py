@@ -125,17 +125,17 @@ class StepPhases:
             if not hasattr(value, "__float__"):
                 raise UsageError(
                     f"the {what} is a {type(value).__name__}; it must be one number",
-                    hint=f"of several losses their sum: {what} = sum({what}es.values())"
+                    hint=f"of several losses, pass the sum: {what} = sum({what}es.values())"
                     if isinstance(value, Mapping)
-                    else f"give the {what} as a tensor, or as a number",
+                    else f"pass the {what} as a tensor or a number",
                 )
             return torch.full((), value, dtype=torch.float64, device=self._device.norms.device)
         whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
         if value.numel() != 1 or not whole:
             raise UsageError(
                 f"the {what} is a {type(value).__name__} of shape {tuple(value.shape)}; it must be "
-                "one number, and whole on this rank",
-                hint=f"{what}.mean(), or of a DTensor {what}.full_tensor()",
+                "one number, not sharded",
+                hint=f"{what}.mean(), or for a DTensor {what}.full_tensor()",
             )
         return local_tensor(value.detach()).to(torch.float64).reshape(())
 
@@ -459,9 +459,9 @@ class StepPhases:
 
 def _another_group(now: int, watched: int) -> UsageError:
     return UsageError(
-        f"the optimizers have {now} parameter groups, and had {watched} at watch(): gradients of "
-        "a group that came since are neither measured nor clipped",
-        hint="add all groups before watch(), or close this monitor and watch again",
+        f"the optimizers have {now} parameter groups, but had {watched} at watch(): gradients of "
+        "groups added since are neither measured nor clipped",
+        hint="add all groups before watch(), or close this monitor and call watch() again",
     )
 
 
@@ -474,7 +474,7 @@ def refuse_max_norm(max_norm: object) -> None:
     if max_norm is not None and not (isinstance(max_norm, Real) and float(max_norm) > 0):
         raise UsageError(
             f"max_norm is {max_norm!r}; it must be a number above 0",
-            hint="leave it out where nothing is to be clipped; inf measures and never clips",
+            hint="leave it out to not clip; inf measures and never clips",
         )
 
 
@@ -487,7 +487,7 @@ def refuse_probe(has_loss: bool) -> None:
     if has_loss:
         raise UsageError(
             "monitor.step(optimizer=...) was called in a loop over batches(probe=...): a probe "
-            "reads one loss, and optimizers that take turns have one each",
+            "reads one loss, but optimizers that take turns have one each",
             hint="leave the probe out: monitor.batches(loader)",
         )
 
@@ -506,8 +506,8 @@ def refuse_at_step(loss: object, joinables: Iterable[Any]) -> None:
         )
     if any(joinable._join_config.enable for joinable in joinables):
         raise UsageError(
-            "the loop runs within Join (DDP.join), where ranks may run out of data one by one: the "
-            "others would wait for their part of the verdict for ever",
+            "the loop runs within Join (DDP.join), where ranks may run out of data at different "
+            "times: the others would wait forever for their part of the verdict",
             hint="give all ranks the same number of batches (DistributedSampler does, or "
-            "drop_last=True), and leave Join out",
+            "drop_last=True), and remove Join",
         )

@@ -1,14 +1,14 @@
 """Where the loss lies: divergence, drift, a recovery that fails, progress that is lost.
 
-A spike is one step against its neighbours. A run that slowly walks away, or that takes a step up of
-3 % and never comes back, shows no such step; it shows in the level: the median of the newest steps
-against the lowest level the run has had. That reference cannot be poisoned: bad steps raise a
-median, never a minimum.
+A spike is one step compared with its neighbours. A slow divergence, or a rise of 3 % that never
+recovers, contains no such step; it shows in the level: the median of the newest steps, compared
+with the run's lowest level so far. Bad steps cannot poison that reference: they can raise a median
+but never a minimum.
 
-The level of 64 steps is judged by the noise of single steps, and finds what is fast or far. The
-drift is judged by how much medians of 32 steps differ from each other, over 128 to 512 steps, and
-by the largest rise that came back by itself: it finds 10 % where the noise is 15 %, but only in a
-run that has shown for 500 steps how much it wanders.
+``loss_level`` compares the median of 64 steps with the noise of single steps and finds fast or
+large rises. ``loss_drift`` compares medians over 128 to 512 steps with how much medians of 32 steps
+vary and with the largest rise that recovered by itself: it finds a 10 % rise at 15 % noise, but
+needs 500 steps to learn how much the run varies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FLAT = 0.01
 
 
 class LevelConfig(Settings, frozen=True, kw_only=True):
-    """What counts as a loss that walked away, and as one that stays there."""
+    """When a rising loss level is reported as a divergence, and when as a plateau."""
 
     section = "level"
     ascending = (("rise", "divergence"),)
@@ -60,14 +60,16 @@ class LevelConfig(Settings, frozen=True, kw_only=True):
     window: Annotated[int, Meta(ge=8, le=_NOISE_STEPS)] = 64
     """Steps whose median is the level."""
     sigmas: AboveZero = 6.0
-    """Deviations of the loss's noise by which the level must be above the lowest; the median of 64
-    steps itself deviates by a sixth of one. Clean real runs reach 3."""
+    """Sigma of the loss's noise by which the level must exceed its lowest; the median of 64 steps
+    itself varies by a sixth of that. Clean real runs reach 3."""
     rise: AboveZero = 0.02
-    """And the part of the lowest level; from there on the loss has not recovered."""
+    """Share of the lowest level by which it must also exceed it; above that, the loss has not
+    recovered."""
     divergence: Annotated[float, Meta(le=_FAR)] = 0.05
-    """Rise at which it is told at once; told again where it has risen by twice as much further."""
+    """Rise, as a share of the lowest level, that is reported at once; reported again after twice
+    that further rise."""
     flat_steps: Annotated[int, Meta(ge=_LOOKS)] = 150
-    """Steps without progress, since the level rose, after which it is a plateau."""
+    """Steps without progress after the level rose, after which a plateau is reported."""
 
 
 LEVEL_DEFAULTS = LevelConfig()
@@ -76,7 +78,7 @@ LEVEL_DEFAULTS = LevelConfig()
 class LevelDetector(Detector):
     """Tells of a divergence once per rise, and of a plateau above the lowest level once.
 
-    Where an accepted change is under way nothing about that rise is told.
+    During a change that was announced with ``expect``, that rise is not reported.
     """
 
     name = "loss_level"
@@ -283,16 +285,16 @@ _REMEMBERED = 2.0
 
 
 class DriftConfig(Settings, frozen=True, kw_only=True):
-    """What counts as a loss that drifts up, beyond what it does by itself."""
+    """When a slow rise of the loss, beyond the run's own variation, is reported."""
 
     section = "drift"
 
     rise: AboveZero = 0.04
-    """Smallest rise of the level above its lowest that is told (in logarithm)."""
+    """Smallest reported rise of the level above its lowest (natural logarithm: 0.04 is 4 %)."""
     sigmas: AboveZero = 6.0
-    """And in deviations of such a level, by how much blocks of 32 steps differ."""
+    """Smallest reported rise in sigma, estimated from how much blocks of 32 steps differ."""
     warm_up: Annotated[int, Meta(ge=2 * _SPANS[0])] = 16
-    """Blocks needed before anything is told: 512 steps."""
+    """Blocks of 32 steps needed before anything is reported: 512 steps."""
 
 
 DRIFT_DEFAULTS = DriftConfig()
@@ -301,7 +303,7 @@ DRIFT_DEFAULTS = DriftConfig()
 class DriftDetector(Detector):
     """Tells, once per rise, of a level that is above its lowest by more than the run wanders.
 
-    Losses that are not all positive have no logarithm; there it abstains.
+    It works on log(loss) and abstains if any loss is zero or negative.
     """
 
     name = "loss_drift"
@@ -485,21 +487,23 @@ _WIDE = 1.25
 
 
 class ProgressConfig(Settings, frozen=True, kw_only=True):
-    """What counts as progress that is lost, never made, or too good."""
+    """When lost progress, a loss that never falls, or a sudden collapse is reported."""
 
     section = "progress"
 
     given_back: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
-    """Part of the gain since the first losses that is given back for 100 steps."""
+    """Share of the improvement since the first losses that must be lost for 100 steps."""
     learn_steps: Annotated[int, Meta(ge=2 * _KEPT)] = 500
-    """Steps after which a loss that is still where it began never learns. They count from the end
-    of the learning rate's warm-up."""
+    """Steps after the learning-rate warm-up by which the loss must have fallen; otherwise it is
+    reported as not learning."""
     learned: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.02
-    """Part of the first losses by which it must have fallen by then, beyond its noise."""
+    """Share of the first losses by which it must have fallen by then, beyond its noise."""
     collapse: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.3
-    """A loss that falls below this part of its course within 16 steps, and stays there for 16."""
+    """A collapse: the loss falls below this share of its trend within 16 steps and stays there for
+    16."""
     stuck: Annotated[float, Meta(ge=1.0)] = 1.15
-    """Multiple of the lowest level before a restart at which a loss that does not fall is stuck."""
+    """Multiple of the lowest level before a restart above which a loss that does not fall counts as
+    stuck."""
 
 
 PROGRESS_DEFAULTS = ProgressConfig()
@@ -508,10 +512,10 @@ PROGRESS_DEFAULTS = ProgressConfig()
 class ProgressDetector(Detector):
     """Tells of lost progress, of a loss that never learns or is stuck, and of a collapse.
 
-    A spike and a rise are too much. A loss that stays where it began, that goes back there, or that
-    drops to nothing at once is as wrong, and no limit from above sees it.
+    A loss that never falls, that returns to its initial value, or that suddenly drops to almost
+    zero is a fault too, and no upper limit catches it.
 
-    It looks at every 16th step. Losses at or below zero make it abstain, except from a collapse to
+    It checks every 16th step. It abstains on losses at or below zero, except for a collapse to
     exactly zero.
     """
 

@@ -149,15 +149,15 @@ def _bad(value: float | None, limit: float | None) -> bool:
 
 
 MAX_OVERFLOWS = 40
-"""Scaler overflows in a row that still pass as normal. The largest default scale, 65536, is used up
-after 16 halvings, and even 2**40 after this many: what still overflows is not the scale's fault."""
+"""Scaler overflows in a row that still count as normal. The default scale, 65536, reaches 1 after
+16 halvings, and even 2**40 after this many: further overflows are not caused by the scale."""
 
 
 class NonFiniteDetector(Detector):
     """Finds what is NaN or infinite. Needs no warm-up and no history.
 
-    An overflow under a gradient scaler is how that scaler works, and no finding, as long as the
-    loss itself is finite and the overflows end.
+    Gradient-scaler overflows are normal and not reported, as long as the loss is finite and the
+    overflows end.
     """
 
     name = "nonfinite"
@@ -264,7 +264,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class OutlierConfig(Settings, frozen=True, kw_only=True):
-    """How far off a finite step must be to count as an outlier. All three conditions must hold."""
+    """When a finite step counts as an outlier. All three conditions must hold."""
 
     section = "outlier"
     ascending = (("warm_up", "window"),)
@@ -272,20 +272,22 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
     window: int = 64
     """Clean steps kept as the reference."""
     warm_up: Annotated[int, Meta(ge=8)] = 50
-    """Clean steps needed; before, only what is absurd is stopped."""
+    """Clean steps needed; until then only values above `absurd` are stopped."""
     sigmas: AboveZero = 8.0
     """Robust standard deviations (1.4826 MAD) above the median."""
     loss_ratio: AboveOne = 3.0
-    """Multiple of the median loss; around zero, that many times its size above it."""
+    """Multiple of the median loss; where the median is near zero, that many times its magnitude
+    above it."""
     grad_norm_ratio: AboveOne = 10.0
-    """Multiple of the median gradient norm: clean runs show single steps of 5 to 15 times it."""
+    """Multiple of the median gradient norm; clean runs show single steps at 5 to 15 times the
+    median."""
     floor: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
-    """Part of the run's first values that the value itself must exceed: a loss near 0 has noise of
-    its own size."""
+    """Share of the run's first values that the value must exceed: a loss near 0 fluctuates by its
+    own magnitude."""
     first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
     absurd: Annotated[float, Meta(ge=100.0)] = 1e5
-    """Multiple of the largest first value that is stopped before the warm-up is over."""
+    """Multiple of the largest first value above which a step is stopped during warm-up."""
 
 
 OUTLIER_DEFAULTS = OutlierConfig()

@@ -1,12 +1,12 @@
 """Steps that stick out: outliers, several high steps together, a norm that rises.
 
-Two rules over one reference. *One step* above the limit is an outlier. *Several steps*, none of
-which is one, are added up as in a cumulative sum chart (Page, 1954), each step's share bounded, in
-deviations of the run's own noise: half as much again for five steps is nothing in any of them when
-the noise is 15 %, and is plain in their sum.
+Two rules share one reference. *One step* above the limit is an outlier. *Several steps*, each below
+it, are added up as in a CUSUM chart (Page, 1954), in sigma of the run's own noise and with each
+step's share bounded: at 15 % noise, five steps at 1.5x are inconspicuous one by one and clear in
+their sum.
 
-These rules only tell. What may hold an update back are the acting limits of the policy; here
-nothing reads them to judge.
+These rules only report. Whether an update is skipped is decided by the escalation policy, with
+limits of its own.
 """
 
 from __future__ import annotations
@@ -93,43 +93,44 @@ class CourseConfig(Settings, frozen=True, kw_only=True):
     enough: ClassVar[float] = 0.0
 
     window: int = 200
-    """Clean steps whose distances from the course are remembered: the spread, and the tail."""
+    """Clean steps kept to estimate the spread and the tail around the metric's trend."""
     warm_up: Annotated[int, Meta(ge=8)] = 10
     """Clean steps needed before there is a limit; 16 and 10 score alike on real curves."""
     trend_window: AtLeastOne = 25
-    """Newest clean steps whose median is the metric's course: what a step is compared with. Its own
-    error is a quarter of a step's noise."""
+    """Newest clean steps whose median is the metric's trend, which each step is compared with. Its
+    own error is a quarter of one step's noise."""
     sigmas: AboveZero
-    """Robust standard deviations around the course that clean steps keep within."""
+    """Robust standard deviations (sigma) around the trend within which a step counts as clean."""
     margin: Annotated[float, Meta(ge=1.0)] = 1.2
-    """The limit exceeds by this factor the distance that 2 % of these steps went beyond: what was
-    normal before is no outlier (bimodal losses, heavy tails)."""
+    """The limit is at least this factor times the distance that 2 % of these steps exceeded, so
+    values that were normal before are not outliers (bimodal losses, heavy tails)."""
     min_ratio: Annotated[float, Meta(ge=_TOGETHER)]
-    """The limit of one step is at least this multiple of the course."""
+    """The limit for one step is at least this multiple of the trend."""
     accept_after: Annotated[int, Meta(ge=3)] = 40
-    """High steps in a row, alike among themselves, after which they are the new level."""
+    """High steps in a row, with similar values, after which they become the new level."""
     recurs: Annotated[int, Meta(ge=2)] = 5
-    """Times that outliers of one step come back within 2,000 steps until they are hard batches and
-    told no more, up to 1.5 times the highest."""
+    """Single-step outliers within 2,000 steps after which they count as hard batches; up to 1.5
+    times the highest of them, they are no longer reported."""
 
 
 class SpikeConfig(CourseConfig, frozen=True, kw_only=True):
-    """How far above its recent course the loss may be, for one step and for several."""
+    """How far above its recent trend the loss may be, for one step and for several together."""
 
     section = "loss"
 
     sigmas: AboveZero = 4.5
-    """Robust standard deviations around the course that clean steps keep within. A step at 3x is
-    7 of them where the noise is 15 %."""
+    """Robust standard deviations (sigma) around the trend within which a step counts as clean. At
+    15 % noise, a step at 3x is 7 sigma."""
     min_ratio: Annotated[float, Meta(ge=_TOGETHER)] = 2.0
-    """The limit of one step is at least this multiple of the course: single batches of clean runs
-    reach 1.9 times their neighbours' loss; but less than that in a calm run, see ``calm``."""
+    """The limit for one step is at least this multiple of the trend: single batches of clean runs
+    reach 1.9 times their neighbours' loss. In low-noise runs ``calm`` sets a lower limit."""
     calm: NotNegative = 30.0  # type: ignore[misc]
-    """In a calm run the limit of one step is at least this many deviations instead: 1.35x where the
-    noise is 1 %. 0: ``min_ratio`` always."""
+    """In a low-noise run the limit for one step is at least this many sigma instead: 1.35x where
+    the noise is 1 %. 0: always use ``min_ratio``."""
     enough: NotNegative = 5.5  # type: ignore[misc]
-    """Sum of what is beyond one deviation, at most 4 of a step, at which several steps are told:
-    above 4, as one step alone is not enough. 0: several steps are never told together."""
+    """Several high steps are reported together when their excess over 1 sigma, counted as at most 4
+    per step, adds up to this. It must be above 4, so that one step is never enough. 0: never report
+    several steps together."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; one step alone must not be enough."""
@@ -139,31 +140,31 @@ class SpikeConfig(CourseConfig, frozen=True, kw_only=True):
 
 
 class GradNormConfig(CourseConfig, frozen=True, kw_only=True):
-    """The same for the gradient norm; what is high for several steps is section ``burst``."""
+    """The same for single steps of the gradient norm; section ``burst`` covers several steps."""
 
     section = "grad_norm"
 
     sigmas: AboveZero = 8.0
-    """Robust standard deviations around the course that clean steps keep within."""
+    """Robust standard deviations (sigma) around the trend within which a step counts as clean."""
     min_ratio: Annotated[float, Meta(ge=_TOGETHER)] = 40.0
-    """The limit is at least this multiple of the course."""
+    """The limit is at least this multiple of the trend."""
 
 
 LOSS_DEFAULTS = SpikeConfig()
 GRAD_NORM_DEFAULTS = GradNormConfig()
-"""Clean runs show gradient norms of 5 to 15 times the median for one step, and up to 35 times,
-while the loss moves less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: 40 times
-the median (9.7) is passed at the same step as 10 times (2.4), two steps before the loss shows
-anything. What rises over several steps is told earlier (``grad_norm_burst``)."""
+"""Clean runs show single steps at 5 to 15 times the median gradient norm, rarely up to 35 times,
+while the loss moves by less than 3 %. BLOOM-176B's spike went .242 .947 2.39 15.9 145 960: it
+exceeds 40 times the median (9.7) at the same step as 10 times (2.4), two steps before the loss
+shows anything. ``grad_norm_burst`` reports a rise over several steps earlier."""
 
 
 class SpikeDetector(Detector):
     """Finds steps that are above what the steps before allow for, alone or together.
 
-    The reference is poison-proof: only steps that were applied, finite and told by no rule enter
-    it, and while evidence has been collected none does: they are held back until it is gone. So a
-    lasting change would be high for ever; it becomes the new level after ``accept_after`` high
-    steps in a row that are alike. What comes back again and again is told ``recurs`` times.
+    Bad steps cannot poison the reference: only steps that were applied, finite and not reported
+    enter it, and while evidence accumulates, new steps wait until it has decayed. A lasting change
+    becomes the new level after ``accept_after`` similar high steps in a row. Outliers that keep
+    recurring are reported ``recurs`` times.
     """
 
     STATE = (
@@ -291,9 +292,9 @@ class SpikeDetector(Detector):
     def _refresh(self) -> None:
         """Compute the spread of the clean steps, and how far above the course one may be.
 
-        Where every sample is positive, distances are ratios: to the median of the newest steps,
-        which follows a trend. Only what lies above counts: a metric that falls fast is below its
-        course in every step, and that says nothing of how far a clean step may be above.
+        If every sample is positive, distances are ratios to the median of the newest steps, which
+        follows the trend. Only values above the trend count: a fast-falling metric is below its
+        trend in every step, which says nothing about how far above it a clean step may be.
         """
         self._stale = 0
         config, deviations = self._config, self._deviations
@@ -626,7 +627,7 @@ _BURSTS_WITHIN = 3000
 
 
 class BurstConfig(Settings, frozen=True, kw_only=True):
-    """When steps in a row are evidence enough together."""
+    """When consecutive high gradient norms are reported together."""
 
     section = "burst"
     ascending = (("warm_up", "window"),)
@@ -634,15 +635,15 @@ class BurstConfig(Settings, frozen=True, kw_only=True):
     window: int = 64
     """Steps kept as the reference."""
     warm_up: Annotated[int, Meta(ge=8)] = 20
-    """Steps needed before anything is said."""
+    """Steps needed before anything is reported."""
     enough: Annotated[float, Meta(gt=_NORM_MOST - _NORM_ALLOWANCE)] = 6.0
-    """Sum of what is beyond 3 deviations, at most 5 of a step, at which it is told: above 5, as one
-    step alone is not enough."""
+    """A burst is reported when the excess over 3 sigma, counted as at most 5 per step, adds up to
+    this. It must be above 5, so that one step is never enough."""
     accept_after: AtLeastOne = 40
-    """Steps in a row beyond 3 deviations after which they enter the reference."""
+    """Steps in a row beyond 3 sigma after which they enter the reference."""
     recurs: AtLeastOne = 5
-    """Bursts within 3,000 steps after which they are told no more, up to 1.5 times the highest:
-    hard batches that come one after the other."""
+    """Bursts within 3,000 steps after which they count as consecutive hard batches; up to 1.5 times
+    the highest of them, they are no longer reported."""
 
 
 BURST_DEFAULTS = BurstConfig()
@@ -651,14 +652,13 @@ BURST_DEFAULTS = BurstConfig()
 class BurstDetector(Detector):
     """Tells, once per burst, of a gradient norm that rises over several steps.
 
-    Clean runs show single steps of 5 to 15 times the usual norm while the loss does not move. What
-    ends in a spike rises for some steps before: BLOOM-176B's norm went .242 .947 2.39 15.9 145 960.
-    Neither .947 nor 2.39 is an outlier by itself; one after the other they are. So evidence is
-    added up, as in a cumulative sum chart (Page, 1954), each step's share bounded: one step alone
-    is never enough.
+    Clean runs show single steps at 5 to 15 times the usual norm while the loss does not move. A
+    real spike builds up over several steps: BLOOM-176B's norm went .242 .947 2.39 15.9 145 960.
+    Neither .947 nor 2.39 is an outlier by itself; in a row they are. So evidence is added up as in
+    a CUSUM chart (Page, 1954), with each step's share bounded, so that one step is never enough.
 
-    Loss and norm are judged together: while the loss falls, a growing norm is a run that begins to
-    learn, and enters the reference.
+    The loss counts too: while it falls, a growing norm means that the run is starting to learn, and
+    the step enters the reference.
     """
 
     name = "grad_norm_burst"

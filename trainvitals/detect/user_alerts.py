@@ -148,13 +148,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule of the settings file: an alert that holds while a condition on one series does."""
 
     name: str
-    """What the alert is called; no two rules may have the same."""
+    """The alert's name; it must be unique."""
     when: str
     """The condition."""
     for_steps: int = msgspec.field(default=0, name="for")
-    """Steps that it must hold without a break before the alert fires."""
+    """Consecutive steps the condition must hold before the alert fires."""
     level: Severity = "notify"
-    """How loud it is: `page`, `notify` or `log`."""
+    """Severity: `page`, `notify` or `log`."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.

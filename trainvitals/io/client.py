@@ -91,8 +91,8 @@ class CollectorClient:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise UsageError(
                 f"the collector's address is {url!r}; it must be http://host:port, or a folder",
-                hint="`vitals collector` prints its address when it starts; its data folder is "
-                "written with a slash, such as ./collector",
+                hint="`vitals collector` prints its address when it starts; write a data folder "
+                "with a slash, such as ./collector",
             )
         self.url = url.rstrip("/")
         self._http = httpx.Client(
@@ -123,7 +123,7 @@ class CollectorClient:
         if len(replies) != len(raws):
             raise TransportError(
                 f"{self.url}/v1/ingest gave {len(replies)} replies to {len(raws)} batches",
-                hint="check that agent and collector have the same version",
+                hint="check that the agent and the collector have the same version",
             )
         return replies
 
@@ -189,7 +189,8 @@ class CollectorClient:
         except msgspec.DecodeError as error:
             raise TransportError(
                 f"{self.url}{path} did not answer like a collector: {error}",
-                hint="check that this is a collector's address and that both have the same version",
+                hint="check that this is a collector's address and that both sides have the same "
+                "version",
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
@@ -250,13 +251,13 @@ def read_tokens(path: Path | str) -> Tokens:
         UsageError: it is missing or is no token file.
         InsecurePathError: others may read it.
     """
-    hint = "the collector makes it, mode 0600, when it first starts"
+    hint = "the collector creates it (mode 0600) at its first start"
     try:
         return msgspec.json.decode(read_fd(open_private(Path(path))), type=Tokens)
     except OSError as error:
         raise UsageError(f"token file {path}: {error.strerror}", hint=hint) from error
     except msgspec.DecodeError as error:
-        raise UsageError(f"{path} is no token file: {error}", hint=hint) from error
+        raise UsageError(f"{path} is not a token file: {error}", hint=hint) from error
 
 
 def _path(*parts: str) -> str:

@@ -38,7 +38,7 @@ def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
         _write_small(folder / "run.json", pointer)
     except OSError as error:
         raise StorageError(
-            f"{folder}: the journals' folder cannot be written: {error.strerror}",
+            f"{folder}: cannot write to the journals' folder: {error.strerror}",
             hint="free some shared memory, or set VITALS_SHM to a folder with room",
         ) from error
     return folder

@@ -78,7 +78,9 @@ class JournalWriter:
         self.directory = ensure_private_dir(directory)
         self.identity = identity.check()
         if any(directory.iterdir()):
-            raise StorageError(f"{directory} holds a journal already; each start needs its own")
+            raise StorageError(
+                f"{directory} already holds a journal; each start needs a folder of its own"
+            )
         self.in_memory = is_memory_backed(directory)
         self.max_bytes = max_bytes
         self.segment_bytes = segment_bytes
@@ -134,7 +136,7 @@ class JournalWriter:
     def __reduce__(self) -> str:
         raise UsageError(
             "a journal cannot be pickled: it belongs to one process",
-            hint="do not hand the monitor to DataLoader workers",
+            hint="do not pass the monitor to DataLoader workers",
         )
 
     def _new_segment(self, schema: Schema, first_seq: int, index: int, num_rows: int) -> "_Slots":

@@ -56,7 +56,7 @@ def known_collector(named: str) -> tuple[str, CollectorAddress | None]:
         raise UsageError(
             f"{'--collector' if named else 'VITALS_COLLECTOR_URL'} is {folder}, and no collector "
             "runs on that folder",
-            hint="give the folder that `vitals collector --data` was started with, or its address",
+            hint="give the folder passed to `vitals collector --data`, or the collector's address",
         )
     return collector.url, collector
 

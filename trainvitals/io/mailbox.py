@@ -47,7 +47,7 @@ class Mailbox:
         self.path = path
         try:
             if os.fstat(fd).st_size != MAILBOX_BYTES:
-                raise FormatError(f"{path} is no mailbox: it must have {MAILBOX_BYTES} bytes")
+                raise FormatError(f"{path} is not a mailbox: it must have {MAILBOX_BYTES} bytes")
             self._map = mmap.mmap(fd, MAILBOX_BYTES)
         finally:
             os.close(fd)
@@ -87,7 +87,7 @@ class Mailbox:
                 f"{path} has format version {version}; this Vitals reads up to {FORMAT_VERSION}",
                 hint="upgrade this program: pip install -U trainvitals",
             )
-        raise FormatError(f"{path} is no mailbox: it begins with {magic!r}")
+        raise FormatError(f"{path} is not a mailbox: it begins with {magic!r}")
 
     def put(self, command: Command) -> None:
         """Replace the command. A reader sees the old one, the new one, or a checksum that fails.
@@ -206,7 +206,7 @@ def verify_command(
         raise UsageError(f"command {command.number} is for run {command.run_id}, not {run_id}")
     if command.number <= last_number:
         raise UsageError(
-            f"command {command.number} is not newer than {last_number}, the last one taken"
+            f"command {command.number} is not newer than {last_number}, the last one accepted"
         )
     if now_unix_ns >= command.expires_unix_ns:
         late = (now_unix_ns - command.expires_unix_ns) / 1e9

@@ -28,7 +28,7 @@ def private_base(environ: Mapping[str, str]) -> Path:
     if len(refused) == 1:
         raise refused[0]
     raise StorageError(
-        f"no folder for journals can be used: {'; '.join(error.text for error in refused)}",
+        f"no usable folder for journals: {'; '.join(error.text for error in refused)}",
         hint="set VITALS_SHM to a folder of your own",
     )
 
@@ -75,7 +75,7 @@ def ensure_private_dir(path: Path) -> Path:
     except FileExistsError:
         pass  # whatever is there is judged below
     except OSError as error:
-        raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
     _check(path, path.lstat(), stat.S_ISDIR, "folder")
     return path
 
@@ -93,7 +93,9 @@ def open_private(path: Path, flags: int = os.O_RDONLY) -> int:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if path.is_symlink():
-            raise InsecurePathError(f"{path} is a link; a private file may not be one") from error
+            raise InsecurePathError(
+                f"{path} is a symbolic link; a private file must be a regular file"
+            ) from error
         raise
     try:
         _check(path, os.fstat(fd), stat.S_ISREG, "file")
@@ -123,7 +125,7 @@ def is_memory_backed(path: Path) -> bool:
 
 def _check(path: Path, status: os.stat_result, is_kind: Callable[[int], bool], kind: str) -> None:
     if not is_kind(status.st_mode):
-        what = "a link" if stat.S_ISLNK(status.st_mode) else f"no {kind}"
+        what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else f"not a {kind}"
         raise InsecurePathError(f"{path} is {what}; it must be a {kind}", hint=f"remove {path}")
     if status.st_uid != os.getuid():
         raise InsecurePathError(
@@ -132,6 +134,6 @@ def _check(path: Path, status: os.stat_result, is_kind: Callable[[int], bool], k
         )
     if status.st_mode & 0o077:
         raise InsecurePathError(
-            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}; others may reach it",
+            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}; other users can access it",
             hint=f"chmod go-rwx {path}",
         )

@@ -53,8 +53,8 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(
-                f"{path}: the run directory cannot be made: {error.strerror}",
-                hint="set VITALS_DIR to a folder that can be written",
+                f"{path}: the run directory cannot be created: {error.strerror}",
+                hint="set VITALS_DIR to a writable folder",
             ) from error
         return cls(path)
 
@@ -150,7 +150,7 @@ class RunDir:
         except FileNotFoundError:
             raise StorageError(
                 f"{path} is missing; commands for this run cannot be signed or verified",
-                hint="it is made when the run starts; was the folder copied without it?",
+                hint="it is created when the run starts; was the folder copied without it?",
             ) from None
         try:
             raw = os.read(fd, 4 * _KEY_BYTES)
@@ -272,13 +272,13 @@ def check_folder(folder: Path) -> None:
         UsageError: there is no such folder.
         StorageError: it may not be read, or the disk does not answer.
     """
-    hint = "give the folder that holds the runs (VITALS_DIR), or one run's own"
+    hint = "give the folder that holds the runs (VITALS_DIR), or the folder of one run"
     try:
         os.scandir(folder).close()
     except FileNotFoundError:
         raise UsageError(f"there is no folder {folder}", hint=hint) from None
     except NotADirectoryError:
-        raise UsageError(f"{folder} is a file and not a folder", hint=hint) from None
+        raise UsageError(f"{folder} is a file, not a folder", hint=hint) from None
     except OSError as error:
         raise _unreadable(folder, error) from error
 
@@ -286,7 +286,7 @@ def check_folder(folder: Path) -> None:
 def _unreadable(folder: Path, error: OSError) -> StorageError:
     return StorageError(
         f"{folder} cannot be read: {error.strerror}",
-        hint=f"`ls -ld {folder}` shows who may read it",
+        hint=f"`ls -ld {folder}` shows its owner and permissions",
     )
 
 

@@ -87,7 +87,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
     """
     raw = read_bytes(path, 0, _PREFIX.size + _MAX_HEADER_BYTES)
     if len(raw) < _PREFIX.size:
-        raise FormatError(f"{path}: {len(raw)} bytes are no segment")
+        raise FormatError(f"{path}: {len(raw)} bytes are too short for a segment")
     magic, version, size, crc = _PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise FormatError(f"{path}: a segment begins with {MAGIC!r}; this one with {magic!r}")
@@ -104,7 +104,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
         header.identity.check()
         header.stream_schema.check()
     except (msgspec.DecodeError, UsageError) as error:
-        raise FormatError(f"{path}: the segment's header cannot be used: {error}") from error
+        raise FormatError(f"{path}: the segment's header is invalid: {error}") from error
     return header, -(-(_PREFIX.size + size) // 64) * 64
 
 

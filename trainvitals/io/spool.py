@@ -47,7 +47,7 @@ SAVE_BYTES = 1 << 18
 """The state is written when this much was acknowledged since: it may be stale."""
 MAX_WRITERS = 1024
 """Streams whose last number is remembered; those that wrote longest ago are forgotten."""
-_HINT = "free some space; what is in the journal is sent when there is room again"
+_HINT = "free some space; rows wait in the journal until then"
 
 Key = tuple[str, str, str]
 
@@ -95,7 +95,7 @@ class Spool:
             self._recover()
         except OSError as error:
             self._leave()
-            raise StorageError(f"{directory}: the spool cannot be made: {error}") from error
+            raise StorageError(f"{directory}: the spool cannot be created: {error}") from error
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +133,7 @@ class Spool:
         header = decode_batch(raw).header
         with self._lock, self._disk("nothing was added"):
             if self._gave_up:
-                raise OSError("what was added before was lost on the way to the disk")
+                raise OSError("rows added earlier were lost before they reached the disk")
             key = (header.identity.run_id, header.identity.incarnation, header.stream)
             has_room = key not in self._refused and self._make_room(len(raw))
             if has_room:
@@ -157,7 +157,7 @@ class Spool:
             finally:
                 gave_up, self._gave_up = self._gave_up, False
             if gave_up:
-                raise OSError("a file that was left could not be made durable")
+                raise OSError("a leftover file could not be synced to disk")
             if self._state.dropped_rows != self._saved.dropped_rows:
                 self._save_count()
 
@@ -177,7 +177,7 @@ class Spool:
 
     def ack(self, position: Position) -> None:
         """Take note that everything before ``position`` is stored for good; free whole files."""
-        with self._lock, self._disk("what is acknowledged cannot be noted"):
+        with self._lock, self._disk("the acknowledged position cannot be saved"):
             if position <= self._state.acked:
                 return
             self._change(acked=position)
@@ -192,7 +192,7 @@ class Spool:
 
     def close(self) -> None:
         """Sync, save the state, close the file."""
-        with self._lock, self._disk("the spool's last state is not saved"):
+        with self._lock, self._disk("the spool's last state was not saved"):
             try:
                 if self._fd >= 0 or self._unsynced or self._state != self._saved:
                     self._save_state()

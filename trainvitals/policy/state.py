@@ -41,8 +41,8 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     section = "ladder"
 
     max_withheld: AtLeastOne = 32
-    """Most finite outliers withheld in a row (then their level is accepted), and most withheld in
-    any ``withheld_window`` steps (then outliers are applied)."""
+    """Most updates withheld in a row for finite outliers (then the new level is accepted), and most
+    withheld in any ``withheld_window`` steps (then outliers are applied)."""
     max_firsts: AtLeastOne = 4
     """Most single outliers withheld in any ``withheld_window`` steps where the loop does not clip;
     beyond that only outliers that follow one are withheld."""
@@ -66,20 +66,21 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     """The same right after a learning-rate jump: healthy states reach 1.02 there, and near chance
     level a damaged one cannot get much worse."""
     state_floor: NotNegative = 0.02
-    """Share of the run's first losses that is added to both sides of that ratio."""
+    """Share of the run's first losses added to both sides of that ratio, so that losses near 0 do
+    not inflate it."""
     nonfinite_in_a_row: AtLeastOne = 32
     """Non-finite steps in a row, with finite parameters, after which the run is rolled back, unless
     the probe found the state healthy."""
     margin: Count = 20
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
-    spike began earlier. The initial state is exempt: nothing is older."""
+    spike began earlier. The initial state is exempt, as nothing older exists."""
     leave_out_margin: Count = 3
     """Batches skipped before the onset and after the last flagged one; doubled each time the same
     cause recurs."""
     max_leave_out_margin: AtLeastOne = 1000
     """Upper limit of that doubling."""
     finite_cooldown: Count = 1000
-    """Least number of steps between two rollbacks on finite evidence."""
+    """Minimum number of steps between two rollbacks that are based on finite values."""
     lr_jump: AboveOne = 3.0
     """Factor by which the learning rate must rise in one step to be a jump."""
     lr_jump_steps: Count = 40
@@ -88,13 +89,14 @@ class LadderConfig(Settings, frozen=True, kw_only=True):
     """Share of the improvement since the first losses that must be lost (over 8 steps, right after
     a learning-rate jump) before the probe runs."""
     max_tries: AtLeastOne = 3
-    """Rollbacks for one cause; when it recurs once more, the run halts."""
+    """Rollbacks per cause; if it recurs after that, the run halts."""
     max_causes: AtLeastOne = 10
-    """Causes treated by rollback within ``budget_window`` steps; one more halts the run."""
+    """Causes handled by rollback within ``budget_window`` steps; one more halts the run."""
     budget_window: AtLeastOne = 10_000
     """Steps after which a cause no longer counts against the budget."""
     lr_cut: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
-    """Factor on the learning rate from the second rollback for a cause on, applied at each."""
+    """Factor applied to the learning rate at each rollback for the same cause, from the second one
+    on."""
     lr_rewarm_steps: AtLeastOne = 200
     """Steps over which a lowered learning rate returns to normal after the bad steps."""
     max_skips_in_a_row: AtLeastOne = 100

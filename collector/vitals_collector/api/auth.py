@@ -88,7 +88,7 @@ def load_or_create_tokens(path: Path) -> Tokens:
     except FileExistsError:
         return _read_tokens(path)
     except OSError as error:
-        raise StorageError(f"{path}: the token file cannot be made: {error.strerror}") from error
+        raise StorageError(f"{path}: the token file cannot be created: {error.strerror}") from error
     with os.fdopen(handle, "wb") as file:
         file.write(msgspec.json.encode(fresh) + b"\n")
         file.flush()

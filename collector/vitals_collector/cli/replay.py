@@ -184,7 +184,7 @@ def replay(
 def _refuse_for_runs(named: Sequence[str]) -> None:
     if named:
         raise UsageError(
-            f"{', '.join(named)} apply to a log only; a run has these recorded",
+            f"{', '.join(named)} apply only to a log; a run has these recorded",
             hint="give the log's file or folder as the first argument",
         )
 
@@ -332,33 +332,41 @@ def _assumptions(assumed: _Assumed, cadence: "Cadence") -> list[str]:
         words += f", and with a healthy checkpoint assumed every {CHECKPOINT_EVERY} {unit}"
     kind = assumed.config.loss_kind
     words += (
-        f"; the loop is taken {'' if assumed.clips else 'not '}to clip, and its loss is "
-        f"{_KINDS[kind]}; no log can answer for the probe, so no rollback that needs "
-        "it is played; the log goes on as it was, whatever would have been done"
+        f"; the loop is assumed {'' if assumed.clips else 'not '}to clip, and its loss is "
+        f"{_KINDS[kind]}; a log cannot answer the probe, so rollbacks that need it are not "
+        "replayed, and the log continues unchanged whatever Vitals would have done"
     )
     if assumed.expected:
         steps = ", ".join(map(str, sorted(assumed.expected)))
-        words += f"; planned changes are taken to be announced before steps {steps}"
+        words += f"; planned changes are assumed to be announced before steps {steps}"
     if not cadence.counts_records:
         return [words]
     usual = " or ".join(str(gap) for gap in cadence.gaps) or "many"
-    coarse = f"logged every {usual} steps: windows, budgets and the reasons' numbers count records"
+    coarse = (
+        f"logged every {usual} steps: windows, budgets and step counts in reasons count records"
+    )
     return [words, coarse]
 
 
 def _odd(cadence: "Cadence", num_records: int) -> list[str]:
     words = []
     if 2 * len(cadence.restarts) > num_records:
-        words.append("nearly all steps go back: is the newest record the first? Turn the log over")
+        words.append(
+            "nearly all steps go backwards: if the newest record comes first, reverse the log"
+        )
     elif cadence.restarts:
         words.append(
-            f"the steps go back {len(cadence.restarts)} times: each time a resumed run is assumed, "
+            f"the steps go back {len(cadence.restarts)} times: each is treated as a resumed run, "
             "with the detectors as they were at that step"
         )
     if cadence.num_repeated:
-        words.append(f"{cadence.num_repeated} records repeat the step before: judged all the same")
+        words.append(
+            f"{cadence.num_repeated} records repeat the previous step; they are judged too"
+        )
     if cadence.num_out_of_order:
-        words.append(f"{cadence.num_out_of_order} records came late: judged in the log's order")
+        words.append(
+            f"{cadence.num_out_of_order} records are out of order; judged in the log's order"
+        )
     return words
 
 
@@ -368,8 +376,8 @@ def _overflows(num: int) -> list[str]:
         return []
     times = "once" if num == 1 else f"{num} times"
     return [
-        f"{times} the gradient norm is not finite beside a finite loss, and finite soon after: "
-        "taken for overflows of a loss scaler, which skips them itself"
+        f"{times} the gradient norm is non-finite while the loss is finite, and finite again soon "
+        "after: treated as overflows of a loss scaler, which skips them itself"
     ]
 
 
@@ -382,14 +390,14 @@ def _counted(judged_steps: "Sequence[JudgedStep]") -> str:
     )
     actions = ", ".join(f"{times} {action}" for action, times in made.items())
     return (
-        f"{findings['actionable']} findings to act on, {findings['advisory']} to tell; "
+        f"{findings['actionable']} actionable findings, {findings['advisory']} advisory; "
         f"{made.total()} decisions{': ' if actions else ''}{actions}{_asked(judged_steps)}"
     )
 
 
 def _asked(judged_steps: "Sequence[JudgedStep]") -> str:
     num = sum(len(judged.judgement.readings) for judged in judged_steps)
-    return f"; the probe would be asked {num} times" if num else ""
+    return f"; the probe would run {num} times" if num else ""
 
 
 # ------------------------------------------------------------------------------------- writing

@@ -94,7 +94,7 @@ def size(
     ]
     header = ("run", "name", "bytes", "cap", "pinned", "thinned rows", "thinned to step")
     write_rows(header, rows, form)
-    _say(f"{whole.where}: {whole.num_bytes} bytes, of them {whole.num_free} free")
+    _say(f"{whole.where}: {whole.num_bytes} bytes, {whole.num_free} of them free")
 
 
 def check(data: Data = None, database: Database = "", form: Form = Format.TABLE) -> None:
@@ -137,7 +137,7 @@ def copy(
 
     if database:
         raise UsageError(
-            "a PostgreSQL database is backed up with pg_dump, not with this command",
+            "back up a PostgreSQL database with pg_dump instead of this command",
             hint='pg_dump --format=custom --file=FILE "$VITALS_COLLECTOR_DATABASE"; '
             "restore with pg_restore --dbname=URL FILE",
         )
@@ -182,7 +182,7 @@ def delete(
     with _one_run(run, data, database) as (store, run_id):
         if not yes:
             name = _names(store)[run_id]
-            typer.confirm(f"Remove run {run_id} ({name or 'no name'}) for good?", abort=True)
+            typer.confirm(f"Permanently remove run {run_id} ({name or 'no name'})?", abort=True)
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _room_told():
             deleted = removal.delete_run(store, run_id, by=_user(), when=when)
@@ -253,8 +253,8 @@ def _room_told() -> Iterator[None]:
             raise
         raise StorageError(
             error.text,
-            hint="deleting needs a few MB of free space for the journal: free some, then run the "
-            "command again; what was deleted stays deleted",
+            hint="deleting needs a few MB of free space for the journal: free some space and run "
+            "the command again; finished deletions stay in effect",
             code=FULL,
         ) from error
 

@@ -155,7 +155,7 @@ def _usual(names: Sequence[str], role: Role, usual_names: Sequence[str], source:
 def _ambiguous(role: Role, matches: Sequence[str], source: str) -> UsageError:
     return UsageError(
         f"{source}: {len(matches)} columns may be the {role}: {_listed(matches)}",
-        hint=f"say which with {_option(role)} NAME, or give each a name of its own",
+        hint=f"choose one with {_option(role)} NAME, or rename the columns",
     )
 
 
@@ -164,7 +164,7 @@ def _not_found(
 ) -> UsageError:
     return UsageError(
         f"{source}: no column is the {what or role}; looked for {', '.join(looked_for)}",
-        hint=f"say which with {_option(role)} NAME; it has: {_listed(names)}",
+        hint=f"choose one with {_option(role)} NAME; it has: {_listed(names)}",
     )
 
 
@@ -209,7 +209,7 @@ def number(value: object) -> float | None:
             return float(value)
         except OverflowError:  # more than a float holds: infinite for every purpose here
             return math.inf if value > 0 else -math.inf
-    raise ValueError(f"{value!r} is no number")
+    raise ValueError(f"{value!r} is not a number")
 
 
 def step_number(value: object) -> int | None:
@@ -225,7 +225,7 @@ def step_number(value: object) -> int | None:
         if cell_number is None or math.isnan(cell_number):
             return None
         if not math.isfinite(cell_number) or cell_number != int(cell_number):
-            raise ValueError(f"{value!r} is no whole number")
+            raise ValueError(f"{value!r} is not a whole number")
         step = int(cell_number)
     if abs(step) > LARGEST_STEP:
         raise ValueError("it is beyond every step")
@@ -295,7 +295,7 @@ class Rows:
 
     def notes(self) -> list[str]:
         """Return what was passed over, in words."""
-        return [f"{times} rows {why} were passed over" for why, times in self._dropped.items()]
+        return [f"{times} rows {why} were skipped" for why, times in self._dropped.items()]
 
 
 def take(rows: Rows, row: int, cells: Mapping[str, object], columns: Mapping[Role, str]) -> None:

@@ -29,7 +29,9 @@ def fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         elif kind == FIXED32:
             size = 4
         elif kind != FIXED64:
-            raise FormatError(f"byte {at} of a message: a field of kind {kind}, which is none")
+            raise FormatError(
+                f"byte {at} of a message: a field of kind {kind}, which does not exist"
+            )
         if at + size > end:
             raise FormatError(f"byte {at} of a message: {size} bytes, of which {end - at} are left")
         part = message[at : at + size]
@@ -63,4 +65,4 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & 0xFFFF_FFFF_FFFF_FFFF, at
         shift += 7
-    raise FormatError(f"byte {at} of a message: a number that does not end")
+    raise FormatError(f"byte {at} of a message: an unterminated number")

@@ -15,7 +15,7 @@ from vitals_collector.importers.trainer_state import read_trainer_state
 from vitals_collector.importers.wandb_file import HEAD, read_wandb
 
 LOOKED_FOR = (
-    "a CSV file with a head, Trainer's trainer_state.json, TensorBoard's event files, or wandb's "
+    "a CSV file with a header, Trainer's trainer_state.json, TensorBoard's event files, or wandb's "
     "run-ID.wandb"
 )
 TRAINER_STATE = "trainer_state.json"
@@ -45,7 +45,8 @@ def read_history(path: Path, column_options: ColumnChoice) -> History:
     history = read(column_options)
     if not history.steps:
         raise UsageError(
-            f"{path}: no record has a step and a loss or a gradient norm; there is nothing to judge"
+            f"{path}: no record has a step and a loss or a gradient norm, so there is nothing to "
+            "replay"
         )
     return history
 
@@ -53,7 +54,7 @@ def read_history(path: Path, column_options: ColumnChoice) -> History:
 def _of_file(path: Path) -> ReadLog:
     if path.exists() and not path.is_file():
         raise UsageError(
-            f"{path} is neither a file nor a folder; it is read twice, which a pipe cannot be",
+            f"{path} is neither a file nor a folder; it is read twice, so a pipe does not work",
             hint="write it into a file first",
         )
     begin = head(path)

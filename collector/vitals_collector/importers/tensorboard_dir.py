@@ -48,7 +48,7 @@ def read_tensorboard(path: Path, files: Sequence[Path], column_options: ColumnCh
     for row, cells in enumerate(_joined(values, set(columns.values()) - {"step"})):
         take(rows, row, cells, columns)
     if len(files) > 1:
-        notes.append(f"{len(files)} event files were read as one log, by the order of their names")
+        notes.append(f"{len(files)} event files were read as one log, in the order of their names")
     return History(
         source=str(path),
         form="TensorBoard",
@@ -90,7 +90,9 @@ def _values(path: Path, notes: list[str]) -> Iterator[Value]:
                     yield value.tag, event.step, number
         num_left = path.stat().st_size - num_read
     if num_left:
-        notes.append(f"{path.name}: the last {num_left} bytes are damaged or not yet all written")
+        notes.append(
+            f"{path.name}: the last {num_left} bytes are damaged or not completely written yet"
+        )
 
 
 def _scalar(value: Any, array_of: Any) -> float | None:
@@ -115,7 +117,8 @@ def _tensorboard() -> tuple[Any, Any, Any, type[Exception]]:
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
         raise MissingDependencyError(
-            "TensorBoard's event files are read by the package tensorboard, which is not installed",
+            "reading TensorBoard's event files needs the package tensorboard, which is not "
+            "installed",
             hint="pip install 'trainvitals[replay]'",
         ) from error
     return RawEventFileLoader, Event.FromString, make_ndarray, DecodeError

@@ -48,9 +48,11 @@ def _habits(state: dict[str, Any]) -> list[str]:
     every = state.get("logging_steps")
     notes = []
     if isinstance(every, int | float) and every > 1:
-        notes.append(f"Trainer logs the mean loss of {every:g} steps: a spike of one is flattened")
+        notes.append(
+            f"Trainer logs the mean loss of {every:g} steps, which flattens a spike of one step"
+        )
     notes.append(
-        "Trainer leaves a loss that was not finite out of the mean unless logging_nan_inf_filter "
-        "is off: only the gradient norm shows it"
+        "Trainer excludes non-finite losses from the mean unless logging_nan_inf_filter is off; "
+        "only the gradient norm shows them"
     )
     return notes

@@ -104,7 +104,7 @@ def _records(raw: memoryview, notes: list[str]) -> Iterator[memoryview]:
             if kind == LAST:
                 yield memoryview(bytes(pieces))
     if damaged:
-        notes.append(f"{damaged} damaged places of the file were passed over; rows are missing")
+        notes.append(f"{damaged} damaged sections of the file were skipped; rows are missing")
 
 
 # --------------------------------------------------------------------------- wandb's messages

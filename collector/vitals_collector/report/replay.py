@@ -90,7 +90,7 @@ class Replay:
         ]
         if self.other_limits:
             num, first = len(self.other_limits), self.other_limits[0]
-            words.append(f"other limits than recorded in {num} steps, the first {first}")
+            words.append(f"limits differ from the recorded ones in {num} steps, first at {first}")
         if len(mine) != len(theirs):
             words.append(f"{len(mine)} decisions replayed, {len(theirs)} recorded")
         return words
@@ -112,12 +112,12 @@ class Replay:
         words = []
         if self.num_lost_rows:
             lost = f"{self.num_lost_rows} rows of rank 0 were lost"
-            words.append(f"{lost}: a replay without them may differ")
+            words.append(f"{lost}: the replay may differ without them")
         if self.num_thinned_rows:
             thinned = f"{self.num_thinned_rows} rows of other ranks were thinned"
             words.append(
-                f"{thinned}, to step {self.thinned_to_step}: where only they told which rank it "
-                "was, the replay does not name it"
+                f"{thinned}, to step {self.thinned_to_step}: where only these rows identified the "
+                "rank, the replay cannot name it"
             )
         return words
 

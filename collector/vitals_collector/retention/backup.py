@@ -55,12 +55,12 @@ def backup(
     file = file.expanduser().absolute()
     if not source.is_file():
         raise UsageError(
-            f"{source} is not there; a backup copies the SQLite store of a data directory",
+            f"{source} does not exist; a backup copies the SQLite store of a data directory",
             hint="give the collector's --data; for PostgreSQL use pg_dump",
         )
     if file.exists() and (not force or file.samefile(source)):
         raise UsageError(
-            f"{file} exists already; a backup never replaces a file by itself",
+            f"{file} already exists; a backup overwrites a file only with --force",
             hint="give another name, or --force",
             code=EXISTS,
         )
@@ -104,7 +104,7 @@ def _check(file: Path) -> None:
     if report_lines != ["ok"]:
         raise StorageError(
             f"the copy is damaged: {'; '.join(report_lines)}",
-            hint="the disk or the store itself may be broken; check both",
+            hint="the disk or the store may be damaged; check both",
         )
 
 
@@ -116,7 +116,7 @@ def _put(temporary: Path, file: Path, *, force: bool) -> None:
         os.link(temporary, file)  # unlike a rename, it never takes the place of another file
     except FileExistsError:
         raise UsageError(
-            f"{file} came into being meanwhile; a backup never replaces a file by itself",
+            f"{file} was created meanwhile; a backup overwrites a file only with --force",
             hint="give another name, or --force",
             code=EXISTS,
         ) from None

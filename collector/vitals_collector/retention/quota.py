@@ -171,7 +171,7 @@ class Volumes:
             return
         text = (
             f"this run has {num_bytes / 1e9:.3g} GB, above its cap of {cap / 1e9:.3g} GB: all of "
-            "it is kept for ever or not yet read by the watchers; nothing more is taken away"
+            "it is pinned or not yet read by the detectors, so nothing more can be thinned"
         )
         self.over_cap[run_id] = text
         _LOG.warning("run_over_cap run=%s bytes=%d cap=%d", run_id, num_bytes, cap)

@@ -64,7 +64,7 @@ def delete_run(
                 raise unknown_run(run_id)
             if summaries[0].state == "running":
                 raise UsageError(
-                    f"run {run_id} is running; only a run that ended is removed",
+                    f"run {run_id} is still running; only ended runs can be removed",
                     hint="halt it first (`vitals command`), or wait until it is lost",
                 )
             deleted = Deleted(run_id, summaries[0].name, run_bytes(connection, run_id))

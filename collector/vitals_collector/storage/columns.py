@@ -216,7 +216,8 @@ def decode_values(chunk: ColumnChunk, num: int) -> Values:
         return rising
     if encoding not in (*_NARROW, "i8"):
         raise FormatError(
-            f"column {chunk.name!r} is stored as {encoding!r}; this Vitals does not know it",
+            f"column {chunk.name!r} is stored as {encoding!r}; this version of Vitals cannot read "
+            "it",
             hint="upgrade this program: pip install -U trainvitals",
         )
     values = np.empty(num, dtype=np.int64)

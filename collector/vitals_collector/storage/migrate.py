@@ -34,7 +34,8 @@ def migrate(connection: Connection, where: str) -> None:
     if current in _OF_BEFORE:
         raise StorageError(
             f"{where} has version {current}, of before {head}; this Vitals reads {head}",
-            hint="give another --data or --database: a new store reads in what --folder holds",
+            hint="give another --data or --database; a new store imports the run directories that "
+            "--folder names",
         )
     if current is not None and current not in {s.revision for s in scripts.walk_revisions()}:
         raise StorageError(

@@ -260,19 +260,19 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
     if "locked" in low or "lock timeout" in low:
         return StorageError(
             f"{where} is locked by another process: {message}",
-            hint="is a second collector, a backup or a database shell open on it?",
+            hint="check for a second collector, a backup or a database shell that uses it",
             code=LOCKED,
         )
     if "malformed" in low or "not a database" in low:
         return StorageError(
             f"{where} is damaged: {message.splitlines()[0]}",
             hint="put the copy that `vitals store backup` made as vitals.db into a new folder and "
-            "give it with --data; without a copy a new folder begins anew. What agents have sent "
-            "lies in the run directories: --folder reads it in",
+            "give it with --data; without a copy, start with a new folder. The run directories "
+            "still hold what agents have sent: --folder imports it",
         )
     return StorageError(
         f"{where} cannot be used: {message.splitlines()[0]}",
-        hint="check that it is there, that you may write it, and that its server runs",
+        hint="check that it exists, that you can write to it, and that its server runs",
     )
 
 
@@ -332,7 +332,7 @@ def ensure_data_dir(data: Path) -> Path:
         is_ours = (data / DATABASE_FILE).exists() or not any(data.iterdir())
     except OSError as error:
         raise StorageError(
-            f"{data} cannot be made a data directory: {error.strerror}",
+            f"{data} cannot be used as a data directory: {error.strerror}",
             hint="give another directory with --data",
         ) from error
     if status.st_uid != os.geteuid():
@@ -343,7 +343,7 @@ def ensure_data_dir(data: Path) -> Path:
     if status.st_mode & 0o077:
         if not is_ours:
             raise InsecurePathError(
-                f"{data} has mode {status.st_mode & 0o777:04o} and holds other things",
+                f"{data} has mode {status.st_mode & 0o777:04o} and holds other files",
                 hint="give a directory of its own with --data, or chmod go-rwx this one",
             )
         data.chmod(0o700)
@@ -371,7 +371,7 @@ def _engine(url: str, busy_seconds: float) -> Engine:
         if backend not in ("sqlite", "postgresql"):
             raise UsageError(
                 f"database is {parsed.render_as_string()!r}; supported are sqlite and postgresql",
-                hint="leave --database away for a file in the data directory",
+                hint="leave --database out to use a file in the data directory",
             )
         options: dict[str, Any] = {}
         if backend == "sqlite":

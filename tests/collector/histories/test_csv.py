@@ -89,8 +89,8 @@ def test_a_row_keeps_its_number_when_others_say_nothing(tmp_path):
     history = read(tmp_path, content)
     assert [(0, 0), (4, 2)] == [(s.row, s.step) for s in history.steps]
     assert [
-        "1 rows that repeat the head were passed over",
-        "1 rows without a step were passed over",
+        "1 rows that repeat the head were skipped",
+        "1 rows without a step were skipped",
     ] == history.notes
 
 
@@ -109,8 +109,8 @@ def test_a_value_beyond_every_float_is_infinite(tmp_path):
     [
         ("", FormatError, "is empty; looked for a CSV file"),
         ("\n\n  \n", FormatError, "is empty; a CSV file begins with the names"),
-        ("step,loss\n", UsageError, "nothing to judge"),
-        ("step,loss\n,\n", UsageError, "nothing to judge"),
+        ("step,loss\n", UsageError, "nothing to replay"),
+        ("step,loss\n,\n", UsageError, "nothing to replay"),
         ("a,b\n1,2\n", UsageError, "no column is the step; looked for global_step"),
         ("step,b\n1,2\n", UsageError, "no column is the loss or gradient norm"),
         ("0,3.5\n1,3.4\n", UsageError, "no column is the step"),

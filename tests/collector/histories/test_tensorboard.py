@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_the_steps_that_were_written_twice(tmp_path, writer_
     writer_of(tmp_path, ROWS[60:90])
     history = read_history(tmp_path, ColumnChoice())
     assert [*range(100), *range(60, 90)] == [s.step for s in history.steps]
-    assert ["2 event files were read as one log, by the order of their names"] == history.notes
+    assert ["2 event files were read as one log, in the order of their names"] == history.notes
 
 
 def test_a_torn_end_keeps_what_is_whole_and_is_said(tmp_path, writer_of):
@@ -103,7 +103,7 @@ def test_a_torn_end_keeps_what_is_whole_and_is_said(tmp_path, writer_of):
     path.write_bytes(path.read_bytes()[:-5])
     history = read_history(path, ColumnChoice())
     assert 100 == len(history.steps)  # the last event torn is the last tag's
-    assert "damaged or not yet all written" in history.notes[0]
+    assert "damaged or not completely written yet" in history.notes[0]
 
 
 def test_two_runs_below_a_folder_are_one_too_many(tmp_path, writer_of):

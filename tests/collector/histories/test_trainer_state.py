@@ -48,7 +48,7 @@ def test_of_trainers_output_folder_the_last_checkpoint_is_read(tmp_path):
 
 def test_what_trainer_does_to_a_loss_is_said(tmp_path):
     notes = read_history(state(tmp_path, logging_steps=10), ColumnChoice()).notes
-    assert "Trainer logs the mean loss of 10 steps: a spike of one is flattened" == notes[0]
+    assert "Trainer logs the mean loss of 10 steps, which flattens a spike of one step" == notes[0]
     assert "logging_nan_inf_filter" in notes[1]
 
 

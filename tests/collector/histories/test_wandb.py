@@ -141,7 +141,7 @@ def test_a_torn_end_keeps_what_is_whole(tmp_path):
     raw = framed([call({"loss": 1.0, "_step": n}) for n in range(10)])
     history = read_history(write(tmp_path, raw[:-5]), ColumnChoice())
     assert 9 == len(history.steps)
-    assert "1 damaged places of the file were passed over" in history.notes[0]
+    assert "1 damaged sections of the file were skipped" in history.notes[0]
 
 
 def test_a_damaged_block_costs_its_rows_and_is_said(tmp_path):

@@ -302,7 +302,7 @@ def test_a_folder_that_holds_a_journal_is_not_written_again(shm: Path, identity:
     journal = JournalWriter(shm / "j", identity)
     journal.open_stream(STEPS).append([0, 0.0])
     journal.close()
-    with pytest.raises(StorageError, match="holds a journal already"):
+    with pytest.raises(StorageError, match="already holds a journal"):
         JournalWriter(shm / "j", identity)
 
 

@@ -83,7 +83,7 @@ def test_looking_for_a_command_is_a_memory_read(mailbox: Mailbox) -> None:
 def test_what_is_no_mailbox_is_said_so(shm: Path, content: bytes) -> None:
     (shm / "mailbox").write_bytes(content)
     (shm / "mailbox").chmod(0o600)
-    with pytest.raises(FormatError, match="no mailbox"):
+    with pytest.raises(FormatError, match="not a mailbox"):
         Mailbox.open(shm / "mailbox")
 
 

@@ -48,7 +48,9 @@ def test_a_folder_that_is_refused_is_passed_over_with_the_reason(
     for folder in ("tmp", "elsewhere"):
         (tmp_path / folder / name).rmdir()
         (tmp_path / folder / name).touch()
-    with pytest.raises(StorageError, match=r"no folder for journals.*is a link.*is no folder"):
+    with pytest.raises(
+        StorageError, match=r"no usable folder for journals.*is a symbolic link.*is not a folder"
+    ):
         private_base(environ)
 
 
@@ -61,7 +63,7 @@ def test_what_the_environment_says_has_no_second_best(tmp_path: Path) -> None:
 def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(InsecurePathError, match="is a link"):
+    with pytest.raises(InsecurePathError, match="is a symbolic link"):
         ensure_private_dir(tmp_path / "link")
 
 
@@ -88,7 +90,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="cannot be made"):
+    with pytest.raises(StorageError, match="cannot be created"):
         ensure_private_dir(tmp_path / "no" / "such" / "parent")
 
 
@@ -100,7 +102,7 @@ def test_a_new_private_file_is_for_us_alone(tmp_path: Path) -> None:
 def test_a_link_in_place_of_a_private_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").touch(mode=0o600)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(InsecurePathError, match="is a link"):
+    with pytest.raises(InsecurePathError, match="is a symbolic link"):
         open_private(tmp_path / "link")
 
 

@@ -39,7 +39,7 @@ def test_a_missing_run_directory_is_a_users_error_with_a_way_out(tmp_path: Path)
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, run_id: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be made") as caught:
+    with pytest.raises(StorageError, match="cannot be created") as caught:
         RunDir.create(tmp_path / "file", run_id)
     assert "VITALS_DIR" in caught.value.hint
 

@@ -162,7 +162,7 @@ def test_a_spool_needs_room(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_bytes is 0"):
         Spool(tmp_path, max_bytes=0, keep=False)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be made"):
+    with pytest.raises(StorageError, match="cannot be created"):
         Spool(tmp_path / "file" / "spool", max_bytes=5, keep=False)
 
 

@@ -41,7 +41,7 @@ _Dir = Annotated[
 ]
 _Form = Annotated[Format, typer.Option("--format", help="How to write the data.")]
 _RUNS = Path("vitals_runs")
-_LATER = "a job of this run that is running now sees it at its next start"
+_LATER = "a running job of this run picks it up at its next start"
 
 
 def register(app: typer.Typer) -> None:
@@ -123,10 +123,10 @@ def promote(run: _Run, checkpoint: _Id, directory: _Dir = _RUNS) -> None:
     checkpoints = _find(run, directory)
     entry = checkpoints.require(checkpoint)
     if entry.state == "healthy":
-        typer.echo(f"{checkpoint} is healthy already")
+        typer.echo(f"{checkpoint} is already marked healthy")
         return
     checkpoints.folder(checkpoint).promote(checkpoint)
-    typer.echo(f"{checkpoint} is healthy now; {_LATER}")
+    typer.echo(f"{checkpoint} is now marked healthy; {_LATER}")
 
 
 def quarantine(
@@ -195,8 +195,8 @@ def _find(run: str, vitals_dir: Path) -> _Found:
     if not saved:
         raise UsageError(
             f"{fitting[-1].path} holds no checkpoints",
-            hint="where the training names a folder of its own, watch(..., checkpoints=FOLDER), "
-            "give that folder",
+            hint="if the training sets its own folder, watch(..., checkpoints=FOLDER), give that "
+            "folder",
         )
     ids = _some(run_dir.run_id for run_dir in saved)
     raise UsageError(
@@ -212,7 +212,8 @@ def _holds_checkpoints(folder: Path) -> bool:
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be read: {error.strerror}", hint="look at who may read it: ls -ld"
+            f"{folder} cannot be read: {error.strerror}",
+            hint="check its owner and permissions: ls -ld",
         ) from error
     return any(name == INDEX or manifests.is_id(name.removeprefix("bad-")) for name in names)
 
@@ -255,7 +256,7 @@ def _verified(path: Path, name: str) -> _Result:
             notes.append(f"not finite: {_some(wrong)}")
     except ModuleNotFoundError as error:
         finite = "unknown"
-        notes.append(f"tensors were not looked at: there is no {error.name} here")
+        notes.append(f"tensors were not checked: {error.name} is not installed")
     except VitalsError as error:
         finite = "wrong"
         notes.append(error.text)

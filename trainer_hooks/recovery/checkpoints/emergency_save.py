@@ -83,7 +83,7 @@ def adopt(folder: CheckpointFolder, run_id: str) -> list[str]:
                 adopted.append(parts.name)
         except VitalsError as error:
             _LOG.warning("vitals: the parts of %s are incomplete: %s", parts.name, error.text)
-            folder.note(parts.name, "bad", detail=f"written by each rank alone: {error.text}")
+            folder.note(parts.name, "bad", detail=f"saved by each rank on its own: {error.text}")
         except OSError as error:
             _LOG.warning("vitals: the parts of %s are kept for now: %s", parts.name, error)
             folder.discard(parts.name)
@@ -120,7 +120,7 @@ def _merge(folder: CheckpointFolder, parts: Path, run_id: str) -> None:
     except BaseException:
         folder.discard(parts.name)
         raise
-    folder.note(parts.name, "verified", num_bytes=size, detail="written by each rank alone")
+    folder.note(parts.name, "verified", num_bytes=size, detail="saved by each rank on its own")
 
 
 def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
@@ -130,19 +130,19 @@ def _checked(parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
     """
     paths = {p.name: p for p in parts.iterdir() if _PART.match(p.name) and not p.is_symlink()}
     if not paths:
-        raise CheckpointError("no rank finished its part")
+        raise CheckpointError("no rank finished saving its part")
     world_size = int(next(iter(paths)).rpartition("-")[2])
     names = [f"rank-{rank}-of-{world_size}" for rank in range(world_size)]
     if missing := sorted(set(names) ^ paths.keys()):
         raise CheckpointError(
-            f"{len(paths)} parts are there of {world_size}; they differ in {', '.join(missing[:8])}"
+            f"{len(paths)} of {world_size} parts exist; they differ in {', '.join(missing[:8])}"
         )
     checked = []
     for name in names:
         part = paths[name] / parts.name
         content = manifests.examine(part)
         if (content.run_id, content.world_size) != (run_id, world_size):
-            raise CheckpointCorruptError(f"{name} is a part of another checkpoint")
+            raise CheckpointCorruptError(f"{name} belongs to another checkpoint")
         manifests.check_files(part, content, [manifests.METADATA])
         checked.append((part, content))
     return checked

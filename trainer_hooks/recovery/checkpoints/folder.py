@@ -197,7 +197,7 @@ class CheckpointFolder:
         except OSError as error:
             raise StorageError(
                 f"{self.path / checkpoint_id} cannot be marked: {error.strerror}",
-                hint="only who may write the folder can promote a checkpoint",
+                hint="promoting a checkpoint needs write permission for the folder",
             ) from error
 
     def mark_best(self, checkpoint_id: str, metric: str, value: float) -> None:
@@ -276,7 +276,7 @@ class CheckpointFolder:
         except OSError as error:
             raise StorageError(
                 f"{self.path / checkpoint_id} cannot be renamed: {error.strerror}",
-                hint="only who may write the folder can set a checkpoint aside",
+                hint="quarantining a checkpoint needs write permission for the folder",
             ) from error
 
     def _rename_bad(self, checkpoint_id: str, reason: str) -> None:
@@ -382,7 +382,7 @@ class CheckpointFolder:
         except OSError as error:
             raise CheckpointError(
                 f"{folder} cannot be read: {error.strerror}",
-                hint="look at who may read it: ls -la, and at the disk",
+                hint="check its permissions (ls -la) and the disk",
             ) from error
         if content.run_id != self._run_id:
             raise CheckpointError(

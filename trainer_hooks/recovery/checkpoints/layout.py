@@ -134,7 +134,7 @@ class Layout:
         if is_own and moment and self.held(key, spec.shape) is None:
             return key, spec  # it had no place in a whole then, and has none now
         if is_own and not name.startswith("extra."):
-            raise _refusal(f"{name} was saved by each rank for itself; here all ranks share it")
+            raise _refusal(f"{name} was saved separately by each rank; here all ranks share it")
         if _is_cut_alike(moment, spec.shape, held.wholes[whole]):
             return key, Spec(held.shape, spec.dtype)
         if moment and (math.prod(spec.shape) == 1 or held.uncut):

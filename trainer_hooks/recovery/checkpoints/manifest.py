@@ -146,7 +146,7 @@ def read(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:  # ValueError: UnicodeDecodeError too
         raise CheckpointCorruptError(f"{name}: {MANIFEST} cannot be read: {error}") from error
     if not is_folder:
-        raise CheckpointCorruptError(f"{name} is no folder; links are refused")
+        raise CheckpointCorruptError(f"{name} is not a folder; symbolic links are not accepted")
     version = body.get("format_version")
     if (
         isinstance(version, int) and version > FORMAT_VERSION
@@ -165,7 +165,7 @@ def read(folder: Path) -> Manifest:
         raise CheckpointCorruptError(f"{name}: {MANIFEST} is that of {manifest.id}")
     odd = [file for file in manifest.files if not _FILE.match(file)]
     if odd:
-        raise CheckpointCorruptError(f"{name}: {odd[0]!r} is no file of a checkpoint")
+        raise CheckpointCorruptError(f"{name}: {odd[0]!r} is not a file of a checkpoint")
     return manifest
 
 
@@ -299,15 +299,15 @@ class Owner:
             if owner not in (self.uid, os.geteuid(), 0):  # root may change anything anyway
                 raise InsecurePathError(
                     f"{path} belongs to user {owner}; it must belong to {self.uid}: weights that "
-                    "another user may change cannot be trusted",
+                    "another user can change cannot be trusted",
                     hint=f"if you trust it, make it yours: chown -R {self.uid} {folder}, or copy "
                     "the folder",
                 )
         mode = folder.lstat().st_mode & _WRITABLE & ~self.writable
         if mode:
             raise InsecurePathError(
-                f"{folder} has mode {stat.S_IMODE(folder.lstat().st_mode):04o}; others may write "
-                "there, and its weights cannot be trusted",
+                f"{folder} has mode {stat.S_IMODE(folder.lstat().st_mode):04o}; other users can "
+                "write there, so its weights cannot be trusted",
                 hint=f"if you trust it: chmod -R go-w {folder}",
             )
 

@@ -60,7 +60,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointCorruptError(
-            f"the metadata names {module}.{name}, which has no place there"
+            f"the metadata names {module}.{name}, which is not allowed there"
         )
 
 
@@ -81,7 +81,7 @@ def read_metadata(folder: Path) -> Metadata:
     except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
         raise CheckpointCorruptError(f"{folder.name}/.metadata cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointCorruptError(f"{folder.name}/.metadata is no metadata")
+        raise CheckpointCorruptError(f"{folder.name}/.metadata is not checkpoint metadata")
     for path in {info.relative_path for info in (metadata.storage_data or {}).values()}:
         if "/" in path or not (folder / path).is_file():
             raise CheckpointCorruptError(f"{folder.name}: data in {path!r}")
@@ -237,8 +237,9 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
             "meta": meta,
         }
         raise CheckpointError(
-            f"the state of {', '.join(_unreadable(parts))} is more than plain values and tensors",
-            hint="let state_dict() return numbers, strings, lists, dicts and tensors",
+            f"the state of {', '.join(_unreadable(parts))} contains objects other than plain "
+            "values and tensors",
+            hint="state_dict() must return only numbers, strings, lists, dicts and tensors",
         ) from error
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 

@@ -129,7 +129,7 @@ class BoxReader(DefaultLoadPlanner):
         stored: Any = self.metadata.state_dict_metadata[name]
         items = create_read_items_for_chunk_list(name, stored, [box.chunk for box in boxes])
         if sum(math.prod(i.lengths) for i in items) != sum(box.tensor.numel() for box in boxes):
-            raise CheckpointCorruptError(f"{name} is not there in full")
+            raise CheckpointCorruptError(f"{name} is incomplete in the checkpoint")
         return items
 
 
@@ -175,7 +175,7 @@ def tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     by_name = {}
     for name, stored in metadata.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointCorruptError("the metadata holds more than tensors")
+            raise CheckpointCorruptError("the metadata contains objects other than tensors")
         by_name[name] = stored
     return by_name
 

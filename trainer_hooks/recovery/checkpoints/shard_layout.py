@@ -155,7 +155,7 @@ def _held_of_dtensor(name: str, tensor: Any) -> Held | None:
         raise CheckpointError(
             f"{name} is cut into {local} on this rank; by its layout {placements} it would be "
             f"{tuple(sizes)}",
-            hint="choose sizes that the ranks divide evenly, or a newer torch",
+            hint="choose sizes that are divisible by the number of ranks, or use a newer torch",
         )
     pieces = _held_whole(name, shape).pieces
     if local != shape:

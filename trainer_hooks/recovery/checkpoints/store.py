@@ -223,7 +223,7 @@ class CheckpointStore:
 
         def check(index: MetadataIndex, tensor: Tensor) -> None:
             if not _same_bits(tensor, expected[index]):
-                raise CheckpointCorruptError(f"{index.fqn} reads back otherwise than written")
+                raise CheckpointCorruptError(f"{index.fqn} reads back differently than written")
             self._check_finite(index.fqn, tensor)
 
         payload.scan(partial, check, list(expected))
@@ -388,8 +388,8 @@ class CheckpointStore:
         if refs:
             raise CheckpointError(
                 f"none of {len(refs)} checkpoints in {self.folder.path} can be loaded",
-                hint="`vitals checkpoints list` says why; what is damaged is kept there as bad-*: "
-                "move all away to start from the beginning",
+                hint="`vitals checkpoints list` says why; damaged ones are kept there as bad-*. To "
+                "start from step 0, move all checkpoints away",
             )
         return None
 
@@ -497,8 +497,8 @@ def _refuse_parts(stored: Mapping[str, Spec], saved_by: int) -> None:
     first_match = next((match for k in stored if (match := _PARTS_OF_THE_MODEL.match(k))), None)
     if first_match is not None:
         raise CheckpointError(
-            f"{first_match[1]} was saved by each of {saved_by} ranks for itself, and cannot be "
-            "shared out among another number",
+            f"{first_match[1]} was saved by each of {saved_by} ranks separately, and cannot be "
+            "redistributed to another number of ranks",
             hint=f"resume with {saved_by} ranks; DistributedDataParallel, FullyShardedDataParallel "
             "and fully_shard can be resumed with any number, ZeroRedundancyOptimizer cannot",
         )

@@ -1,8 +1,8 @@
 """Layers that leave their own course: gradients, updates, activations.
 
-A layer's course is kept in logarithms, as a running mean whose every step is bounded (Huber's
-M-estimator of location, 1964, as a stochastic approximation): two numbers a layer, and no single
-value, however large, moves them far.
+Each layer's trend is a running mean of logarithms with bounded steps (Huber's M-estimator of
+location, 1964, as a stochastic approximation): two numbers per layer, which no single value can
+move far.
 """
 
 from __future__ import annotations
@@ -75,24 +75,24 @@ class LayerConfig(Settings, frozen=True, kw_only=True):
     )
 
     strong_ratio: Annotated[float, Meta(le=1e9)] = 30.0
-    """Multiple of its own course, less what all layers did, that tells at once. Clean GPT-2 runs
-    show 5 to 15 times for one step in the whole norm."""
+    """Multiple of the layer's own trend, after dividing out what all layers share, that is reported
+    at once. The total norm of clean GPT-2 runs shows single steps at 5 to 15 times."""
     weak_ratio: Annotated[float, Meta(ge=1.5, le=1e6)] = 6.0
-    """The same that tells after ``persistence`` samples in a row."""
+    """The same, reported after ``persistence`` samples in a row."""
     persistence: AtLeastOne = 3
-    """Samples in a row that make weak evidence strong."""
+    """Samples in a row above ``weak_ratio`` that are reported."""
     sigmas: Annotated[float, Meta(ge=1.0, le=1e3)] = 8.0
-    """Standard deviations of its own that a layer must be away, too."""
+    """The layer must also deviate by this many of its own standard deviations."""
     least_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
-    """Part of the norm of all layers that the layer must have: what cannot matter is not told."""
+    """Share of the total norm that the layer must have; smaller layers are not reported."""
     warm_up: Annotated[int, Meta(ge=4)] = 20
     """Samples of a layer before it is judged."""
     rate: Annotated[float, Meta(ge=1e-4, le=0.5)] = 1 / 16
-    """Weight of a new sample in the course."""
+    """Weight of a new sample in the trend."""
     accept_after: int = 30
-    """Samples in a row that stand out, after which that is the layer's new course."""
+    """Samples in a row that stand out, after which they become the layer's new trend."""
     clear_after: AtLeastOne = 20
-    """Samples in which no layer stands out, after which it would be told again."""
+    """Samples in which no layer stands out, after which it can be reported again."""
 
 
 LEAST_LAYERS = 4
@@ -100,10 +100,10 @@ LEAST_LAYERS = 4
 
 
 class LayerOutlierWatcher(Watcher):
-    """Names the layer that leaves its own course while the others keep theirs.
+    """Names the layer that deviates from its own trend while the others follow theirs.
 
-    What all layers do together, as after a heavy batch or a change of the learning rate, is taken
-    off first: the median of their distances from their courses.
+    What all layers share, such as the effect of a heavy batch or a new learning rate, is removed
+    first: the median deviation from their trends.
     """
 
     label = ""
@@ -217,9 +217,9 @@ class LayerGradientWatcher(LayerOutlierWatcher):
 class UpdateRatioWatcher(LayerOutlierWatcher):
     """Finds the layer whose updates become too large for its weights.
 
-    The usual ratio is about 1e-3 a step (Karpathy's rule of thumb), but what is usual for a layer
-    is its own course: norms, biases and fresh heads lie elsewhere. marin saw updates spike before
-    the loss, lower layers first.
+    The usual ratio is about 1e-3 per step (Karpathy's rule of thumb), but each layer is compared
+    with its own trend: norms, biases and new heads differ. marin saw updates spike before the loss,
+    lower layers first.
     """
 
     name = "update_ratio"
@@ -247,24 +247,24 @@ class ActivationConfig(Settings, frozen=True, kw_only=True):
     section = "activations"
 
     rms_ratio: Annotated[float, Meta(ge=1.5, le=1e9)] = 10.0
-    """Growth of the root mean square that is told: an order of magnitude."""
+    """Reported growth of the root mean square: one order of magnitude."""
     max_ratio: Annotated[float, Meta(ge=1.5, le=1e9)] = 100.0
-    """The same for the largest magnitude. Single features of healthy language models grow by
-    orders (Sun et al., Massive Activations in Large Language Models, 2024), so it is two."""
+    """The same for the largest absolute value: two orders, as single features of healthy language
+    models grow that much (Sun et al., Massive Activations in Large Language Models, 2024)."""
     warm_up: Annotated[int, Meta(ge=4)] = 50
-    """Samples after which a module's level is the one that growth is counted from."""
+    """Samples after which a module's level becomes the baseline for growth."""
     persistence: AtLeastOne = 3
-    """Samples in a row above the ratio: a single batch says nothing."""
+    """Samples in a row above the ratio; a single batch is not enough."""
     rate: Annotated[float, Meta(ge=1e-4, le=0.5)] = 1 / 16
-    """Weight of a new sample in the course."""
+    """Weight of a new sample in the trend."""
     clear_after: AtLeastOne = 50
-    """Samples in which no module is above, after which growth would be told again."""
+    """Samples with no module above the ratio, after which growth can be reported again."""
 
 
 class ActivationWatcher(Watcher):
-    """Finds activations that grow by orders of magnitude against their own course.
+    """Finds activations that grow by orders of magnitude over their own baseline.
 
-    Once told, the level reached is the one that the next order is counted from.
+    Once reported, the level reached becomes the new baseline.
     """
 
     name = "activation"

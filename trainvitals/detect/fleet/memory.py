@@ -37,23 +37,23 @@ class MemoryConfig(Settings, frozen=True, kw_only=True):
     ascending = (("least_blocks", "blocks"),)
 
     block: Annotated[int, Meta(ge=2, le=100_000)] = 50
-    """Steps whose smallest value is one measurement: batches of all lengths come and go above that
-    floor, a leak raises it."""
+    """Steps whose lowest value is one measurement: batches of varying length stay above that floor,
+    a leak raises it."""
     blocks: Annotated[int, Meta(le=1000)] = 24
     """Measurements kept, at each of three scales."""
     least_blocks: Annotated[int, Meta(ge=4, le=1000)] = 8
     """Measurements needed."""
     rising: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.75
-    """Share of the measurements that must lie above the one before: one large buffer that is made
-    once is a step, not a slope."""
+    """Share of the measurements that must exceed the previous one: one large buffer, allocated
+    once, is a step and not a slope."""
     min_growth: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.01
-    """Part of the device's memory that must have been taken in the time looked at."""
+    """Share of the device's memory by which use must have grown over the measured steps."""
     horizon: Annotated[float, Meta(ge=0.1, le=1e6)] = 10.0
-    """How far the line is drawn out, in multiples of the time looked at. Our own choice."""
+    """How far the trend is extrapolated, in multiples of the measured steps. Our own choice."""
     warmup_rows: Count = 100
     """First steps of an attempt, left out: optimizer states and caches are made."""
     clear_after: AtLeastOne = 4
-    """Measurements without creep after which it would be told again."""
+    """Measurements without creep after which it can be reported again."""
 
 
 class _Floors(StatefulRow):
@@ -84,11 +84,11 @@ class _Floors(StatefulRow):
 
 
 class MemoryCreepWatcher(Watcher):
-    """Finds ``memory_allocated_bytes`` that rises steadily, and says when it will be used up.
+    """Finds a steady rise of ``memory_allocated_bytes`` and estimates when memory runs out.
 
-    The slope is Theil and Sen's: the median of the slopes between all pairs of measurements (Sen,
-    1968). The device's size comes from the GPUs' samples, through ``learn_total``; without it the
-    watcher abstains. A row without every rank's value is passed over.
+    It uses the Theil-Sen slope: the median of the slopes between all pairs of measurements (Sen,
+    1968). The device's size comes from the GPU samples, through ``learn_total``; without it the
+    detector abstains. Rows that lack a rank's value are skipped.
     """
 
     name = "memory_creep"

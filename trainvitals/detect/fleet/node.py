@@ -1,8 +1,8 @@
 """What a node's samples show of its GPUs: throttling, memory errors, Xids, and GPUs that vanish.
 
-The watchers need a GPU's own samples only; which rank runs on it is not known here, so findings
-name the node and the GPU in words. ``ecc_corrected_errors`` and ``last_xid`` are judged where an
-agent sends them.
+These detectors use a GPU's own samples only; they do not know which rank runs on it, so findings
+name the node and the GPU. ``ecc_corrected_errors`` and ``last_xid`` are judged if the agent sends
+them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FATAL_XIDS: dict[int, str] = {
     140: "an unrecovered memory error",
     143: "it could not be initialized",
 }
-"""Xids after which NVIDIA's catalogue of Xid errors asks for a reset, a restart or a check of the
-GPU; with these the fault is not the program's."""
+"""Xids for which NVIDIA's catalogue asks for a reset, restart or check of the GPU; the training
+program is not the cause."""
 
 XIDS: dict[int, str] = {
     13: "an exception in a kernel",
@@ -66,12 +66,12 @@ class ThrottleConfig(Settings, frozen=True, kw_only=True):
     samples: AtLeastOne = 3
     """Samples in a row with slowed clocks."""
     cap_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.7
-    """A power cap alone is normal under load. It is told where the clock is below this part of the
-    GPU's own highest. Our own choice."""
+    """A power cap alone is normal under load. It is reported if the clock falls below this share of
+    the GPU's highest. Our own choice."""
     cap_samples: AtLeastOne = 10
     """Samples in a row of that."""
     clear_after: AtLeastOne = 30
-    """Samples without, after which it would be told again."""
+    """Samples without it, after which it can be reported again."""
 
 
 class _Clocks(StatefulRow):
@@ -86,7 +86,7 @@ class _Clocks(StatefulRow):
 
 
 class GpuThrottleWatcher(NodeWatcher):
-    """Finds GPUs whose clocks are slowed for heat or by the power supply, and caps that hurt."""
+    """Finds GPUs that are throttled by heat or the power supply, and power caps that cost speed."""
 
     name = "gpu_throttle"
     STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
@@ -171,12 +171,12 @@ class GpuErrorConfig(Settings, frozen=True, kw_only=True):
     section = "gpu_errors"
 
     corrected: AtLeastOne = 100
-    """Corrected memory errors in ``corrected_seconds`` that are too many. Our own choice: single
-    ones are normal, and NVIDIA remaps rows by itself."""
+    """Corrected memory errors within ``corrected_seconds`` that are reported. Our own choice:
+    single ones are normal, and the driver remaps rows by itself."""
     corrected_seconds: Annotated[float, Meta(ge=1.0, le=1e9)] = 3600.0
     """The time for these."""
     clear_after: AtLeastOne = 100
-    """Samples without a new error after which one would be told again."""
+    """Samples without a new error, after which one can be reported again."""
 
 
 class _Errors(StatefulRow):
@@ -191,7 +191,7 @@ class _Errors(StatefulRow):
 
 
 class GpuErrorWatcher(NodeWatcher):
-    """Finds memory errors and Xids as they happen; those from before the first sample are old."""
+    """Finds memory errors and Xids as they happen, not those from before the first sample."""
 
     name = "gpu_error"
     STATE = (table("_gpus", lambda self: self._new(), num_keys=2),)
@@ -286,15 +286,16 @@ class GpuLostConfig(Settings, frozen=True, kw_only=True):
     section = "gpu_lost"
 
     samples: AtLeastOne = 3
-    """Samples in a row without it, while other GPUs of its node answer."""
+    """Samples in a row without it, while other GPUs of the node respond."""
     all_samples: AtLeastOne = 10
-    """The same where none of the node answers: that may be the sampler's own trouble."""
+    """The same if no GPU of the node responds, which may be a fault of the sampler."""
 
 
 class GpuLostWatcher(NodeWatcher):
-    """Finds GPUs that were there and answer no more: fallen off the bus, most likely.
+    """Finds GPUs that stopped responding, most likely because they fell off the bus.
 
-    An agent sends no columns of a GPU that answers nothing. A GPU that comes back may be lost anew.
+    An agent sends no columns for a GPU that does not respond. A GPU that comes back can be reported
+    again.
     """
 
     name = "gpu_lost"

@@ -47,19 +47,20 @@ class LearningRateConfig(Settings, frozen=True, kw_only=True):
     """A rise from below this part of the highest rate back to exactly that rate is a warm restart
     (Loshchilov and Hutter, SGDR, 2016), not a jump."""
     zero_rows: Annotated[int, Meta(ge=2)] = 30
-    """Steps at rate 0 that are too many. Fewer occur in order: a scaler that begins at 2**32
-    overflows some 20 times before the first update, and schedulers wait for that."""
+    """Steps in a row at rate 0 that are reported. Fewer are normal: a scaler that starts at 2**32
+    overflows about 20 times before the first update, and schedulers wait for it."""
     tolerance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
-    """What the rate of a new attempt may differ by from that of the last one at the same step."""
+    """Relative difference allowed between the rates of the new and the previous attempt at the same
+    step."""
     clear_after: AtLeastOne = 100
-    """Steps without the anomaly after which it would be told again."""
+    """Steps without the anomaly after which it can be reported again."""
 
 
 class LearningRateWatcher(Watcher):
-    """Finds jumps upwards, a rate stuck at zero, and one that a resume forgot.
+    """Finds upward jumps, a rate stuck at zero, and a schedule that a resume did not restore.
 
-    Falls are schedules: a step decay divides by 10 in one step. A jump up to the same height from
-    the same depth as one told before is a cycle and told no more.
+    A falling rate is never reported: a step decay divides by 10 in one step. A jump that repeats an
+    earlier one, from the same rate to the same rate, is a cycle and is not reported again.
     """
 
     name = "learning_rate"
@@ -275,25 +276,25 @@ class LossScaleConfig(Settings, frozen=True, kw_only=True):
     section = "loss_scale"
 
     min_scale: NotNegative = 1.0
-    """Below this the gradients are made smaller, and float16's range is used up from the wrong
-    side. ``torch.amp.GradScaler`` begins at 65536 and is 16 halvings away."""
+    """Below this, scaling shrinks the gradients, and they underflow in float16.
+    ``torch.amp.GradScaler`` starts at 65536, 16 halvings above it."""
     overflows_in_row: Annotated[int, Meta(ge=2, le=_WINDOW)] = 5
-    """Overflows one after the other that are too many. The scaler tries a doubled scale every 2000
-    steps (its ``growth_interval``), and one halving answers that."""
+    """Consecutive overflows that are reported. The scaler doubles its scale every 2000 steps (its
+    ``growth_interval``), and one overflow then halves it again."""
     overflow_ratio: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.2
     """Share of the last 100 steps that may overflow."""
     warmup_rows: AtLeastOne = 50
-    """Steps in a row without overflow that show that the scaler has found its scale. Overflows
-    before are its search: 2**32 takes some 20 halvings."""
+    """Steps in a row without overflow after which the scaler has found its scale. Earlier overflows
+    belong to its search: 2**32 takes about 20 halvings."""
     clear_after: AtLeastOne = 100
-    """Steps without the anomaly after which it would be told again."""
+    """Steps without the anomaly after which it can be reported again."""
 
 
 class LossScaleWatcher(Watcher):
-    """Finds a collapsing loss scale and a rate of overflows that costs training.
+    """Finds a collapsing loss scale and overflows frequent enough to slow training down.
 
-    An overflow is a bit of ``verdict``, or a growing ``overflow_steps``, or a halved scale where
-    neither is there. Without a loss scale it abstains.
+    An overflow is a bit of ``verdict``, or a growing ``overflow_steps``, or, without either, a
+    halved scale. Without a loss scale it abstains.
     """
 
     name = "loss_scale"

@@ -32,16 +32,16 @@ class DataBoundConfig(Settings, frozen=True, kw_only=True):
 
     share: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.2
     """Share of the steps' time spent waiting for batches, on the rank that waits longest: all
-    others wait for it in the exchange. A healthy loader stays below a few per cent; 20 % is what
-    another worker or two repay at once. Our own choice."""
+    others wait for it in the all-reduce. A healthy loader stays below a few per cent; from 20 % on,
+    one or two more workers pay off at once. Our own choice."""
     block: Annotated[int, Meta(ge=5, le=10_000)] = 50
     """Steps that are judged together."""
     left_out: Count = 2
-    """Longest waits of these that are left out: the start of an epoch, one slow read."""
+    """Longest waits per block that are ignored: the start of an epoch, one slow read."""
     one_rank_ratio: Annotated[float, Meta(ge=1.1)] = 3.0
-    """A rank whose waits are this multiple of the median rank's is named."""
+    """A rank is named if it waits this many times as long as the median rank."""
     clear_after: AtLeastOne = 4
-    """Blocks below the share after which it would be told again."""
+    """Blocks below the share after which it can be reported again."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work; half of the steps at least must count."""
@@ -51,9 +51,10 @@ class DataBoundConfig(Settings, frozen=True, kw_only=True):
 
 
 class DataBoundWatcher(Watcher):
-    """Finds runs that wait for data, and the rank where it is one rank that does.
+    """Finds runs that wait for data, and names the rank if a single one does.
 
-    Sums, not medians: a loader with four workers that is too slow lets every fourth step wait.
+    It sums waits instead of taking medians: with four workers that are too slow, only every fourth
+    step waits.
     """
 
     name = "data_bound"
@@ -151,21 +152,21 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     section = "straggler"
 
     late: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.1
-    """Part of the step that the other ranks wait for it, at their median. Our own choice; a rank
-    that writes logs and checkpoints is some per cent late."""
+    """Share of the step that the median other rank waits for it. Our own choice; a rank that writes
+    logs and checkpoints is a few per cent late."""
     steps: Annotated[int, Meta(ge=2, le=100_000)] = 20
-    """Late steps, less twice the steps in time, after which a rank is told: two in three at
-    least, so that turns taken by chance are none."""
+    """A rank is reported when its late steps minus twice its on-time steps reach this: late in at
+    least two of three steps, so random delays do not count."""
 
 
 class StragglerWatcher(Watcher):
     """Finds the rank that the others wait for.
 
-    With synchronous ranks all steps take equally long, so the exchange tells: who comes last waits
-    least in ``communication_seconds``. Where that is absent it is the time before the exchange,
-    ``forward_backward_seconds``; on a GPU the host runs ahead of the device and that says little,
-    so it is the second choice. A rank that waits longer for its data is late in any case; where
-    gradients are summed during backward, as in DDP, it is all that can be seen from outside.
+    Synchronous ranks all have the same step time, so the all-reduce shows the straggler: the last
+    rank to arrive waits least in ``communication_seconds``. Without that column,
+    ``forward_backward_seconds``, the time before the all-reduce, is used; it is the second choice,
+    because on a GPU the host runs ahead of the device. A rank that waits longer for data is late in
+    any case; with gradients summed during backward, as in DDP, that is the only visible sign.
     """
 
     name = "straggler"
@@ -305,22 +306,22 @@ class RankLossConfig(Settings, frozen=True, kw_only=True):
     ascending = (("least", "most"),)
 
     sigmas: Annotated[float, Meta(ge=1.0, le=100.0)] = 3.0
-    """Robust standard deviations among the ranks of one step that are off."""
+    """Robust standard deviations between the ranks of one step from which a rank is off."""
     least: NotNegative = 0.02
-    """Part of the median loss below which nothing is off, however alike the ranks are."""
+    """Deviations below this share of the median loss never count, however similar the ranks are."""
     most: Annotated[float, Meta(le=10.0)] = 0.1
-    """Part of the median loss above which a rank is off, however unlike they are: it is the side
-    it always lies on that counts, not how far."""
+    """Deviations above this share of the median loss always count, however different the ranks are:
+    what matters is that it is always the same side."""
     steps: Annotated[int, Meta(ge=10, le=100_000)] = 85
-    """Steps off on one side, less five times the other steps, after which a rank is told: five in
-    six at least. Rank-local losses are heavy-tailed (clean runs show 1.98 times for one step), but
-    the tails are not always the same rank's."""
+    """A rank is reported when its steps off on one side minus five times its other steps reach
+    this: at least five of six. Per-rank losses are heavy-tailed (clean runs show single steps at
+    1.98 times), but not always on the same rank."""
 
 
 class RankLossWatcher(Watcher):
-    """Finds the rank whose loss persistently lies on one side of the others'.
+    """Finds a rank whose loss stays above, or below, the other ranks'.
 
-    Only signs are counted, so no single value weighs more than any other. Needs three ranks.
+    It counts only on which side a rank lies, so one extreme value weighs no more than any other.
     """
 
     name = "rank_loss"

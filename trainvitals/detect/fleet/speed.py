@@ -41,15 +41,14 @@ class PaceConfig(Settings, frozen=True, kw_only=True):
     slow_ratio: Annotated[float, Meta(ge=1.05, le=100.0)] = 1.5
     """Multiple of the usual duration from which a step is slow."""
     accept_after: Annotated[int, Meta(ge=2)] = 16
-    """Slow steps in a row after which that is the usual duration."""
+    """Slow steps in a row after which theirs becomes the usual duration."""
 
 
 class Pace(Stateful):
     """Sorts steps by their duration. Slow ones never enter what is usual.
 
-    Evaluations and checkpoints make nearly all slow steps of a healthy run, at equal distances in
-    steps: a slow step is periodic where three more lie behind it at the same distance, one off at
-    the most.
+    In a healthy run nearly all slow steps are evaluations and checkpoints, at equal distances: a
+    slow step counts as periodic if the three before it have that distance, within one step.
     """
 
     STATE = ("_usual", "_slow", "_streak", "_longest", "period")
@@ -122,22 +121,22 @@ class ThroughputConfig(Settings, frozen=True, kw_only=True):
     ascending = (("persistence", "accept_after"),)
 
     fall: Annotated[float, Meta(ge=0.01, le=0.99)] = 0.1
-    """Part of the best throughput that may be missing."""
+    """Reported loss of throughput, as a share of the run's best."""
     block: Annotated[int, Meta(ge=3, le=10_000)] = 20
     """Ordinary steps whose median is one measurement."""
     blocks: Annotated[int, Meta(ge=_LEAST_BLOCKS, le=1000)] = 15
-    """Measurements whose median is the run's course; the best course is the reference."""
+    """Measurements whose median is the current throughput; its best value is the reference."""
     persistence: AtLeastOne = 2
-    """Measurements in a row below the limit that are told: at least 30 of 40 steps are slow."""
+    """Measurements in a row below the limit before a report: at least 30 of 40 steps are slow."""
     sigmas: Annotated[float, Meta(ge=0.0, le=100.0)] = 5.0
-    """Robust standard deviations of these measurements that the fall must exceed as well, so that
-    a noisy run is not told for its noise."""
+    """The fall must also exceed this many robust standard deviations of the measurements, so that
+    noise is not reported."""
     warmup_rows: Count = 20
     """First steps of an attempt, left out: compilation, autotuning, cold caches."""
     accept_after: int = 50
-    """Measurements in a row below the limit (1000 steps) after which that is the reference."""
+    """Measurements in a row below the limit (1000 steps) after which they become the reference."""
     clear_after: AtLeastOne = 5
-    """Measurements above the limit after which a fall would be told again."""
+    """Measurements above the limit after which a fall can be reported again."""
     pace: PaceConfig = PaceConfig()
     """What makes a single step slow; slow steps at intervals are left out."""
 
@@ -145,8 +144,8 @@ class ThroughputConfig(Settings, frozen=True, kw_only=True):
 class ThroughputWatcher(Watcher):
     """Finds a sustained fall of ``tokens_per_second``, or of steps per second without tokens.
 
-    Works on the logarithm of the seconds that a token (or a step) costs. A measurement below the
-    limit never enters the reference.
+    Works on the logarithm of the seconds per token (or per step). A measurement below the limit
+    never enters the reference.
     """
 
     name = "throughput"
@@ -273,12 +272,12 @@ class StallConfig(Settings, frozen=True, kw_only=True):
     section = "stall"
 
     least_seconds: Annotated[float, Meta(ge=0.0, le=1e9)] = 300.0
-    """Silence that is never a stall: the first evaluation comes without notice."""
+    """Silence up to this is never a stall, so that the first evaluation is not reported."""
     typical_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 20.0
     """Multiple of the usual step. Our own choice."""
     longest_ratio: Annotated[float, Meta(ge=1.0, le=1e6)] = 3.0
-    """Multiple of the longest step that was seen twice, evaluations and checkpoints included.
-    nvidia-resiliency-ext takes 5 times the longest and restarts the job; this one only tells."""
+    """Multiple of the second longest step, including evaluations and checkpoints.
+    nvidia-resiliency-ext takes 5 times the longest and restarts the job; this one only reports."""
 
 
 class CheckpointConfig(Settings, frozen=True, kw_only=True):
@@ -287,7 +286,7 @@ class CheckpointConfig(Settings, frozen=True, kw_only=True):
     section = "checkpoint"
 
     ratio: Annotated[float, Meta(ge=1.0)] = 2.0
-    """Multiple of the usual interval: one save may fail, or be late, without a word."""
+    """Multiple of the usual interval; one failed or late save is not reported."""
 
 
 _STALL = StallConfig()
@@ -305,7 +304,7 @@ def stalled(
 ) -> Finding | None:
     """Say whether the step after ``last_step`` takes too long; None while that is not known.
 
-    Both times must be of one clock. A clock that went back is no stall.
+    Both times must come from the same clock. A clock that jumped back is not a stall.
     """
     if typical_seconds is None:
         return None
