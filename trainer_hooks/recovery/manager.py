@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.copying import Pair, copy_and_count
+from trainer_hooks.recovery.finite import is_finite
 from trainer_hooks.recovery.memory import host_memory_left
 from trainer_hooks.recovery.plan_journal import PlanJournal
 from trainer_hooks.recovery.state import HostState, Spec, TrainingState
@@ -211,8 +212,12 @@ class SnapshotRing:
         self._changes: list[CheckpointChanged] = []
         self._pending: torch.cuda.Event | None = None
         self._last_taken = 0
+        self._may_lend = False
+        self._last_bad: Snapshot | None = None
         self.num_missed = 0
         """Snapshots this rank could not take; the ranks then drop that one together."""
+        self.failure = ""
+        """Why, of the newest one."""
 
     # -------------------------------------------------------------------------------- memory
 
@@ -228,6 +233,8 @@ class SnapshotRing:
         """
         left = host_memory_left() if left is None else left
         needed = self.bytes() * ranks_on_node
+        one_more = self._state.bytes_when_warm() * ranks_on_node
+        self._may_lend = left is None or needed + one_more <= left // 2
         if left is not None and needed > left // 2:
             raise CheckpointError(
                 f"snapshots need {_gib(needed)} on this node ({self.slots_in_words()}, "
@@ -237,7 +244,10 @@ class SnapshotRing:
             )
 
     def slots_in_words(self) -> str:
-        """Return what the memory is for."""
+        """Return what the memory is for.
+
+        One slot more is lent while a save holds one, where half of the memory has room for it.
+        """
         beside = "" if self._beside is None else " and one for the state that was evaluated"
         return f"{self.num_slots} slots{beside}"
 
@@ -274,11 +284,15 @@ class SnapshotRing:
             return self._fill(entry)
         except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the pack
             self.num_missed += 1
-            entry.failure = f"{type(error).__name__}: {error}"
+            self.failure = entry.failure = f"{type(error).__name__}: {error}"
             return torch.ones((), device=self._state.device)
 
     def _fill(self, entry: Snapshot) -> Tensor:
         free = [slot for slot in self._slots if slot.free]
+        if not free and self._may_lend and len(self._slots) == self.num_slots:
+            # A save holds one for as long as the disk takes; without it nothing newer would be kept.
+            free = [_Slot(pinned=self._side is not None)]
+            self._slots += free
         if not free:
             raise CheckpointError("all slots are still being written to disk")
         return self._copy(entry, free[0])
@@ -288,6 +302,7 @@ class SnapshotRing:
         with torch.inference_mode(False), torch.no_grad():
             entry.host = self._state.host_state()
             live = self._state.tensors()
+            self._state.forget_replaced(live)
             if self._side is None:
                 count = slot.fill(live, self._state.must_be_finite)
                 wrong = torch.tensor(float(count), device=self._state.device)
@@ -326,11 +341,24 @@ class SnapshotRing:
         """
         for entry in [e for e in self._entries if e.step == step and e.state == "candidate"]:
             if not ok:
+                self._last_bad = entry
                 self._drop([entry], entry.failure or "not finite, or missing on a rank", "bad")
             else:
                 assert entry._slot is not None, "the ranks agreed on a snapshot that is not there"
                 entry.state = "healthy" if entry.trusted else "verified"
                 self._note(entry)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return what is not finite in the copy that was dropped as bad, before the next is taken.
+
+        Waits for that copy.
+        """
+        if self._last_bad is None or self._last_bad.failure:
+            return []
+        copied, self._last_bad = self._last_bad.tensors(), None
+        return [
+            k for k, t in copied.items() if self._state.must_be_finite(k) and not is_finite(t)
+        ]
 
     def promote(self, current_step: int, last_unhealthy_step: int) -> list[Snapshot]:
         """Make healthy what the steps judged so far prove (see ``is_proven``), and return it."""
@@ -503,7 +531,10 @@ class RecoveryManager:
         self._newest_saved: tuple[int, int] = (0, 0)
         """Step and attempt of the newest checkpoint that is complete; of rank 0 alone."""
         self._on_disk: tuple[CheckpointRef, ...] = ()
-        self._wrong: tuple[int, Tensor] | None = None
+        self._wrong: tuple[int, Tensor | None] | None = None
+        """Of the newest snapshot its step, and what is wrong with it; None: it could not be taken.
+        """
+        self._is_saving = False
 
     @classmethod
     def make(
@@ -620,11 +651,33 @@ class RecoveryManager:
     def after_step(self, next_step: int, attempt: int, meta: Callable[[], Meta]) -> None:
         """Take a snapshot where one is due."""
         if self._ring.due(next_step):
-            self._wrong = (next_step, self._ring.take(next_step, attempt, meta()))
+            num_missed = self._ring.num_missed
+            wrong = self._ring.take(next_step, attempt, meta())
+            is_missed = self._ring.num_missed > num_missed
+            self._wrong = (next_step, None if is_missed else wrong)
 
     def flag(self, step: int) -> Tensor | None:
-        """Return what is wrong with this rank's snapshot of ``step``; None where none is due."""
+        """Return how much of this rank's snapshot of ``step`` is not finite; None: there is none.
+        """
         return self._wrong[1] if self._wrong is not None and self._wrong[0] == step else None
+
+    def missed(self, step: int) -> bool:
+        """Return whether this rank could not take the snapshot that was due at ``step``."""
+        return self._wrong == (step, None)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return what is not finite in this rank's newest snapshot that was dropped for it."""
+        return self._ring.nonfinite_names()
+
+    @property
+    def failure(self) -> str:
+        """Why this rank could not take the newest snapshot that it missed."""
+        return self._ring.failure
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank is writing a checkpoint: rank 0 says so, and the next one waits."""
+        return not self._store.wait(0.0)
 
     @property
     def newest_saved(self) -> tuple[int, int]:
@@ -641,7 +694,9 @@ class RecoveryManager:
         """Take in what all ranks said with ``step``: of its snapshot, and rank 0 of the disk."""
         # A rank that could not measure the step could not speak for its copy either.
         silent = sum(reduced.by_rank("failed"))
-        self._ring.commit(step, ok=sum(reduced.by_rank("snapshot_wrong")) + silent == 0.0)
+        wrong = sum(reduced.by_rank("nonfinite_state")) + sum(reduced.by_rank("snapshot_missed"))
+        self._ring.commit(step, ok=wrong + silent == 0.0)
+        self._is_saving = bool(reduced.root["saving"])
         due = bool(reduced.root["save_due"])
         # Steps that were under way when a save began say it once more.
         self._time_is_up = self._time_is_up or (due and not self._was_due)
@@ -670,6 +725,8 @@ class RecoveryManager:
         self._say()
 
     def _is_due(self, steps: int) -> bool:
+        if self._is_saving:  # each save holds a slot: a second one would starve the ring
+            return False
         return steps >= self.settings.save_every or (self._time_is_up and steps > 0)
 
     def _prove_on_disk(self, step: int) -> None:
