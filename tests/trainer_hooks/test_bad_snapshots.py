@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import trainer_hooks
+from tests.trainer_hooks.ranks_with_bad_state import main
+from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.test_monitor import Loop, own_place  # noqa: F401
 from tests.trainer_hooks.test_resume import events_of
 from trainer_hooks import CheckpointSettings
@@ -45,7 +47,9 @@ def healing(tmp_path, **options):
 
 
 def findings(loop, kind):
-    return [e.finding for e in loop.events if isinstance(e, FindingRaised) and e.finding.kind == kind]
+    return [
+        e.finding for e in loop.events if isinstance(e, FindingRaised) and e.finding.kind == kind
+    ]
 
 
 def notes(loop, code):
@@ -170,3 +174,18 @@ def test_snapshots_that_cannot_be_taken_are_told_with_the_reason(tmp_path):
     ]
     (first, *_) = notes(loop, "snapshot_missed")
     assert "the loader's worker died" in first
+
+
+# ------------------------------------------------------------------------- on several ranks
+
+
+@pytest.mark.dist
+def test_a_moment_that_one_rank_alone_has_wrong_takes_all_ranks_back_and_it_says_which(tmp_path):
+    first, second = spawned(main, tmp_path)
+    for rank in (first, second):
+        assert ([21], {}) == (rank["back"], rank["faults"])
+        assert "healthy" in [state for step, state in rank["refs"] if step >= 42]
+    assert first["weights"] == second["weights"]
+    assert ([1], []) == (first["ranks"], first["notes"])
+    (note,) = second["notes"]
+    assert "rank 1" in note and "optim.0.0.weight.exp_avg_sq" in note

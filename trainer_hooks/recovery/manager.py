@@ -290,7 +290,7 @@ class SnapshotRing:
     def _fill(self, entry: Snapshot) -> Tensor:
         free = [slot for slot in self._slots if slot.free]
         if not free and self._may_lend and len(self._slots) == self.num_slots:
-            # A save holds one for as long as the disk takes; without it nothing newer would be kept.
+            # A save holds one for as long as the disk takes, and nothing newer would be kept.
             free = [_Slot(pinned=self._side is not None)]
             self._slots += free
         if not free:
@@ -356,9 +356,7 @@ class SnapshotRing:
         if self._last_bad is None or self._last_bad.failure:
             return []
         copied, self._last_bad = self._last_bad.tensors(), None
-        return [
-            k for k, t in copied.items() if self._state.must_be_finite(k) and not is_finite(t)
-        ]
+        return [k for k, t in copied.items() if self._state.must_be_finite(k) and not is_finite(t)]
 
     def promote(self, current_step: int, last_unhealthy_step: int) -> list[Snapshot]:
         """Make healthy what the steps judged so far prove (see ``is_proven``), and return it."""
@@ -657,8 +655,7 @@ class RecoveryManager:
             self._wrong = (next_step, None if is_missed else wrong)
 
     def flag(self, step: int) -> Tensor | None:
-        """Return how much of this rank's snapshot of ``step`` is not finite; None: there is none.
-        """
+        """Return how many tensors of the snapshot of ``step`` are not finite; None: no snapshot."""
         return self._wrong[1] if self._wrong is not None and self._wrong[0] == step else None
 
     def missed(self, step: int) -> bool:

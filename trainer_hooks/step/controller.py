@@ -323,7 +323,9 @@ class StepController:
             names = [] if source is None else source.nonfinite_names()
         if not names:
             return judgement
-        shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" * (len(names) > _NAMED))
+        shown = ", ".join(names[:_NAMED]) + (
+            f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+        )
         self._note_own("nonfinite_state", f"rank {rank}: NaN or infinite: {shown}", record.step)
         findings = tuple(
             replace(f, reason=f"{f.reason} ({shown})") if f.kind == "nonfinite_state" else f
