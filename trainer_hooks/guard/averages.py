@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard.optimizer_state import true_elements
+from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.step.reduce_vector import AsyncCopy
 from trainvitals.errors import UsageError
 
@@ -138,6 +139,7 @@ class _GuardedUpdate:
     def __call__(self, model: nn.Module) -> None:
         """Average the model in, unless its last step was skipped; waits for nothing."""
         plain = type(self._average).update_parameters
+        wait_for_copies()
         if self._bad is None:
             plain(self._average, model)
             return

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainer_hooks.callbacks.ema import EMA
 from trainer_hooks.guard import optimizer_state
 from trainer_hooks.recovery.checkpoints.shard_layout import Held, held_in
+from trainer_hooks.recovery.copying import wait_for_copies
 from trainer_hooks.recovery.rng import capture_rng, restore_rng
 from trainer_hooks.step.gradients import clean_name, reshard, unwrap
 from trainvitals.errors import CheckpointError
@@ -251,6 +252,7 @@ class TrainingState:
         """
         live = self.tensors()
         self._check_fit(saved, live, host)
+        wait_for_copies()
         owners = {key: (i, state, name) for key, i, state, name in self._moments()}
         kept = {id(state) for key, (_, state, _) in owners.items() if key in saved}
         for key in [k for k in owners if k not in saved]:
