@@ -76,22 +76,27 @@ def test_what_a_finite_loss_hides_is_rolled_back_and_the_run_is_protected_again(
     assert name in note and "rank 0" in note
 
 
-def test_what_comes_again_after_the_rollback_is_told_once_and_training_goes_on(tmp_path):
+def test_what_comes_again_after_the_rollback_is_told_and_training_goes_on(tmp_path):
     loop = healing(tmp_path)
     assert [21] == train(loop, break_moment, times=10**6, steps=200)
-    (finding,) = findings(loop, KIND)
+    finding, *others = findings(loop, KIND)
     assert ("actionable", 42, 0) == (finding.level, finding.step, finding.rank)
-    assert "again" in finding.reason
+    assert "again" in finding.reason and "exp_avg_sq" in finding.reason
+    assert [(105, 42), (168, 42)] == [(f.step, f.onset_step) for f in others]
+    assert 2 == len(notes(loop, KIND))  # with the rollback, and where it was there again
     assert 200 == loop.monitor.step_index
 
 
 @pytest.mark.parametrize("mode", ["guard", "observe"])
 @pytest.mark.parametrize("break_it", [break_moment, break_buffer])
-def test_without_snapshots_it_is_told_once_at_the_next_check(mode, break_it):
+def test_without_snapshots_it_is_told_at_the_next_check_by_one_name(mode, break_it):
     loop = Loop(mode=mode)
     assert [] == train(loop, break_it, steps=3 * StateCheck.EVERY)
-    (finding,) = findings(loop, KIND)
-    assert ("actionable", StateCheck.EVERY, 0) == (finding.level, finding.step, finding.rank)
+    every = StateCheck.EVERY
+    assert [("actionable", every, every, 0), ("actionable", 2 * every, every, 0)] == [
+        (f.level, f.step, f.onset_step, f.rank) for f in findings(loop, KIND)
+    ]
+    assert 1 == len(notes(loop, KIND))
 
 
 def mask(loop):

@@ -121,16 +121,17 @@ def test_a_state_that_is_not_finite_behind_a_finite_loss_rolls_back_and_plays_al
     )  # fmt: skip
 
 
-def test_where_that_does_not_cure_it_it_is_told_once_and_never_halts_or_loops() -> None:
+def test_where_that_does_not_cure_it_it_is_told_and_never_halts_or_loops() -> None:
     run = Run()
     run.feed("state")
     run.restored(150)
     for _ in range(20):
         assert [] == run.feed(*["ok"] * 49, "state")
-    (finding,) = run.told
+    finding, *others = run.told
     assert ("nonfinite_state", "actionable", 199, 3) == (
         finding.kind, finding.level, finding.step, finding.rank,
     )  # fmt: skip
+    assert [(199 + 50 * i, 199) for i in range(1, 20)] == [(f.step, f.onset_step) for f in others]
     assert "it is there again after a rollback, so training continues" in finding.reason
     assert "" == run.state.facts.halted
 
@@ -152,7 +153,9 @@ def test_what_did_not_cure_is_tried_again_once_the_budget_s_window_is_over() -> 
         ({"refs": (CheckpointRef(id="late", step=195),)}, "none of 1 checkpoints is healthy"),
     ],
 )
-def test_where_nothing_can_go_back_it_is_told_once(options: dict[str, Any], words: str) -> None:
+def test_where_nothing_can_go_back_it_is_told_and_not_at_each_look(
+    options: dict[str, Any], words: str
+) -> None:
     run = Run(**options)
     assert [] == run.feed("state", "ok", "state", "state")
     (finding,) = run.told

@@ -125,6 +125,8 @@ class StepController:
     """Turns that have brought a step."""
     _was_announced: bool = False
     _disagreed: bool = False
+    _bad_names: str = ""
+    """Tensors of this rank that were not finite when it was last told."""
 
     @property
     def is_rank0(self) -> bool:
@@ -317,16 +319,12 @@ class StepController:
         is_own = bool(reduced.by_rank("nonfinite_state")[slot])
         if not is_own or not (rolls_back or "nonfinite_state" in kinds):
             return judgement
-        names: list[str] = []
-        with self.faults.fail_open("state_check"):
-            source = self.recovery if self.recovery is not None else self.state_check
-            names = [] if source is None else source.nonfinite_names()
-        if not names:
-            return judgement
-        shown = ", ".join(names[:_NAMED]) + (
-            f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
-        )
-        self._note_own("nonfinite_state", f"rank {rank}: NaN or infinite: {shown}", record.step)
+        if rolls_back or any(f.onset_step == f.step for f in judgement.findings):
+            # Once a stretch: it reads all of the state, on the host.
+            self._bad_names = self._names_of_bad()
+            text = f"rank {rank}: NaN or infinite: {self._bad_names}"
+            self._note_own("nonfinite_state", text, record.step)
+        shown = self._bad_names
         findings = tuple(
             replace(f, reason=f"{f.reason} ({shown})") if f.kind == "nonfinite_state" else f
             for f in judgement.findings
@@ -334,6 +332,15 @@ class StepController:
         if decision is not None and rolls_back:
             decision = replace(decision, reason=f"{decision.reason} ({shown})")
         return judgement._replace(findings=findings, decision=decision)
+
+    def _names_of_bad(self) -> str:
+        """Return in words which of this rank's tensors are not finite."""
+        names: list[str] = []
+        with self.faults.fail_open("state_check"):
+            source = self.recovery if self.recovery is not None else self.state_check
+            names = [] if source is None else source.nonfinite_names()
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return (", ".join(names[:_NAMED]) or "unknown") + more
 
     def _note_own(self, code: str, text: str, step: int) -> None:
         """Write what this rank alone knows into its own events."""

@@ -323,6 +323,8 @@ def _healthy(checkpoints: Sequence[CheckpointRef], at_most: float) -> list[Check
 MAX_SKIPPED_WINDOWS = 100
 MAX_BLAMED = 100
 _SAME_ONSET = 3
+_TELL_AGAIN = 50
+"""Steps after which what still holds is said again: its alert would resolve 100 steps later."""
 _TOUCHES = 10
 """Steps behind what was left out in which the same trouble is the same cause."""
 
@@ -373,7 +375,7 @@ def for_certain(
 
 
 def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding) -> Verdict:
-    """Go back for a state that is not finite while the loss is; else say so, once, and go on.
+    """Go back for a state that is not finite while the loss is; else say so, and go on.
 
     It never halts: the losses are well, and what the model writes into a buffer may be meant. Where
     it is there again after everything was trained again, going back does not cure it, and no
@@ -394,11 +396,15 @@ def for_hidden(state: LadderState, case: Case, *, reason: str, finding: Finding)
     else:
         target, note, began = _target(case, None, onset)
     if target is None:
-        is_new = not state.state_told
-        state = replace(state, facts=facts, state_told=True)
+        state = replace(state, facts=facts)
+        since_told = onset - state.state_told if state.state_told >= 0 else FOREVER
+        if since_told < _TELL_AGAIN:
+            return Verdict(state)
+        since = state.state_since if since_told <= 2 * _TELL_AGAIN else onset
+        state = replace(state, state_told=onset, state_since=since)
         saves = ", and no further snapshot or checkpoint can be made" if case.heals else ""
-        finding = replace(finding, reason=f"{reason}; {note}, so training continues{saves}")
-        return Verdict(state, findings=(finding,) if is_new else ())
+        text = f"{reason}; {note}, so training continues{saves}"
+        return Verdict(state, findings=(replace(finding, reason=text, onset_step=since),))
     facts = _spend(facts, case, None, kind=kind, began=began, target=target)
     return _leave(
         state, case, facts, target, rule=kind, onset=onset, reason=f"{reason}; {note}",

@@ -263,8 +263,10 @@ class LadderState(msgspec.Struct, frozen=True, kw_only=True):
     passes_since: int = -1
     """First step of the row that passes: the state was read worse or damaged, and nothing went
     back. No batch is to blame then, and what is withheld keeps such weights as they are."""
-    state_told: bool = False
-    """Whether it was told on this branch that the state is non-finite, and nothing went back."""
+    state_told: int = -1
+    """Step at which it was last told that the state is non-finite, and nothing went back."""
+    state_since: int = -1
+    """Step at which that was told first, of a stretch that has not ended."""
     num_missed: int = 0
     """Snapshots that could not be taken."""
     spent: bool = False
@@ -327,6 +329,7 @@ def in_turn(ladder: LadderState, before: LadderState, turn: int) -> LadderState:
         last_unhealthy_step=max(ladder.last_unhealthy_step, before.last_unhealthy_step),
         rolling_back=before.rolling_back,
         state_told=before.state_told,
+        state_since=before.state_since,
         num_missed=before.num_missed,
     )
 
