@@ -46,7 +46,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     nonfinite_params: int = 0
     nonfinite_state: int = 0
     """Ranks whose parameters, optimizer state or buffers hold a NaN or Inf that must not be there.
-    Looked at with each snapshot, and where there are none every 50 steps."""
+    Looked at with each snapshot, and where there are none every 200 steps."""
     nonfinite_state_rank: int = -1
     """The rank, where it is one."""
     snapshots_missed: int = 0

@@ -91,9 +91,9 @@ def test_what_comes_again_after_the_rollback_is_told_and_training_goes_on(tmp_pa
 @pytest.mark.parametrize("break_it", [break_moment, break_buffer])
 def test_without_snapshots_it_is_told_at_the_next_check_by_one_name(mode, break_it):
     loop = Loop(mode=mode)
-    assert [] == train(loop, break_it, steps=3 * StateCheck.EVERY)
-    every = StateCheck.EVERY
-    assert [("actionable", every, every, 0), ("actionable", 2 * every, every, 0)] == [
+    assert [] == train(loop, break_it, steps=StateCheck.EVERY + 2 * StateCheck.AGAIN)
+    first, again = StateCheck.EVERY, StateCheck.AGAIN
+    assert [("actionable", first, first, 0), ("actionable", first + again, first, 0)] == [
         (f.level, f.step, f.onset_step, f.rank) for f in findings(loop, KIND)
     ]
     assert 1 == len(notes(loop, KIND))

@@ -12,7 +12,6 @@ from trainer_hooks.recovery.manager import SnapshotRing, is_proven, num_slots
 from trainer_hooks.recovery.memory import host_memory_left
 from trainvitals.errors import CheckpointError, ConfigError
 
-
 SIDES = {"on the host": lambda: None, "earliest": Earliest, "latest": Latest}
 """Where and when the copies run: without a device, and at the ends of what a device may choose."""
 _side = [SIDES["on the host"]]

@@ -160,7 +160,8 @@ class CudaSideStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
-            return self._stream.record_event()
+            end: torch.cuda.Event = self._stream.record_event()
+        return end
 
     def wait(self, end: object) -> None:
         """Let the present stream wait."""

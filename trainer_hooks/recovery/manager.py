@@ -23,8 +23,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from trainer_hooks.ranks import Ranks
 from trainer_hooks.guard.optimizer_state import nonfinite_count
+from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.copying import (
     CudaSideStream,
     Pair,

@@ -404,19 +404,22 @@ class StateCheck:
     shape they had. Nothing is copied, and no GPU is waited for.
     """
 
-    EVERY = 50
+    EVERY = 200
     """Steps between two looks: each reads everything once."""
+    AGAIN = 50
+    """The same once something was not finite, so that its alert goes on for as long as it is so."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = unwrap(model)[0], tuple(optimizers)
         self._names = {id(p): clean_name(n) for n, p in self._model.named_parameters()}
+        self.every = self.EVERY
         buffers = self._buffers()
         bad = set(_nonfinite_in(buffers))
         self._finite_at_start = {k: Spec.of(t) for k, t in buffers.items() if k not in bad}
 
     def flag(self, step: int) -> Tensor | None:
         """Return, on the device, how many tensors are not finite; None where no look is due."""
-        if step % self.EVERY or not step:
+        if step % self.every or not step:
             return None
         tensors = self._tensors()
         device = next((t.device for t in tensors.values() if t.is_cuda), torch.device("cpu"))
@@ -439,7 +442,7 @@ class StateCheck:
                 parts = {f"model.{name}": param}
                 state = optimizer.state.get(param)
                 if isinstance(state, Mapping):
-                    parts |= {f"optim.{i}.{name}.{k}": v for k, v in state.items()}
+                    parts |= {f"optim.{i}.{name}.{k}": v for k, v in state.items() if k != "step"}
                 live |= {
                     k: optimizer_state.true_elements(t) for k, t in parts.items() if _is_readable(t)
                 }

@@ -293,6 +293,8 @@ class StepController:
         if name:
             judgement = of_turn(judgement, name)
         if record.nonfinite_state or record.snapshots_missed:
+            if self.state_check is not None:
+                self.state_check.every = self.state_check.AGAIN
             judgement = self._name_what_is_bad(record, reduced, judgement)
         self.last_step = measured.step
         self._after_judgement(record, reduced, judgement)
