@@ -573,7 +573,10 @@ class RecoveryManager:
         self._wrong: tuple[int, Tensor | None] | None = None
         """Of the newest snapshot its step, and what is wrong with it; None: it could not be taken.
         """
+        self._may_be_saving = False
+        """Whether the save that this rank began last has not been seen to end."""
         self._is_saving = False
+        """Whether rank 0 said, with the newest step, that it is saving."""
 
     @classmethod
     def make(
@@ -720,7 +723,8 @@ class RecoveryManager:
     @property
     def is_saving(self) -> bool:
         """Whether this rank is writing a checkpoint: rank 0 says so, and the next one waits."""
-        return not self._store.wait(0.0)
+        self._may_be_saving = self._may_be_saving and not self._store.wait(0.0)
+        return self._may_be_saving
 
     @property
     def newest_saved(self) -> tuple[int, int]:
@@ -765,6 +769,7 @@ class RecoveryManager:
             self._saved_at, self._saved_ns = newest.step, self._clock.monotonic_ns()
             self._time_is_up = False
             self._store.save(newest)
+            self._may_be_saving = True
         self._say()
 
     def _is_due(self, steps: int) -> bool:
